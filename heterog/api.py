@@ -34,17 +34,17 @@ def plan(
     """Find how to run one training step of a workload on a cluster.
 
     Args:
-        workload: model, example batch, loss and optimizer class; or a captured graph.
-        cluster: devices and links.
-        method: name or names of planners; ``"auto"`` runs all of them.
+        workload: Model, example batch, loss and optimizer class; or a captured graph.
+        cluster: Devices and links.
+        method: Name or names of planners; ``"auto"`` runs all of them.
         budget: Limit of the search: ``"30s"`` of time, or ``"5000e"`` for 5,000 evaluations, with
             which the result is reproducible.
         seed: Seed of all random choices.
-        order: ``"best"``, or the one order that searching methods may use.
-        step_barrier: whether a step ends with all updates.
+        order: ``"best"``, or the only order that searching methods may use.
+        step_barrier: Whether a step ends with all updates.
         policy: Trained network for ``agent`` and ``agent+search``: ``"default"``, ``"heldout"`` or
             the path of a file.
-        objective: what the plan is to be best at: the shortest step, or the least money before a
+        objective: What the plan should be best at: the shortest step, or the least money before a
             deadline; see ``heterog.planners.objective``.
 
     Returns:
@@ -75,7 +75,7 @@ def plan(
 
 
 def _captured(workload: Workload | OpGraph) -> tuple[OpGraph, Rehearse | None]:
-    """The graph of a workload, and what plays plans of it through; a graph alone cannot be."""
+    """The graph of a workload, and the rehearsal of its plans; a graph alone has none."""
     if isinstance(workload, OpGraph):
         return workload, None
     captured = capture_step(workload)
@@ -99,25 +99,25 @@ def layout(
     split: Sequence[str] = (),
     step_barrier: bool = True,
 ) -> Plan:
-    """What a person runs today, in Megatron's and FSDP's words, as a plan.
+    """A person's own layout, in Megatron's and FSDP's words, as a plan.
 
-    The arguments are those of ``strategy.layouts.layout.Layout``, which says what they mean.
+    The arguments are those of ``strategy.layouts.layout.Layout``, which explains them.
 
     Args:
-        workload: model, example batch, loss and optimizer class; or a captured graph.
-        cluster: devices and links; rank r of the layout is device r.
-        tp: devices that share every matrix product.
-        pp: ranks of a pipeline.
-        dp: replicas; 0 for as many as there are devices for.
-        micro_batch: samples of a replica that go through the model at a time.
-        num_micro: micro-batches of a replica, instead of ``micro_batch``.
-        zero: stage of ZeRO, 0 to 3.
+        workload: Model, example batch, loss and optimizer class; or a captured graph.
+        cluster: Devices and links; rank r of the layout is device r.
+        tp: Number of devices that share every matrix product.
+        pp: Number of ranks of a pipeline.
+        dp: Number of replicas; 0 for as many as there are devices for.
+        micro_batch: Samples of a replica that go through the model at a time.
+        num_micro: Number of micro-batches of a replica, instead of ``micro_batch``.
+        zero: Stage of ZeRO, 0 to 3.
         recompute: ``"none"`` or ``"full"``.
         schedule: Name of the pipeline's schedule; ``"1f1b"`` if empty.
-        chunks: stages on each rank.
+        chunks: Number of stages on each rank.
         layers: Number of repeated layers in each stage.
-        split: modules at which stages begin, instead of ``layers``.
-        step_barrier: whether a step ends with all updates.
+        split: Modules at which stages begin, instead of ``layers``.
+        step_barrier: Whether a step ends with all updates.
 
     Returns:
         A plan of one row, ``"given"``: its step time and memory as predicted. That of a workload

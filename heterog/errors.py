@@ -19,7 +19,7 @@ class UnknownNameError(HeterogError):
     """
 
     def __init__(self, what: str, name: str, known: Iterable[str], *, advice: str = "") -> None:
-        if advice:  # where too many are known to list them all
+        if advice:  # if too many are known to list them all
             super().__init__(f"unknown {what} '{name}'; {advice}")
             return
         names = sorted(known)

@@ -1,7 +1,7 @@
-"""Files: reading what others wrote within limits, writing whole or not at all.
+"""Files: reading those of others within limits, writing whole or not at all.
 
-What is read may have been made by anybody. Only regular files are opened (a pipe would wait for
-ever), every kind has a largest size, compressed content counts by what it unpacks to, and JSON is
+Files may have been made by anybody. Only regular files are opened (a pipe would wait for ever),
+every kind has a largest size, compressed content counts by its unpacked size, and JSON is
 read strictly: UTF-8, no key twice, no ``NaN``.
 """
 
@@ -19,15 +19,15 @@ from heterog.errors import InputFileError
 from heterog.units import MIB, format_bytes
 
 MAX_JSON_BYTES = 128 * MIB
-"""Of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB; measurements of the
-whole zoo at five shares 30 MiB."""
+"""Most bytes of a JSON text, unpacked. The plan of the zoo's largest graph takes 2 MiB;
+measurements of the whole zoo at five shares 30 MiB."""
 _MOST_MEMORY = 256 * MIB
-# What CPython needs for a list or an object (with its slot), a text, and anything else.
+# Bytes in CPython of a list or an object (with its slot), a text, and anything else.
 _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
 
 
 def check_writable(path: str | Path) -> Path:
-    """The path, if a file can be written there: asked before long work, not after it.
+    """The path, if a file can be written there: checked before long work, not after it.
 
     Raises:
         InputFileError: the folder is missing or not writable, or the path is a folder.
@@ -65,12 +65,12 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 
 def cannot_write(path: str | Path, error: OSError, num_bytes: int) -> InputFileError:
-    """The error about a file that the system does not let us write, with what it would need.
+    """The error for a file that the system refuses to write, with the bytes it would need.
 
     Args:
-        path: the file or folder.
-        error: the system's.
-        num_bytes: what was to be written.
+        path: Path of the file or folder.
+        error: Error of the system.
+        num_bytes: Number of bytes that were to be written.
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -82,7 +82,7 @@ def cannot_write(path: str | Path, error: OSError, num_bytes: int) -> InputFileE
 
 
 def _room(path: str | Path) -> str:
-    """How much is free where a file was to be, as the end of a sentence; empty if unknown."""
+    """Free space at a path, as the end of a sentence; empty if unknown."""
     folder = Path(path).absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -103,12 +103,12 @@ def write_json(path: str | Path, value: Any, *, indent: int | None = None) -> No
 
 
 def read_bytes(path: str | Path, what: str, most_bytes: int) -> bytes:
-    """The content of a regular file; what was compressed with gzip is unpacked.
+    """The content of a regular file, unpacked if it was compressed with gzip.
 
     Args:
-        path: the file.
-        what: the kind of file, for messages.
-        most_bytes: that the file and its unpacked content may have.
+        path: Path of the file.
+        what: Kind of file, for messages.
+        most_bytes: Most bytes that the file and its unpacked content may have.
 
     Raises:
         InputFileError: the file is missing, unreadable, no regular file, too large or cut off.
@@ -174,8 +174,8 @@ def parse_json(content: bytes, where: str) -> Any:
     """The value of a JSON text.
 
     Args:
-        content: UTF-8.
-        where: begins every message.
+        content: The text in UTF-8.
+        where: Beginning of every message.
 
     Raises:
         InputFileError: not UTF-8, not JSON, a key twice, ``NaN`` or an infinity, or so many small
@@ -201,7 +201,7 @@ def parse_json(content: bytes, where: str) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; keys that are there twice are no choice of ours."""
+    """A JSON object; one with a key twice is refused."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -2,7 +2,7 @@
 
 Parallel training with local updates (Laskin et al., "Parallel Training of Deep Networks with Local
 Updates", 2020, arXiv 2012.03837) cuts the backward pass at boundaries between blocks of layers.
-Each block but the last has a *head* that makes a prediction from what the block makes, and follows
+Each block but the last has a *head* that makes a prediction from the block's output, and follows
 the loss of that prediction alone. A stage of a pipeline then never waits for gradients of the next
 one, and only activations travel: of K equal blocks with m micro-batches, forward f, backward b and
 heads of h, a step takes (K - 1) f + m (f + b + h) instead of (m + K - 1) (f + b).
@@ -41,14 +41,14 @@ def local_blocks(
     torch.Size([])
 
     Args:
-        model: any module; it stays as it is when it is used elsewhere.
-        boundaries: names of submodules, in the order in which they run. What one of them makes
-            ends a block. All that later blocks read of the model has to go through it.
-        head: makes the module that predicts from what a boundary makes; asked with its name. It
-            may give the same module for several.
+        model: Any module, which is not changed for other uses.
+        boundaries: Names of submodules, in the order in which they run. The output of each ends a
+            block. Everything that later blocks read of the model has to go through it.
+        head: Function that makes the module that predicts from a boundary's output, by name. It
+            may return the same module for several.
         loss: ``loss(prediction, target) -> scalar``, of the heads and of the model itself.
-        returns_loss: the model computes its own loss from the whole batch (a scalar, or an object
-            with ``.loss``), as models of ``transformers`` do; ``loss`` is then of heads only.
+        returns_loss: Whether the model computes its own loss from the whole batch (a scalar, or an
+            object with ``.loss``), as in ``transformers``; ``loss`` is then of heads only.
 
     Returns:
         A module that is called with the whole batch, ``(*inputs, target)`` or a dict with the key
@@ -71,8 +71,8 @@ class LocalBlocks(nn.Module):
     """A model in blocks; see ``local_blocks``.
 
     Attributes:
-        model: that is cut; its parameters are the same objects.
-        heads: one for each boundary, by its name with underscores for dots.
+        model: Model that is cut; its parameters are the same objects.
+        heads: One for each boundary, by its name with underscores for dots.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class LocalBlocks(nn.Module):
         return total
 
     def _end_block(self, name: str) -> Callable[[nn.Module, Any, Any], Any]:
-        """What happens when a boundary's module is done, while a step of ours runs."""
+        """Hook that runs when a boundary's module is done, while a step of ours runs."""
 
         def end(module: nn.Module, inputs: Any, output: Any) -> Any:
             step = self._step
@@ -157,13 +157,13 @@ class LocalBlocks(nn.Module):
 
 
 class _Step:
-    """What one forward pass has come to.
+    """State of one forward pass.
 
     Attributes:
-        target: of all losses.
-        names: of boundaries that were reached.
-        ends: what their modules made, with its history.
-        losses: of their heads.
+        target: Target of all losses.
+        names: Names of boundaries that were reached.
+        ends: Outputs of their modules, with their history.
+        losses: Losses of their heads.
     """
 
     def __init__(self, target: Tensor) -> None:
@@ -176,7 +176,7 @@ class _Step:
 def _graph(tensor: Tensor) -> Iterator[Any]:
     """Backward functions that a gradient of a tensor goes through, but for those of leaves.
 
-    A parameter that blocks share (an embedding that is tied to heads) is no way between them.
+    A parameter that blocks share (an embedding tied to heads) is no path between them.
     """
     waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:

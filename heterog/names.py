@@ -1,8 +1,8 @@
-"""What may be a name: names end up in files of other languages, on command lines and on terminals.
+"""Legal names: names end up in files of other languages, on command lines and on terminals.
 
 Graphs, clusters, hosts, devices, device types and methods have names from one alphabet, which has
-no quote, no backslash and none of the characters that a shell, YAML, HTML or Python could take for
-its own. Everything that is written into such a file is escaped all the same.
+no quote, no backslash and none of the characters that have a meaning for a shell, YAML, HTML or
+Python. Everything that is written into such a file is escaped all the same.
 """
 
 import re
@@ -59,7 +59,7 @@ def text_fault(text: str) -> str | None:
 
 
 def is_identifier(text: str) -> bool:
-    """Whether a text is a name of Python, with dots at most: the class of an optimizer.
+    """Whether a text is a Python name, perhaps with dots, such as the class of an optimizer.
 
     >>> is_identifier("torch.optim.AdamW"), is_identifier("SGD(1)")
     (True, False)

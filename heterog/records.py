@@ -1,8 +1,8 @@
 """Strict typed records: the shape of every document that is read from a file.
 
 A kind of file is a ``Record``: its fields, their types and their ranges. ``parse_record`` turns
-JSON values into one or says in one line which field of which file is wrong. What fields say about
-each other is checked by the reader of the kind, which also makes the objects that the rest of
+JSON values into one or reports in one line which field of which file is wrong. Relations between
+fields are checked by the reader of the kind, which also makes the objects that the rest of
 heterog works with.
 """
 
@@ -48,7 +48,7 @@ def _checked_identifier(value: str) -> str:
 
 
 def _checked_json(value: Any) -> Any:
-    """JSON that nests no deeper than anything needs, with finite numbers and printable text."""
+    """JSON nested no deeper than any file needs, with finite numbers and printable text."""
     if (fault := _json_fault(value, _MOST_DEPTH)) is not None:
         raise ValueError(fault)
     return value
@@ -78,22 +78,22 @@ def _json_fault(value: Any, depth: int) -> str | None:
 _T = TypeVar("_T")
 
 Many: TypeAlias = Annotated[list[_T], FailFast()]
-"""A list of which the first wrong entry is enough: there may be millions."""
+"""A list that is refused at its first wrong entry: there may be millions."""
 Name: TypeAlias = Annotated[str, AfterValidator(_checked_name)]
-"""See ``names``."""
+"""A legal name; see ``names``."""
 Text: TypeAlias = Annotated[str, AfterValidator(_checked_text)]
 """One printable line, perhaps an empty one."""
 Identifier: TypeAlias = Annotated[str, AfterValidator(_checked_identifier)]
 Json: TypeAlias = Annotated[Any, AfterValidator(_checked_json)]
 """Any value of JSON, not nested deeply."""
 Int32: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT32)]
-"""A count or an index as the kernels hold it."""
+"""A count or an index in the kernels' range."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Signed64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 NumBytes: TypeAlias = Annotated[int, Field(ge=0, le=2**53)]
-"""Up to 8 PiB, which a float still counts exactly."""
+"""Up to 8 PiB, which a float still represents exactly."""
 Amount: TypeAlias = Annotated[float, Field(ge=0.0, le=1e24, allow_inf_nan=False)]
-"""FLOPs and bytes: far above any step, far below what would overflow in a sum."""
+"""FLOPs or bytes: far above any step, far below values whose sum would overflow."""
 Seconds: TypeAlias = Annotated[float, Field(ge=0.0, le=1e9, allow_inf_nan=False)]
 """Up to thirty years."""
 PositiveSeconds: TypeAlias = Annotated[float, Field(gt=0.0, le=1e9, allow_inf_nan=False)]
@@ -114,11 +114,11 @@ def read_record(
     """Read a file of a kind.
 
     Args:
-        path: JSON, compressed or not.
-        what: the kind in words, for messages.
-        kind: its record.
-        versions: values of ``schema_version`` that this heterog reads.
-        most_bytes: largest size, unpacked.
+        path: JSON file, compressed or not.
+        what: Kind of file in words, for messages.
+        kind: Record of the kind.
+        versions: Values of ``schema_version`` that this heterog reads.
+        most_bytes: Largest size, unpacked.
 
     Raises:
         InputFileError: the file cannot be read, or a field is missing, unknown or wrong.
@@ -133,10 +133,10 @@ def parse_record(
     """The record of JSON values.
 
     Args:
-        value: what a JSON text holds.
-        kind: the record.
-        where: begins every message: the kind and name of the file.
-        versions: of ``schema_version``, if the record has one.
+        value: Value of a JSON text.
+        kind: Class of the record.
+        where: Beginning of every message: the kind and name of the file.
+        versions: Values of ``schema_version`` that are read, if the record has one.
 
     Raises:
         InputFileError: a field is missing, unknown or wrong.
@@ -158,7 +158,7 @@ def parse_record(
 
 
 def first_fault(error: ValidationError) -> str:
-    """The first thing that is wrong with a record, in words, and how many more there are."""
+    """The first fault of a record, in words, and the number of further ones."""
     errors = error.errors(include_url=False)
     more = f" ({len(errors) - 1} more after this one)" if len(errors) > 1 else ""
     return f"{_in_words(errors[0])}{more}."
@@ -178,7 +178,7 @@ def _in_words(details: ErrorDetails) -> str:
 
 
 def field_name(place: Sequence[int | str]) -> str:
-    """The place of a fault as ``ops.3.kind``, without what pydantic adds of its own."""
+    """The place of a fault as ``ops.3.kind``, without pydantic's own additions."""
     text = ".".join(str(part) for part in place if part not in _BRANCHES)
     text = text if text.isprintable() else ascii(text)[1:-1]
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -104,7 +104,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_range(low_s: float, high_s: float, around_s: float) -> str:
-    """Two times in the unit that ``format_seconds`` takes for a third, without its name.
+    """Two times in the unit that ``format_seconds`` uses for a third, without its name.
 
     >>> format_range(0.36, 1.0472, around_s=0.61)
     '360.0 to 1047.2'

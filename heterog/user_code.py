@@ -23,7 +23,7 @@ _module_numbers = itertools.count()
 
 
 def is_from_file(source: str) -> bool:
-    """Whether a name means an object in a Python file.
+    """Whether a name refers to an object in a Python file.
 
     >>> is_from_file("reward.py:by_memory"), is_from_file("hetero")
     (True, False)
@@ -36,7 +36,7 @@ def split_source(source: str, what: str) -> tuple[Path, str]:
 
     Args:
         source: ``path/to/file.py:name``.
-        what: what the name should stand for, as in ``"function"``; for messages.
+        what: Kind of object that is expected, as in ``"function"``; for messages.
 
     Raises:
         InputFileError: the name or the file is missing.
@@ -54,14 +54,14 @@ def split_source(source: str, what: str) -> tuple[Path, str]:
 def trusted_source(source: str, named: Sequence[str], where: str) -> str:
     """The source that a file names, if it may be run and copied.
 
-    A name of the zoo may, and a Python file that the person names or that lies under the folder
-    they work in. Anything else is code of somebody else, about which the person is asked.
+    Zoo names may, and Python files that the person names or that lie under their working folder.
+    Anything else is code of somebody else, about which the person is asked.
 
     Args:
-        source: zoo name, or ``path/to/file.py:function``.
-        named: files that the person named, with or without a function; one of the same name as
-            the source's is meant instead of it.
-        where: the file that names the source, for the message.
+        source: Zoo name, or ``path/to/file.py:function``.
+        named: Files that the person named, with or without a function; one with the same name as
+            the source's replaces it.
+        where: The file that names the source, for the message.
 
     Returns:
         The source, with the person's own file if they named one.
@@ -98,8 +98,8 @@ def load_object(source: str, what: str) -> object:
     """The function or class that ``path/to/file.py:name`` names; the file is run now.
 
     Args:
-        source: file and name.
-        what: what it should be, for messages: ``"reward"``.
+        source: File and name.
+        what: Kind of object that is expected, for messages: ``"reward"``.
 
     Raises:
         InputFileError: the file or the name is missing, or running the file fails.

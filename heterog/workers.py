@@ -1,10 +1,10 @@
-"""Where independent jobs run: in this process, in processes of this machine, or on Ray.
+"""Workers for independent jobs: this process, processes of this machine, or Ray.
 
-A job is ``work(shared, job)``: a function of a module, one large value that all jobs need and that
-is sent to each worker once, and a small value of its own. Results come in the order of the jobs,
-so what is computed from them does not depend on where, or beside how many others, a job ran.
+A job is ``work(shared, job)``: a function of a module, one large value for all jobs, which is
+sent to each worker once, and a small value of its own. Results come in the order of the jobs, so
+that they do not depend on where, or beside how many others, a job ran.
 
-``Seats`` are workers that remember: job ``i`` always runs on seat ``i``, so a job may go on where
+``Seats`` are workers with memory: job ``i`` always runs on seat ``i``, so a job may continue where
 the one before it on the same seat ended.
 """
 
@@ -38,11 +38,11 @@ Result = TypeVar("Result")
 
 
 class Closed(ABC):
-    """A context manager that ends what it started."""
+    """A context manager that ends everything it started."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what was started, and at once what still runs."""
+        """End what was started; what still runs ends at once."""
 
     def __enter__(self) -> Self:
         return self
@@ -57,7 +57,7 @@ class Closed(ABC):
 
 
 class Workers(Closed):
-    """Runs jobs; a context manager that ends what it started."""
+    """Runs jobs; a context manager that ends everything it started."""
 
     @abstractmethod
     def map(
@@ -72,23 +72,23 @@ class Workers(Closed):
         """
 
     def stop(self) -> None:
-        """Hand out no more jobs, and ask those that run for what they have; may be called once.
+        """Hand out no more jobs, and ask running ones for their results so far; callable once.
 
-        Jobs that look at ``is_asked_to_stop`` return early, and ``map`` yields what they return.
+        Jobs that check ``is_asked_to_stop`` return early, and ``map`` yields what they return.
 
         Raises:
-            KeyboardInterrupt: running jobs cannot be asked here.
+            KeyboardInterrupt: running jobs cannot be stopped here.
         """
         raise KeyboardInterrupt
 
     @property
     @abstractmethod
     def count(self) -> int:
-        """Jobs that run at a time."""
+        """Number of jobs that run at a time."""
 
     @abstractmethod
     def seats(self) -> "Seats":
-        """As many workers that remember, to be closed before these."""
+        """As many workers with memory, to be closed before these."""
 
 
 class Here(Workers):
@@ -103,11 +103,11 @@ class Here(Workers):
 
     @property
     def count(self) -> int:
-        """One."""
+        """One job at a time."""
         return 1
 
     def seats(self) -> "Seats":
-        """One more process: what remembers must be nobody else's."""
+        """One more process, whose memory nobody else uses."""
         return Seats([Processes(1)])
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ HERE = Here()
 
 
 class _Remote(Workers):
-    """What processes and Ray have in common: never more jobs under way than are useful."""
+    """Common part of processes and Ray: never more jobs under way than are useful."""
 
     _is_stopped = False
 
@@ -147,7 +147,7 @@ class _Remote(Workers):
 
     @abstractmethod
     def _open(self, shared: Any) -> int:
-        """Send ``shared``; how many jobs may be under way."""
+        """Send ``shared``; return how many jobs may be under way."""
 
     @abstractmethod
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]": ...
@@ -156,7 +156,7 @@ class _Remote(Workers):
     def _cancel(self, future: "Future[Any]") -> None: ...
 
     def _results(self, future: "Future[Any]") -> Iterator[Any]:
-        """What a job returned; nothing if it was not begun any more."""
+        """The result of a job; nothing if it did not begin."""
         outcome = self._outcome(future)
         if outcome.error:
             raise HeterogError(outcome.error)
@@ -170,7 +170,7 @@ class _Remote(Workers):
     def begin(
         self, work: Callable[[Any, Any], Any], shared: Any, job: Any
     ) -> Callable[[], list[Any]]:
-        """Hand one job out; what is returned waits for its result, none if it was left out."""
+        """Hand one job out; return a function that waits for its result: none if left out."""
         if self._is_stopped:
             return list
         self._open(shared)
@@ -179,12 +179,12 @@ class _Remote(Workers):
 
 
 class Seats(Closed):
-    """Workers that remember: each is a process of its own, or an actor on Ray.
+    """Workers with memory: each is a process of its own, or an actor on Ray.
 
-    What a job leaves in variables of its module, the next job on the same seat finds there.
+    Values that a job leaves in variables of its module are there for the next job on the seat.
 
     Args:
-        crews: one for each seat.
+        crews: Workers of each seat.
     """
 
     def __init__(self, crews: Sequence[_Remote]) -> None:
@@ -199,7 +199,7 @@ class Seats(Closed):
         """Run ``work(shared, jobs[i])`` on seat ``i``, all at the same time.
 
         Returns:
-            Results in the order of the jobs; ``None`` for one that was asked to stop before it
+            Results in the order of the jobs; ``None`` for a job that was asked to stop before it
             began.
 
         Raises:
@@ -211,12 +211,12 @@ class Seats(Closed):
         return [result[0] if result else None for result in results]
 
     def stop(self) -> None:
-        """Ask running jobs for what they have; see ``Workers.stop``."""
+        """Ask running jobs for their results so far; see ``Workers.stop``."""
         for crew in self._crews:
             crew.stop()
 
     def close(self) -> None:
-        """End the workers, and at once what still runs."""
+        """End the workers; what still runs ends at once."""
         for crew in self._crews:
             crew.close()
 
@@ -225,10 +225,10 @@ class Processes(_Remote):
     """Processes of this machine.
 
     They leave Ctrl-C and SIGTERM, which reach all processes of a terminal or a batch job, to this
-    process, and end when it ends, however that comes about.
+    process, and end when it ends, in whatever way.
 
     Args:
-        count: how many.
+        count: Number of processes.
     """
 
     def __init__(self, count: int) -> None:
@@ -242,11 +242,11 @@ class Processes(_Remote):
 
     @property
     def count(self) -> int:
-        """Processes."""
+        """Number of processes."""
         return self._count
 
     def seats(self) -> Seats:
-        """A process for each."""
+        """One process for each."""
         return Seats([Processes(1) for _ in range(self._count)])
 
     def _open(self, shared: Any) -> int:
@@ -256,7 +256,7 @@ class Processes(_Remote):
             self._pool = ProcessPoolExecutor(self._count, context, _begin, self._ends[:1])
             self._folder = tempfile.TemporaryDirectory(prefix="heterog-")
         if not self._file or self._shared is not shared:
-            # A file of its own: jobs with the one before may still be under way.
+            # A new file, because jobs with the one before may still be under way.
             number, self._file = tempfile.mkstemp(dir=self._folder.name)
             with os.fdopen(number, "wb") as file:
                 pickle.dump(shared, file)
@@ -266,7 +266,7 @@ class Processes(_Remote):
     def _submit(self, work: Callable[[Any, Any], Any], job: Any) -> "Future[Any]":
         assert self._pool is not None
         self._handed = [each for each in self._handed if not each.done()]
-        # A new process inherits what is blocked, from its first instruction on.
+        # A new process inherits the blocked signals, from its first instruction on.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)
         try:
             self._handed.append(self._pool.submit(_in_process, work, self._file, job))
@@ -278,7 +278,7 @@ class Processes(_Remote):
         future.cancel()
 
     def stop(self) -> None:
-        """See ``Workers``: running jobs are asked, those that wait are not begun."""
+        """See ``Workers``: running jobs are asked, waiting ones do not begin."""
         self._is_stopped = True
         if self._ends is not None:
             self._ends[1].close()
@@ -293,7 +293,7 @@ class Processes(_Remote):
             ) from error
 
     def close(self) -> None:
-        """End the processes; those that work at something nobody waits for are killed."""
+        """End the processes; those that still work, though nobody waits, are killed."""
         if self._pool is not None:
             processes = list((getattr(self._pool, "_processes", None) or {}).values())
             is_idle = all(future.done() for future in self._handed)
@@ -316,11 +316,11 @@ class Processes(_Remote):
 class RayWorkers(_Remote):
     """Ray, of any size: the cluster of ``RAY_ADDRESS`` or of this machine, or a new local one.
 
-    Every node needs this version of heterog. Ray starts a lost job again on another node. Nothing
+    Every node needs this version of heterog. Ray restarts a lost job on another node. Nothing
     is reported to Ray's makers unless ``RAY_USAGE_STATS_ENABLED`` says so.
 
     Args:
-        count: jobs at a time; as many as the cluster has CPUs if ``None``.
+        count: Number of jobs at a time; the cluster's number of CPUs if ``None``.
 
     Raises:
         HeterogError: Ray is not installed, or the cluster does not answer.
@@ -352,18 +352,18 @@ class RayWorkers(_Remote):
 
     @property
     def count(self) -> int:
-        """Jobs at a time: as asked for, or the CPUs that the cluster has now."""
+        """Number of jobs at a time: as asked for, or the CPUs that the cluster has now."""
         if self._count is not None:
             return self._count
         return max(int(self._ray.cluster_resources().get("CPU", 1)), 1)
 
     def seats(self) -> Seats:
-        """An actor for each; Ray does not start a lost one again."""
+        """One actor for each; Ray does not restart lost ones."""
         return Seats([_RaySeat() for _ in range(self.count)])
 
     def _open(self, shared: Any) -> int:
         if not self._box or self._shared is not shared:
-            # In a list, Ray hands over the reference and not the value.
+            # In a list, Ray passes the reference and not the value.
             self._box, self._shared = [self._ray.put(shared)], shared
         return self.count
 
@@ -387,7 +387,7 @@ class RayWorkers(_Remote):
             ) from error
 
     def close(self) -> None:
-        """Leave the cluster; end it if it was started here."""
+        """Leave the cluster; shut it down if it was started here."""
         self._box, self._shared = [], None
         if self._is_mine:
             self._ray.shutdown()
@@ -406,18 +406,18 @@ class _RaySeat(RayWorkers):
         return future
 
     def stop(self) -> None:
-        """See ``Workers``: the running job is asked, those that follow are not begun."""
+        """See ``Workers``: the running job is asked, later ones do not begin."""
         self._is_stopped = True
         self._actor.stop.remote()
 
     def close(self) -> None:
-        """End the actor; the cluster is somebody else's."""
+        """End the actor; the cluster is left running."""
         self._ray.kill(self._actor)
         super().close()
 
 
 class _Remembering:
-    """What an actor runs: one process, so variables of modules stay."""
+    """The class of an actor: one process, so variables of modules stay."""
 
     def run(self, work: Callable[[Any, Any], Any], box: list[Any], job: Any) -> "_Outcome":
         return _Outcome(is_left_out=True) if is_asked_to_stop() else _on_ray(work, box, job)
@@ -446,7 +446,7 @@ def open_workers(text: str) -> Workers:
 
 @contextmanager
 def open_seats(text: str) -> Iterator[Seats | None]:
-    """Workers that remember, of the same texts; ``None`` for ``"1"``: this process suffices."""
+    """Workers with memory for the same texts; ``None`` for ``"1"``: this process suffices."""
     with open_workers(text) as crew:
         if crew is HERE:
             yield None
@@ -457,9 +457,9 @@ def open_seats(text: str) -> Iterator[Seats | None]:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a job returned, or the text of the error that a user should read.
+    """The result of a job, or the text of the error that a user should read.
 
-    The text, because errors with arguments of their own do not survive pickling.
+    Only its text, because errors with arguments of their own do not survive pickling.
     """
 
     value: Any = None
@@ -472,26 +472,26 @@ def _outcome(work: Callable[[Any, Any], Any], shared: Any, job: Any) -> _Outcome
         return _Outcome(work(shared, job))
     except HeterogError as error:
         return _Outcome(error=str(error))
-    except KeyboardInterrupt:  # asked to stop when it had nothing yet
+    except KeyboardInterrupt:  # asked to stop before it had any result
         return _Outcome(is_left_out=True)
 
 
 _kept: tuple[str, Any] = ("", None)
-"""In a worker: the name of what was sent once, and the value."""
+"""In a worker: name and value of the object that was sent once."""
 
 
 _LEFT_TO_PARENT = {signal.SIGINT, signal.SIGTERM}
 _asked = threading.Event()
-"""In a worker: its parent wants no more than what there is."""
+"""In a worker: set when its parent wants results so far."""
 
 
 def is_asked_to_stop() -> bool:
-    """In a worker: whether its job is to hand over its best so far; see ``Workers.stop``."""
+    """In a worker: whether its job should hand over its best so far; see ``Workers.stop``."""
     return _asked.is_set()
 
 
 def _begin(open_while_wanted: Connection) -> None:
-    # At the end, Python would look through all that was imported for what to collect: a second.
+    # At its end, Python would search all that was imported for garbage, which takes a second.
     atexit.register(gc.freeze)
     threading.Thread(target=_watch, args=(open_while_wanted,), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""YAML that comes from outside: bounded before anything is built of it, every key once."""
+"""YAML from outside: bounded before anything is built of it, every key once."""
 
 from collections.abc import Hashable
 from pathlib import Path
@@ -11,7 +11,7 @@ from heterog.records import field_name
 
 _MOST_EVENTS = 100_000
 _MOST_DEPTH = 32
-# libyaml's parser, where PyYAML was built with it: ten times as fast.
+# libyaml's parser, if PyYAML was built with it: ten times as fast.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -19,10 +19,10 @@ def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml
     """The nodes and the value of a YAML text.
 
     Args:
-        text: YAML.
-        path: where it was read; begins every message.
-        what: the kind of file with its article, for messages.
-        if_empty: what to do about an empty file.
+        text: The YAML text.
+        path: File that it was read from; begins every message.
+        what: Kind of file with its article, for messages.
+        if_empty: Advice for an empty file.
 
     Raises:
         InputFileError: it is no YAML, is empty, has a key twice, or is larger than any such file.
@@ -41,7 +41,7 @@ def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml
         where = f"{path}, line {mark.line + 1}" if mark else str(path)
         fault = " ".join(str(error.problem).split())
         raise InputFileError(f"{where}: not valid YAML: {fault}.") from error
-    # A tag that does not fit its value ("!!bool x") is whatever its constructor stumbles over.
+    # A tag that does not fit its value ("!!bool x") raises any error of its constructor.
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError) as error:
         raise InputFileError(f"{path}: not valid YAML: {_first_line(error)}.") from error
     except (TypeError, ValueError, RecursionError) as error:
@@ -54,7 +54,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_events(text: str, path: Path, what: str) -> None:
-    """Refuse what nests deeper or holds more than any file needs, before anything is built of it.
+    """Refuse deeper nesting or more content than any file needs, before anything is built.
 
     libyaml builds nodes by recursion without a limit of its own.
     """
@@ -71,9 +71,9 @@ def _check_events(text: str, path: Path, what: str) -> None:
 
 
 def _check_aliases(root: yaml.Node, path: Path) -> None:
-    """Refuse aliases that stand for themselves, or for more than a file may hold.
+    """Refuse aliases that contain themselves, or more than a file may hold.
 
-    Ten lines of ten aliases each stand for ten billion values.
+    Ten lines of ten aliases each expand to ten billion values.
     """
     sizes: dict[int, int] = {}
 
@@ -100,7 +100,7 @@ def _check_aliases(root: yaml.Node, path: Path) -> None:
 
 
 def _refuse_duplicate_keys(node: yaml.Node, path: Path, seen: set[int]) -> None:
-    """PyYAML keeps the last of two equal keys in silence."""
+    """Refuse equal keys, of which PyYAML silently keeps the last."""
     if id(node) in seen:
         return
     seen.add(id(node))

@@ -1,8 +1,8 @@
 """Policies on disk.
 
 One file, read with ``weights_only=True``: the configuration, the weights, the version of the
-observation that they were trained on, and where they come from. A checkpoint of training holds the
-trainer's state besides.
+observation that they were trained on, and their provenance. A checkpoint of training also has the
+trainer's state.
 """
 
 import io
@@ -29,18 +29,18 @@ from heterog.units import GIB
 
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = GIB
-"""A hundred times the shipped policies, with all that training keeps beside them."""
+"""Most bytes: a hundred times a shipped policy with all that training keeps beside it."""
 _SHIPPED = resources.files("heterog.agents") / "policies"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A policy and what is known about it.
+    """A policy and its record.
 
     Attributes:
-        policy: the network with its weights.
-        provenance: seed, training models and clusters, settings, what was reached.
-        training: state of the trainer, empty in a policy that was only saved to be used.
+        policy: Network with its weights.
+        provenance: Seed, training models and clusters, settings, results.
+        training: State of the trainer; empty in a policy that was only saved to be used.
     """
 
     policy: Policy
@@ -76,11 +76,11 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
     """Read a policy.
 
     Args:
-        source: name of a shipped policy, or a file.
+        source: Name of a shipped policy, or a file.
 
     Raises:
         InputFileError: the file is missing, is no policy, was trained on other observations, or
-            has an encoder that is not known here.
+            has an unknown encoder.
         UnknownNameError: no shipped policy has that name.
     """
     if str(source) in shipped_policies():
@@ -94,7 +94,7 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
 
 
 def _unpacked(data: bytes, where: str) -> Any:
-    """The values of a file of ``torch.save``, whose members must be what was written.
+    """The values of a file of ``torch.save``, whose members must be as they were written.
 
     Raises:
         InputFileError: the file is damaged, unpacks to more than it has, or holds code.
@@ -112,7 +112,7 @@ def _unpacked(data: bytes, where: str) -> Any:
         raise InputFileError(f"{where} is damaged: the checksum of {shown(damaged)} is wrong.")
     try:
         return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    # Its unpickler stumbles over what is damaged in every way there is.
+    # Its unpickler fails on damaged data in many different ways.
     except Exception as error:
         raise InputFileError(f"{where} is no policy of heterog: {_reason(error)}.") from error
 
@@ -157,7 +157,7 @@ def _from_record(record: object, where: str) -> Checkpoint:
             "it in heterog.agents.encoder.ENCODERS."
         )
     for name, value in found.weights.items():
-        # One that repeats its elements takes no memory until it is looked at.
+        # A tensor that repeats its elements takes no memory until it is used.
         if not isinstance(value, Tensor) or value.is_sparse or not value.is_contiguous():
             raise InputFileError(f"{where}: field {shown(f'weights.{name}')} is no tensor.")
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
@@ -175,7 +175,7 @@ def _from_record(record: object, where: str) -> Checkpoint:
 
 
 def _check_size(record: _PolicyRecord, where: str) -> None:
-    """Refuse sizes that the weights do not have, before a network of that size is made."""
+    """Refuse sizes that the weights do not have before a network of that size is made."""
     config = record.config
     held = sum(value.numel() for value in record.weights.values())
     least = config.width * config.width * config.num_rounds

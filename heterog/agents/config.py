@@ -1,4 +1,4 @@
-"""What a policy's network is made of, and how it is trained. Needs no torch."""
+"""The sizes of a policy's network, and the settings of its training. Needs no torch."""
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -9,13 +9,13 @@ class PolicyConfig:
     """Sizes of a policy.
 
     Attributes:
-        encoder: name of the network; see ``encoder.ENCODERS``.
-        width: of every embedding.
-        num_heads: of every attention.
-        num_rounds: rounds of message passing.
-        rank: of the transition between neighbouring blocks' candidates; 0 decides each block on
-            its own.
-        stay_bias: log-odds that an untrained policy keeps the previous block's candidate; it has
+        encoder: Name of the network; see ``encoder.ENCODERS``.
+        width: Width of every embedding.
+        num_heads: Number of heads of every attention.
+        num_rounds: Number of rounds of message passing.
+        rank: Rank of the transition between neighbouring blocks' candidates; 0 decides each block
+            on its own.
+        stay_bias: Log-odds that an untrained policy keeps the previous block's candidate; it has
             no effect if ``rank`` is 0.
     """
 
@@ -59,23 +59,23 @@ class TrainingConfig:
     """Settings of a run; the defaults are those of the shipped policies and of ``heterog train``.
 
     Attributes:
-        algorithm: how to learn.
-        num_pairs: training pairs.
-        search_evaluations: spent on each pair for its elites, and on each validation pair.
-        num_steps: gradient steps; for PPO rollouts, each followed by two passes over it.
-        pairs_per_step: pairs in each step or rollout.
-        elites_per_pair: elites of each pair in a step of imitation.
-        samples_per_pair: strategies drawn for each pair in a step of REINFORCE; for PPO
+        algorithm: Learning algorithm.
+        num_pairs: Number of training pairs.
+        search_evaluations: Evaluations spent on each pair's elites, and on each validation pair.
+        num_steps: Number of gradient steps; for PPO, of rollouts, each with two passes over it.
+        pairs_per_step: Pairs in each step or rollout.
+        elites_per_pair: Elites of each pair in a step of imitation.
+        samples_per_pair: Strategies drawn for each pair in a step of REINFORCE; for PPO,
             environments that play the same pair side by side.
-        learning_rate: at its peak, after 50 steps or a tenth; falls to a tenth linearly.
-        entropy_nats: entropy of whole strategies that REINFORCE and PPO hold at the start and at
+        learning_rate: Peak, reached after 50 steps or a tenth; it falls to a tenth linearly.
+        entropy_nats: Entropy of whole strategies that REINFORCE and PPO hold at the start and at
             the end.
-        imitation_weight: of imitation in ``mixed``.
-        average_decay: of the running average of the weights, per step. PPO keeps no average: it
-            makes few steps, and the average would lag behind.
-        check_every: steps between validations.
-        num_validation: pairs that are only validated on.
-        seed: of everything random.
+        imitation_weight: Weight of imitation in ``mixed``.
+        average_decay: Decay per step of the running average of the weights. PPO keeps no average:
+            it makes few steps, and the average would lag behind.
+        check_every: Steps between validations.
+        num_validation: Number of pairs that are only validated on.
+        seed: Seed of everything random.
     """
 
     algorithm: Algorithm = Algorithm.IMITATION
@@ -109,7 +109,7 @@ class TrainingConfig:
         return self.algorithm != Algorithm.IMITATION
 
     def rate_at(self, step: int) -> float:
-        """Learning rate of a step: the first tenth, or 50 steps, rises; all of it falls.
+        """Learning rate of a step: it rises for a tenth or 50 steps, and falls all along.
 
         >>> config = TrainingConfig(num_steps=1000, learning_rate=1.0)
         >>> config.rate_at(0), config.rate_at(49), round(config.rate_at(1000), 3)

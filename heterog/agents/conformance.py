@@ -1,4 +1,4 @@
-"""What every encoder must keep, to hold your own to: ``check_encoder(Mine)``."""
+"""Checks that every encoder has to pass, for your own too: ``check_encoder(Mine)``."""
 
 from collections.abc import Callable
 
@@ -19,14 +19,14 @@ Encoder = Callable[[PolicyConfig], nn.Module]
 
 
 def check_encoder(encoder: Encoder, config: PolicyConfig | None = None) -> None:
-    """Ask an encoder about two pairs of unequal size, together and each alone.
+    """Run an encoder on two pairs of unequal size, together and each alone.
 
     Args:
-        encoder: makes the network for a configuration.
-        config: sizes to try; those of ``heterog train`` by default.
+        encoder: Function that makes the network for a configuration.
+        config: Sizes to try; those of ``heterog train`` by default.
 
     Raises:
-        ConformanceError: it fails, its shapes are others than ``ENCODERS`` says, an embedding is
+        ConformanceError: it fails, its shapes differ from those in ``ENCODERS``, an embedding is
             not finite or depends on the other pairs of a batch, or no gradient reaches a weight.
     """
     name = getattr(encoder, "__qualname__", type(encoder).__qualname__)
@@ -61,7 +61,7 @@ def check_encoder(encoder: Encoder, config: PolicyConfig | None = None) -> None:
 
 
 def load_encoder(source: str) -> str:
-    """Enter the encoder of ``path/to/file.py:name`` in ``ENCODERS``; its name there.
+    """Enter the encoder of ``path/to/file.py:name`` in ``ENCODERS``, and return its name there.
 
     Raises:
         InputFileError: the file or the name is missing, or running the file fails.
@@ -86,7 +86,7 @@ def _embeddings(network: nn.Module, pairs: list[Pair]) -> tuple[Tensor, Tensor]:
 
 def _check_gradients(name: str, network: nn.Module, embeddings: tuple[Tensor, Tensor]) -> None:
     weights = [weight for weight in network.parameters() if weight.requires_grad]
-    # Squared: the sum of what a last norm makes is the same whatever comes before it.
+    # Squared: the sum of a final norm's outputs is the same whatever its inputs.
     loss = torch.stack([(each**2 * torch.rand(each.shape[-1])).sum() for each in embeddings]).sum()
     reached = loss.requires_grad and any(
         gradient is not None for gradient in torch.autograd.grad(loss, weights, allow_unused=True)

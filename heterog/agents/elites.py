@@ -1,10 +1,10 @@
-"""Search for good rows of a pair: what imitation learns from.
+"""Search for good rows of a pair, from which imitation learns.
 
 Uniform rows first (the most promising by their analytic times), or balanced pipelines, then
 annealing over segments of blocks with the coarse evaluator. A pair with micro-batches is searched
-for pipelines alone, of stages that share no device: other rows its policy cannot draw. The best
-rows that differ are the *elites*, without the segments that annealing left behind though they gain
-nothing: half of them and more, and a policy that imitated them would change devices for no reason.
+for pipelines alone, of stages that share no device, as its policy cannot draw other rows. The best
+rows that differ are the *elites*, without the useless segments that annealing leaves behind, half
+of all or more: a policy that imitated these would change devices for no reason.
 """
 
 import math
@@ -23,23 +23,23 @@ NUM_ELITES = 6
 _HALVINGS = 12
 _MOST_IDLE = 3  # runs of annealing that meet nothing new: everything near has been seen
 CLOSE = 0.01
-"""Elites are within this part of the best."""
+"""Most by which elites are slower than the best, as a part."""
 SIMPLIFY_FROM = 0.8
 """Part of the evaluations after which elites lose the segments that gain nothing."""
 GAINS_NOTHING = 2e-3
-"""Relative difference of step times for which an elite may lose segments."""
+"""Relative rise of the step time for which an elite may lose a segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elites:
-    """What a search of one pair found.
+    """The result of a search of one pair.
 
     Attributes:
-        rows: the best rows, best first.  # [num_elites, G]
-        step_time_s: of the best row.
-        overflow: of the best row, 0 if it fits.
-        uniform_s: of the best uniform row that fits; infinite if none does.
-        num_evaluations: rows simulated.
+        rows: The best rows, best first.  # [num_elites, G]
+        step_time_s: Step time of the best row.
+        overflow: Overflow of the best row, 0 if it fits.
+        uniform_s: Step time of the best uniform row that fits; infinite if none does.
+        num_evaluations: Number of rows simulated.
     """
 
     rows: IntArray
@@ -50,7 +50,7 @@ class Elites:
 
     @property
     def headroom(self) -> float:
-        """Natural logarithm of the gain over the best uniform row, 0 to 1; 1 where none fits."""
+        """Natural logarithm of the gain over the best uniform row, 0 to 1; 1 if none fits."""
         if self.overflow > 0.0:
             return 0.0
         return min(max(math.log(self.uniform_s / self.step_time_s), 0.0), 1.0)
@@ -65,10 +65,10 @@ def find_elites(
     """Search a pair.
 
     Args:
-        pair: model and cluster.
-        num_evaluations: rows that may be simulated.
-        rng: for every draw.
-        starts: rows to start from beside the uniform ones (a policy's own samples, say).
+        pair: Model and cluster.
+        num_evaluations: Most rows that may be simulated.
+        rng: Generator for every draw.
+        starts: Rows to start from beside the uniform ones, such as a policy's own samples.
     """
     return _Search(pair, num_evaluations, rng).run(starts)
 
@@ -84,13 +84,13 @@ class _Search:
 
     @property
     def spent(self) -> int:
-        """Rows simulated so far."""
+        """Number of rows simulated so far."""
         return len(self.seen)
 
     def run(self, starts: Sequence[npt.NDArray[np.integer]]) -> Elites:
         pair = self.pair
         promise = pair.observation.candidates
-        # Analytic time of the slower of compute and synchronisation, behind what does not fit.
+        # Analytic time of the slower of compute and synchronisation; what does not fit comes last.
         order = np.argsort(
             promise[:, WHOLE_SLOWER]
             + 0.5 * promise[:, WHOLE_SUM]
@@ -113,7 +113,7 @@ class _Search:
         idle = 0
         while self.best and self.spent < until and idle < _MOST_IDLE:
             spent = self.spent
-            # Each run sets out from one of the best rows, from the very best most often.
+            # Each run starts from one of the best rows, from the very best most often.
             rank = min(int(self.rng.exponential(2.0)), len(self.best) - 1)
             row = np.frombuffer(self.best[rank][1], np.int32)
             self._anneal(row, favourites, min(until - self.spent, longest))
@@ -141,7 +141,7 @@ class _Search:
         return self.seen[key]
 
     def _cost(self, row: IntArray) -> float:
-        """Seconds, and a charge for memory that is missing; infinite for what cannot be drawn."""
+        """Seconds, and a charge for missing memory; infinite for rows that cannot be drawn."""
         key = row.tobytes()
         if key not in self.cost:
             if self.pair.num_micro > 1 and not self._is_pipeline(row):
@@ -156,7 +156,7 @@ class _Search:
         return self.cost[key]
 
     def _is_pipeline(self, row: IntArray) -> bool:
-        """Whether there are stages, two or more, that share no device."""
+        """Whether there are two or more stages, which share no device."""
         stages = [devices for devices, _ in groupby(self.devices[number] for number in row)]
         return len(stages) > 1 and len(frozenset().union(*stages)) == sum(map(len, stages))
 
@@ -194,7 +194,7 @@ class _Search:
         num_blocks, rng = len(row), self.rng
         if self.pair.num_micro > 1 and rng.random() < 0.4:
             return self._restaged(row)
-        # Short segments are as likely as long ones: boundaries are found by both.
+        # Short segments are as likely as long ones, because both find boundaries.
         length = min(max(int(math.exp(rng.uniform(0.0, math.log(num_blocks + 1)))), 1), num_blocks)
         first = int(rng.integers(num_blocks - length + 1))
         last = first + length
@@ -215,7 +215,7 @@ class _Search:
         return changed
 
     def _restaged(self, row: IntArray) -> IntArray:
-        """Change places of two stages, or give one to devices that no other is on."""
+        """Exchange two stages' candidates, or give a stage devices that no other stage uses."""
         stage = np.cumsum([0, *(a != b for a, b in pairwise(self.devices[n] for n in row))])
         one, other = self.rng.integers(stage[-1] + 1, size=2)
         changed = row.copy()
@@ -230,7 +230,7 @@ class _Search:
 
 
 def _with_a_segment_less(row: IntArray) -> Iterator[IntArray]:
-    """The rows in which one segment went over to the one before or after it, shortest first."""
+    """The rows with one segment joined to the one before or after it, shortest first."""
     edges = [0, *np.flatnonzero(np.diff(row)) + 1, len(row)]
     segments = sorted(pairwise(edges), key=lambda segment: segment[1] - segment[0])
     for first, last in segments:
@@ -242,13 +242,13 @@ def _with_a_segment_less(row: IntArray) -> Iterator[IntArray]:
 
 
 def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArray:
-    """Rows of stages whose slowest is as fast as can be with these devices in this order.
+    """Rows of stages whose slowest is as fast as possible on these devices in this order.
 
-    Stages are single devices or hosts, a drawn number of the fastest of them, from fast to slow,
-    from slow to fast or in a drawn order. A stage that has no memory left is over, too.
+    Stages are single devices or hosts: a random number of the fastest, from fast to slow, from
+    slow to fast or in random order. A stage also ends when it has no memory left.
 
     Returns:
-        The rows that get to the last block.  # [at most count, G]
+        The rows that reach the last block.  # [at most count, G]
     """
     whole = pair.observer.compute_seconds.sum(axis=0)
     fastest: dict[tuple[int, ...], int] = {}  # candidate of each device set
@@ -282,7 +282,7 @@ def balanced_stages(pair: Pair, count: int, rng: np.random.Generator) -> IntArra
 def _fill(
     pair: Pair, stages: IntArray, limit_s: npt.NDArray[np.float64]
 ) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-    """Blocks one after the other on the stages; (rows, which of them held every block)."""
+    """Put blocks on the stages one after another; (rows, whether each held every block)."""
     memory = RunningMemory(pair, len(stages))
     every = np.arange(len(stages))
     rows = np.zeros((len(stages), pair.num_blocks), np.int32)
@@ -294,7 +294,7 @@ def _fill(
         is_over = (load + seconds[candidate] > limit_s) | ~fits[every, candidate]
         stage += is_over & done
         done &= stages[every, stage] >= 0
-        stage -= ~done & (stages[every, stage] < 0)  # no stage is left: the last takes the rest
+        stage -= ~done & (stages[every, stage] < 0)  # no stage left: the last one takes the rest
         rows[:, block] = candidate = stages[every, stage]
         load = np.where(is_over, 0.0, load) + seconds[candidate]
         done &= load <= limit_s

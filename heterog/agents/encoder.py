@@ -1,8 +1,8 @@
-"""Networks that look at a pair: embeddings of every block and every candidate.
+"""Networks that encode a pair: embeddings of every block and every candidate.
 
 ``HeteroEncoder`` is ours: messages between blocks that feed one another, between blocks and the
-devices that could run them, and along links; candidates are what their devices are; then blocks
-and candidates attend to themselves and to each other. ``PaperEncoder`` follows HeteroG (section
+devices that could run them, and along links; candidates combine their devices; then blocks and
+candidates attend to themselves and to each other. ``PaperEncoder`` follows HeteroG (section
 4.1): graph attention over ops alone, then a sequence model over groups.
 """
 
@@ -183,4 +183,4 @@ class PaperEncoder(nn.Module):
 ENCODERS["hetero"] = HeteroEncoder
 ENCODERS["paper"] = PaperEncoder
 BUILT_IN = tuple(ENCODERS)
-"""Names of the package's own encoders, which nobody replaces."""
+"""Names of the package's own encoders, which cannot be replaced."""

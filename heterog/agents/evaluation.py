@@ -1,6 +1,6 @@
 """A policy on models and clusters: zero-shot and fine-tuned, beside baselines and long search.
 
-Every row is the referee's. The searches do not see what the policy proposes.
+All rows are judged by the referee. The searches do not see what the policy proposes.
 """
 
 import math
@@ -29,7 +29,7 @@ def long_search(
     evaluator: Evaluator, *, budget: Budget, seed: int = 0, progress: Progress
 ) -> list[MethodRow]:
     """Rows of ``auto`` without any policy, and the best of them as ``search``."""
-    # What a policy proposes must not be among the seeds of what it is compared with.
+    # A policy's proposals must not be among the seeds of the searches that it is compared with.
     learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
     rows = run_methods(
         evaluator, [AUTO], budget=budget, seed=seed, without=learned, progress=progress
@@ -61,18 +61,18 @@ def evaluate_policy(
     """Rows of one model on one cluster.
 
     Args:
-        policy: its name or file.
-        checkpoint: the same, loaded.
-        graph: the model.
-        cluster: where it runs.
-        budget: of ``auto`` without the policy, divided among its searches, and of
-            ``agent+search`` again.
-        finetune: of fine-tuning, none if ``None``.
-        seed: of everything random.
-        searched: rows of ``long_search`` with the same budget and seed, if they are there.
-        leads_search: whether ``agent+search`` runs, too.
-        given: a person's own layout, a row beside the others; no search starts from it.
-        progress: told about every method's progress.
+        policy: Name or file of the policy.
+        checkpoint: The policy, loaded.
+        graph: The model.
+        cluster: Cluster on which it runs.
+        budget: Budget of ``auto`` without the policy, divided among its searches, and again of
+            ``agent+search``.
+        finetune: Budget of fine-tuning; none if ``None``.
+        seed: Seed of everything random.
+        searched: Rows of ``long_search`` with the same budget and seed, if they exist.
+        leads_search: Whether ``agent+search`` runs, too.
+        given: A person's own layout, a row beside the others; no search starts from it.
+        progress: Function that gets every method's progress.
 
     Returns:
         Baselines, ``agent_greedy``, ``agent_16``, ``agent`` (64 draws), ``agent_finetuned``,
@@ -111,7 +111,7 @@ def evaluate_policy(
 
 
 def summary(rows: Sequence[MethodRow]) -> dict[str, float | None]:
-    """Step times over the long search's: the policy's rows, a given one, the best baseline."""
+    """Step times over the long search's: the policy's, a given layout's, the best baseline's."""
     by_name = {row.method: row.step_time_s for row in rows}
     reference = by_name.get(LONG_SEARCH)
     baselines = [

@@ -1,10 +1,10 @@
-"""Fine-tuning on one pair: the policy goes on learning from its own best strategies there.
+"""Fine-tuning on one pair: the policy keeps learning from its own best strategies there.
 
 Each step draws strategies and learns from them by REINFORCE, and imitates the best seen so far
-(expert iteration: now and then a short search sets out from them). What comes back is the best
-strategy seen, as in the paper's table 6, which gives the time to train for an unseen graph; what
-the policy proposes before and after is among them, so fine-tuning never loses what zero-shot had.
-It learns in the way that the best proposal came from: plain, pipelined, or with a divided state.
+(expert iteration: a short search starts from them now and then). The result is the best strategy
+seen, as in the paper's table 6, which gives the time to train for an unseen graph; the policy's
+proposals before and after are among them, so fine-tuning is never worse than zero-shot. It learns
+in the way that the best proposal came from: plain, pipelined, or with a divided state.
 """
 
 import copy
@@ -28,7 +28,7 @@ from heterog.strategy.program import IntArray
 _NUM_SAMPLES = 24
 _SEARCH_EVERY = 8
 _SEARCH_EVALUATIONS = _SEARCH_EVERY * _NUM_SAMPLES
-"""As many evaluations as the steps between two searches draw."""
+"""As many evaluations as are drawn in the steps between two searches."""
 _NUM_KEPT = 8
 
 
@@ -36,12 +36,12 @@ class FineTuned:
     """A policy, fine-tuned on the problem's pair for a budget of its own.
 
     Args:
-        policy: where to begin; it is not changed.
-        budget: of the fine-tuning.
-        learning_rate: of Adam.
-        name: of the method in tables.
-        reward: what REINFORCE maximises. Which strategy is best is still a matter of memory and
-            seconds.
+        policy: Policy to begin with; it is not changed.
+        budget: Budget of the fine-tuning.
+        learning_rate: Learning rate of Adam.
+        name: Name of the method in tables.
+        reward: Reward that REINFORCE maximises. Which strategy is best is still decided by memory
+            and seconds.
     """
 
     stage = "finetuned"
@@ -62,7 +62,7 @@ class FineTuned:
         self._reward = reward
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Learn until the budget is over; the best strategies seen come back."""
+        """Learn until the budget is over; return the best strategies seen."""
         begin = time.perf_counter()
         before = propose(problem, self.policy)
         pair = before.pair
@@ -88,7 +88,7 @@ class FineTuned:
                 allowed = int(min(_SEARCH_EVALUATIONS, left))
                 rows += [*find_elites(pair, allowed, rng, starts).rows]
             for row in rows:
-                best[row.tobytes()] = (row, pair.score(row))  # scored already: looked up
+                best[row.tobytes()] = (row, pair.score(row))  # already scored, so only looked up
             kept = sorted(best.items(), key=lambda item: item[1][1].preference)[:_NUM_KEPT]
             best = dict(kept)
             top = kept[0][1][1]

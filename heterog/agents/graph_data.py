@@ -48,14 +48,14 @@ class PairBatch:
     """Some pairs for one pass of a policy, tables padded to the largest.
 
     Attributes:
-        graphs: all pairs as one heterogeneous graph.
-        pairs: features of block and candidate.  # [B, G, C, 6]
-        overlap: of two candidates.  # [B, C, C]
-        allowed: whether a block may take a candidate.  # [B, G, C] bool
-        block_mask: which blocks are real.  # [B, G] bool
-        promise: logarithms of the whole model's analytic seconds under each candidate, the slower
+        graphs: All pairs as one heterogeneous graph.
+        pairs: Features of block and candidate.  # [B, G, C, 6]
+        overlap: Overlap of two candidates.  # [B, C, C]
+        allowed: Whether a block may take a candidate.  # [B, G, C] bool
+        block_mask: Whether a block is real.  # [B, G] bool
+        promise: Logarithms of the whole model's analytic seconds under each candidate, the slower
             of compute and synchronisation, and their sum.  # [B, C, 2]
-        candidate_mask: which candidates are real.  # [B, C] bool
+        candidate_mask: Whether a candidate is real.  # [B, C] bool
     """
 
     def __init__(self, observations: Sequence[Observation]) -> None:
@@ -74,7 +74,7 @@ class PairBatch:
             self.promise[index, :c] = _tensor(o.candidates[:, WHOLE_SLOWER : WHOLE_SUM + 1])
             self.overlap[index, :c, :c] = _tensor(o.overlap)
             self.allowed[index, :g, :c] = _tensor(o.fits)
-            self.allowed[index, g:, :1] = True  # padding has one choice of no consequence
+            self.allowed[index, g:, :1] = True  # padding has one choice, which has no effect
             self.block_mask[index, :g] = True
             self.candidate_mask[index, :c] = True
 

@@ -3,7 +3,7 @@
     loss = - mean over pairs and elites of log p(elite) / G
 
 Pairs with headroom over the best uniform row come more often. A policy's own samples that beat
-a pair's elites take their place (expert iteration), if another learner draws samples as well.
+a pair's elites replace them (expert iteration), if another learner draws samples as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,17 +28,17 @@ _NUM_STARTS = 12
 
 @dataclass(slots=True, kw_only=True)
 class Example:
-    """A training pair: what a policy sees, and what it should do.
+    """A training pair: its observation, and the rows to imitate.
 
     Attributes:
-        index: number of the pair in its source.
-        name: of model and cluster.
-        observation: of the pair.
-        elites: the best rows known.  # [num_elites, G]
-        best_s: step time of the first of them.
-        uniform_s: step time of the best uniform row.
-        headroom: logarithm of the gain of the best elite over the best uniform row.
-        num_evaluations: what the search spent.
+        index: Number of the pair in its source.
+        name: Name of model and cluster.
+        observation: Observation of the pair.
+        elites: The best rows known.  # [num_elites, G]
+        best_s: Step time of the first of them.
+        uniform_s: Step time of the best uniform row.
+        headroom: Logarithm of the gain of the best elite over the best uniform row.
+        num_evaluations: Evaluations that the search spent.
     """
 
     index: int
@@ -51,14 +51,14 @@ class Example:
     num_evaluations: int
 
     def improve(self, row: IntArray, step_time_s: float) -> None:
-        """Take in a row that fits and is better than the best elite."""
+        """Add a row that fits, if it is better than the best elite."""
         if step_time_s < self.best_s:
             self.best_s = step_time_s
             self.elites = np.concatenate([row[None], self.elites])[:NUM_ELITES]
 
 
 def search_pair(pair: Pair, num_evaluations: int, rng: np.random.Generator) -> Elites:
-    """Search from uniform rows and from a rule of thumb that minds the memory."""
+    """Search from uniform rows and from a rule of thumb that respects the memory."""
     starts = list(draw(rule_of_thumb(pair), pair, _NUM_STARTS, rng).rows)
     if pair.num_micro > 1:
         starts += list(balanced_stages(pair, 5 * _NUM_STARTS, rng))
@@ -72,7 +72,7 @@ def make_example(source: PairSource, index: int, num_evaluations: int) -> Exampl
     pair = source.pair(index)
     found = search_pair(pair, num_evaluations, source.rng(index))
     observation = pair.observation
-    # A policy cannot draw a row with a block that is masked, by an estimate, where it is.
+    # A policy cannot draw a row in which an estimate masks a block on its candidate.
     is_drawable = [observation.fits[np.arange(pair.num_blocks), row].all() for row in found.rows]
     if found.overflow > 0.0 or not any(is_drawable):
         return None
@@ -107,7 +107,7 @@ def make_examples(
 
 
 def _work(source: PairSource, job: tuple[int, int]) -> Example | None:
-    torch.set_num_threads(1)  # workers are beside each other
+    torch.set_num_threads(1)  # several workers share the machine
     return make_example(source, *job)
 
 
@@ -115,8 +115,8 @@ class Imitation:
     """The loss over examples; see the module docstring.
 
     Args:
-        examples: pairs with elites.
-        elites_per_pair: elites drawn per pair and step.
+        examples: Pairs with elites.
+        elites_per_pair: Number of elites drawn for each pair and step.
     """
 
     def __init__(self, examples: Sequence[Example], elites_per_pair: int = 4) -> None:
@@ -124,7 +124,7 @@ class Imitation:
         self._per_pair = elites_per_pair
 
     def weights(self) -> npt.NDArray[np.float64]:
-        """How often each pair is drawn: the more the more there is to gain."""
+        """Probability of each pair to be drawn: higher if there is more to gain."""
         # A pair with a headroom of 1/6 or more comes 1.3 / 0.3 times as often as one without any.
         headroom = np.array([example.headroom for example in self.examples])
         weights = 0.3 + np.minimum(6.0 * headroom, 1.0)

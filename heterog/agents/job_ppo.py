@@ -1,8 +1,8 @@
 """PPO through stable-baselines3 for ``heterog/JobPartition-v0``, with actions masked.
 
 The policy sees the job, the cluster and which degrees have room, through two small layers.
-Degrees that have no room are masked, not only those that are illegal: they would be blocked. Those
-with which a job would be late are not masked: asking for one is how the policy turns a job away.
+Degrees without room are masked, not only illegal ones, because they would be blocked. Those with
+which a job would be late are not masked: asking for one is how the policy turns a job away.
 Masking them, with rejection as an action, was tried and learned worse on all four distributions.
 """
 
@@ -31,7 +31,7 @@ class MaskedPolicy(MultiInputActorCriticPolicy):
     """Actor and critic whose actor rejects a job only if no degree has room."""
 
     def forward(self, obs: Any, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw actions; their values and log-probabilities."""
+        """Draw actions; return them with values and log-probabilities."""
         drawn = self._masked(obs)
         actions = drawn.get_actions(deterministic=deterministic)
         return actions, self.predict_values(obs), drawn.log_prob(actions)
@@ -42,7 +42,7 @@ class MaskedPolicy(MultiInputActorCriticPolicy):
         return self.predict_values(obs), drawn.log_prob(actions), drawn.entropy()
 
     def get_distribution(self, obs: Any) -> Distribution:
-        """Of the actions; stable-baselines3 predicts by it."""
+        """Distribution of the actions, from which stable-baselines3 predicts."""
         return self._masked(obs)
 
     def _predict(self, observation: Any, deterministic: bool = False) -> Tensor:
@@ -69,12 +69,12 @@ def train_jobs(
     """Learn to share a cluster among arriving jobs.
 
     Args:
-        make_env: of the environments that play side by side.
-        num_decisions: arrivals to learn from.
-        seed: of everything random.
-        gamma: discount of a reward by each arrival until then. Jobs overlap few arrivals, so 0.99
-            looks far enough; the paper's is 0.997 to 0.999.
-        report: called after each rollout with decisions so far and the part that was accepted.
+        make_env: Function that makes each of the environments that play side by side.
+        num_decisions: Number of arrivals to learn from.
+        seed: Seed of everything random.
+        gamma: Discount of a reward for each arrival until it comes. Jobs overlap few arrivals, so
+            0.99 looks far enough; the paper's is 0.997 to 0.999.
+        report: Function called after each rollout with the decisions so far and the part accepted.
     """
     envs = DummyVecEnv([make_env] * NUM_ENVS)
     envs.seed(seed)
@@ -99,7 +99,7 @@ def train_jobs(
 
 
 class _Report(BaseCallback):
-    """Tells how much was accepted in each rollout."""
+    """Reports the part that was accepted in each rollout."""
 
     def __init__(self, report: Callable[[int, float], None]) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""A policy's searches beside searches that do not know it, at equal evaluations.
+"""A policy's searches beside searches without it, at equal evaluations.
 
-Every run is on its own: no baseline is given to it, its enumeration or its draws count. Runs of
-one (model, cluster, seed) are compared with each other; what is reported is the referee's.
+Every run is on its own: it gets no baseline, and its enumeration or its draws count. Runs of one
+(model, cluster, seed) are compared with each other, by the referee's step times.
 """
 
 import math
@@ -25,7 +25,7 @@ PLAIN = "local_search"
 ENUMERATION = "two_segment+local_search"
 LED = "agent+search"
 MATTERS = 0.005
-"""Relative difference of step times from which one is better than the other."""
+"""Relative difference of step times from which one run counts as better."""
 
 Key = tuple[str, str, str, str, int, int]
 
@@ -35,15 +35,15 @@ class Run:
     """One search.
 
     Attributes:
-        model: name.
-        cluster: name.
+        model: Name of the model.
+        cluster: Name of the cluster.
         method: ``local_search``, ``two_segment+local_search`` or ``agent+search``.
-        policy: of ``agent+search``; empty for the others.
-        budget: evaluations allowed.
-        seed: of the search.
-        step_time_s: by the referee; ``None`` if it does not fit.
-        num_evaluations: evaluations made.
-        seconds: wall time, the referee's last word included.
+        policy: Policy of ``agent+search``; empty for the others.
+        budget: Evaluations allowed.
+        seed: Seed of the search.
+        step_time_s: Step time by the referee; ``None`` if it does not fit.
+        num_evaluations: Evaluations made.
+        seconds: Wall time, the referee's final judgement included.
     """
 
     model: str
@@ -58,11 +58,11 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """What was asked."""
+        """Everything that identifies the run: its question and method."""
         return self.model, self.cluster, self.method, self.policy, self.budget, self.seed
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The run as JSON values."""
         return asdict(self)
 
 
@@ -98,12 +98,12 @@ def paired_runs(
     """Runs that are not done yet: seed by seed and budget by budget, over all pairs.
 
     Args:
-        pairs: models and clusters.
-        policies: names or files.
-        budgets: evaluations of all three methods.
-        longer: more budgets, of ``local_search`` only: what it needs to catch up.
-        seeds: of the searches.
-        done: keys of runs to leave out.
+        pairs: Models and clusters.
+        policies: Names or files of policies.
+        budgets: Evaluations of all three methods.
+        longer: More budgets for ``local_search`` only, which it needs to catch up.
+        seeds: Seeds of the searches.
+        done: Keys of runs to leave out.
     """
     plain: list[tuple[Planner, str]] = [(LocalSearch(), ""), (EnumerationSearch(), "")]
     led: list[tuple[Planner, str]] = [(AgentSearch(policy), policy) for policy in policies]
@@ -138,12 +138,12 @@ def paired_runs(
 
 
 def against(runs: Sequence[Run], budget: int, policy: str, rival: str) -> dict[str, float]:
-    """``agent+search`` over a rival at one budget.
+    """``agent+search`` compared with a rival at one budget.
 
     Returns:
         ``ratio``, the geometric mean over pairs and seeds where both fit; ``low`` and ``high``,
-        the 95 % interval of it when pairs are drawn anew (bootstrap); ``better`` and ``worse`` by
-        more than 0.5 %, a strategy that does not fit being worse; ``count`` of all.
+        its 95 % interval when pairs are resampled (bootstrap); ``better`` and ``worse`` by more
+        than 0.5 %, where a strategy that does not fit is worse; ``count`` of all.
     """
     found = _by_case(runs)
     logs: dict[tuple[str, str], list[float]] = {}
@@ -177,8 +177,8 @@ def against(runs: Sequence[Run], budget: int, policy: str, rival: str) -> dict[s
 def evaluations_needed(runs: Sequence[Run], budget: int, policy: str) -> dict[str, Any]:
     """Evaluations with which ``local_search`` is as good as ``agent+search`` with ``budget``.
 
-    From the geometric means over the pairs and seeds at which every budget of ``local_search`` is
-    there and fits, linear between budgets on logarithmic scales.
+    From the geometric means over the pairs and seeds for which every budget of
+    ``local_search`` is present and fits, linear between budgets on logarithmic scales.
 
     Returns:
         ``evaluations`` (``None`` if the longest search is not as good), ``times`` the budget,

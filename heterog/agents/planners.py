@@ -1,9 +1,9 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
-``agent`` makes one pass of the network and at most 64 draws (the first one greedy) and hands the
-best four over (``proposals``). No baseline is among them and none is improved. ``agent+search``
-gives the same proposals to local search as seeds, and lets its moves take over parts of further
-draws, so that the policy's probabilities order them.
+``agent`` makes one pass of the network and at most 64 draws (the first one greedy) and hands over
+the best four (``proposals``). No baseline is among them and none is improved. ``agent+search``
+gives the same proposals to local search as seeds, and lets its moves use parts of further draws,
+so that the policy's probabilities order them.
 
 Importing this registers both; torch is imported when one is asked to plan.
 """
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-# The other methods are registered before: the searches that start from what they find run last.
+# The other methods are registered before, because searches that start from their results run last.
 import heterog.planners.portfolio  # noqa: F401
 
 # isort: split
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 DEFAULT_POLICY = "default"
 LEARNED = ("agent", "agent+search")
-"""Methods that ask a policy."""
+"""Methods that use a policy."""
 NUM_PROPOSALS = 256
 MOST_DEVICES = 512
-"""A policy looks at the links of all pairs of devices: a minute's work for 2,048."""
+"""A policy reads the links of all pairs of devices, which takes a minute for 2,048."""
 _TOO_MANY = PlanResult(
     candidates=(),
     num_evaluations=0,
@@ -62,10 +62,10 @@ _policies = _Policies()
 
 
 def ask(policy: "str | Policy", problem: Problem, num_samples: int = NUM_SAMPLES) -> Proposed:
-    """What a policy, by its name or file or the network itself, proposes for a problem.
+    """The proposals of a policy (a name, a file or the network itself) for a problem.
 
-    Under a budget in seconds, what it said before about the same evaluator is taken again:
-    ``agent+search`` need not wait for the network that ``agent`` has just asked.
+    Under a budget in seconds, its earlier proposals for the same evaluator are reused, so that
+    ``agent+search`` need not wait for the network that ``agent`` has just run.
     """
     if not isinstance(policy, str):
         return propose(problem, policy, num_samples)
@@ -86,9 +86,9 @@ class Agent:
     """A policy's own answer; see the module docstring.
 
     Args:
-        policy: shipped name, file, or the network itself.
-        name: under which it is registered.
-        num_samples: draws, the greedy one included.
+        policy: Name of a shipped policy, a file, or the network itself.
+        name: Name under which it is registered.
+        num_samples: Number of draws, the greedy one included.
     """
 
     stage = "zero_shot"
@@ -105,11 +105,11 @@ class Agent:
         self._num_samples = num_samples
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Import what a policy needs, and read it."""
+        """Import what a policy needs, and load it."""
         _prepare(self.policy, evaluator)
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Answer once; most of the budget is left over."""
+        """Propose once; most of the budget is left over."""
         begin = time.perf_counter()
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
@@ -125,8 +125,8 @@ class AgentSearch:
     """Local search that a policy leads; see the module docstring.
 
     Args:
-        policy: shipped name or file.
-        name: under which it is registered.
+        policy: Name of a shipped policy, or a file.
+        name: Name under which it is registered.
     """
 
     stage = "search"
@@ -138,17 +138,17 @@ class AgentSearch:
         self.policy = policy
 
     def prepare(self, evaluator: Evaluator) -> None:
-        """Import what a policy needs, and read it."""
+        """Import what a policy needs, and load it."""
         _prepare(self.policy, evaluator)
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Propose, then search with what is left of the budget."""
+        """Propose, then search with the rest of the budget."""
         from heterog.agents.policy import draw
 
         begin = time.perf_counter()
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
-        if problem.memory:  # it was asked before
+        if problem.memory:  # it was called before
             return LocalSearch().plan(problem)
         spending = problem.spend()
         # Half of a budget in seconds is left for the search, however long the policy takes.
@@ -179,7 +179,7 @@ class AgentSearch:
 
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
-    """Ask about the smallest graph: libraries set a second's worth of things up at first use."""
+    """Run on the smallest graph: libraries take about a second to set up at first use."""
     from heterog.agents.ways import draw_in, make_ways
     from heterog.envs.pair import Pair
 
@@ -191,7 +191,7 @@ def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:
 
 
 def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
-    """What is left of a budget; never nothing."""
+    """The rest of a budget, at least a little."""
     if budget.evaluations is not None:
         return Budget(evaluations=max(budget.evaluations - evaluations, 1))
     assert budget.seconds is not None
@@ -199,11 +199,11 @@ def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
 
 
 def use_policy(policy: str) -> None:
-    """Let ``agent`` and ``agent+search`` ask another policy.
+    """Make ``agent`` and ``agent+search`` use another policy.
 
     Args:
-        policy: shipped name or file; another than the default is read now, so that a wrong one
-            is told early.
+        policy: Name of a shipped policy, or a file; one that is not the default is loaded now, so
+            that mistakes show early.
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)

@@ -7,7 +7,7 @@ The decoder is a first-order Markov chain over the blocks in the order of the fo
 
 so log-probabilities are exact, one pass of the network serves any number of samples, and drawing
 one costs a table look-up per block. Candidates that cannot hold a block are masked; while
-sampling, so are those for which the devices have no memory left.
+sampling, so are those whose devices have no memory left.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from heterog.strategy.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
 STAGE_LIMITS = 1.0, 8.0
-"""Compute time of a pipeline's devices over the least that all devices together need."""
+"""Limits on a pipeline's compute time, in the least time that all devices together need."""
 _HALVINGS = 5
 _PAIR_WIDTH = 16
 _MASKED = -1e9
@@ -36,7 +36,7 @@ _MASKED = -1e9
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What a policy says about a batch of pairs; padded as ``PairBatch``."""
+    """A policy's scores for a batch of pairs, padded as ``PairBatch``."""
 
     unary: Tensor  # [B, G, C], masked
     pair: Tensor  # [B, C, C]
@@ -88,7 +88,7 @@ class Policy(nn.Module):
     """Network and decoder; see the module docstring.
 
     Args:
-        config: sizes.
+        config: Sizes of the network.
     """
 
     def __init__(self, config: PolicyConfig) -> None:
@@ -157,11 +157,11 @@ def log_probabilities(
     """Exact log-probabilities of whole strategies, and entropies along them.
 
     Args:
-        scores: of a batch of pairs.
-        which: pair of each strategy.  # [N]
-        actions: candidate of each block, padded with 0.  # [N, G]
-        masks: what could be chosen when each action was drawn; the static mask if ``None``. A
-            chosen action is never masked.  # [N, G, C] bool
+        scores: Scores of a batch of pairs.
+        which: Pair of each strategy.  # [N]
+        actions: Candidate of each block, padded with 0.  # [N, G]
+        masks: Candidates that could be chosen when each action was drawn; the static mask if
+            ``None``. A chosen action is never masked.  # [N, G, C] bool
 
     Returns:
         Sum over blocks of log p and of the entropy of each block's choice.  # [N], [N]
@@ -190,8 +190,8 @@ class Samples:
     """Strategies drawn from a policy for one pair.
 
     Attributes:
-        rows: candidate of each block.  # [num_rows, G]
-        masks: what could be chosen at each step; empty unless asked for.  # [num_rows, G, C] bool
+        rows: Candidate of each block.  # [num_rows, G]
+        masks: Candidates possible at each step; empty unless asked for.  # [num_rows, G, C] bool
     """
 
     rows: IntArray
@@ -211,27 +211,27 @@ def draw(
     keep_masks: bool = False,
     recompute: bool = False,
 ) -> Samples:
-    """Draw strategies block by block, never beyond the memory that is left.
+    """Draw strategies block by block, within the memory that is left.
 
     Rows of a pair with micro-batches are pipelines: the policy draws which devices follow which,
-    and stages last as long as the smallest limit on their time lets them that the row gets to its
-    last block with (see ``RunningStages``). What crosses the cuts between stages counts in turn
-    with each of ``CUT_WEIGHTS``.
+    and a row's stages last as long as a limit on their time allows, the smallest with which it
+    reaches its last block (see ``RunningStages``). Bytes that cross the cuts between stages count
+    in turn with each of ``CUT_WEIGHTS``.
 
     Args:
-        scores: of the pair.
-        pair: the pair itself.
-        num_rows: number of strategies.
-        rng: for the draws.
-        greedy: take the best candidate at each block instead of drawing.
-        num_steady: of the first rows, the noise on a candidate's score is the same at all blocks.
-            They are no exact draws: where the policy hesitates between two candidates, no block
-            goes another way than the rest (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
-        num_changes: how often each row changes its candidate, as far as memory lets it; exact
-            draws given that number. As it comes if ``None``, and in pipelines.  # [num_rows]
-        temperature: divides the logits; draws are the policy's own at 1.
-        keep_masks: return what could be chosen, for exact log-probabilities.
-        recompute: mind the memory as if every block recomputed.
+        scores: Scores of the pair.
+        pair: The pair itself.
+        num_rows: Number of strategies.
+        rng: Generator for the draws.
+        greedy: Whether to take the best candidate at each block instead of drawing.
+        num_steady: Number of first rows with the same noise on a candidate's score at all blocks.
+            They are no exact draws: where the policy hesitates between two candidates, all blocks
+            go the same way (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
+        num_changes: How often each row changes its candidate, if memory allows; draws are exact
+            given that number. Free if ``None``, and in pipelines.  # [num_rows]
+        temperature: Divisor of the logits; draws are the policy's own at 1.
+        keep_masks: Whether to return possible candidates, for exact log-probabilities.
+        recompute: Whether to count memory as if every block recomputed.
     """
     if num_rows == 0:
         empty = np.zeros((0, pair.num_blocks), np.int32)
@@ -243,8 +243,8 @@ def draw(
         return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     cut_weights = np.resize(CUT_WEIGHTS, num_rows)
-    # Rows are filled again and again with the same noise, each time with a limit that is nearer to
-    # the least one; the last time with the smallest under which a row was seen to end.
+    # Rows are filled repeatedly with the same noise, each time with a limit nearer to the least,
+    # and finally with the smallest under which the row was seen to end.
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
         memory = RunningMemory(pair, num_rows, recompute=recompute)
@@ -256,7 +256,7 @@ def draw(
 
 
 def _noise(pair: Pair, num_rows: int, num_steady: int, rng: np.random.Generator) -> FloatArray32:
-    """Gumbel noise: the largest of logits plus it is a draw from their softmax.
+    """Gumbel noise: the argmax of logits plus it is a draw from their softmax.
 
     Returns:
         # [G, num_rows, C]
@@ -276,7 +276,7 @@ def _decode(
     *,
     keep_masks: bool,
 ) -> Samples:
-    """The rows that some noise on the logits leads to; the likeliest candidates without."""
+    """The rows that some noise on the logits gives; without it, the likeliest candidates."""
     num_rows, (num_blocks, num_candidates) = running.num_rows, scores.unary.shape
     rows = np.zeros((num_rows, num_blocks), np.int32)
     masks = np.zeros((num_rows, num_blocks, num_candidates) if keep_masks else (0, 0, 0), np.bool_)
@@ -285,7 +285,7 @@ def _decode(
         if changes is not None:
             logits = changes.given(logits)
         fits = running.fits()
-        # Lower than what the network masks: if it masks all that fits, what fits still wins.
+        # Lower than the network's mask: if that masks all that fits, what fits still wins.
         logits = np.where(fits, logits, np.float32(2.0 * _MASKED))
         if noise is not None:
             logits = logits + noise[block]
@@ -302,14 +302,14 @@ class _Changes:
     """Conditions draws on how often a row changes its candidate (backward filtering).
 
     Args:
-        scores: of the pair.
-        num_changes: of each row.  # [num_rows]
+        scores: Scores of the pair.
+        num_changes: Number of changes of each row.  # [num_rows]
     """
 
     def __init__(self, scores: PairScores, num_changes: IntArray) -> None:
         num_blocks, num_candidates = scores.unary.shape
         every = np.arange(num_candidates)
-        # Of each candidate of a block, log p that so many changes follow it.  # [G, C, K]
+        # For each candidate of a block, log p that K changes follow it.  # [G, C, K]
         self._ahead = np.full((num_blocks, num_candidates, num_changes.max() + 1), _MASKED)
         self._ahead[-1, :, 0] = 0.0
         for block in range(num_blocks - 1, 0, -1):
@@ -335,7 +335,7 @@ class _Changes:
         return np.asarray(_log_softmax(logits) + np.where(left < 0, _MASKED, ahead), np.float32)
 
     def add(self, candidates: IntArray) -> None:
-        """Decide the next block of every row; memory may enforce more changes than wanted."""
+        """Record the next block of every row; memory may force more changes than wanted."""
         if self._previous is not None:
             self._left = np.maximum(self._left - (candidates != self._previous), 0)
         self._previous = candidates.copy()
@@ -348,9 +348,9 @@ def _log_softmax(logits: FloatArray32) -> npt.NDArray[np.float64]:
 
 
 def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
-    """What could have been chosen at each block of given rows.  # [num_rows, G, C]
+    """Candidates possible at each block of given rows.  # [num_rows, G, C]
 
-    The limit on the stages of a pipeline is the least that it keeps; see ``RunningStages``.
+    The limit on the stages of a pipeline is the least that it satisfies; see ``RunningStages``.
     """
     is_piped = pair.num_micro > 1
     running = RunningStages.of_rows(pair, rows) if is_piped else RunningMemory(pair, len(rows))
@@ -362,7 +362,7 @@ def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
 
 
 def rule_of_thumb(pair: Pair) -> PairScores:
-    """Scores without a network: analytic times, and a bonus for staying. Starts of a search."""
+    """Scores without a network, to start a search: analytic times, and a bonus for staying."""
     observation = pair.observation
     slower = observation.pairs[:, :, PAIR_SLOWER]
     unary = np.where(observation.fits, -2.0 * slower, np.float32(_MASKED))
@@ -378,7 +378,7 @@ def rule_of_thumb(pair: Pair) -> PairScores:
 
 @contextmanager
 def on_one_thread() -> Iterator[None]:
-    """Compute on one thread meanwhile.
+    """Compute on one thread inside the block.
 
     The matrices are small; threads that share cores with other work would wait for each other
     longer than they compute.
@@ -393,7 +393,7 @@ def on_one_thread() -> Iterator[None]:
 
 @torch.no_grad()
 def score_pairs(policy: Policy, pairs: Sequence[Pair]) -> list[PairScores]:
-    """One pass of the network without gradients."""
+    """Scores of some pairs by one pass of the network, without gradients."""
     with on_one_thread():
         scores = policy(PairBatch([pair.observation for pair in pairs]))
     return [scores.of(index, pair) for index, pair in enumerate(pairs)]

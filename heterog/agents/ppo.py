@@ -1,7 +1,7 @@
 """PPO through stable-baselines3, with an extractor and a policy of our own.
 
 The environment is ``heterog/StrategyOneShot-v1`` behind a wrapper that shows only the number of
-the pair: the extractor knows the pairs, and encodes each that occurs in a minibatch once, however
+the pair: the extractor has the pairs, and encodes each that occurs in a minibatch once, however
 often it occurs. All environments play the same pair at a time, so that few occur. Masks are those
 of the decoder, memory included, and log-probabilities are exact.
 """
@@ -32,15 +32,15 @@ from heterog.envs.strategy_env import StrategyOneShotEnv
 
 NUM_ENVS = 16
 STEPS_PER_ROLLOUT = 8
-"""Pairs per rollout: each is played once by every environment."""
+"""Number of pairs in a rollout; every environment plays each once."""
 
 
 class TurnsEnv(gym.Wrapper[Padded, npt.NDArray[np.int64], Padded, npt.NDArray[np.int64]]):
     """Plays pairs in an order that depends on the seed alone, and shows only their numbers.
 
     Args:
-        env: the environment to wrap.
-        seed: of the order; equal in all environments that play side by side.
+        env: Environment to wrap.
+        seed: Seed of the order; equal in all environments that play side by side.
     """
 
     def __init__(self, env: StrategyOneShotEnv, seed: int) -> None:
@@ -72,12 +72,12 @@ class TurnsEnv(gym.Wrapper[Padded, npt.NDArray[np.int64], Padded, npt.NDArray[np
 
 
 class PairExtractor(BaseFeaturesExtractor):
-    """From numbers of pairs to scores: encodes every pair that occurs once.
+    """Makes scores from numbers of pairs: encodes each pair that occurs once.
 
     Args:
-        observation_space: of ``TurnsEnv``.
-        pairs: what the numbers mean.
-        network: of the policy.
+        observation_space: Observation space of ``TurnsEnv``.
+        pairs: Pairs that the numbers refer to.
+        network: Configuration of the policy.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PairExtractor(BaseFeaturesExtractor):
         self.num_encoded = 0
 
     def encode(self, observations: dict[str, Tensor]) -> tuple[Scores, Tensor, list[int]]:
-        """(scores of the pairs that occur, which of them each row is, their numbers)."""
+        """(scores of the pairs that occur, position of each row's pair, their numbers)."""
         asked = observations["pair"].reshape(-1).long()
         numbers, which = torch.unique(asked, return_inverse=True)
         present = numbers.tolist()
@@ -102,14 +102,14 @@ class PairPolicy(ActorCriticPolicy):
     """Actor and critic on one encoder; draws with the decoder and its memory check.
 
     Args:
-        observation_space: of ``TurnsEnv``.
-        action_space: of ``heterog/StrategyOneShot-v1``.
-        lr_schedule: as stable-baselines3 passes it.
-        seed: of the draws.
-        **options: ``features_extractor_kwargs`` with ``pairs`` and ``network``.
+        observation_space: Observation space of ``TurnsEnv``.
+        action_space: Action space of ``heterog/StrategyOneShot-v1``.
+        lr_schedule: Learning rate as stable-baselines3 passes it.
+        seed: Seed of the draws.
+        **options: Other options: ``features_extractor_kwargs`` with ``pairs`` and ``network``.
 
     Attributes:
-        entropy: mean over the last minibatch of the entropy of whole strategies, in nats.
+        entropy: Mean entropy of whole strategies in the last minibatch, in nats.
     """
 
     def __init__(
@@ -142,16 +142,16 @@ class PairPolicy(ActorCriticPolicy):
 
     @property
     def extractor(self) -> PairExtractor:
-        """The encoder, and the pairs it knows."""
+        """The encoder with its pairs."""
         assert isinstance(self.features_extractor, PairExtractor)
         return self.features_extractor
 
     def forget_masks(self) -> None:
-        """Let go of what was kept about earlier draws."""
+        """Drop the masks of earlier draws."""
         self._masks.clear()
 
     def forward(self, obs: Any, deterministic: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw actions; their values and log-probabilities."""
+        """Draw actions; return them with values and log-probabilities."""
         scores, which, present = self.extractor.encode(obs)
         actions = self._draw(scores, which, present, greedy=deterministic)
         log_p, _ = self._log_p(scores, which, present, actions)
@@ -212,20 +212,20 @@ class PpoLearner:
     """A PPO run over some pairs.
 
     Args:
-        pairs: what to play.
-        network: sizes of a new policy.
-        seed: of everything random.
-        learning_rate: of Adam; ``rate`` may be changed between rollouts.
-        entropy: coefficient of the entropy of whole strategies, in nats; ``coefficient`` may be
+        pairs: Pairs to play.
+        network: Sizes of a new policy.
+        seed: Seed of everything random.
+        learning_rate: Learning rate of Adam; ``rate`` may be changed between rollouts.
+        entropy: Coefficient of the entropy of whole strategies, in nats; ``coefficient`` may be
             changed between rollouts.
-        reward: of a scored strategy.
-        initial: a policy to go on from.
-        num_envs: environments side by side.
-        steps_per_rollout: pairs played in a rollout.
-        logdir: folder for stable-baselines3's own TensorBoard logs.
+        reward: Reward of a scored strategy.
+        initial: Policy to continue from.
+        num_envs: Number of environments side by side.
+        steps_per_rollout: Number of pairs played in a rollout.
+        logdir: Folder for stable-baselines3's own TensorBoard logs.
 
     Attributes:
-        rate: learning rate of the next rollout's passes.
+        rate: Learning rate of the next rollout's passes.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class PpoLearner:
         self.model = PPO(
             PairPolicy,
             self.envs,
-            # Its own schedules restart with every call of learn(): ours follows the whole run.
+            # Its own schedules restart at every call of learn(); ours covers the whole run.
             learning_rate=lambda _: self.rate,
             n_steps=steps_per_rollout,
             batch_size=num_envs * steps_per_rollout,
@@ -274,7 +274,7 @@ class PpoLearner:
 
     @property
     def actor_critic(self) -> PairPolicy:
-        """As stable-baselines3 sees the policy."""
+        """The policy in the form of stable-baselines3."""
         assert isinstance(self.model.policy, PairPolicy)
         return self.model.policy
 
@@ -285,7 +285,7 @@ class PpoLearner:
 
     @property
     def coefficient(self) -> float:
-        """Of the entropy of whole strategies, in nats."""
+        """Coefficient of the entropy of whole strategies, in nats."""
         return float(self.model.ent_coef)
 
     @coefficient.setter
@@ -293,7 +293,7 @@ class PpoLearner:
         self.model.ent_coef = value
 
     def state(self) -> dict[str, Any]:
-        """What a run needs to go on exactly, between rollouts."""
+        """Everything that a run needs to resume exactly, between rollouts."""
         # Minibatches are cut by numpy's global generator, which stable-baselines3 seeds.
         name, words, position, has_gauss, gauss = np.random.get_state(legacy=True)  # noqa: NPY002
         words = np.asarray(words)
@@ -310,7 +310,7 @@ class PpoLearner:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``; the weights are the caller's to load."""
+        """Resume from ``state``; the caller loads the weights."""
         self.actor_critic.optimizer.load_state_dict(state["optimizer"])
         self.actor_critic.rng.bit_generator.state = state["draws"]
         name, words, position = state["minibatches"]
@@ -318,7 +318,7 @@ class PpoLearner:
         np.random.set_state(legacy)  # noqa: NPY002
         for env in self.envs.envs:
             assert isinstance(env, TurnsEnv)
-            env.turn = state["turn"] - 1  # the next reset begins the turn that was begun
+            env.turn = state["turn"] - 1  # the next reset begins the turn that was begun before
         self.model.num_timesteps = state["num_timesteps"]
         self.coefficient = state["coefficient"]
 
@@ -328,9 +328,9 @@ class PpoLearner:
         """Train for some rollouts.
 
         Args:
-            num_rollouts: rollouts, each followed by two passes of minibatches.
-            after_rollout: called with the number of rollouts done and the numbers of the last one;
-                training stops when it returns ``False``.
+            num_rollouts: Number of rollouts, each followed by two passes of minibatches.
+            after_rollout: Function called with the number of rollouts done and the numbers of the
+                last one; training stops when it returns ``False``.
         """
         per_rollout = self.model.n_steps * self.envs.num_envs
         self.model.learn(
@@ -341,7 +341,7 @@ class PpoLearner:
 
 
 class _AfterRollout(BaseCallback):
-    """Collects what episodes ended with, and reports before the next rollout begins."""
+    """Collects the final results of episodes, and reports before the next rollout begins."""
 
     def __init__(self, report: Callable[[int, dict[str, float]], bool]) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ class _AfterRollout(BaseCallback):
         self._began = time.perf_counter()
 
     def _on_rollout_start(self) -> None:
-        # The policy was updated since the last rollout, so this is where that one ended.
+        # The policy was updated since the last rollout, so that one has ended here.
         self._tell()
         self._began = time.perf_counter()
         self._policy.forget_masks()

@@ -1,4 +1,4 @@
-"""Training by PPO: a step is a rollout and the passes over it; the rest is the trainer's."""
+"""Training by PPO: a step is a rollout and the passes over it; the rest is ``Trainer``'s."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,14 +13,14 @@ from heterog.agents.training import Trainer
 
 
 class PpoTrainer(Trainer):
-    """As ``Trainer``; ``num_steps`` counts rollouts.
+    """Like ``Trainer``, but ``num_steps`` counts rollouts.
 
     In a rollout ``samples_per_pair`` environments play ``pairs_per_step`` pairs side by side, 16
     and 8 by default. Learning rate and entropy follow the same schedules as in REINFORCE.
     """
 
     def make_policy(self, network: PolicyConfig) -> Policy:
-        """The policy inside of stable-baselines3's."""
+        """The policy inside stable-baselines3's."""
         pairs = [self.source.pair(index) for index in range(self.config.num_pairs)]
         self.learner = PpoLearner(
             pairs,
@@ -52,11 +52,11 @@ class PpoTrainer(Trainer):
         learner.learn(num_steps, after)
 
     def state(self) -> dict[str, Any]:
-        """Of stable-baselines3's parts."""
+        """State of stable-baselines3's parts."""
         return self.learner.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         self.learner.restore(dict(state))
 
 
@@ -66,13 +66,13 @@ def make_trainer(
     network: PolicyConfig | None = None,
     **options: Any,
 ) -> Trainer:
-    """The trainer that a configuration asks for.
+    """The trainer for a configuration's algorithm.
 
     Args:
-        source: of the pairs.
-        config: settings; its algorithm decides.
-        network: of a new policy.
-        **options: the other arguments of ``Trainer``.
+        source: Source of the pairs.
+        config: Settings; the algorithm decides.
+        network: Sizes of a new policy.
+        **options: Other arguments of ``Trainer``.
     """
     kind = PpoTrainer if config.algorithm == Algorithm.PPO else Trainer
     return kind(source, config, network, **options)

@@ -1,9 +1,9 @@
-"""What a policy proposes: draws, scored coarsely, the best of them at the op level.
+"""A policy's proposals: draws, scored coarsely, and the best of them at the op level.
 
-A policy decides the rows: device set, shares and synchronisation of every block. What holds for
-the whole step is no part of a row, and tried here for the best rows: micro-batches, and
-recomputation in as few blocks as it takes to fit. Which rows are drawn
-is in ``ways``.
+A policy decides the rows: device set, shares and synchronisation of every block. Settings of the
+whole step are no part of a row, and are tried here for the best rows: micro-batches, and
+recomputation in as few blocks as it takes to fit. The rows are drawn
+in ``ways``.
 """
 
 import logging
@@ -35,15 +35,15 @@ BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6
 MICRO_BATCHES = (2, 4, 8, 16)
 NUM_PIPELINED = 6
-"""Rows drawn as pipelines that are scored at the op level."""
+"""Number of rows drawn as pipelines that are scored at the op level."""
 MOST_TASKS = 3_000_000
-"""Simulated at the op level for a table, about half a second: an answer shall not take longer."""
+"""Most tasks simulated at the op level for a table, half a second's work."""
 _HALVINGS = 3
 FILLED = 0.98
 """Most of a device's memory that strategies may fill which recompute just enough to fit: the
 referee's schedule may need more than the engine's."""
 HOPELESS = 0.05
-"""Memory missing by the coarse evaluator, as a part, from which a row is left to other ways."""
+"""Missing part of memory, by the coarse evaluator, from which a row is left to other ways."""
 
 Scored = tuple[tuple[float, float], Candidate]
 """(bytes missing, seconds) of a candidate."""
@@ -53,14 +53,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposed:
-    """What a policy proposes for a problem.
+    """A policy's proposals for a problem.
 
     Attributes:
-        candidates: the best by the op-level evaluator, best first.
-        num_evaluations: coarse and op-level simulations.
-        pair: model and cluster as the policy sees them, in the way that the best one came from.
-        scores: the policy's scores of it, for more draws.
-        out_of_memory: part of the draws that do not fit, by the coarse evaluator.
+        candidates: The best by the op-level evaluator, best first.
+        num_evaluations: Number of coarse and op-level simulations.
+        pair: Model and cluster as the policy sees them, in the way that the best one came from.
+        scores: The policy's scores of that pair, for more draws.
+        out_of_memory: Part of the draws that do not fit, by the coarse evaluator.
     """
 
     candidates: tuple[Candidate, ...]
@@ -72,12 +72,12 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Whole:
-    """What holds for the whole step.
+    """Settings of the whole step.
 
     Attributes:
-        bucket_bytes: as in ``Strategy``.
-        num_micro: micro-batches that the batch is cut into evenly.
-        recompute: part of the blocks that recompute, those first that let go of the most bytes per
+        bucket_bytes: Bytes of a bucket, as in ``Strategy``.
+        num_micro: Number of micro-batches that the batch is cut into evenly.
+        recompute: Part of the blocks that recompute, first those that free the most bytes per
             second.
     """
 
@@ -92,10 +92,10 @@ def propose(
     """Draw strategies for a problem and choose the best.
 
     Args:
-        problem: graph, cluster, seed; evaluations beyond its budget are not made.
-        network: the policy.
-        num_samples: draws, the greedy one included.
-        name: of the policy, for logs.
+        problem: Graph, cluster and seed; evaluations beyond its budget are not made.
+        network: The policy.
+        num_samples: Number of draws, the greedy one included.
+        name: Name of the policy, for logs.
     """
     from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
     from heterog.envs.pair import Pair
@@ -146,7 +146,7 @@ def _score(scorer: "_Scorer", ways: "Sequence[Way]") -> None:
     found = plain.found
     order = sorted(range(len(found)), key=lambda n: found[n].preference)
     others: list[list[tuple[IntArray, Whole]]] = []
-    if plain.is_tight:  # by seconds alone: what does not fit may fit if it recomputes
+    if plain.is_tight:  # by seconds alone: rows that do not fit may fit if they recompute
         loosely = sorted(order, key=lambda n: found[n].step_time_s)
         others.append([(plain.rows[n], Whole(recompute=1.0)) for n in loosely[:NUM_RESCORED]])
         order = [n for n in order if found[n].overflow <= HOPELESS] or order[:1]
@@ -163,14 +163,14 @@ def rescore(
 ) -> tuple[tuple[Candidate, ...], int]:
     """Score the first rows at the op level, in both bucket sizes, and vary the whole step.
 
-    For the best few, micro-batches are tried as well, twice as many while that helps, and
-    recomputation where nothing fits without.
+    For the best few, micro-batches are tried as well, doubled while that helps, and recomputation
+    if nothing fits without.
 
     Args:
-        problem: what the rows are for.
-        pair: its model and cluster.
-        rows: best first by the coarse evaluator.
-        spent: evaluations of the problem's budget that are gone.
+        problem: Problem for the rows.
+        pair: Its model and cluster.
+        rows: Rows, best first by the coarse evaluator.
+        spent: Evaluations of the problem's budget that are spent.
 
     Returns:
         The best candidates, best first, and the evaluations made.
@@ -192,7 +192,7 @@ def _orders(num_micro: int, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
 
 
 class _Scorer:
-    """Scores rows at the op level, whatever holds for the whole step."""
+    """Scores rows at the op level, under any settings of the whole step."""
 
     def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
         evaluator = problem.evaluator
@@ -217,7 +217,7 @@ class _Scorer:
 
     @property
     def num_evaluations(self) -> int:
-        """Made so far: one for each order of a row and what holds for the whole step."""
+        """Evaluations so far: one for each order of a row and settings of the whole step."""
         return self._num_evaluations
 
     def search(
@@ -225,7 +225,7 @@ class _Scorer:
         rows: IntArray,
         ways: Sequence[tuple[IntArray, Whole]] = (),
     ) -> None:
-        """Score the first rows, and ways to run others; vary the best."""
+        """Score the first rows, and other rows with given settings; vary the best."""
         count = NUM_RESCORED
         if self._left < math.inf:
             count = max(min(count, int(self._left) // len(BUCKETS)), 1)
@@ -241,9 +241,9 @@ class _Scorer:
     def score(
         self, row: IntArray, whole: Whole, best: tuple[float, float] = (np.inf, np.inf)
     ) -> tuple[float, float]:
-        """(bytes missing, seconds); infinitely many if it is sure to be slower than the best.
+        """(bytes missing, seconds); infinitely many if it is surely slower than the best.
 
-        Nothing is found out once the budget is spent.
+        Nothing more is simulated once the budget is spent.
         """
         key = np.asarray(row, np.int32).tobytes(), whole
         if key in self._scored:
@@ -273,7 +273,7 @@ class _Scorer:
         return self._scored[key]
 
     def ensure(self, row: IntArray) -> None:
-        """Have something to hand over, if there was no time to score anything."""
+        """Make sure of a result even if there was no time to score anything."""
         if not self._scored:
             whole = Whole(num_micro=self.pair.num_micro)
             self._scored[np.asarray(row, np.int32).tobytes(), whole] = (np.inf, np.inf)
@@ -291,7 +291,7 @@ class _Scorer:
         return list(first.values())[:count]
 
     def vary(self, row: IntArray, whole: Whole) -> None:
-        """Try what else may hold for the whole step."""
+        """Try other settings of the whole step."""
         best = self._saved(row, whole, self.score(row, whole))
         for num_micro in MICRO_BATCHES:
             if num_micro > self.pair.graph.batch_size:
@@ -306,7 +306,7 @@ class _Scorer:
     def _saved(
         self, row: IntArray, whole: Whole, best: tuple[float, float]
     ) -> tuple[float, float]:
-        """The best, or the same with as few blocks recomputing as it takes to fit."""
+        """The score, or that with as few blocks recomputing as it takes to fit, if better."""
         if best[0] == 0.0 and whole.recompute == 0.0:
             return best
         found = self.score(row, replace(whole, recompute=1.0), best)

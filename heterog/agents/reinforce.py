@@ -1,4 +1,4 @@
-"""REINFORCE as in HeteroG (section 4.1.3): raise what beats a pair's moving average.
+"""REINFORCE as in HeteroG (section 4.1.3): favour strategies above a pair's moving average.
 
 Each step draws K strategies per pair and one more from the pair's pool of best strategies, which
 starts with data parallelism. The paper replays its pool without weights; here all K + 1 count by
@@ -27,7 +27,7 @@ from heterog.strategy.program import IntArray
 
 POOL_SIZE = 8
 ScoreAhead = Callable[[Sequence[int], Sequence[Pair], Sequence[IntArray]], None]
-"""Called with (keys, pairs, rows of each pair) before the rows' scores are asked for."""
+"""Function called with (keys, pairs, rows of each pair) before the rows' scores are asked for."""
 
 
 def steered(
@@ -36,10 +36,10 @@ def steered(
     """The next step's coefficient of the entropy: it grows while the entropy is too low.
 
     Args:
-        coefficient: of this step.
-        entropy: of whole strategies in this step, in nats.
-        schedule: entropy wanted at the start and at the end of training; linear in between.
-        fraction: part of the training that is done.
+        coefficient: Coefficient of this step.
+        entropy: Entropy of whole strategies in this step, in nats.
+        schedule: Entropy wanted at the start and at the end of training; linear in between.
+        fraction: Part of the training that is done.
     """
     first, last = schedule
     wanted = first + (last - first) * fraction
@@ -50,7 +50,7 @@ def steered(
 
 @dataclass(slots=True)
 class PairState:
-    """What is remembered about a pair: its moving average and its best strategies."""
+    """Memory about a pair: its moving average and its best strategies."""
 
     average: float | None = None
     pool: list[tuple[float, bytes]] = field(default_factory=list)  # (reward, row), best first
@@ -66,17 +66,17 @@ class PairState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReinforceStep:
-    """Numbers of one step.
+    """Results of one step.
 
     Attributes:
-        loss: to be minimised.
-        reward: mean over the drawn strategies.
-        speedup: geometric mean over pairs of the best drawn strategy over the baseline.
-        entropy: mean entropy of whole strategies, nats.
-        out_of_memory: part of the drawn strategies that do not fit.
-        num_evaluations: strategies scored.
-        rows: per pair, every row that was scored.
-        improved: per pair, the best drawn row that fits and its seconds.
+        loss: Loss to be minimised.
+        reward: Mean reward of the drawn strategies.
+        speedup: Geometric mean over pairs of the best drawn strategy over the baseline.
+        entropy: Mean entropy of whole strategies, in nats.
+        out_of_memory: Part of the drawn strategies that do not fit.
+        num_evaluations: Number of strategies scored.
+        rows: For each pair, every row that was scored.
+        improved: For each pair, the best drawn row that fits and its seconds.
     """
 
     loss: Tensor
@@ -93,10 +93,10 @@ class Reinforce:
     """The estimator; see the module docstring.
 
     Args:
-        samples_per_pair: K.
-        entropy_nats: entropy of whole strategies at the start and at the end of training.
-        reward: of a scored row.
-        score_ahead: may score a step's rows elsewhere; see ``scoring.Scorer``.
+        samples_per_pair: K, number of strategies drawn for each pair.
+        entropy_nats: Entropy of whole strategies at the start and at the end of training.
+        reward: Reward of a scored row.
+        score_ahead: Function that may score a step's rows elsewhere; see ``scoring.Scorer``.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class Reinforce:
         fraction: float,
         rng: np.random.Generator,
     ) -> ReinforceStep:
-        """Draw, score, and make the loss.
+        """Draw, score, and compute the loss.
 
         Args:
-            scores: of the pairs, with gradients.
-            pairs: the pairs.
-            keys: a number for each pair, under which its state is kept.
-            fraction: part of the training that is done.
-            rng: for the draws.
+            scores: Scores of the pairs, with gradients.
+            pairs: The pairs.
+            keys: A number for each pair, under which its state is kept.
+            fraction: Part of the training that is done.
+            rng: Generator for the draws.
         """
         states = [self._state(pair, key) for pair, key in zip(pairs, keys, strict=True)]
         samples = [
@@ -165,7 +165,7 @@ class Reinforce:
     def _state(self, pair: Pair, key: int) -> PairState:
         if key not in self.states:
             self.states[key] = state = PairState()
-            # The pool begins with every way of data parallelism over all devices.
+            # The pool begins with every kind of data parallelism over all devices.
             everything = max(range(pair.num_candidates), key=lambda c: len(pair.table[c].devices))
             devices = pair.table[everything].devices
             for number, decision in enumerate(pair.table):
@@ -190,7 +190,7 @@ class Reinforce:
         rewards = np.array([each.reward for each in results])
         fresh = rewards[:-1]
         average = state.average if state.average is not None else float(fresh.mean())
-        # Where all draws are nearly as good, their differences are not blown up to advantages.
+        # If all draws are nearly as good, their differences are not inflated to advantages.
         scale = max(float(fresh.std()), 0.02)
         known = {key for _, key in state.pool}
         in_pool = [float(row.tobytes() in known) / len(state.pool) for row in rows]
@@ -228,7 +228,7 @@ class _Drawn:
 
 
 def _log_probabilities(scores: Scores, drawn: Sequence["_Drawn"]) -> tuple[Tensor, Tensor]:
-    """Log-probability and entropy of every row that was drawn, in one go.  # [R], [R]"""
+    """Log-probability and entropy of every row that was drawn, in one pass.  # [R], [R]"""
     num_blocks, num_candidates = scores.unary.shape[1:]
     which = np.repeat(np.arange(len(drawn)), [len(each.rows) for each in drawn])
     actions = np.zeros((len(which), num_blocks), np.int64)

@@ -1,4 +1,4 @@
-"""Strategies of many pairs scored beside each other, where there are workers for it."""
+"""Scoring of many pairs' strategies in parallel, if there are workers for it."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,15 +9,15 @@ from heterog.strategy.program import IntArray
 from heterog.workers import Here, Workers
 
 _MOST_KEPT = 256
-"""Pairs that a worker keeps ready."""
+"""Number of pairs that a worker keeps ready."""
 
 
 class Scorer:
-    """Scores rows of the pairs of a source; a pair then knows the scores of its rows.
+    """Scores rows of a source's pairs; each pair then knows the scores of its rows.
 
     Args:
-        workers: where; in this process every row is scored when its score is asked for.
-        source: of the pairs.
+        workers: Workers that score; in this process, rows are scored when their scores are needed.
+        source: Source of the pairs.
     """
 
     def __init__(self, workers: Workers, source: PairSource) -> None:
@@ -29,9 +29,9 @@ class Scorer:
         """Score rows.
 
         Args:
-            indices: number of each pair in the source.
-            pairs: the pairs.
-            rows: of each pair.  # each [num_rows, G]
+            indices: Number of each pair in the source.
+            pairs: The pairs.
+            rows: Rows of each pair.  # each [num_rows, G]
         """
         if isinstance(self._workers, Here):
             return
@@ -50,7 +50,7 @@ def _score(source: PairSource, job: tuple[int, IntArray]) -> list[Score]:
 
 
 class _Same:
-    """A source by identity: comparing graphs would take longer than scoring."""
+    """A source by identity, because comparing graphs would take longer than scoring."""
 
     def __init__(self, source: PairSource) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""The two policies that come with the package, and what they may have seen."""
+"""The two policies that come with the package, and the models and clusters they have seen."""
 
 HELD_OUT_MODELS = ("xlnet_large_24l", "nasnet_large", "llama_1b")
 HELD_OUT_CLUSTERS = ("paper_12gpu", "hap_v100_p100_16", "rtx_mixed")
@@ -17,7 +17,7 @@ TRAINING_ZOO = (
     "gpt2",
     "bert_moe",
 )
-"""Zoo models that both are trained on; deeper twins of the held-out ones are held out as well."""
+"""Zoo models that both are trained on; deeper versions of held-out ones are held out as well."""
 
 TRAINING_FUNCTIONS = (
     "lm_4l",
@@ -45,4 +45,4 @@ TRAINING_CLUSTERS = (
     "poplar_a800_v100s",
     "homogeneous_8xa100",
 )
-"""Clusters that ``default`` sees beside generated ones; ``heldout`` sees generated ones alone."""
+"""Clusters that ``default`` sees beside generated ones; ``heldout`` sees only generated ones."""

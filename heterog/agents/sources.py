@@ -1,4 +1,4 @@
-"""Where training pairs come from: graphs, captured once, and clusters, drawn or given."""
+"""Sources of training pairs: graphs, captured once, and clusters, drawn or given."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph, save_graph
 
 PIPELINED_PART = 1 / 3
-"""How often the shipped policies learn from pipelines."""
+"""Part of the shipped policies' training that is on pipelines."""
 GENERATED = "generated"
-"""Stands in a list of clusters for one drawn anew for each pair."""
+"""Name in a list of clusters for one that is drawn anew for each pair."""
 
 
 def captured(model: str, folder: Path | None, batch_size: int | None = None) -> OpGraph:
-    """The graph of a model; a capture is kept in ``folder`` if there is one.
+    """The graph of a model; captures are kept in ``folder`` if there is one.
 
     Args:
-        model: zoo name, ``file.py:function``, or a saved graph.
-        folder: where captures are kept and found again.
-        batch_size: the workload's own if ``None``.
+        model: Zoo name, ``file.py:function``, or a saved graph.
+        folder: Folder in which captures are kept and found again.
+        batch_size: Batch size; the workload's own if ``None``.
     """
     if model.endswith((".json", ".json.gz")):
         return load_graph(model)
@@ -56,12 +56,12 @@ class PairSource:
     """Draws pairs of model and cluster; pair ``i`` of a seed is always the same.
 
     Attributes:
-        graphs: models, each as likely as the others.
-        clusters: clusters to take besides generated ones.
-        generated: how often a cluster is generated; always if none is given.
-        pipelined: how often rows are pipelines, where the batch is large enough.
-        wanted: what generated clusters are drawn from.
-        seed: of everything.
+        graphs: Models, all equally likely.
+        clusters: Clusters to use besides generated ones.
+        generated: Probability that a cluster is generated; 1 if none is given.
+        pipelined: Probability that rows are pipelines, if the batch is large enough.
+        wanted: Range that generated clusters are drawn from.
+        seed: Seed of everything.
     """
 
     graphs: Sequence[OpGraph]
@@ -72,7 +72,7 @@ class PairSource:
     seed: int = 0
 
     def rng(self, index: int) -> np.random.Generator:
-        """Randomness that belongs to a pair."""
+        """Generator that belongs to a pair."""
         return np.random.default_rng([self.seed, index])
 
     def pair(self, index: int) -> Pair:
@@ -92,7 +92,7 @@ class PairSource:
 
 
 def parse_clusters(names: Sequence[str]) -> tuple[list[Cluster], float]:
-    """(clusters by name or file, how often one is generated) of a list of names."""
+    """(clusters by name or file, probability of a generated one) for a list of names."""
     given = [Cluster.load(name) for name in names if name != GENERATED]
     if GENERATED not in names:
         return given, 0.0

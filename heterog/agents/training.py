@@ -32,20 +32,20 @@ from heterog.errors import HeterogError, HeterogWarning, InputFileError
 from heterog.workers import HERE, Workers
 
 Report = Callable[[str, float, str], None]
-"""Called with (stage, part done, what is known)."""
+"""Function called with (stage, part done, news)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What a run ended with.
+    """The result of a run.
 
     Attributes:
-        checkpoint: the best policy by validation: the fastest strategies, or the highest reward
-            where the run has a reward of its own.
-        finished: whether all steps were made; ``False`` after an interruption.
-        history: rows of validation, as logged.
-        num_evaluations: strategies simulated, searches included.
-        seconds: wall time.
+        checkpoint: The best policy by validation: the one with the fastest strategies, or with the
+            highest reward if the run has a reward of its own.
+        finished: Whether all steps were made; ``False`` after an interruption.
+        history: Rows of validation, as logged.
+        num_evaluations: Number of strategies simulated, searches included.
+        seconds: Wall time.
     """
 
     checkpoint: Checkpoint
@@ -59,19 +59,19 @@ class Trainer:
     """One run; see the module docstring.
 
     Args:
-        source: of the pairs.
-        config: settings.
-        network: of a new policy.
-        provenance: stored with the policy (names of models and clusters, the command).
-        logdir: folder for TensorBoard, none if ``None``.
-        checkpoint: file that is renewed at every validation, none if ``None``.
-        resume: a checkpoint to go on from.
-        initial: weights to begin with, of the same network.
-        reward: what REINFORCE and PPO maximise. With another than ``reward_of``, validation
+        source: Source of the pairs.
+        config: Settings.
+        network: Sizes of a new policy.
+        provenance: Record stored with the policy (names of models and clusters, the command).
+        logdir: Folder for TensorBoard; none if ``None``.
+        checkpoint: File that is renewed at every validation; none if ``None``.
+        resume: Checkpoint to resume from.
+        initial: Weights to begin with, of the same network.
+        reward: Reward that REINFORCE and PPO maximise. With another than ``reward_of``, validation
             keeps the policy with the highest mean reward instead of the fastest one.
-        workers: where pairs are searched and strategies scored; the policy does not depend on
-            it.
-        report: told about progress.
+        workers: Workers that search pairs and score strategies; the policy does not depend on
+            them.
+        report: Function that gets the progress.
 
     Raises:
         HeterogError: a reward is given to ``imitation``, which asks for none, or the run to
@@ -105,7 +105,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
         )
-        # What is validated and kept: the average over the last few hundred steps is steadier.
+        # The average over the last few hundred steps is validated and kept: it is steadier.
         averaging = get_ema_multi_avg_fn(config.average_decay)  # type: ignore[no-untyped-call]
         self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
         self.rng = np.random.default_rng([config.seed, 77])
@@ -138,7 +138,7 @@ class Trainer:
         return self.averaged.module
 
     def run(self) -> TrainingResult:
-        """Train to the end, or until interrupted; then the best policy comes back."""
+        """Train to the end, or until interrupted; return the best policy."""
         begin = time.perf_counter()
         try:
             with on_one_thread():
@@ -206,12 +206,12 @@ class Trainer:
         return examples
 
     def advance(self, examples: list[Example], num_steps: int, begin: float) -> None:
-        """Make some steps; the next validation comes after them."""
+        """Make some steps, after which the next validation comes."""
         for _ in range(num_steps):
             self._one_step(examples, begin)
 
     def log(self, terms: Mapping[str, float], begin: float) -> None:
-        """Tell what a step reached."""
+        """Log the results of a step."""
         if self._writer is not None:
             rate = self.num_evaluations / max(time.perf_counter() - begin, 1e-9)
             for name, value in ({"evaluations_per_s": rate} | dict(terms)).items():
@@ -234,9 +234,9 @@ class Trainer:
             keys = [example.index for example in chosen]
         else:
             keys = self.rng.choice(config.num_pairs, config.pairs_per_step).tolist()
-            # As ``Imitation.choose`` does, for the halves below.
+            # Sorted as in ``Imitation.choose``, for the halves below.
             keys.sort(key=lambda key: self.pair(key).num_candidates)
-        # Two halves: the smaller tables are not padded to the size of the largest.
+        # Two halves, so that smaller tables are not padded to the size of the largest.
         for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):
             if keys[half]:
                 self._accumulate(chosen[half], keys[half], len(keys), fraction, terms)
@@ -278,7 +278,7 @@ class Trainer:
         (loss * part).backward()  # type: ignore[no-untyped-call]
 
     def pair(self, index: int) -> Pair:
-        """A training pair, kept once it was made, without the scores of earlier steps."""
+        """A training pair, kept once it is made, without the scores of earlier steps."""
         if index not in self._pairs:
             self._pairs[index] = self.source.pair(index)
         pair = self._pairs[index]
@@ -336,19 +336,19 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """What the learner needs to go on exactly."""
+        """Everything that the learner needs to resume exactly."""
         return {
             "optimizer": self.optimizer.state_dict(),
             "averaged": self.averaged.state_dict(),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``."""
+        """Resume from ``state``."""
         self.optimizer.load_state_dict(state["optimizer"])
         self.averaged.load_state_dict(state["averaged"])
 
     def _resume(self, checkpoint: Checkpoint, path: Path) -> None:
-        """Go on from a checkpoint.
+        """Resume from a checkpoint.
 
         Raises:
             InputFileError: its state of training does not fit together.
@@ -356,7 +356,7 @@ class Trainer:
         """
         try:
             self._load(checkpoint)
-        # What torch and numpy say about a state that is not theirs.
+        # Errors of torch and numpy about a state that does not fit.
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise InputFileError(
                 f"cannot resume from {path}: its state of training does not fit together "
@@ -410,7 +410,7 @@ class Trainer:
 
 
 def check_settings(config: TrainingConfig, reward: RewardFunction) -> None:
-    """Refuse a reward that nobody asks for; warn of settings that the algorithm does not read.
+    """Refuse a reward without use; warn of settings that the algorithm does not read.
 
     Raises:
         HeterogError: the algorithm asks for no reward, and one of its own is given.

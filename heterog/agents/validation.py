@@ -1,4 +1,4 @@
-"""How good a policy is on pairs that it never learns from, asked as it will be asked."""
+"""The quality of a policy on pairs that it never learns from, run as in use."""
 
 import math
 from dataclasses import replace
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from heterog.agents.config import TrainingConfig
 
 FIRST_PAIR = 1_000_000
-"""Validation pairs are those of the source from this number on."""
+"""Number of the first validation pair in the source."""
 NO_FIT = 3.0
-"""Ratio that counts where no sample fits."""
+"""Ratio that counts if no sample fits."""
 
 
 class Validation:
-    """Some pairs with what searches found for them, plain rows or pipelines.
+    """Some pairs with search results for them, plain rows or pipelines.
 
     Args:
-        source: of the pairs.
-        config: how many, and how long to search.
-        workers: where the searches run.
-        reward: what the policy learns to raise; reported if it is not ``reward_of``, which says
-            the same as the ratios do.
+        source: Source of the pairs.
+        config: Number of pairs, and length of the searches.
+        workers: Workers that run the searches.
+        reward: Reward that the policy learns to raise; reported unless it is ``reward_of``, which
+            says the same as the ratios do.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Validation:
         *,
         reward: RewardFunction = reward_of,
     ) -> None:
-        # Which way is best is for the policy to find out.
+        # The policy has to find out which way is best.
         source = replace(source, pipelined=0.0)
         self.pairs: list[Pair] = []
         self.reference_s: list[float] = []
@@ -51,7 +51,7 @@ class Validation:
         self._seed, self._reward = config.seed, reward
         if config.num_validation == 0:
             return
-        # Pairs without any strategy that fits say nothing about a policy; others take their place.
+        # Pairs without any strategy that fits tell nothing about a policy; others replace them.
         numbers = range(FIRST_PAIR, FIRST_PAIR + 500)
         jobs = ((index, config.search_evaluations) for index in numbers)
         for index, found in zip(numbers, workers.map(_search, source, jobs), strict=True):
@@ -64,7 +64,7 @@ class Validation:
                 break
 
     def run(self, policy: Policy, num_samples: int = 16) -> dict[str, float]:
-        """Geometric mean ratios to the reference: greedy, best of 16; how many do not fit.
+        """Geometric mean ratios to the reference: greedy, best of 16; part that does not fit.
 
         With a reward of its own also ``reward``: the mean over the pairs of the mean over all
         draws.
@@ -104,7 +104,7 @@ def _log_ratio(overflow: float, seconds: float, reference_s: float) -> float:
 
 def _search(source: PairSource, job: tuple[int, int]) -> tuple[float, int]:
     """(seconds of the best that fits, with micro-batches or without; rows simulated)."""
-    torch.set_num_threads(1)  # workers are beside each other
+    torch.set_num_threads(1)  # several workers share the machine
     index, num_evaluations = job
     pair, rng = source.pair(index), source.rng(index)
     found = [

@@ -1,10 +1,10 @@
 """Ways to draw strategies from a policy: plain rows and pipelines, from one table or another.
 
-There are up to four: plain rows, and pipelines, where the policy says which devices come next and
-stages last until these have had their time; and where parameters and optimizer state fill most
-devices alone, both from a table of candidates that divide this state. Half of the draws are shared
-out among the ways, and the most promising get the rest. Where memory is scarce, half of the plain
-rows mind it as if every block recomputed.
+There are up to four: plain rows, and pipelines, in which the policy decides which devices come
+next and stages last until these have had their time; and, if parameters and optimizer state alone
+fill most devices, both from a table of candidates that divide this state. Half of the draws are
+shared out among the ways, and the most promising get the rest. If memory is scarce, half of the
+plain rows count it as if every block recomputed.
 
 Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
 candidate one to three times: good rows change seldom, but not never. Pipelines are drawn with
@@ -23,24 +23,24 @@ from heterog.envs.pair import Pair, Score
 from heterog.strategy.program import IntArray
 
 TIGHT = 0.5
-"""Part of the candidates that cannot hold the whole model from which memory counts as scarce."""
+"""Part of the candidates too small for the whole model from which memory counts as scarce."""
 FEWEST_FOR_WAYS = 12
-"""Draws from which there is more than one way."""
+"""Fewest draws for which there is more than one way."""
 MOST_CHANGES = 3
-"""A third of the plain rows change their candidate so often, or less."""
+"""Most changes of candidate in a third of the plain rows."""
 ALIKE = 1.1
-"""Step time over the most promising way's, up to which another way counts as promising, too."""
+"""Step time, in that of the most promising way, up to which other ways are promising, too."""
 COLD = 0.5
 """Temperature of half of the pipelines that are drawn because they are promising."""
 AGAIN = 4 / 3
-"""Time of a step whose forward pass runs twice over one without, at most."""
+"""Most by which a second forward pass multiplies the time of a step."""
 
 
 class Way:
     """A way to draw: a table of candidates, with or without micro-batches.
 
     Attributes:
-        rows: different ones drawn so far.  # [num_rows, G]
+        rows: Different rows drawn so far.  # [num_rows, G]
         promise: (part of memory missing, seconds) of the best of them.
     """
 
@@ -52,7 +52,7 @@ class Way:
         self.is_tight = bool(overflows.mean() > TIGHT) and pair.num_micro == 1
 
     def draw(self, count: int, rng: np.random.Generator, *, greedy: bool = False) -> None:
-        """Add rows; half of them as if every block recomputed, where memory is scarce."""
+        """Add rows; if memory is scarce, half of them as if every block recomputed."""
         loose = count // 2 if self.is_tight else 0
         drawn = partial(draw, self.scores, self.pair, rng=rng)
         free = count - loose
@@ -80,7 +80,7 @@ class Way:
 
     @property
     def found(self) -> list[Score]:
-        """What the coarse evaluator says about each row."""
+        """The coarse evaluator's score of each row."""
         return [self.pair.score(row) for row in self.rows]
 
     def drew(self, row: IntArray) -> bool:
@@ -89,12 +89,12 @@ class Way:
 
 
 def make_ways(network: Policy, tables: Sequence[Pair], num_samples: int) -> list[Way]:
-    """Each table without micro-batches, then each with them.
+    """Ways from each table without micro-batches, then from each with them.
 
     Args:
-        network: the policy.
-        tables: pairs that differ in their candidates.
-        num_samples: draws that there will be; for few, the first table alone is a way.
+        network: The policy.
+        tables: Pairs that differ in their candidates.
+        num_samples: Number of draws to come; for few, only the first table is a way.
     """
     pairs = list(tables)
     if num_samples >= FEWEST_FOR_WAYS:
@@ -108,13 +108,13 @@ def draw_in(
     rng: np.random.Generator,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Draw: half is shared out evenly, the rest among the most promising ways.
+    """Draw: half is divided evenly, the rest goes to the most promising ways.
 
     Args:
-        ways: the first one's first draw is the greedy one.
-        num_samples: draws in all.
-        rng: for the draws.
-        check: called between draws, after the greedy one; what it raises ends them.
+        ways: Ways; the first one's first draw is the greedy one.
+        num_samples: Number of draws in all.
+        rng: Generator for the draws.
+        check: Called between draws, after the greedy one; an exception from it ends them.
     """
     ways[0].draw(1, rng, greedy=True)
     first = num_samples if len(ways) == 1 else num_samples // 2 // len(ways)

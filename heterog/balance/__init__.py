@@ -1,6 +1,6 @@
 """Unequal GPUs in the training loop you have: shares, a sampler and exact weights.
 
-``Balancer`` is what a loop uses; the other names are its parts, for loops that are special.
+``Balancer`` is what a loop uses; the other names are its parts, for loops with special needs.
 """
 
 from heterog.balance.balancer import Balancer

@@ -1,4 +1,4 @@
-"""``Balancer``: unequal ranks in a training loop as people write it."""
+"""``Balancer``: unequal ranks in a user's own training loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,7 +31,7 @@ from heterog.runtime.accelerators import CPU
 
 
 class Balancer:
-    """Gives each rank as much of every global batch as it can do, and weighs its loss exactly.
+    """Gives each rank a share of every batch that suits its speed, and weighs losses exactly.
 
     The update is that of one process with the whole batch, whatever the shares are:
 
@@ -55,16 +55,15 @@ class Balancer:
             proportion to them.
         plan: Instead of these: file of a data-parallel plan, whose device ``i`` is rank ``i``.
             Without all three, ranks begin with equal shares.
-        fits: samples that a rank can hold at once: one number, which may differ between ranks,
-            or one for each. A rank gets no more.
-        micro_batches: a rank may get more than ``fits``, and ``parts`` cuts it into what fits.
-        interval: steps between measurements of all ranks, after which shares may change; 0 keeps
-            the first shares.
-        dead_band: least predicted gain of a change.
-        writer: TensorBoard's, for shares and seconds of all ranks.
+        fits: Number of samples that a rank can hold at once: one number, which may differ between
+            ranks, or one for each. A rank gets no more.
+        micro_batches: Whether a rank may get more than ``fits``, which ``parts`` then cuts.
+        interval: Number of steps between measurements of all ranks, after which shares may change;
+            0 keeps the first shares.
+        dead_band: Least predicted gain of a change, as a fraction of the step time.
+        writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
-            warning,
-            which Python shows on standard error.
+            warning, which Python shows on standard error.
 
     Raises:
         BalanceError: shares, speeds or plan do not fit the ranks.
@@ -107,13 +106,13 @@ class Balancer:
             self.watch(model)
 
     def watch(self, model: nn.Module) -> None:
-        """Take the model that is trained, once a framework has wrapped it."""
+        """Set the model that is trained, once a framework has wrapped it."""
         self._model = model
         watch_waits(model, self.clock)
 
     @property
     def model(self) -> nn.Module | None:
-        """What is trained, if it is known."""
+        """The model that is trained, if it is known."""
         return self._model
 
     # --- what is dealt ---------------------------------------------------------------------------
@@ -130,18 +129,18 @@ class Balancer:
         padded: bool = False,
         **options: Any,
     ) -> BalancedLoader:
-        """A loader of this rank's batches; each pass is the next epoch.
+        """Make a loader of this rank's batches; each pass is the next epoch.
 
         Args:
-            dataset: with a length.
-            seed: of the order, the same on all ranks.
-            shuffle: whether each epoch has its own order.
-            drop_last: leave out the samples that fill no whole batch.
-            lengths: tokens of each sample, where samples differ: ``batch_size``, ``shares`` and
-                ``fits`` then count tokens, and ranks get samples by what they cost.
-            cost: of a sample by its length, in tokens; see ``TokenBatches``.
-            padded: whether a rank's samples are padded to the longest of them.
-            options: anything else that ``DataLoader`` takes: ``num_workers``, ``collate_fn``, ...
+            dataset: Data set with a length.
+            seed: Seed of the order, the same on all ranks.
+            shuffle: Whether each epoch has its own order.
+            drop_last: Whether to leave out samples at the end that do not fill a batch.
+            lengths: Number of tokens of each sample, where they differ: ``batch_size``, ``shares``
+                and ``fits`` then count tokens, and ranks get samples by their cost.
+            cost: Function from a sample's length to its cost, in tokens; see ``TokenBatches``.
+            padded: Whether a rank's samples are padded to the longest of them.
+            options: Other arguments of ``DataLoader``: ``num_workers``, ``collate_fn``, ...
         """
         size = self.batch_size
         order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
@@ -153,7 +152,7 @@ class Balancer:
         return self.loader_type(dataset, self.sampler(batches), self, options)
 
     def sampler(self, batches: GlobalBatches) -> ShareSampler:
-        """The sampler of a loader; a balancer has one at a time."""
+        """Make the sampler of a loader; a balancer has one at a time."""
         total, num_ranks = batches.units_per_batch, self.group.num_ranks
         most = None if self._micro_batches else self._memory()
         shares = first_shares(total, num_ranks, most, self._start)
@@ -178,7 +177,7 @@ class Balancer:
 
     @property
     def deal(self) -> Deal:
-        """What every rank has in the current step."""
+        """The batch of the current step, as dealt to the ranks."""
         if self._deal is None:
             raise BalanceError(
                 "no batch yet: take batches from balancer.loader(dataset), whose steps it follows."
@@ -186,30 +185,30 @@ class Balancer:
         return self._deal
 
     def begin_pass(self) -> None:
-        """The loop begins to iterate; loaders call it."""
+        """Called by a loader when the loop begins to iterate."""
         self.clock.restart()
 
     def begin_step(self, deal: Deal) -> None:
-        """The loop gets the batch of this deal; loaders call it."""
+        """Called by a loader when the loop gets the batch of this deal."""
         self._deal = deal
         self.weights.begin_step()
         self.weights.set(deal.samples[self.group.rank], sum(deal.samples))
 
     def end_step(self) -> None:
-        """The loop asks for the next batch; loaders call it."""
+        """Called by a loader when the loop asks for the next batch."""
         if self._follower is not None:
             self._follower.end_step(self.deal, self.share_sampler)
 
     # --- gradients -------------------------------------------------------------------------------
 
     def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
-        """The loss to call ``backward`` on.
+        """Weigh a loss; call ``backward`` on the result.
 
         Args:
-            loss: a mean over this rank's samples, or over what ``count`` counts.
-            count: what the loss is a mean over, if not samples: labels that are no padding, say.
-                All ranks give it or none; it costs one all-reduce of a number. A rank may have 0
-                if its loss is finite all the same, as that of ``cross_entropy`` in the gradient.
+            loss: A mean over this rank's samples, or over what ``count`` counts.
+            count: Number of items that the loss is a mean over, if not samples: labels without
+                padding, say. All ranks give it or none; it costs one all-reduce of a number. One
+                may give 0 if its loss is finite, as that of ``cross_entropy`` is in the gradient.
         """
         if count is not None:
             own = count if self.deal.samples[self.group.rank] else 0
@@ -228,14 +227,14 @@ class Balancer:
             loss.register_hook(self.clock.backward_begins)  # type: ignore[no-untyped-call]
 
     def parts(self, batch: Any, count: Any = None) -> Iterator[Any]:
-        """This rank's batch in micro-batches that fit; all but the last keep gradients local.
+        """Cut this rank's batch into parts that fit; all but the last keep gradients local.
 
         Call ``weigh`` without a count for the loss of each, and ``backward``; step the optimizer
         after the last.
 
         Args:
-            batch: tensors, lists, dictionaries or tuples of them, samples first.
-            count: function of a part that returns what its loss is a mean over, if not samples.
+            batch: Tensors, or lists, dictionaries or tuples of them, samples first.
+            count: Function from a part to the number of items in its loss's mean, if not samples.
         """
         deal, rank = self.deal, self.group.rank
         own = deal.samples[rank]
@@ -262,7 +261,7 @@ class Balancer:
                     yield part
 
     def average_gradients(self) -> None:
-        """Average the gradients of a model that nothing wraps; after the backward pass."""
+        """Average the gradients of a model that is not wrapped, after the backward pass."""
         if self._model is None:
             raise BalanceError("average_gradients() needs the model: Balancer(model, ...).")
         with self.clock.waiting():
@@ -276,14 +275,14 @@ class Balancer:
     # --- going on later --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the data and shares; to be taken after the optimizer's step."""
+        """Position in the data, and the shares; take it after the optimizer's step."""
         sampler, deal = self.share_sampler, self._deal
         is_inside = deal is not None and deal.epoch == sampler.epoch
         done = deal.step + 1 if deal is not None and is_inside else sampler.start
         return {"sampler": sampler.state_dict(num_done=done)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken; after the loader is made, before it is used."""
+        """Resume from a state; call it after the loader is made, before it is used."""
         self.share_sampler.load_state_dict(state["sampler"])
         self._deal = None
 
@@ -292,14 +291,14 @@ class Balancer:
         """The sampler of the loader.
 
         Raises:
-            BalanceError: there is none yet.
+            BalanceError: no loader has been made yet.
         """
         if self._sampler is None:
             raise BalanceError("no data yet: call balancer.loader(dataset) first.")
         return self._sampler
 
     def _memory(self) -> tuple[int | None, ...]:
-        """Samples that each rank can hold at once; asked of all ranks once."""
+        """Number of samples that each rank can hold at once; exchanged between ranks only once."""
         given, num_ranks = self._fits_given, self.group.num_ranks
         if self._fits is None:
             if given is None:

@@ -1,4 +1,4 @@
-"""How long a rank computes in a step, without what it waits for others.
+"""How long a rank computes in a step, without its waits for other ranks.
 
 In data parallelism all ranks end a step together, so the wall time of a step says nothing about a
 rank. CPU time does not either: a throttled rank uses no more of it, it gets less per second. What
@@ -35,8 +35,8 @@ class StepClock:
     """Measures this rank's own seconds of each step.
 
     Args:
-        device: where it computes.
-        now: clock of the CPU, in seconds.
+        device: Device on which the rank computes.
+        now: Clock of the CPU, in seconds.
     """
 
     def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
@@ -47,29 +47,29 @@ class StepClock:
         self._steps: list[tuple[_Marks, list[_Marks]]] = []
 
     def use(self, device: torch.device) -> None:
-        """Measure on this device from here on."""
+        """Measure on this device from now on."""
         if device != self._device:
             self._device, self._steps = device, []
             self.restart()
 
     def mark(self) -> Any:
-        """This moment; on an accelerator a place in its queue."""
+        """The current time; on an accelerator a mark in its queue."""
         return queue_mark(self._device) if is_accelerated(self._device) else self._now()
 
     def begin_wait(self, *_: Any) -> None:
-        """From now on others are waited for; a hook takes any arguments."""
+        """Note the start of a wait for other ranks; takes any arguments, to serve as a hook."""
         if self._open is None:
             self._open = self.mark()
 
     def end_wait(self, *_: Any) -> None:
-        """The wait is over."""
+        """Note the end of a wait; takes any arguments, to serve as a hook."""
         if self._open is not None:
             self._waits.append((self._open, self.mark()))
             self._open = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The body waits for other ranks."""
+        """Count the body as a wait for other ranks."""
         self.begin_wait()
         try:
             yield
@@ -77,7 +77,7 @@ class StepClock:
             self.end_wait()
 
     def backward_begins(self, gradient: Tensor) -> None:
-        """Hook of the loss: see when this rank's gradients are ready, and when all ranks' are."""
+        """Hook of the loss: note when this rank's gradients are ready, and when all ranks' are."""
         _after_backward(self._gradients_are_ready)
 
     def _gradients_are_ready(self) -> None:
@@ -85,7 +85,7 @@ class StepClock:
         _after_backward(self.end_wait)
 
     def end_step(self) -> None:
-        """A step ends here, and the next begins. All ranks have just waited for each other."""
+        """Note the end of a step and the start of the next. All ranks have just met."""
         end = self.mark()
         self._open = None
         if self._begin is not None:
@@ -93,7 +93,7 @@ class StepClock:
         self._begin, self._waits = end, []
 
     def restart(self) -> None:
-        """What happened since the last step is none of training: an evaluation, a checkpoint."""
+        """Ignore the time since the last step, which was an evaluation or a checkpoint, say."""
         self._begin, self._waits, self._open = self.mark(), [], None
 
     def take(self) -> list[float]:
@@ -113,5 +113,5 @@ class StepClock:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Call it when the backward pass that runs now is over, after what is to be called so far."""
+    """Call a function when the current backward pass is over, after those queued so far."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

@@ -20,14 +20,14 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deal:
-    """What the ranks have of one step.
+    """Distribution of one step's batch among the ranks.
 
     Attributes:
-        epoch: of the step.
-        step: number of the step in its epoch.
-        samples: number of samples of each rank.
-        units: what shares count, for each rank: its samples, or the cost of their tokens.
-        ran: units that each rank runs: its own, or those of the sample that stands in for none.
+        epoch: Number of the epoch.
+        step: Number of the step in its epoch.
+        samples: Number of samples of each rank.
+        units: Size of each rank's part in the unit of shares: samples, or cost of their tokens.
+        ran: Units that each rank runs: its own, or those of the sample that fills an empty part.
     """
 
     epoch: int
@@ -38,20 +38,20 @@ class Deal:
 
 
 class GlobalBatches(Protocol):
-    """The global batches of an epoch and how they are cut.
+    """The global batches of an epoch, and the way to cut them.
 
     Attributes:
-        unit: what shares count, in words.
+        unit: Unit of shares, in words.
     """
 
     unit: str
 
     @property
     def units_per_batch(self) -> int:
-        """What the shares of a whole batch add up to."""
+        """Sum of the shares of a whole batch."""
 
     def num_steps(self, epoch: int) -> int:
-        """Global batches of an epoch."""
+        """Number of global batches of an epoch."""
 
     def batch(self, epoch: int, step: int) -> IndexArray:
         """Indices of a global batch.  # [num_samples]"""
@@ -60,7 +60,7 @@ class GlobalBatches(Protocol):
         """The indices of each rank, in order of the ranks."""
 
     def units(self, indices: IndexArray) -> int:
-        """What indices count in the shares' units."""
+        """Size of some samples in the unit of shares."""
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> IndexArray:
@@ -74,14 +74,14 @@ class SampleBatches:
     """Global batches of equally many samples; a share is a number of samples.
 
     Args:
-        num_samples: of the data set.
-        batch_size: samples of a global batch.
-        seed: of the order.
-        shuffle: whether each epoch has an order of its own; else that of the data set.
-        drop_last: leave out the samples that fill no whole batch; else they make a smaller one.
+        num_samples: Number of samples of the data set.
+        batch_size: Number of samples of a global batch.
+        seed: Seed of the order.
+        shuffle: Whether each epoch has its own order; otherwise it is that of the data set.
+        drop_last: Whether to leave out samples at the end that do not fill a batch.
 
     Raises:
-        BalanceError: there is no sample, or none in a batch.
+        BalanceError: there are no samples, or none in a batch.
     """
 
     unit = "samples"
@@ -104,11 +104,11 @@ class SampleBatches:
 
     @property
     def units_per_batch(self) -> int:
-        """Samples of a whole batch."""
+        """Number of samples of a whole batch."""
         return self._batch_size
 
     def num_steps(self, epoch: int) -> int:
-        """Global batches of an epoch; the same for all."""
+        """Number of global batches of an epoch; the same for all epochs."""
         whole, rest = divmod(self._num_samples, self._batch_size)
         return whole + bool(rest and not self._drop_last)
 
@@ -121,7 +121,7 @@ class SampleBatches:
         return self._order[1][begin : begin + self._batch_size]
 
     def cut(self, indices: IndexArray, shares: Sequence[int]) -> list[IndexArray]:
-        """Consecutive parts; a smaller batch is cut in the same proportion."""
+        """Cut into consecutive parts; a smaller batch is cut in the same proportion."""
         counts = shares if len(indices) == sum(shares) else scaled_shares(shares, len(indices))
         return np.split(indices, np.cumsum(counts)[:-1])
 

@@ -17,22 +17,22 @@ _logger = logging.getLogger(__name__)
 
 
 class ScalarWriter(Protocol):
-    """What is used of TensorBoard's ``SummaryWriter``."""
+    """The method of TensorBoard's ``SummaryWriter`` that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Write a number of a step."""
+        """Write a number for a step."""
 
 
 class SpeedFollower:
-    """Measures, exchanges every few steps, and sets new shares; alike on all ranks.
+    """Measures steps, exchanges times every few steps, and sets new shares; alike on all ranks.
 
     Args:
-        group: the ranks.
-        rebalancer: decides.
-        clock: measures this rank.
-        interval: steps between exchanges.
+        group: The ranks.
+        rebalancer: Decides on new shares.
+        clock: Measures this rank's steps.
+        interval: Number of steps between exchanges.
         writer: TensorBoard writer, on any rank, for the shares and seconds of every rank.
-        tell: what to do with the line about a change; by default rank 0 logs it.
+        tell: Function that gets a line about each change; by default rank 0 logs it.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SpeedFollower:
         self._num_steps = 0
 
     def end_step(self, deal: Deal, sampler: ShareSampler) -> None:
-        """A step is done on all ranks."""
+        """Take in a step that is done on all ranks."""
         self._clock.end_step()
         self._window.append(deal)
         self._num_steps += 1
@@ -71,7 +71,7 @@ class SpeedFollower:
         self._write(sampler.shares, seconds)
         if change is None:
             return
-        # Not before what any rank's loader has drawn: its batches were dealt in the old shares.
+        # Not before batches that any rank has drawn: these were dealt in the old shares.
         sampler.set_shares(change.shares, from_step=int(max(each[-1] for each in told)))
         if self._tell is not None:
             self._tell(change.text)

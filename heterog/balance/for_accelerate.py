@@ -19,14 +19,14 @@ from heterog.balance.loader import BalancedLoader
 
 
 class AcceleratedLoader(BalancedLoader):
-    """A loader that ``Accelerator.prepare`` leaves as it is: it deals to ranks itself.
+    """A loader that ``Accelerator.prepare`` leaves unchanged: it deals to ranks itself.
 
     It puts batches on the accelerator's device and says which one is the last, which
     ``Accelerator.accumulate`` asks for.
     """
 
     accelerator: Accelerator
-    _is_accelerate_prepared = True  # what ``prepare`` asks, and writes
+    _is_accelerate_prepared = True  # read and written by ``prepare``
     end_of_dataloader = False
     remainder = -1  # no sample is dealt twice, so ``gather_for_metrics`` has none to leave out
 
@@ -58,14 +58,14 @@ class AcceleratedBalancer(Balancer):
         self._accelerator = accelerator
 
     def loader(self, dataset: Any, **options: Any) -> BalancedLoader:
-        """As ``Balancer.loader``; ``Accelerator.prepare`` takes it."""
+        """Make a loader as ``Balancer.loader`` does; ``Accelerator.prepare`` takes it."""
         loader = super().loader(dataset, **options)
         assert isinstance(loader, AcceleratedLoader)
         loader.accelerator = self._accelerator
         return loader
 
     def begin_pass(self) -> None:
-        """The loop begins to iterate: by now the model is prepared."""
+        """Begin a pass of the loop: by now the model is prepared."""
         models = self._accelerator._models
         if self._model is None and models:
             self.watch(models[0])

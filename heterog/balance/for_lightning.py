@@ -21,10 +21,10 @@ from heterog.balance.shares import BalanceError
 
 
 class BalancedData(LightningDataModule):
-    """The training data of a balanced job: its loader is made when the ranks know each other.
+    """Training data of a balanced job; the loader is made once the process group exists.
 
     Args:
-        make: makes the loader.
+        make: Function that makes the loader.
     """
 
     def __init__(self, make: Callable[[], BalancedLoader]) -> None:
@@ -32,7 +32,7 @@ class BalancedData(LightningDataModule):
         self._make = make
 
     def train_dataloader(self) -> BalancedLoader:
-        """This rank's shares."""
+        """A loader of this rank's shares."""
         return self._make()
 
 
@@ -48,7 +48,7 @@ class LightningBalancer(Callback):
         self._to_load: dict[str, Any] | None = None
 
     def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
-        """What ``Trainer.fit`` takes instead of a loader; options as ``Balancer.loader``."""
+        """Make an argument for ``Trainer.fit``; options as ``Balancer.loader``."""
 
         def make() -> BalancedLoader:
             loader = self.balancer.loader(dataset, **options)
@@ -60,11 +60,11 @@ class LightningBalancer(Callback):
         return BalancedData(make)
 
     def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
-        """As ``Balancer.weigh``."""
+        """Weigh a loss; see ``Balancer.weigh``."""
         return self.balancer.weigh(loss, count)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Weigh what the module's training step returns.
+        """Wrap the module's training step so that its loss is weighed.
 
         Raises:
             BalanceError: Lightning would put its own sampler in place of the shares.
@@ -91,14 +91,14 @@ class LightningBalancer(Callback):
         pl_module.training_step = weighed_step  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The strategy has wrapped the model."""
+        """Watch the model, which the strategy has wrapped by now."""
         if trainer.strategy.model is not None:
             self.balancer.watch(trainer.strategy.model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Place in the data and shares, in Lightning's checkpoints."""
+        """Position in the data, and the shares, for Lightning's checkpoints."""
         return self.balancer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where the checkpoint was made, once there is a loader: Lightning asks before."""
+        """Keep a state until there is a loader, because Lightning loads it before."""
         self._to_load = state_dict

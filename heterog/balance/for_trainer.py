@@ -31,7 +31,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     Args:
         arguments: Positional arguments of ``Trainer``.
-        balance: options of ``Balancer``, but ``batch_size``.
+        balance: Options of ``Balancer``, except ``batch_size``.
         options: Keyword arguments of ``Trainer``.
 
     Raises:
@@ -77,7 +77,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """The batches of an update, and which steps they are of."""
+        """Fetch the batches of an update, and note the steps that they belong to."""
         sampler = self.balancer.share_sampler
         if epoch_iterator is not self._iterator:
             self._iterator, self._num_fetched = epoch_iterator, self._num_skipped()
@@ -96,14 +96,14 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return fetched, num_items
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """One batch, forward and backward."""
+        """Run the forward and backward pass of one batch."""
         if self.balancer.model is None:
             self.balancer.watch(self.model_wrapped)
         if self._is_first_step:
             self.balancer.begin_pass()
             self._is_first_step = False
         else:
-            self.balancer.end_step()  # with the optimizer's step, which has come since
+            self.balancer.end_step()  # includes the optimizer's step, which has run since
         self.balancer.begin_step(self._fetched.popleft())
         loss: Tensor = super().training_step(*arguments, **options)
         return loss
@@ -128,14 +128,14 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         return (loss, outputs) if return_outputs else loss
 
     def _uncounted(self, batch: Any) -> Any:
-        """A batch that stands in for none, where labels are counted."""
+        """A copy of a batch whose labels do not count, for a rank without data."""
         counts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if not counts or "labels" not in batch:
             return batch
         return {**batch, "labels": torch.full_like(batch["labels"], UNCOUNTED)}
 
     def _num_skipped(self) -> int:
-        """Batches that a resumed Trainer draws and leaves out at the begin of its first epoch."""
+        """Number of batches that a resumed Trainer skips at the start of its first epoch."""
         if self.args.ignore_data_skip:
             return 0
         per_update = self.args.gradient_accumulation_steps
@@ -144,13 +144,13 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
 
 class _Nobody:
-    """Follows no step."""
+    """A follower that ignores all steps."""
 
     def begin_pass(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def begin_step(self, deal: Deal) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end_step(self) -> None:
-        """Nothing."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""The mean of gradients over ranks, for a model that nothing wraps."""
+"""The mean of gradients over ranks, for a model that is not wrapped."""
 
 from collections import defaultdict
 
@@ -9,7 +9,7 @@ from heterog.balance.group import RankGroup
 
 
 def average_gradients(model: nn.Module, group: RankGroup) -> None:
-    """Replace each gradient by its mean over the ranks; one all-reduce for each type of numbers.
+    """Replace each gradient by its mean over the ranks; one all-reduce for each dtype and device.
 
     A parameter without a gradient on this rank takes part with zeros: another rank may have one.
     """

@@ -1,4 +1,4 @@
-"""The ranks of a job as balancing needs them: who am I, and a few numbers from everyone."""
+"""The ranks of a job: this process's rank, and exchanges of a few numbers."""
 
 import os
 from collections.abc import Sequence
@@ -19,18 +19,18 @@ class RankGroup:
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """Rank of this process."""
         return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
 
     @property
     def num_ranks(self) -> int:
-        """Of the job."""
+        """Number of ranks of the job."""
         if dist.is_initialized():
             return dist.get_world_size()
         return int(os.environ.get("WORLD_SIZE", "1"))
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The numbers of every rank, by rank; equally many everywhere. All ranks call it."""
+        """Gather equally many numbers from every rank, by rank. All ranks call it."""
         if not self._communicates():
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64, device=wire_device())
@@ -39,7 +39,7 @@ class RankGroup:
         return [each.tolist() for each in every]
 
     def add_up(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, where it lies. All ranks call it."""
+        """Sum a tensor over all ranks, on its own device. All ranks call it."""
         if not self._communicates():
             return value.clone()
         total = value.detach().to(wire_device(), copy=True)

@@ -10,28 +10,28 @@ from heterog.balance.sampler import ShareSampler
 
 
 class Follower(Protocol):
-    """Notified of the steps of a loop."""
+    """An object that is notified of the steps of a loop."""
 
     def begin_pass(self) -> None:
-        """The loop begins, or goes on after something else."""
+        """Called when the loop begins, or goes on after something else."""
 
     def begin_step(self, deal: Deal) -> None:
-        """The loop gets the batch of this deal."""
+        """Called when the loop gets the batch of this deal."""
 
     def end_step(self) -> None:
-        """The loop asks for the next batch."""
+        """Called when the loop asks for the next batch."""
 
 
 class BalancedLoader(DataLoader[Any]):
     """Loads this rank's batches; every pass is the next epoch.
 
-    A loader with workers draws indices steps ahead, so only here is known which step a batch
+    A loader with workers draws indices steps ahead, so only the loader knows which step a batch
     belongs to.
 
     Args:
         dataset: Data set with ``__len__`` and ``__getitem__``.
-        shares: the sampler.
-        follower: the balancer.
+        shares: Sampler of the batches.
+        follower: Object notified of the steps; the balancer.
         options: Keyword arguments of ``DataLoader``.
     """
 

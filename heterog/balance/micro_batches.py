@@ -1,4 +1,4 @@
-"""A rank's batch in parts that fit its memory, whose gradients are reduced once."""
+"""A rank's batch in parts that fit its memory; their gradients are reduced once."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from heterog.strategy.division import split_evenly
 def num_parts(
     samples: Sequence[int], fits: Sequence[int | None], rank: int, *, alike: bool
 ) -> int:
-    """Micro-batches of a rank in a step.
+    """Number of micro-batches of a rank in a step.
 
     Args:
-        samples: of every rank in the step.
-        fits: samples that each rank can hold at once; ``None`` is not limited.
-        rank: of this process.
-        alike: every rank needs as many, because each forward pass communicates.
+        samples: Number of samples of every rank in the step.
+        fits: Number of samples that each rank can hold at once; ``None`` is no limit.
+        rank: Rank of this process.
+        alike: Whether every rank needs as many, because each forward pass communicates.
     """
     every = [
         max(1, math.ceil(count / limit)) if limit else 1
@@ -37,12 +37,12 @@ def forward_communicates(model: object) -> bool:
 
 
 def cut_batch(batch: Any, num_samples: int, parts: int) -> Iterator[tuple[Any, int]]:
-    """Parts of a batch as equal as possible, and how many samples each has.
+    """Cut a batch into parts as equal as possible, each with its number of samples.
 
     A part that would be empty is the first sample with a count of 0.
 
     Raises:
-        BalanceError: the batch has another number of samples than it was dealt.
+        BalanceError: the batch does not have the given number of samples.
     """
     begin = 0
     for count in split_evenly(num_samples, parts):
@@ -80,7 +80,7 @@ def _take(value: Any, begin: int, end: int, num_samples: int) -> Any:
 
 @contextmanager
 def gradients_stay_local(model: object) -> Iterator[None]:
-    """Add up gradients on this rank in backward passes of the body, without communication."""
+    """Keep gradients of the body's backward passes on this rank, without communication."""
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield

@@ -1,4 +1,4 @@
-"""When shares change, and to what: a pure function of what all ranks measured.
+"""The times and results of changes of shares: a pure function of what all ranks measured.
 
 Every rank gets the seconds of all ranks and comes to the same shares. They change only where the
 step is predicted to be quicker by more than a dead band, which grows with the noise of the
@@ -18,23 +18,23 @@ from heterog.balance.speeds import SpeedEstimate
 DEAD_BAND = 0.03
 """Least predicted gain: a change is worth more than the rounding of shares of a few dozen."""
 NOISE_BANDS = 3.0
-"""Standard errors of the noisiest rank that a gain must exceed; with fewer, shares swing in
+"""A gain must exceed this many standard errors of the noisiest rank; with fewer, shares swing in
 ``tests/balance/test_rebalancing.py``."""
 
 MOST_CAUTION = 16.0
-"""Dead bands that a change must promise after four that did not pay."""
+"""Largest factor of the dead band, after four changes that did not pay."""
 MOST_GROWTH = 1.5
-"""Of a share in one change: not far beyond what a rank was seen with."""
+"""Largest growth of a share in one change: not far beyond sizes that were measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """New shares.
+    """New shares, and the reason for them.
 
     Attributes:
-        shares: units of each rank.
-        gain: predicted step time before over that after.
-        text: what happened, in one line.
+        shares: Units of each rank.
+        gain: Predicted step time before, divided by that after.
+        text: Description of what happened, in one line.
     """
 
     shares: tuple[int, ...]
@@ -44,7 +44,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trial:
-    """A change whose gain is not yet seen: shares before, their measured step, shares after."""
+    """A change whose gain is not yet measured: shares before, their step time, shares after."""
 
     before: tuple[int, ...]
     step_s: float
@@ -55,10 +55,10 @@ class Rebalancer:
     """Follows the speeds of all ranks.
 
     Args:
-        num_ranks: of the job.
-        most: units that each rank can hold; ``None`` is not limited.
-        dead_band: least predicted gain.
-        unit: what shares count, in words.
+        num_ranks: Number of ranks of the job.
+        most: Units that each rank can hold; ``None`` is no limit.
+        dead_band: Least predicted gain, as a fraction of the step time.
+        unit: Unit of shares, in words.
     """
 
     def __init__(
@@ -80,19 +80,19 @@ class Rebalancer:
         units: Sequence[Sequence[float]],
         seconds: Sequence[Sequence[float]],
     ) -> Change | None:
-        """Take measurements in; the change they are worth, if any.
+        """Take in measurements; returns a change if one pays.
 
         Args:
-            shares: in force for the next whole batch.
-            units: of each rank, in each step of the window.
-            seconds: that each rank computed in those steps; not a number where it is unknown.
+            shares: Shares in force for the next whole batch.
+            units: Units of each rank in each step of the window.
+            seconds: Seconds that each rank computed in those steps; not a number where unknown.
         """
         changed = [
             estimate.add(sizes, told)
             for estimate, sizes, told in zip(self.estimates, units, seconds, strict=True)
         ]
         if any(changed):
-            self._trial = None  # what steps took before is no measure any more
+            self._trial = None  # earlier step times no longer compare
         measured_s = statistics.median(map(max, zip(*seconds, strict=True)))
         if (back := self._taken_back(tuple(shares), measured_s)) is not None:
             return back
@@ -110,7 +110,7 @@ class Rebalancer:
         return Change(shares=best, gain=gain, text=self._told(shares, best, times, gain))
 
     def _taken_back(self, shares: tuple[int, ...], measured_s: float) -> Change | None:
-        """The change back, if the last one has not paid."""
+        """The change back, if the last change has not paid."""
         trial, self._trial = self._trial, None
         if trial is None or trial.shares != shares or not measured_s >= trial.step_s:
             return None
@@ -122,7 +122,7 @@ class Rebalancer:
         return Change(shares=trial.before, gain=measured_s / trial.step_s, text=text)
 
     def _limits(self, shares: Sequence[int]) -> list[int | None]:
-        """What a rank may have next: what it can hold, and not far more than it was seen with."""
+        """Largest share of each rank: what it can hold, and not far above its current share."""
         grown = [max(math.ceil(MOST_GROWTH * share), share + 1) for share in shares]
         if self._most is None:
             return list(grown)

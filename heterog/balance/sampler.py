@@ -23,10 +23,10 @@ class ShareSampler(Sampler[list[int]]):
     Call ``set_epoch`` before each epoch, as with PyTorch's ``DistributedSampler``.
 
     Args:
-        batches: the global batches, ``SampleBatches`` or ``TokenBatches``.
-        rank: of this process.
-        num_ranks: of the job.
-        shares: units of each rank in a whole batch; by default equal ones.
+        batches: Global batches, ``SampleBatches`` or ``TokenBatches``.
+        rank: Rank of this process.
+        num_ranks: Number of ranks of the job.
+        shares: Units of each rank in a whole batch; by default equal ones.
 
     Raises:
         BalanceError: the shares do not fit the ranks or the batch.
@@ -45,7 +45,7 @@ class ShareSampler(Sampler[list[int]]):
         self._batches, self._rank, self._num_ranks = batches, rank, num_ranks
         total = batches.units_per_batch
         given = split_evenly(total, num_ranks) if shares is None else tuple(shares)
-        # From which step of this epoch on which shares hold.
+        # Steps of this epoch from which on shares hold, and the shares.
         self._in_force = [(0, check_shares(given, num_ranks, total))]
         self._epoch = 0
         self._start = 0
@@ -64,7 +64,7 @@ class ShareSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> "ShareSampler":
-        """A sampler of global batches of equally many samples; arguments as ``SampleBatches``."""
+        """Make a sampler of global batches of equal size; arguments as ``SampleBatches``."""
         batches = SampleBatches(
             num_samples, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
@@ -72,22 +72,22 @@ class ShareSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next iteration deals, or the current one deals."""
+        """Number of the epoch that the current iteration deals, or else the next one."""
         return self._epoch
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole epoch."""
+        """Number of steps of the whole epoch."""
         return self._batches.num_steps(self._epoch)
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The last shares that were set."""
+        """The shares set last."""
         return self._in_force[-1][1]
 
     @property
     def num_drawn(self) -> int:
-        """Steps of this epoch that were dealt; a loader with workers is ahead of its loop."""
+        """Number of steps of this epoch dealt; a loader with workers is ahead of its loop."""
         return self._drawn
 
     def shares_at(self, step: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class ShareSampler(Sampler[list[int]]):
         return next(shares for begin, shares in reversed(self._in_force) if begin <= step)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch next; where a state was loaded in its middle, there."""
+        """Deal this epoch next, from where a state was loaded if that was in its middle."""
         if epoch != self._epoch:
             self._epoch, self._start, self._drawn = epoch, 0, 0
             self._in_force = [(0, self.shares)]
@@ -104,12 +104,12 @@ class ShareSampler(Sampler[list[int]]):
         """Deal in other shares from a step on, which must be the same on all ranks.
 
         Args:
-            shares: units of each rank in a whole batch.
-            from_step: of this epoch; by default the next one that is drawn. If the epoch ends
-                before, the next one begins with them.
+            shares: Units of each rank in a whole batch.
+            from_step: Step of this epoch; by default the next one that is drawn. If the epoch ends
+                before, the next epoch begins with the new shares.
 
         Raises:
-            BalanceError: the shares do not fit, or the step is already dealt.
+            BalanceError: the shares do not fit, or the step has been dealt already.
         """
         begin = self._drawn if from_step is None else from_step
         if begin < self._drawn:
@@ -120,7 +120,7 @@ class ShareSampler(Sampler[list[int]]):
         self._in_force.append((begin, checked))
 
     def deal(self, step: int) -> Deal:
-        """What every rank has of a step of the current epoch."""
+        """The batch of a step of the current epoch, as dealt to the ranks."""
         indices = self._batches.batch(self._epoch, step)
         parts = self._batches.cut(indices, self.shares_at(step))
         return Deal(
@@ -151,15 +151,15 @@ class ShareSampler(Sampler[list[int]]):
 
     @property
     def start(self) -> int:
-        """The step with which the next iteration begins; not 0 after a state was loaded."""
+        """Step at which the next iteration begins; 0 unless a state was loaded."""
         return self._start
 
     def state_dict(self, num_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch is, and the shares; to go on from there with ``load_state_dict``.
+        """Position in the epoch, and the shares; ``load_state_dict`` resumes from it.
 
         Args:
-            num_done: steps of this epoch that are done; by default those that were drawn, which
-                with workers in the loader are more.
+            num_done: Number of steps of this epoch done; by default the number drawn, which is
+                larger with workers in the loader.
         """
         done = self._drawn if num_done is None else num_done
         epoch = self._epoch
@@ -174,12 +174,12 @@ class ShareSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the middle of an epoch; with the saved shares if the ranks are as many.
+        """Resume in the middle of an epoch; with the saved shares if there are as many ranks.
 
         With another number of ranks the shares of this sampler stay.
 
         Raises:
-            BalanceError: the state is of another version or another global batch.
+            BalanceError: the state has another version or another global batch.
         """
         total = self._batches.units_per_batch
         if state["version"] != STATE_VERSION:

@@ -15,17 +15,17 @@ from heterog.strategy.division import split_in_proportion
 
 
 class BalanceError(HeterogError):
-    """Shares, speeds or a sampler's state that make no sense or do not fit the ranks."""
+    """Shares, speeds or a sampler's state that are invalid or do not fit the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSpeed:
-    """How long a rank computes.
+    """Compute time of a rank as a function of its share.
 
     Attributes:
-        unit_s: seconds for one unit, a sample or the cost of a token.
-        fixed_units: the part of a step that does not depend on its share, in units that take as
-            long.
+        unit_s: Seconds for one unit, a sample or the cost of a token.
+        fixed_units: Part of a step that does not depend on the share, as the number of units that
+            take as long.
     """
 
     unit_s: float
@@ -38,7 +38,7 @@ class RankSpeed:
             raise BalanceError(f"the fixed part is {self.fixed_units:g} units; 0 is the least.")
 
     def seconds(self, units: float) -> float:
-        """Seconds for a share."""
+        """Seconds to compute a share."""
         return self.unit_s * (self.fixed_units + units)
 
 
@@ -50,16 +50,16 @@ def step_s(speeds: Sequence[RankSpeed], shares: Sequence[float]) -> float:
 def best_shares(
     speeds: Sequence[RankSpeed], total: int, most: Sequence[int | None] | None = None
 ) -> tuple[int, ...]:
-    """The shares whose slowest rank ends first; exact, and the same wherever it is computed.
+    """The shares whose slowest rank ends first; exact, and deterministic on every machine.
 
     Below a time T that all ranks can keep, rank ``r`` does  min(most_r, T / s_r - p_r)  units. The
     largest T that leaves something to do is found by halving; the last few units go one by one to
     the rank that would end first with them. A rank that ends late with nothing gets nothing.
 
     Args:
-        speeds: of every rank.
-        total: units of the global batch.
-        most: units that each rank can take; ``None`` is not limited.
+        speeds: Speed of every rank.
+        total: Units of the global batch.
+        most: Units that each rank can take; ``None`` is no limit.
 
     Raises:
         BalanceError: the limits add up to less than the batch.
@@ -107,7 +107,7 @@ def best_shares(
 
 
 def scaled_shares(shares: Sequence[int], total: int) -> tuple[int, ...]:
-    """Shares of another total in the same proportion; the ragged end of an epoch, say.
+    """Scale shares to another total in the same proportion, for example a shorter last batch.
 
     >>> scaled_shares((6, 3, 0), 4)
     (3, 1, 0)
@@ -134,7 +134,7 @@ def shares_from_speeds(speeds: Sequence[float], total: int) -> tuple[int, ...]:
 
 
 def check_shares(shares: Sequence[int], num_ranks: int, total: int) -> tuple[int, ...]:
-    """The shares, if they fit.
+    """Return the shares, if they fit.
 
     Raises:
         BalanceError: their number or sum is wrong, or one is negative.

@@ -1,4 +1,4 @@
-"""A rank's speed from measured steps, by medians: one slow step is no slow rank.
+"""A rank's speed from measured steps, by medians, so that one slow step does not count.
 
 The model is  t(n) = s (p + n)  as in ``shares``. The unit time ``s`` is that of the last few
 windows of steps; a rank that is throttled is known after one. The fixed part ``p``, in units,
@@ -18,26 +18,26 @@ from heterog.balance.shares import RankSpeed
 FloatArray = npt.NDArray[np.float64]
 
 REMEMBERED = 6
-"""Windows of which the slowest counts: a rank is quickly found slow, and quick only after these.
-One that waits much looks quicker than it is with more to do (its card is cool, its quota unspent),
-and believing it at once makes shares swing; with 4 they still do on simulated quotas, 8 gain
-nothing (``tests/balance/test_rebalancing.py``)."""
+"""Number of windows of which the slowest counts, so a rank is quickly found slow, but fast only
+after these. One that waits much looks faster than it is with more to do (its card is cool, its
+quota unspent), and believing it at once makes shares swing; with 4 they still do on simulated
+quotas, 8 gain nothing (``tests/balance/test_rebalancing.py``)."""
 KEPT_STEPS = 64
-"""Steps that a fixed part is fitted to: several windows, and pairs are still few thousands."""
+"""Number of steps that a fixed part is fitted to: several windows, and a few thousand pairs."""
 RECENT_STEPS = 24
-"""Steps that the unit time is a median of: three windows, unless the speed has just changed."""
+"""Number of steps in the median of the unit time: three windows, unless the speed has changed."""
 DIFFERENT = 0.05
-"""Steps whose sizes differ by less tell noise, not a fixed part."""
+"""Least relative difference of step sizes; smaller ones show noise, not a fixed part."""
 SUDDEN = 1.25
-"""A change of speed by this factor from one window to the next is a change, not noise."""
+"""Factor between one window and the next from which a change of speed is not noise."""
 EXPECTED_FIXED = 0.2
-"""How large a fixed part may well be, over a rank's share: what it must be proved against."""
+"""Expected size of a fixed part over a rank's share, which the fit's error is compared with."""
 _NORMAL_MAD = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 _NORMAL_MEDIAN = 1.2533  # standard error of their median over that of their mean, sqrt(pi / 2)
 
 
 class SpeedEstimate:
-    """What is known of one rank."""
+    """The measurements of one rank, and its estimated speed."""
 
     def __init__(self) -> None:
         self._units: FloatArray = np.zeros(0)
@@ -50,7 +50,7 @@ class SpeedEstimate:
 
     @property
     def speed(self) -> RankSpeed | None:
-        """What may be counted on, once a window was measured."""
+        """The estimate to plan with; ``None`` until a window was measured."""
         if not self._windows:
             return None
         slowest = max(told / (size + self._fixed_units) for size, told in self._windows)
@@ -58,7 +58,7 @@ class SpeedEstimate:
         return RankSpeed(unit_s=unit_s, fixed_units=self._fixed_units)
 
     def add(self, units: Sequence[float], seconds: Sequence[float]) -> bool:
-        """Take a window of steps in: their sizes and seconds, nan where they are unknown.
+        """Take in a window of steps: their sizes and seconds, nan where unknown.
 
         Returns:
             Whether the speed has suddenly changed.
@@ -83,7 +83,7 @@ class SpeedEstimate:
         return has_changed
 
     def _has_changed(self, sizes: FloatArray, told: FloatArray) -> bool:
-        """Whether steps of this size take another time than before; other sizes tell nothing."""
+        """Whether steps of this size take another time than before; ignores other sizes."""
         size = float(np.median(sizes))
         alike = np.abs(self._units - size) < DIFFERENT * size
         if not alike.any():
@@ -92,7 +92,7 @@ class SpeedEstimate:
         return not 1 / SUDDEN < float(np.median(told)) / before < SUDDEN
 
     def _fit_fixed_part(self) -> None:
-        """The median slope and what remains, as far as they are proved.
+        """Fit the fixed part from the median slope, reduced by its uncertainty.
 
         The standard error of a fitted line at 0 is  e = sigma sqrt(1 / k + mean(n)^2 / sum (n -
         mean(n))^2);  against an expected size ``d`` the fixed part counts by  d^2 / (d^2 + e^2).

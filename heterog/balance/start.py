@@ -1,4 +1,4 @@
-"""Shares to begin with: given, in proportion to speeds, from a plan, or equal."""
+"""Initial shares: given, in proportion to speeds, from a plan, or equal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from heterog.balance.shares import BalanceError, RankSpeed, best_shares, check_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What is known of the ranks when training begins; at most one of these.
+    """Source of the initial shares; at most one field is set.
 
     Attributes:
-        shares: units of each rank.
-        speeds: what shares are in proportion to.
-        plan: file of a data-parallel plan.
+        shares: Units of each rank.
+        speeds: Speeds to which shares are proportional, in any unit.
+        plan: Path of a data-parallel plan.
     """
 
     shares: Sequence[int] | None = None
@@ -31,13 +31,13 @@ def first_shares(
     """Units of each rank in a whole batch.
 
     Args:
-        total: units of the batch.
-        num_ranks: of the job.
-        most: units that each rank can hold; ``None`` is not limited.
-        start: what is known of the ranks.
+        total: Units of the batch.
+        num_ranks: Number of ranks of the job.
+        most: Units that each rank can hold; ``None`` is no limit.
+        start: Source of the shares.
 
     Raises:
-        BalanceError: more than one of them is given, or they do not fit.
+        BalanceError: more than one source is given, or the shares do not fit.
     """
     shares, speeds, plan = start.shares, start.speeds, start.plan
     given = {

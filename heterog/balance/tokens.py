@@ -1,4 +1,4 @@
-"""Global batches of about equally many tokens, cut by what their samples cost."""
+"""Global batches of about equally many tokens, cut by the cost of their samples."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,18 +16,18 @@ class TokenBatches:
     proportion to the shares, as nearly as whole samples can be.
 
     Args:
-        lengths: tokens of every sample of the data set.
-        budget: of a global batch, in what ``cost`` counts.
-        seed: of the order.
-        shuffle: whether each epoch has an order of its own.
-        drop_last: leave out the last batch of an epoch, which may be smaller than others.
-        cost: what a sample of some length costs, in tokens: ``lambda n: n + n * n / 2048`` where
-            attention counts. By default its length.
-        padded: the loader pads a rank's samples to the longest of them, and all of them cost as
-            much. Samples of similar lengths then go to the same rank.
+        lengths: Number of tokens of every sample of the data set.
+        budget: Largest cost of a global batch, in the unit of ``cost``.
+        seed: Seed of the order.
+        shuffle: Whether each epoch has its own order.
+        drop_last: Whether to leave out the last batch of an epoch, which may be smaller.
+        cost: Function from a sample's length to its cost in tokens, ``lambda n: n + n * n / 2048``
+            where attention counts. By default the length.
+        padded: Whether the loader pads a rank's samples to the longest of them, so that all cost
+            as much. Samples of similar lengths then go to the same rank.
 
     Raises:
-        BalanceError: there is no sample, or a length or cost is not positive.
+        BalanceError: there are no samples, or a length or cost is not positive.
     """
 
     unit = "tokens"
@@ -64,7 +64,7 @@ class TokenBatches:
         return self._budget
 
     def num_steps(self, epoch: int) -> int:
-        """Global batches of an epoch; epochs may differ by a few."""
+        """Number of global batches of an epoch; epochs may differ by a few."""
         return len(self._batches(epoch))
 
     def batch(self, epoch: int, step: int) -> IndexArray:
@@ -72,7 +72,7 @@ class TokenBatches:
         return self._batches(epoch)[step]
 
     def cut(self, indices: IndexArray, shares: Sequence[int]) -> list[IndexArray]:
-        """The indices of each rank, by cost."""
+        """Cut into the indices of each rank, by cost."""
         # The longest first, and equal ones in the order of the epoch.
         ordered = indices[np.argsort(-self._costs[indices], kind="stable")]
         if self._padded:
@@ -80,7 +80,7 @@ class TokenBatches:
         return self._cut_singly(ordered, shares)
 
     def units(self, indices: IndexArray) -> int:
-        """Cost of the indices on one rank."""
+        """Cost of samples on one rank."""
         if not len(indices):
             return 0
         costs = self._costs[indices]
@@ -103,7 +103,7 @@ class TokenBatches:
         return self._epoch[1]
 
     def _cut_singly(self, ordered: IndexArray, shares: Sequence[int]) -> list[IndexArray]:
-        """Each sample to the rank that would end first with it (Graham 1969, longest first)."""
+        """Give each sample to the rank that ends first with it (Graham 1969, longest first)."""
         inverse = np.array([1 / share if share else np.inf for share in shares])
         ends: FloatArray = np.zeros(len(shares))
         rank_of = np.empty(len(ordered), np.int64)
@@ -114,7 +114,7 @@ class TokenBatches:
         return [ordered[rank_of == rank] for rank in range(len(shares))]
 
     def _cut_ranges(self, ordered: IndexArray, shares: Sequence[int]) -> list[IndexArray]:
-        """Ranges of similar samples that all end within the least time, by halving."""
+        """Cut into ranges of similar samples that all end within the least time, by halving."""
         costs = self._costs[ordered]
 
         def counts_within(time_s: float) -> list[int]:

@@ -13,7 +13,7 @@ from heterog.runtime.accelerators import is_accelerated
 
 
 def watch_waits(model: nn.Module, clock: StepClock) -> None:
-    """Tell the clock of the waits of a model, as it is wrapped now."""
+    """Register hooks that tell the clock when a model, as it is wrapped now, waits."""
     for module in list(model.modules()):
         if isinstance(module, DistributedDataParallel):
             module.register_forward_pre_hook(clock.begin_wait, prepend=True)
@@ -54,13 +54,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class _TimedReduceScatter:
-    """PyTorch's own reduce-scatter, which on a CPU waits until all ranks are there."""
+    """PyTorch's own reduce-scatter, timed; on a CPU it waits until all ranks are there."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what goes in or comes out."""
+        """Allocate memory for an input or output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -18,10 +18,10 @@ from heterog.balance.group import RankGroup
 
 
 class StepWeights:
-    """What the losses of this rank count in the current step.
+    """Weights of this rank's losses in the current step.
 
     Args:
-        group: the ranks.
+        group: The ranks.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -35,11 +35,11 @@ class StepWeights:
         self._seen = []
 
     def set(self, count: float | Tensor, total: float | Tensor) -> None:
-        """The next loss is a mean over ``count`` of ``total`` on all ranks."""
+        """Set the weight of the next loss: a mean over ``count`` of ``total`` on all ranks."""
         self._count, self._total = count, total
 
     def exchange(self, counts: list[float | Tensor]) -> list[Tensor]:
-        """Counts known only now; this rank's and, at the end, that of all ranks together.
+        """Exchange counts that are known only now; returns this rank's, then the sum over ranks.
 
         The one all-reduce of a step: a scalar, which stays on its device.
         """
@@ -47,7 +47,7 @@ class StepWeights:
         return [*own, self._group.add_up(torch.stack(own).sum())]
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """The loss to begin the backward pass with."""
+        """Weigh a loss, to begin the backward pass with."""
         weight: float | Tensor
         if isinstance(self._total, Tensor):
             count = torch.as_tensor(self._count, dtype=torch.float64, device=self._total.device)
@@ -66,6 +66,6 @@ class StepWeights:
         return loss * weight
 
     def mean_loss(self) -> float:
-        """The loss of the whole batch: the weighted mean of what ranks weighed."""
+        """Loss of the whole batch: the weighted mean of the losses that ranks weighed."""
         own = torch.stack(self._seen).sum() if self._seen else torch.zeros(1, dtype=torch.float64)
         return float(self._group.add_up(own.reshape(())))

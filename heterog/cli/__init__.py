@@ -91,7 +91,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Ours are for the person at the terminal: one line, without a place in the code."""
+    """Print heterog's own warnings in one line, without a place in the code."""
     if issubclass(category, HeterogWarning):
         print(f"heterog: warning: {message}", file=sys.stderr)
     else:
@@ -102,7 +102,7 @@ def main() -> None:
     """Run the command line; exit code 2 and one line on bad input."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     warnings.showwarning = _show_warning
-    # Python ends by looking for garbage among all that was imported: a second for torch.
+    # At its end Python looks for garbage among all that was imported: a second for torch.
     atexit.register(gc.freeze)
     try:
         app()

@@ -149,14 +149,14 @@ def _calibrate_on_runs(
 
 
 def _measured_cluster(measured: "Measurements") -> "Cluster | None":
-    """The cluster whose links were measured."""
+    """The cluster whose links were measured, if there is one."""
     from heterog.cluster import Cluster
 
     return None if measured.cluster is None else Cluster.from_dict(measured.cluster)
 
 
 def _print_calibration(types: dict[str, Any], links: dict[str, Any]) -> None:
-    """What was fitted, and how far off it is where it was not fitted."""
+    """Print what was fitted, and the errors without the fit."""
     from rich import box
     from rich.markup import escape
     from rich.table import Table
@@ -185,5 +185,5 @@ def _print_calibration(types: dict[str, Any], links: dict[str, Any]) -> None:
 
 
 def _number_or_none(value: float) -> float | None:
-    """JSON has no NaN."""
+    """A number for JSON, which has no NaN."""
     return None if math.isnan(value) else value

@@ -51,7 +51,7 @@ def capture(
 
 
 def graph_summary(graph: "OpGraph") -> dict[str, Any]:
-    """What there is to know about a graph at a glance."""
+    """The most important facts about a graph."""
     from heterog.graph.batch_plan import batch_plan
     from heterog.graph.grouping import group_ops
 

@@ -1,4 +1,4 @@
-"""What commands share: their options, loading what they name, progress, and printing."""
+"""Common parts of commands: options, loading what they name, progress, and printing."""
 
 import gc
 import json
@@ -122,14 +122,14 @@ SourceOption = Annotated[
 
 
 def print_json(value: Any) -> None:
-    """One document on stdout."""
+    """Print one document on stdout."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse | None]":
-    """The graph of a zoo name, a user's function, or a saved file.
+    """The graph of a zoo name, a user's function, or a saved file, and the rehearsal of its plans.
 
-    And how its plans are rehearsed: a saved graph has no kernels that could be tried.
+    A saved graph has no kernels to rehearse with.
     """
     if model.endswith((".json", ".json.gz")):
         from heterog.graph.serialize import load_graph
@@ -144,7 +144,7 @@ def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse |
     from heterog.zoo import load_workload
 
     workload = load_workload(model, batch_size)
-    # Only now: a wrong name is told without waiting for torch.
+    # Only now, so that a wrong name is reported without waiting for torch.
     from heterog.graph import capture as capturing
     from heterog.runtime.rehearsal import rehearsal_of
 
@@ -154,10 +154,10 @@ def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse |
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Whatever is in memory stays there meanwhile, and garbage is looked for among the rest only.
+    """Keep objects that are in memory now out of garbage collection inside the block.
 
-    Libraries and a captured step are a million objects; to look through them takes as long as a
-    search does between two looks.
+    Libraries and a captured step are a million objects, and collecting among them takes as long as
+    a search does between two collections.
     """
     gc.freeze()
     try:
@@ -172,7 +172,7 @@ def load_model_graph(model: str, batch_size: int | None) -> "OpGraph":
 
 
 def loaded_models(models: str, quiet: bool) -> "Iterator[tuple[OpGraph, Rehearse | None]]":
-    """What ``load_model`` says of names with commas, at their default batch sizes, in turn."""
+    """Results of ``load_model`` for names with commas, at default batch sizes, one by one."""
     for model in split_names(models):
         with progress_line(quiet) as progress:
             progress(f"capture {model}", 0.0, float("inf"))
@@ -181,7 +181,7 @@ def loaded_models(models: str, quiet: bool) -> "Iterator[tuple[OpGraph, Rehearse
 
 
 def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
-    """The graphs of names with commas, at their default batch sizes, one after another."""
+    """The graphs of names with commas, at default batch sizes, one by one."""
     for graph, _ in loaded_models(models, quiet):
         yield graph
 
@@ -195,7 +195,7 @@ def load_cluster(source: str) -> "Cluster":
         return load_testbed(source)
     try:
         return Cluster.load(source)
-    except UnknownNameError:  # which knows no testbeds
+    except UnknownNameError:  # raised for testbeds, too
         names = (*preset_names(), *shipped_testbeds())
         raise UnknownNameError("cluster", source, names) from None
 
@@ -212,11 +212,11 @@ def load_asynchronous(text: str, no_step_barrier: bool) -> "Planner | None":
 
 
 def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
-    """The layout of a text or of a file of another program; ``None`` where there is none.
+    """The layout in a text or in another program's file; ``None`` if there is none.
 
     Args:
-        source: as the user gave it.
-        is_required: whether a layout that does not fit a model or cluster is an error.
+        source: Text or file as given by the user.
+        is_required: Whether a layout that does not fit a model or cluster is an error.
     """
     if not source:
         return None
@@ -236,7 +236,7 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
 
 
 def split_names(text: str) -> list[str]:
-    """Names with commas between them."""
+    """The names in a text with commas."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise HeterogError("an empty list of names; separate names with commas.")
@@ -244,9 +244,9 @@ def split_names(text: str) -> list[str]:
 
 
 def method_names(text: str) -> list[str]:
-    """Names of methods, checked before anything slow happens.
+    """Names of methods, checked before any slow work.
 
-    A method of your own is given as ``file.py:name`` and known by its own name from then on.
+    A method of your own is given as ``file.py:name`` and from then on known by its own name.
     """
     import heterog.agents.planners  # noqa: F401  registers the policies as methods
     from heterog.planners import portfolio
@@ -267,10 +267,10 @@ def _own_method(source: str) -> str:
 
 
 def use_agents(policy: str, encoder: str, methods: Collection[str]) -> None:
-    """Let ``agent`` and ``agent+search`` ask a policy, with an encoder of its own or without.
+    """Make ``agent`` and ``agent+search`` use a policy, perhaps with an encoder of its own.
 
     Raises:
-        HeterogError: neither of them is among the methods, so that nobody would ask it.
+        HeterogError: neither of them is among the methods, so that the policy has no use.
     """
     from heterog.agents.planners import LEARNED, use_policy
     from heterog.planners.portfolio import AUTO
@@ -287,7 +287,7 @@ def use_agents(policy: str, encoder: str, methods: Collection[str]) -> None:
 
 
 def use_encoder(source: str) -> str:
-    """The name of an encoder; one given as ``file.py:name`` is made known first."""
+    """The name of an encoder; one given as ``file.py:name`` is registered first."""
     from heterog.agents.encoder import ENCODERS
 
     if is_from_file(source):
@@ -301,7 +301,7 @@ def use_encoder(source: str) -> str:
 
 @contextmanager
 def progress_line(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
-    """A progress line on stderr; plain lines where that is no terminal."""
+    """A progress line on stderr; plain lines if that is no terminal."""
     if not err.is_terminal:
         seen: set[str] = set()
 
@@ -324,7 +324,7 @@ def progress_line(quiet: bool) -> Iterator[Callable[[str, float, float], None]]:
 
 
 def stage_progress(stage: str) -> tuple[str, float, float]:
-    """What a rank says it does, as progress: what is counted is a bar, the rest is a word."""
+    """A rank's stage as progress: counted stages have a bar, others a word."""
     counted, _, what = stage.partition(": ")
     match counted.split():
         case ["step", number, "of", last]:

@@ -1,13 +1,13 @@
-"""What shells offer after Tab: names that are built in and files. Nothing slow is imported."""
+"""Completions for shells: built-in names and files. Nothing slow is imported."""
 
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 
 TARGETS = ("ddp", "torchrun", "slurm", "kubernetes", "deepspeed")
-"""Of ``heterog export``, which cannot be imported as quickly as a shell asks."""
+"""Targets of ``heterog export``, which cannot be imported fast enough for a shell."""
 ORDERS = ("best", "fifo", "rank", "program")
-"""In which waiting tasks run."""
+"""Orders in which waiting tasks run."""
 
 Completer = Callable[[str], list[str]]
 
@@ -84,7 +84,7 @@ def _starting(names: Iterable[str], incomplete: str) -> list[str]:
 
 
 def _files(incomplete: str, suffixes: tuple[str, ...]) -> list[str]:
-    """Files with these endings, and folders to go on in."""
+    """Files with these endings, and folders to continue in."""
     folder, slash, stem = incomplete.rpartition("/")
     try:
         entries = sorted(Path(folder + slash or ".").iterdir())

@@ -20,7 +20,7 @@ def heal_options(
     checkpoint_every: str,
     back_after: str,
 ) -> "HealOptions | None":
-    """What the command line says about healing; ``None`` if the job shall not heal.
+    """The options of healing on the command line; ``None`` if the job does not heal.
 
     Raises:
         HeterogError: an option would have no effect.
@@ -52,7 +52,7 @@ def heal_options(
 
 
 def run_healing(plan: Path, options: "HealOptions", *, as_json: bool, **given: Any) -> None:
-    """Run the job and print what became of it; what is given are arguments of ``HealingJob``."""
+    """Run the job and print the outcome; ``given`` are arguments of ``HealingJob``."""
     from heterog.healing.job import HealingJob
 
     with progress_line(as_json) as show:

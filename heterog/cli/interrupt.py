@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from heterog.planners.planner import Stop
 
 INTERRUPTED = 130
-"""Exit code of a command that was interrupted, as shells have it: 128 and SIGINT's number."""
+"""Exit code of an interrupted command, as in shells: 128 and SIGINT's number."""
 
 
 @contextmanager
 def stop_when_interrupted(also: Callable[[], None] = lambda: None) -> "Iterator[Stop]":
-    """What SIGINT and SIGTERM ask to stop; a second one of them raises ``KeyboardInterrupt``.
+    """A switch that SIGINT and SIGTERM set; a second signal raises ``KeyboardInterrupt``.
 
     Args:
-        also: asks whoever else works on it.
+        also: Function that stops other workers.
     """
     from heterog.planners.planner import Stop
 
@@ -40,7 +40,7 @@ def stop_when_interrupted(also: Callable[[], None] = lambda: None) -> "Iterator[
 
 @contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """SIGTERM raises ``KeyboardInterrupt``, as SIGINT does anyway."""
+    """Make SIGTERM raise ``KeyboardInterrupt``, as SIGINT does anyway."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -50,7 +50,7 @@ def termination_as_interrupt() -> Iterator[None]:
 
 
 def end_interrupted(what: str) -> None:
-    """Say what was kept, and end with ``INTERRUPTED``.
+    """Print what was kept, and end with ``INTERRUPTED``.
 
     Raises:
         typer.Exit: always.

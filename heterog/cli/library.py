@@ -1,4 +1,4 @@
-"""Where the library of solved plans is, and what is printed of it."""
+"""The folder of the library of solved plans, and remarks about it."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ NoLibraryOption = Annotated[
 
 
 def library_folder() -> Path | None:
-    """Where solved plans are kept; ``None`` where they are not.
+    """Folder in which solved plans are kept; ``None`` if they are not kept.
 
     ``HETEROG_LIBRARY`` names a folder, or is ``off``; otherwise it is in the user's cache.
     """
@@ -34,7 +34,7 @@ def library_folder() -> Path | None:
     if said:
         return None if said.lower() == OFF else Path(said)
     cache = os.environ.get("XDG_CACHE_HOME", "")
-    if cache and Path(cache).is_absolute():  # the specification: a relative one is ignored
+    if cache and Path(cache).is_absolute():  # the specification: relative ones are ignored
         return Path(cache) / "heterog" / "library"
     try:
         return Path.home() / ".cache" / "heterog" / "library"
@@ -51,9 +51,9 @@ def open_library(no_library: bool) -> "PlanLibrary | None":
 
 
 def library_remark(found: "Plan", lookup: "Lookup") -> str:
-    """How much better the search began than without the library, and what that took.
+    """Remark on the better start of a search with the library, and on the time for it.
 
-    Without it, a search begins with the best of the methods that do not search.
+    Without the library, a search begins with the best of the methods that do not search.
     """
     from heterog.planners.given import GIVEN
     from heterog.planners.library.store import LIBRARY
@@ -81,6 +81,6 @@ def library_remark(found: "Plan", lookup: "Lookup") -> str:
 
 
 def warn(text: str) -> None:
-    """One line about a library that cannot be used; the plan is none the worse."""
+    """Print one line about a library that cannot be used; the plan is not affected."""
     if text:
         print(f"heterog: {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is built in: ``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods``."""
+"""Built-in things: ``heterog models``, ``clusters``, ``devices``, ``links`` and ``methods``."""
 
 from typing import TYPE_CHECKING, Any
 

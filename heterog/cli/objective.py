@@ -1,4 +1,4 @@
-"""Options about money and deadlines, and what is printed of them."""
+"""Options about money and deadlines, and remarks on them."""
 
 from typing import TYPE_CHECKING, Annotated
 
@@ -33,7 +33,7 @@ DeadlineOption = Annotated[
 
 
 def parse_aim(objective: str) -> "Aim":
-    """The aim of a word, checked before anything slow happens."""
+    """The aim for a word, checked before any slow work."""
     from heterog.errors import UnknownNameError
     from heterog.planners.objective import Aim
 
@@ -46,7 +46,7 @@ def parse_aim(objective: str) -> "Aim":
 def check_amounts(
     aim: "Aim", steps: int | None, samples: int | None, tokens: int | None, deadline: str
 ) -> float | None:
-    """Seconds of the deadline, once all that needs no graph is known to make sense.
+    """Seconds of the deadline, after all checks that need no graph.
 
     Raises:
         HeterogError: two amounts, one below 1, or a deadline or cost without any.
@@ -61,7 +61,7 @@ def check_amounts(
         if value < 1:
             raise HeterogError(f"{name} is {value}; it must be at least 1.")
     deadline_s = parse_duration(deadline) if deadline else None
-    # As if it were one step: what is missing is told without waiting for the capture.
+    # As if it were one step, so that errors are reported without waiting for the capture.
     Objective(aim=aim, num_steps=1 if given else None, deadline_s=deadline_s)
     return deadline_s
 
@@ -75,7 +75,7 @@ def objective_for(
     tokens: int | None,
     deadline_s: float | None,
 ) -> "Objective":
-    """The objective that the options say, for one model.
+    """The objective in the options, for one model.
 
     Raises:
         HeterogError: tokens of a model whose samples have none.
@@ -96,9 +96,9 @@ def objective_for(
 
 
 def money_remarks(found: "Plan") -> list[str]:
-    """What the plan costs and whether it is in time, as remarks; none where nobody asked.
+    """Remarks on the plan's cost and whether it is in time; none if not asked for.
 
-    With prices in the cluster file, a cost is said under every objective.
+    With prices in the cluster file, the cost is given under every objective.
     """
     cost, objective = found.cost, found.objective
     remarks = []
@@ -121,7 +121,7 @@ def _cost(cost: "Cost") -> str:
 
 
 def _run(found: "Plan", num_steps: int, step_time_s: float) -> str:
-    """How long the run takes and costs, and what becomes of the deadline."""
+    """Time and cost of the run, and whether the deadline is met."""
     cost, deadline_s = found.cost, found.objective.deadline_s
     total_s = num_steps * step_time_s
     text = f"{num_steps:,} steps take {format_duration(total_s)}"
@@ -141,7 +141,7 @@ def _run(found: "Plan", num_steps: int, step_time_s: float) -> str:
 
 
 def _beside_fastest(found: "Plan", cost: "Cost") -> str:
-    """What the fastest plan costs that the same search found."""
+    """Cost of the fastest plan that the same search found."""
     if not found.offers or found.step_time_s is None:
         return "no other plan was found"
     fastest = found.offers[0]
@@ -155,7 +155,7 @@ def _beside_fastest(found: "Plan", cost: "Cost") -> str:
 
 
 def offers_lines(found: "Plan") -> list[str]:
-    """Every trade of time for money, in a line each."""
+    """A line for every trade of time for money."""
     steps, currency = found.objective.num_steps, found.cost.currency if found.cost else ""
     lines = []
     for offer in found.offers:
@@ -170,7 +170,7 @@ def offers_lines(found: "Plan") -> list[str]:
 
 
 def format_duration(seconds: float) -> str:
-    """A time for people, in days or hours where it is long.
+    """A time for people, in days or hours if it is long.
 
     >>> format_duration(172800.0), format_duration(5400.0), format_duration(0.5)
     ('2.00 d', '1.50 h', '500.0 ms')

@@ -166,11 +166,11 @@ def plan(
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
     if aim != "time":
         Objective(aim=aim, num_steps=1).require_prices(target)
-        no_changes = True  # buying something is asked about in seconds
+        no_changes = True  # purchases are judged by seconds, not money
     with progress_line(as_json) as progress:
         progress("capture", 0.0, float("inf"))
         graph, rehearse = load_model(model, batch_size)
-    if given is not None:  # what does not fit is told before anything slow happens
+    if given is not None:  # a layout that does not fit is reported before any slow work
         given.place(graph, target, step_barrier=not no_step_barrier)
     best_at = objective_for(
         graph, aim, steps=steps, samples=samples, tokens=tokens, deadline_s=deadline_s
@@ -273,7 +273,7 @@ def plan(
 
 
 def _codec(text: str, target_s: float | None) -> "Codec | None":
-    """The codec that was asked for by name."""
+    """The codec asked for by name, if any."""
     from heterog.strategy.codec import CodecKind, parse_codec
 
     if not text:
@@ -289,7 +289,7 @@ def _codec(text: str, target_s: float | None) -> "Codec | None":
 
 
 def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:
-    """End with another exit code after an interrupt, in a line that says what there is."""
+    """After an interrupt, end with its exit code and a line about what there is."""
     if stop.is_requested:
         step = "does not fit" if found.step_time_s is None else format_seconds(found.step_time_s)
         where = "printed above" if output is None else f"written to {output}"
@@ -297,7 +297,7 @@ def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:
 
 
 def _print_everything(found: "Plan", explanation: "Explanation | None") -> None:
-    """Every method, and all that there is to say about the plan."""
+    """Print every method, and everything there is to say about the plan."""
     from heterog.report.tables import methods_table
     from heterog.report.words import explanation_text, memory_table
 
@@ -313,13 +313,13 @@ def _print_everything(found: "Plan", explanation: "Explanation | None") -> None:
 
 
 def _written(*, output: Path | None, trace: Path | None, report: Path | None) -> list[str]:
-    """Which files there are now, and what they are for."""
+    """The files written, and their uses."""
     files = [(output, ""), (trace, " (for ui.perfetto.dev)"), (report, "")]
     return [f"{path}{use}" for path, use in files if path is not None]
 
 
 def _not_rehearsed(found: "Plan") -> list[str]:
-    """That the winner was to be played through and was not, if so."""
+    """A remark if the winner should have been rehearsed and was not."""
     from heterog.planners.portfolio import UNPLAYED
 
     winner = next(row for row in found.rows if row.method == found.method)
@@ -359,7 +359,7 @@ def _beside(found: Any) -> str:
 
 
 def _extrapolated(found: Any) -> dict[str, Any] | None:
-    """Part of a plan's compute time that was never measured near; ``None`` for the roofline."""
+    """Part of a plan's compute time far from all measurements; ``None`` for the roofline."""
     from heterog.simulator.calibration import Calibration, cost_model_of, extrapolated_by
 
     model = cost_model_of(found.cluster)
@@ -370,7 +370,7 @@ def _extrapolated(found: Any) -> dict[str, Any] | None:
 
 
 def _modelled(cluster: Any) -> list[str]:
-    """Whose measurements the kernels' times come from, where nobody has made own ones."""
+    """Sources of measured kernel times, if there are no measurements of one's own."""
     from heterog.simulator.calibration import cost_model_of
     from heterog.simulator.device_models.model import DeviceModels, provenance
 
@@ -380,7 +380,7 @@ def _modelled(cluster: Any) -> list[str]:
 
 
 def _trust(calibration: str, extrapolated: dict[str, Any]) -> str:
-    """One sentence: what of a prediction was measured."""
+    """One sentence: how much of a prediction was measured."""
     share, kinds = extrapolated["share"], extrapolated["kinds"]
     if not kinds:
         return f"calibrated on {calibration}; every op was measured near its size"
@@ -399,7 +399,7 @@ def _title(found: Any) -> str:
 
 
 def _verdict(found: Any) -> str:
-    """A few sentences: what won, by how much, and how stable that is."""
+    """A few sentences: the winner, its gain, and how stable that is."""
     from heterog.planners.stability import DATA_PARALLEL
 
     if found.step_time_s is None:

@@ -141,7 +141,7 @@ def _check_profile_options(testbed: str, cluster: str, device_type: str) -> None
 
 
 def _check_workload(source: str, batch_size: int | None) -> None:
-    """Refuse a model that cannot be made, before anything slow happens."""
+    """Refuse a model that cannot be made, before any slow work."""
     if source.endswith((".json", ".json.gz")):
         raise HeterogError(
             f"{source} is a saved graph, which cannot be run; name the model itself, as "

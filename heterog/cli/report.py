@@ -45,7 +45,7 @@ def report(
 
 
 def _named(paths: list[Path]) -> "list[NamedPlan]":
-    """The plans by the names of their files; by their paths where those are the same."""
+    """The plans with the names of their files, or their paths if names are the same."""
     from heterog.planners.plan import load_plan
     from heterog.report.side_by_side import NamedPlan
 

@@ -1,4 +1,4 @@
-"""``heterog schedule``: jobs that arrive at a cluster, and what each of them gets."""
+"""``heterog schedule``: jobs that arrive at a cluster, and the devices of each."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,7 +69,7 @@ def schedule(
         kinds = _captured(records, lambda model: progress(f"capture {model}", 0.0, float("inf")))
         where = EvaluatedCluster(target, kinds, names)
         for kind in kinds:
-            where.alone_s(kind)  # what fits nowhere is told before anything is scheduled
+            where.alone_s(kind)  # a job that fits nowhere is reported before scheduling
         state = JobQueueing(where, requests_of(records, where), waits=wait)
         while state.request is not None:
             part = len(state.verdicts) / len(state.requests)
@@ -79,7 +79,7 @@ def schedule(
 
 
 def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJob]":
-    """What jobs train, each model and batch captured once."""
+    """The jobs' training by kind, each model and batch captured once."""
     from heterog.planners.arrivals.evaluated import TrainingJob
 
     graphs: dict[tuple[str, int | None], Any] = {}
@@ -98,7 +98,7 @@ def _check_methods(names: list[str]) -> None:
     from heterog.planners import portfolio
     from heterog.planners.planner import planners
 
-    assert portfolio.AUTO  # imported, all methods are registered
+    assert portfolio.AUTO  # once imported, all methods are registered
     known = [planner.name for planner in planners()]
     for name in names:
         if name not in known:

@@ -143,13 +143,13 @@ def _check_sizes(pairs: int, steps: int, search: int, max_devices: int | None) -
 
 
 def _network(encoder: str, initial: str) -> "tuple[PolicyConfig, Policy | None]":
-    """What to train: sizes, and the policy to begin with if there is one."""
+    """Sizes of the network to train, and the policy to begin with if there is one."""
     from heterog.agents.checkpoint import load_checkpoint
 
     name = use_encoder(encoder) if encoder else ""
     if not initial:
         network = PolicyConfig(encoder=name) if name else PolicyConfig()
-        # The paper's decides each block on its own.
+        # The paper's network decides each block on its own.
         return (replace(network, rank=0) if name == "paper" else network), None
     start = load_checkpoint(initial).policy
     if name not in ("", start.config.encoder):
@@ -211,7 +211,7 @@ def _document(result: "TrainingResult", output: Path, algorithm: str) -> dict[st
 
 
 def _words(result: "TrainingResult", output: Path, search: int) -> str:
-    """One sentence: how good the policy has become."""
+    """One sentence about the quality of the policy."""
     if not result.history:
         return (
             f"{output}: interrupted before anything was learned; this is the policy it began with"
@@ -226,7 +226,7 @@ def _words(result: "TrainingResult", output: Path, search: int) -> str:
 
 
 def _rewards(history: "Sequence[Mapping[str, float]]") -> str:
-    """What a reward of one's own has risen to, in words; nothing without one."""
+    """The rise of a reward of one's own, in words; empty without one."""
     if "reward" not in history[0]:
         return ""
     best = max(row["reward"] for row in history)
@@ -234,7 +234,7 @@ def _rewards(history: "Sequence[Mapping[str, float]]") -> str:
 
 
 def _reporter(quiet: bool) -> "Report":
-    """Lines on stderr, not more than one a second for each stage."""
+    """Function that prints lines on stderr, at most one a second for each stage."""
     import time
 
     last: dict[str, float] = {}

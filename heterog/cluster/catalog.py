@@ -27,22 +27,22 @@ _GIGA = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedType:
-    """A device type of the catalogue and how people and drivers call it.
+    """A device type of the catalogue, and its names among people and drivers.
 
     Attributes:
-        type: its numbers.
+        type: The device type with its numbers.
         vendor: ``"NVIDIA"`` or ``"AMD"``; empty for the CPU.
         form: ``"sxm"``, ``"pcie"`` or ``"nvl"`` where modules and cards of one name differ.
-        sheet_gb: memory as the data sheet says it.
-        aliases: further names, as ``device_type`` compares them.
-        tf32_flops_per_s: peak of float32 matrix products with TF32, where the hardware has it. Not
-            used by itself: for training with ``torch.backends.cuda.matmul.allow_tf32`` give the
+        sheet_gb: Memory in GB according to the data sheet.
+        aliases: Further names, in the form that ``device_type`` compares.
+        tf32_flops_per_s: Peak of float32 matrix products with TF32, where the hardware has it. Not
+            used by default: for training with ``torch.backends.cuda.matmul.allow_tf32`` give the
             devices of a cluster file ``peak_flops: {float32: ...}``.
-        matrix_flops_per_s: peak of float32 matrix products on units for them, which the vendor's
-            library uses without being asked.
-        multiprocessors: how many units work on tiles of their own (streaming multiprocessors,
-            compute units); 0 for the CPU.
-        cache_mib: of the last cache before the memory.
+        matrix_flops_per_s: Peak of float32 matrix products on matrix units, which the vendor's
+            library uses by default.
+        multiprocessors: Number of units that work on tiles of their own (streaming
+            multiprocessors, compute units); 0 for the CPU.
+        cache_mib: Size of the last cache before the memory, in MiB.
     """
 
     type: DeviceType
@@ -133,7 +133,7 @@ _CHIPS = {
     "MI250-GCD": (104, 8), "MI250X-GCD": (110, 8), "MI300X": (304, 256), "MI325X": (304, 256),
     "CPU": (0, 0),
 }  # fmt: skip
-"""(multiprocessors, MiB of the last cache), from the same white papers and data sheets."""
+"""Multiprocessors and MiB of the last cache, from the same white papers and data sheets."""
 
 _V100 = "NVIDIA Tesla V100 data sheet, SXM2"
 _V100_PCIE = "NVIDIA Tesla V100 data sheet, PCIe"
@@ -570,7 +570,7 @@ _VENDOR_WORDS = {
     "google": "Google",
 }  # fmt: skip
 _NO_WORDS = {"graphics", "gpu", "corporation", "tensor", "core", "accelerator"}
-# How models begin tells who makes them; of others than the catalogue's too.
+# The beginning of a model's name shows its maker, also for models that the catalogue lacks.
 _FAMILIES = (
     (re.compile(r"mi\d|rx\d"), "AMD"),
     (re.compile(r"gaudi|hpu|arc[ab]?\d|max1\d\d\d|pvc"), "Intel"),
@@ -587,7 +587,7 @@ _BARE_MEMORY = re.compile(r"(12|16|24|32|40|48|64|80|94|96|141|180|192)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """What a name says: model, form, memory and vendor, as far as it says them; and all of it."""
+    """The parts of a name: all of it, and model, form, memory and vendor if it has them."""
 
     whole: str
     model: str
@@ -633,7 +633,7 @@ def listed_types() -> tuple[ListedType, ...]:
 
 
 def listed_type(name: str) -> ListedType | None:
-    """The entry of exactly this name, if there is one."""
+    """The entry with exactly this name, if there is one."""
     return _BY_NAME.get(name)
 
 
@@ -643,7 +643,7 @@ def device_type_names() -> tuple[str, ...]:
 
 
 def matching_types(name: str) -> tuple[DeviceType, ...]:
-    """The types that a name can mean, best first; several where it does not say the memory.
+    """The types that a name can mean, best first; several where the name leaves the memory open.
 
     Case, spaces for hyphens, the maker's name and a missing "GB" do not matter. A name without a
     form means the SXM module where there is one: a PCIe card of the same name is slower.
@@ -680,7 +680,7 @@ def _is_model(each: ListedType, words: _Words) -> bool:
 
 
 def device_type(name: str) -> DeviceType:
-    """A device type of the catalogue, by its name, a driver's name or what people write.
+    """Find a device type of the catalogue, by its name, a driver's name or common usage.
 
     Raises:
         UnknownNameError: The catalogue has no such type, or the name leaves the memory open.
@@ -707,7 +707,7 @@ def device_type(name: str) -> DeviceType:
 
 
 def _advice(name: str) -> str:
-    """The nearest types of the same maker, and what to do where there is none."""
+    """A sentence with the nearest types of the same maker, and advice where there is none."""
     words = _read(name)
     written = "write its numbers as type: {name, peak_flops, memory_bandwidth, memory}"
     same = [each for each in _LISTED if words.vendor in ("", each.vendor)]
@@ -722,7 +722,7 @@ def _advice(name: str) -> str:
 
 
 def _closest(model: str, among: Iterable[ListedType]) -> list[str]:
-    """Two names at most: those that hold the model's, or else those that look like it."""
+    """At most two names: those that contain the model's, or else those that look like it."""
     names: dict[str, str] = {}
     for each in among:
         for key in (each.model, re.sub(r"\W+", "", each.type.name.lower()), *each.aliases):

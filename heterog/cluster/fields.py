@@ -1,4 +1,4 @@
-"""Fields of a cluster file: quantities with their units, and mappings that know their fields."""
+"""Fields of a cluster file: quantities with units, and mappings that refuse unknown fields."""
 
 from collections.abc import Callable
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ from heterog.units import parse_bandwidth, parse_bytes, parse_flops_per_s, parse
 
 
 def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
-    """Lets pydantic report what ``parse`` says about a value, with the place of that value."""
+    """Lets pydantic report the errors of ``parse`` for a value, with the place of that value."""
 
     def read(value: object) -> object:
         if isinstance(value, bool) or not isinstance(value, str | int | float):

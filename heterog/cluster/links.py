@@ -1,9 +1,9 @@
 """Kinds of links with the rates of their data sheets, by the names that cluster files use.
 
-``intra`` of a host names a link between its devices. What is simulated is the rate that large
-transfers reach, a share of the sheet's rate that was measured or, where nobody measured it here,
-is that of the generation before. ``nic`` of a host names a network: its line rate is the sheet's,
-and the ``efficiency`` of the cluster says which part of it transfers reach.
+``intra`` of a host names a link between its devices. The simulated rate is the one that large
+transfers reach: a measured fraction of the sheet's rate or, where it was not measured here, the
+fraction of the generation before. ``nic`` of a host names a network: its line rate is the
+sheet's, and ``efficiency`` of the cluster is the fraction of it that transfers reach.
 """
 
 import re
@@ -21,12 +21,12 @@ class LinkKind:
     """A link between the devices of one host.
 
     Attributes:
-        name: for ``intra`` in cluster files.
-        link: as it is simulated: effective rate of one direction.
-        sheet_bytes_per_s: rate of one direction by the data sheet, per device.
-        sheet: which one that is.
-        share: where the effective rate comes from.
-        aliases: further names.
+        name: Name for ``intra`` in cluster files.
+        link: The link as it is simulated, with the effective rate of one direction.
+        sheet_bytes_per_s: Rate of one direction in the data sheet, per device.
+        sheet: Name of the data sheet.
+        share: Source of the effective rate.
+        aliases: Further names.
     """
 
     name: str
@@ -42,10 +42,10 @@ class NetworkKind:
     """A network adapter, as one port or as all of an instance.
 
     Attributes:
-        name: for ``nic`` in cluster files.
-        line_rate_bytes_per_s: of one direction, data bits; EFA is that of the whole instance.
-        sheet: where the rate comes from.
-        aliases: further names.
+        name: Name for ``nic`` in cluster files.
+        line_rate_bytes_per_s: Line rate of one direction, data bits only; EFA's is per instance.
+        sheet: Source of the line rate.
+        aliases: Further names.
     """
 
     name: str
@@ -63,7 +63,7 @@ def _link(
     share: str,
     *aliases: str,
 ) -> LinkKind:
-    """Rates in GB/s."""
+    """Make a link from rates in GB/s."""
     return LinkKind(
         name=name,
         link=Link(kind=kind, bandwidth_bytes_per_s=effective * _GIGA),
@@ -183,14 +183,14 @@ def _key(name: str) -> str:
 _LINK_BY_KEY = {_key(name): each for each in _LINKS for name in (each.name, *each.aliases)}
 _NETWORK_BY_KEY = {_key(name): each for each in _NETWORKS for name in (each.name, *each.aliases)}
 INTRA_LINKS = {each.name: each.link for each in _LINKS}
-"""Links between devices, by the name that files are written with."""
+"""Links between devices, by the name with which files are written."""
 
 
 def intra_link(name: str) -> Link:
-    """A link by its name or an alias; case and hyphens do not matter.
+    """Find a link by its name or an alias; case and hyphens do not matter.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: no link has this name.
 
     >>> intra_link("NVLink-4").bandwidth_bytes_per_s
     320000000000.0
@@ -202,10 +202,10 @@ def intra_link(name: str) -> Link:
 
 
 def network_kind(name: str) -> NetworkKind:
-    """A network by its name or an alias; case and hyphens do not matter.
+    """Find a network by its name or an alias; case and hyphens do not matter.
 
     Raises:
-        UnknownNameError: there is none.
+        UnknownNameError: no network has this name.
 
     >>> network_kind("HDR").line_rate_bytes_per_s
     25000000000.0

@@ -1,4 +1,4 @@
-"""What a cluster file says about pairs of hosts: lines between sites, and measured rates.
+"""Pairs of hosts in a cluster file: lines between sites, and measured rates.
 
     pairs:
       lines:
@@ -8,8 +8,8 @@
         bandwidth: [[0, 1200, 900], [1190, 0, 910], [905, 900, 0]]     # from row to column
 
 A line is shared by all transfers from the hosts of one side to those of the other; each direction
-has its own. The matrix has a rate for every pair of hosts on its own, as measured, so that the
-file's efficiency does not count. The name of a host that stands for several names all of them.
+has its own. The matrix has a measured rate for every single pair of hosts, to which the file's
+efficiency does not apply. The name of a host entry with a count means all of its hosts.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from heterog.units import parse_bandwidth
 
 
 class LineSpec(Spec):
-    """A line between two sets of hosts, both ways unless it says otherwise."""
+    """A line between two sets of hosts, in both directions unless ``one_way`` is set."""
 
     between: Annotated[
         list[Annotated[list[Name], Field(min_length=1)]], Field(min_length=2, max_length=2)
@@ -48,7 +48,7 @@ class LineSpec(Spec):
 
 
 class MatrixSpec(Spec):
-    """Rates from each host (row) to each other one (column); the diagonal says nothing."""
+    """Rates from each host (row) to each other one (column); the diagonal is ignored."""
 
     bandwidth: Annotated[
         list[list[Annotated[float, Field(ge=0, le=1e24, allow_inf_nan=False)]]],
@@ -60,17 +60,17 @@ class MatrixSpec(Spec):
 
 
 class PairsSpec(Spec):
-    """All that lies between hosts beside their NICs."""
+    """All limits between hosts besides their NICs."""
 
     lines: list[LineSpec] = Field(default_factory=list)
     matrix: MatrixSpec | None = None
 
 
 class PairsError(ValueError):
-    """A field does not fit the hosts.
+    """A field that does not fit the hosts.
 
     Attributes:
-        where: steps to the field inside ``pairs``.
+        where: Path to the field inside ``pairs``.
     """
 
     def __init__(self, where: tuple[int | str, ...], fault: str) -> None:
@@ -81,13 +81,13 @@ class PairsError(ValueError):
 def pair_limits(
     spec: PairsSpec, hosts: Mapping[str, Sequence[int]], num_hosts: int, efficiency: float
 ) -> tuple[PairLimit, ...]:
-    """The limits that a file describes.
+    """Make the limits that a file describes.
 
     Args:
-        spec: its field ``pairs``.
-        hosts: positions of hosts by name; a name with a count stands for several.
-        num_hosts: of the cluster.
-        efficiency: usable share of line rates.
+        spec: Field ``pairs`` of the file.
+        hosts: Positions of hosts by name; an entry with a count has several.
+        num_hosts: Number of hosts of the cluster.
+        efficiency: Usable fraction of line rates.
 
     Raises:
         PairsError: a host is unknown, or the matrix has another size than its hosts.
@@ -114,7 +114,7 @@ def pair_limits(
 def _members(
     names: Sequence[str], hosts: Mapping[str, Sequence[int]], here: tuple[int | str, ...]
 ) -> tuple[int, ...]:
-    """Positions of hosts that are named, each once."""
+    """Positions of the named hosts, each once."""
     members: dict[int, None] = {}
     for name in names:
         if name not in hosts:
@@ -164,7 +164,7 @@ def _of_matrix(
 
 
 def pairs_record(cluster: Cluster) -> dict[str, Any]:
-    """What ``pair_limits`` reads the same limits from: a matrix if they are one, else lines."""
+    """A record from which ``pair_limits`` reads these limits: a matrix if possible, or lines."""
     pairs, count = cluster.pairs, cluster.num_hosts
     ends = [(limit.sources, limit.targets) for limit in pairs]
     every = [

@@ -1,4 +1,4 @@
-"""What hosts cost per hour.
+"""Prices of hosts per hour.
 
     prices:
       currency: USD
@@ -7,7 +7,7 @@
 
 A host is rented whole: it is paid for as soon as a plan uses one of its devices, for as long as
 the training takes, idle devices included. A host with a price of its own costs that; any other
-costs the sum of its devices. Prices change no step time and no fingerprint: a plan stays valid
+costs the sum of its devices. Prices change no step time and no fingerprint, so a plan stays valid
 when they change.
 """
 
@@ -28,9 +28,9 @@ class Prices:
     """Prices per hour, by the names of device types and hosts.
 
     Attributes:
-        currency: a word for people: ``"USD"``.
-        device_hour: (name of a device type, price of each device for an hour), by name.
-        host_hour: (name of a host, price of the whole host for an hour), by name.
+        currency: Name of the currency for people, for example ``"USD"``.
+        device_hour: Price of each device of a type for an hour, by name of the type.
+        host_hour: Price of a whole host for an hour, by name of the host.
 
     >>> Prices(currency="USD", device_hour={"T4": 0.35}).of_host("a", ["T4", "T4"])
     0.7
@@ -60,11 +60,11 @@ class Prices:
             object.__setattr__(self, field, prices)
 
     def of_host(self, host: str, device_types: Collection[str]) -> float | None:
-        """Price of a host for an hour; ``None`` if it or one of its devices has none.
+        """Price of a host for an hour; ``None`` if it or one of its devices has no price.
 
         Args:
-            host: its name.
-            device_types: name of the type of each of its devices.
+            host: Name of the host.
+            device_types: Name of the type of each of its devices.
         """
         own = dict(self.host_hour)
         if host in own:
@@ -75,7 +75,7 @@ class Prices:
         return math.fsum(by_type[name] for name in device_types)
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON values, as a cluster file has them."""
+        """Convert to JSON values in the form of a cluster file."""
         return {
             "currency": self.currency,
             "device_hour": dict(self.device_hour),

@@ -1,4 +1,4 @@
-"""The YAML file of a cluster: what it may say, where it is wrong, and how it is written.
+"""The YAML file of a cluster: its fields, errors with their line, and writing.
 
     schema_version: 1
     name: lab
@@ -102,7 +102,7 @@ _UNUSED_NIC_BYTES_PER_S = 1.25e9
 _CPU = device_type("CPU")
 
 MAX_FILE_BYTES = 1024**2
-"""Of a cluster file: a hundred times what one with 512 hosts takes."""
+"""Size limit of a cluster file: a hundred times what one with 512 hosts takes."""
 
 
 _Location: TypeAlias = tuple[int | str, ...]
@@ -134,10 +134,10 @@ class LinkSpec(Spec):
 
 
 class NicSpec(Spec):
-    """The NICs of a host, ``count`` of a line rate or of a network of the catalogue.
+    """The NICs of a host: ``count`` NICs of a line rate or of a network of the catalogue.
 
-    Neighbouring devices share one where there are more devices, and a device has several to itself
-    where there are fewer.
+    Neighbouring devices share one where there are more devices than NICs; a device has several
+    to itself where there are fewer.
     """
 
     line_rate: Bandwidth | None = None
@@ -156,7 +156,7 @@ class NicSpec(Spec):
 
 
 class TestbedSpec(Spec):
-    """How the ranks of a host are throttled where a host is a process group on one machine."""
+    """Throttling of the ranks of a host, for a host that is a process group on one machine."""
 
     __test__ = False  # for pytest: a name, not a test
 
@@ -186,7 +186,7 @@ class DeviceSpec(Spec):
 
 
 class HostSpec(Spec):
-    """One host, or with ``count`` several equal ones, named with 0, 1, ... behind the name."""
+    """One host, or with ``count`` several equal ones, with 0, 1, ... appended to the name."""
 
     name: Name
     count: Count | None = None
@@ -212,7 +212,7 @@ _Price = Annotated[float, reading(float), Field(ge=0, le=MAX_PRICE_PER_HOUR, all
 
 
 class PricesSpec(Spec):
-    """What hosts cost per hour; see ``cluster.prices``."""
+    """Prices of hosts per hour; see ``cluster.prices``."""
 
     currency: Name
     device_hour: dict[Name, _Price] = Field(default_factory=dict)
@@ -235,7 +235,7 @@ class ClusterSpec(Spec):
 
 
 def preset_names() -> tuple[str, ...]:
-    """Names of the clusters that are built in."""
+    """Names of the built-in clusters."""
     files = (entry.name for entry in _PRESETS.iterdir())
     return tuple(sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml")))
 
@@ -264,7 +264,7 @@ def load_cluster(source: str | Path) -> Cluster:
 
 
 def parse_cluster(text: str, path: Path) -> Cluster:
-    """A cluster from the text of a cluster file.
+    """Makes a cluster from the text of a cluster file.
 
     Args:
         text: YAML.
@@ -297,7 +297,7 @@ class _Document:
         return _Document(path=path, root=root, value=value)
 
     def line_and_field(self, location: Sequence[int | str]) -> tuple[int, str]:
-        """Line of the field (or of what should hold it) and its name, as in hosts[0].nic."""
+        """Line of the field (or of its missing parent) and its name, as in hosts[0].nic."""
         node, line, shown = self.root, self.root.start_mark.line, ""
         for position, step in enumerate(location):
             last = position == len(location) - 1
@@ -337,7 +337,7 @@ def _pair(node: yaml.MappingNode, key: str) -> tuple[yaml.Node, yaml.Node] | Non
 
 
 def _fault(error: ErrorDetails) -> str:
-    """What is wrong and what to write instead."""
+    """A sentence with the error and what to write instead."""
     kind, got, context = error["type"], shown(error["input"]), error.get("ctx", {})
     if kind in ("model_type", "dict_type"):
         return f"got {got}; write a mapping of fields."
@@ -413,7 +413,7 @@ class _Builder:
         return self._priced(found)
 
     def _priced(self, cluster: Cluster) -> Cluster:
-        """The cluster with the file's prices; each of its hosts needs one."""
+        """Add the file's prices to the cluster; each of its hosts needs one."""
         spec = self._spec.prices
         if spec is None:
             return cluster
@@ -432,7 +432,7 @@ class _Builder:
             if name not in members:
                 fault = f"there is no host '{name}'; there are {', '.join(members)}."
                 self._document.refuse(("prices", "host_hour", name), fault)
-            # What is said of one host counts more than what is said of all that share its name.
+            # The price of a single host replaces that of all hosts that share its name.
             own = {host: price for host in members[name]}
             by_host = own | by_host if len(own) > 1 else by_host | own
         try:
@@ -445,7 +445,7 @@ class _Builder:
         return priced
 
     def _members(self) -> dict[str, list[str]]:
-        """Hosts by every name that the file can call them: their own, or one with a count."""
+        """Hosts by every name that the file may use: their own, or an entry's with a count."""
         members: dict[str, list[str]] = {}
         for spec in self._spec.hosts:
             own = (
@@ -505,7 +505,7 @@ class _Builder:
             self._document.refuse(
                 (*here, "nic"), "this field is required where there are several hosts."
             )
-        # A device that has several to itself sends through them as through one.
+        # A device with several of them to itself sends through them as through one.
         num_ports = nic.count if nic else 1
         num_nics = min(num_ports, sum(each.count for each in spec.devices))
         return Host(
@@ -566,7 +566,7 @@ class _Builder:
         return size - reserved
 
     def _type(self, entry: DeviceSpec, quota: float | None, here: _Location) -> DeviceType:
-        """The entry's type: its overrides first, then the quota of a catalogue CPU."""
+        """The entry's type: with its overrides, then with the quota of a catalogue CPU."""
         try:
             base = device_type(entry.type) if isinstance(entry.type, str) else _full(entry.type)
         except HeterogError as error:
@@ -589,7 +589,7 @@ class _Builder:
         return kind
 
     def _named(self, device_type: DeviceType) -> DeviceType:
-        """The overridden type under the first free name; an equal one shares its name."""
+        """Give the overridden type the first free name; an equal one shares its name."""
         for number in count(1):
             candidate = replace(
                 device_type, name=f"{device_type.name}-custom{number if number > 1 else ''}"
@@ -633,7 +633,7 @@ def _merged(peaks: Mapping[str, float], given: Mapping[Dtype, float] | None) -> 
 
 
 def _overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
-    """The type with the entry's numbers; ``base`` itself where that changes nothing."""
+    """The type with the entry's numbers; ``base`` itself where these change nothing."""
     given = {
         "peak_flops_per_s": _merged(base.peak_flops_per_s, entry.peak_flops),
         "memory_bandwidth_bytes_per_s": entry.memory_bandwidth,
@@ -648,7 +648,7 @@ def _overridden(base: DeviceType, entry: DeviceSpec) -> DeviceType:
 
 
 def _throttled(device_type: DeviceType, quota: float) -> DeviceType:
-    """A core that runs only ``quota`` of the time: everything takes 1 / quota as long."""
+    """A core that runs only ``quota`` of the time, so that everything takes 1 / quota as long."""
     if quota == 1:
         return device_type
     return replace(
@@ -834,7 +834,7 @@ def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
 
 
 def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
-    """Neighbours of one type and usable memory are one entry."""
+    """Entries of the devices; neighbours of one type and usable memory share an entry."""
     host = cluster.hosts[host_index]
     records: list[dict[str, Any]] = []
     previous: tuple[DeviceType, int] | None = None
@@ -860,7 +860,7 @@ def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
 
 
 def _type_record(of_type: DeviceType, quota: float | None) -> str | dict[str, Any]:
-    """A name of the catalogue where loading it gives exactly this type, else all numbers."""
+    """A name of the catalogue if it loads as exactly this type, else all numbers."""
     if quota is not None and of_type == _throttled(_CPU, quota):
         return _CPU.name
     is_listed = of_type.name in device_type_names() and of_type == device_type(of_type.name)
@@ -890,7 +890,7 @@ _TIMES = {"us": 1e-6, "ms": 1e-3}
 
 
 def _text(value: float, units: dict[str, float], parse: Callable[[str], float]) -> str | float:
-    """A short text with a unit if it reads back as exactly this value, else the value."""
+    """A short text with a unit if it parses to exactly this value, else the value."""
     for unit, size in units.items():
         text = f"{value / size:.6g} {unit}"
         if value >= size and parse(text) == value:

@@ -1,10 +1,10 @@
-"""What a cluster is: devices on hosts, and the links that transfers between them use.
+"""Clusters: devices on hosts, and the links that transfers between them use.
 
 Rates are effective rates of one direction. Two resources are one bottleneck each: a transfer
 inside a host uses the out port of its source and the in port of its destination (or the one bus
 of the host), a transfer between hosts uses the out side of one NIC and the in side of the other.
-The switch between the hosts never blocks, unless a ``PairLimit`` says what lies between some of
-them: a line between two sites, or the rate that was measured for a pair of hosts.
+The switch between the hosts never blocks, unless a ``PairLimit`` limits some of them: a line
+between two sites, or the rate that was measured for a pair of hosts.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class FrozenFlops(Mapping[str, float]):
 DEVICE_MODELS = "device-models"
 ROOFLINE = "roofline"
 SHIPPED_MODELS = (DEVICE_MODELS, ROOFLINE)
-"""Instead of the path of a calibration: the models of GPU types that ship."""
+"""Values in place of a calibration's path: models of GPU types that ship with the package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +104,7 @@ class DeviceType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How the devices of one host reach each other.
+    """The link between the devices of one host.
 
     Attributes:
         kind: A word for people: "nvlink", "nvswitch", "pcie3", "pcie4", "loopback", ...
@@ -160,7 +160,7 @@ class Host:
         name: Unique in the cluster.
         nic_line_rate_bytes_per_s: Line rate of one NIC per direction; ``Cluster.efficiency`` of it
             is usable.
-        num_nics: How many there are; neighbouring devices share one.
+        num_nics: Number of NICs; neighbouring devices share one.
         nic_latency_s: Time of an empty transfer to another host.
         intra: The link between the devices of this host.
         cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
@@ -185,13 +185,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairLimit:
-    """What all transfers from some hosts to some others share beside their NICs.
+    """A limit that all transfers from some hosts to some others share besides their NICs.
 
     Attributes:
-        sources: Positions in ``Cluster.hosts`` of where transfers begin.
-        targets: Of where they end; none is among ``sources``.
-        bandwidth_bytes_per_s: Effective rate of this direction, for all of them together.
-        latency_s: Time of an empty transfer, if that is more than what the NICs take.
+        sources: Positions in ``Cluster.hosts`` of the hosts that send.
+        targets: Positions of the hosts that receive; none is among ``sources``.
+        bandwidth_bytes_per_s: Effective rate of this direction, for all transfers together.
+        latency_s: Time of an empty transfer, if it is longer than that of the NICs.
     """
 
     sources: tuple[int, ...]
@@ -201,13 +201,13 @@ class PairLimit:
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is about more than one pair of hosts."""
+        """Whether it concerns more than one pair of hosts."""
         return len(self.sources) > 1 or len(self.targets) > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkResource:
-    """One thing that at most one full-rate flow can use, such as "A nic out" or "A:0 port in"."""
+    """A resource for at most one full-rate flow, such as "A nic out" or "A:0 port in"."""
 
     name: str
     bandwidth_bytes_per_s: float
@@ -215,16 +215,16 @@ class LinkResource:
 
 
 class Sends(StrEnum):
-    """Whether who executes a step computes while what it sends is under way."""
+    """Whether the executing program computes while its messages are being sent."""
 
     OVERLAPPED = "overlapped"
-    """It does: heterog's own runtime."""
+    """It computes meanwhile: heterog's own runtime."""
     BLOCKING = "blocking"
     """It waits until activations and their gradients are sent: Megatron-LM's 1F1B."""
 
 
 class Execution(StrEnum):
-    """Which program runs steps; how long kernels take depends on it."""
+    """The program that runs steps, on which the time of kernels depends."""
 
     EAGER = "eager"
     """PyTorch op by op, as in heterog's own runtime and in FSDP."""
@@ -239,27 +239,27 @@ class Cluster:
     """Devices on hosts joined by one switch, which blocks only where ``pairs`` says so.
 
     Two clusters with the same fingerprint are the same to a planner: the fingerprint covers every
-    number and every host and device name, but not the cluster's own name, the texts that say
-    where a number comes from, the path of the calibration, who executes, and prices.
+    number and every host and device name, but not the cluster's own name, the sources of numbers,
+    the path of the calibration, the executing program, and prices.
 
     Attributes:
-        name: For people.
+        name: Name for people.
         hosts: At least one, each with at least one device.
         devices: Listed host by host.
         efficiency: Usable share of every NIC's line rate.
-        calibration: Path of measured cost tables, or one of ``SHIPPED_MODELS``: what kernels took
-            on such GPUs, or data sheets alone. ``None`` for the former.
-        sends: Of who executes steps here; predictions follow it.
-        execution: Which program that is; device models follow it.
-        pairs: What lies between hosts beside their NICs.
-        prices: What hosts cost, if the file says so.
+        calibration: Path of measured cost tables, or one of ``SHIPPED_MODELS``: measured models of
+            such GPUs, or data sheets alone. ``None`` means the former.
+        sends: Behaviour of the executing program while it sends; predictions follow it.
+        execution: The program that runs steps; device models follow it.
+        pairs: Limits between hosts besides their NICs.
+        prices: Prices of hosts, if the file has any.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
-        host_kind: Number of its kind, per host: alike hosts have the same devices, link and NICs,
-            and are on the same side of every limit that several hosts share. What was measured
-            between two hosts alone makes no kinds: every host would be one.
-        resources: Everything that a transfer can occupy.
+        host_kind: Number of its kind, per host: hosts of one kind have the same devices, link and
+            NICs, and are on the same side of every limit that several hosts share. Rates measured
+            between two single hosts make no kinds: every host would be one.
+        resources: All resources that a transfer can occupy.
 
     >>> cluster = Cluster.load("paper_8gpu")
     >>> cluster.num_devices, cluster.devices[2].name
@@ -340,7 +340,7 @@ class Cluster:
         return self._host_devices[host_index]
 
     def host_price_per_s(self, host_index: int) -> float:
-        """What a whole host costs per second, in the currency of ``prices``.
+        """Price of a whole host per second, in the currency of ``prices``.
 
         Raises:
             ClusterError: There are no prices, or none for this host.
@@ -394,11 +394,11 @@ class Cluster:
         return (out_port,) if out_port == in_port else (out_port, in_port)
 
     def limits_between(self, src_host: int, dst_host: int) -> tuple[int, ...]:
-        """Indices of the resources between two hosts beside their NICs."""
+        """Indices of the resources between two hosts besides their NICs."""
         return self._between.get((src_host, dst_host), ())
 
     def nics(self, devices: Iterable[int], side: int) -> tuple[int, ...]:
-        """Indices of the different NIC sides of some devices: 0 for out, 1 for in."""
+        """Indices of the distinct NIC sides of some devices: 0 for out, 1 for in."""
         return tuple(dict.fromkeys(self._nic_of[device][side] for device in devices))
 
     def links_of(self, device: int) -> tuple[int, int, int, int]:
@@ -414,7 +414,7 @@ class Cluster:
         return resource >= self._first_pair
 
     def latency_s(self, src: int, dst: int) -> float:
-        """Time of an empty transfer: the slowest of the NICs and what is between, or inside."""
+        """Time of an empty transfer: the slowest of the NICs and limits, or the inner link."""
         if src == dst:
             return 0.0
         src_host, dst_host = self.hosts[self.host_of[src]], self.hosts[self.host_of[dst]]
@@ -433,14 +433,14 @@ class Cluster:
         return len(self.resources) - len(self.pairs)
 
     def bottleneck_bytes_per_s(self, src: int, dst: int) -> float:
-        """Rate of a transfer that is alone; infinite for a device and itself."""
+        """Rate of a transfer that runs alone; infinite for a device and itself."""
         return min(
             (self.resources[r].bandwidth_bytes_per_s for r in self.route(src, dst)),
             default=math.inf,
         )
 
     def fingerprint(self) -> str:
-        """First 16 hex digits of the SHA-256 of the canonical JSON of what a planner can see."""
+        """First 16 hex digits of the SHA-256 of the canonical JSON that a planner can see."""
         return self._fingerprint
 
     def describe_difference(self, other: "Cluster") -> str | None:
@@ -484,7 +484,7 @@ class Cluster:
         save_cluster(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON values, without reference to the catalogue or to presets."""
+        """Convert to JSON values, without reference to the catalogue or to presets."""
         return {
             "schema_version": SCHEMA_VERSION,
             "name": self.name,
@@ -506,7 +506,7 @@ class Cluster:
         } | self._optional_parts()
 
     def _optional_parts(self) -> dict[str, Any]:
-        """What files of most clusters do not have."""
+        """Fields that most clusters' files do not have."""
         pairs = {"pairs": [_limit_to_dict(limit) for limit in self.pairs]} if self.pairs else {}
         return pairs | ({} if self.prices is None else {"prices": self.prices.to_dict()})
 
@@ -523,7 +523,7 @@ class Cluster:
 
 
 def _kind_of(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
-    """What makes hosts alike: all but names and quotas."""
+    """The properties that equal hosts share: all but names and quotas."""
     return (
         tuple((device.type, device.usable_memory_bytes) for device in devices),
         host.intra,
@@ -532,7 +532,7 @@ def _kind_of(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
 
 
 def _sides(pairs: Iterable[PairLimit], host: int) -> tuple[tuple[int, bool], ...]:
-    """On which side of which shared limits a host is."""
+    """The shared limits that a host belongs to, and on which side."""
     return tuple(
         (number, host in limit.sources)
         for number, limit in enumerate(pairs)
@@ -570,13 +570,13 @@ def _check_share(value: float, what: str) -> None:
 
 
 def _check_least(value: float, what: str) -> None:
-    """Seconds that follow from a rate stay within the range of floats."""
+    """Check that seconds that follow from a rate stay within the range of floats."""
     if value < _LEAST:
         raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
 
 
 MAX_DEVICES = 2048
-"""Channels are numbered by pairs of devices: there would be four million of them."""
+"""Limit because channels are numbered by pairs of devices: there would be four million."""
 
 
 def _check_cluster(cluster: Cluster) -> None:
@@ -627,7 +627,7 @@ def _check_cluster(cluster: Cluster) -> None:
 
 
 MAX_PAIRS = 128 * 127
-"""A measured matrix of 128 hosts; each entry is a link of its own to who simulates a step."""
+"""Limit: a measured matrix of 128 hosts; each entry is one link in the simulation."""
 
 
 def _check_pairs(cluster: Cluster) -> None:
@@ -682,7 +682,7 @@ def _pair_resources(
 def _nic_resources(
     cluster: Cluster, host_devices: Sequence[Sequence[int]]
 ) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
-    """The sides of all NICs, and per device the indices of its own (out, in).
+    """The sides of all NICs, and for each device the indices of its own (out, in).
 
     Host by host, so with one NIC each host h has 2h (out) and 2h + 1 (in).
     """
@@ -706,9 +706,9 @@ def _nic_resources(
 def _inner_resources(
     cluster: Cluster, first: int
 ) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
-    """Ports inside hosts, numbered from ``first`` on, and per device its own (out, in).
+    """Ports inside hosts, numbered from ``first`` on, and for each device its own (out, in).
 
-    Twice the bus if the link is shared.
+    If the link is shared, both are the bus.
     """
     resources: list[LinkResource] = []
     bus_of: dict[int, int] = {}
@@ -775,7 +775,7 @@ def _limit_to_dict(limit: PairLimit) -> dict[str, Any]:
 
 
 def _identity(cluster: Cluster) -> dict[str, Any]:
-    """What the fingerprint covers; devices carry their type in full, hosts go by name."""
+    """The record that the fingerprint covers; devices have their type in full, hosts a name."""
     record = cluster.to_dict()
     types = [{k: v for k, v in t.items() if k != "source"} for t in record["device_types"]]
     devices = [
@@ -787,7 +787,7 @@ def _identity(cluster: Cluster) -> dict[str, Any]:
         }
         for d in record["devices"]
     ]
-    # Clusters without limits keep the fingerprint that they had before there were any.
+    # Clusters without limits keep their fingerprint from before there were any.
     pairs = {"pairs": record["pairs"]} if "pairs" in record else {}
     seen = {"efficiency": record["efficiency"], "hosts": record["hosts"], "devices": devices}
     return seen | pairs
@@ -796,7 +796,7 @@ def _identity(cluster: Cluster) -> dict[str, Any]:
 def _describe_pair(what: str, here: dict[str, Any], there: dict[str, Any]) -> str:
     if here["name"] != there["name"]:
         return f"{what} '{here['name']}' is in the place of {what} '{there['name']}'"
-    one = {"num_nics": 1}  # the only one that may be left out
+    one = {"num_nics": 1}  # the only field that may be left out
     here, there = one | here, one | there
     key = next(k for k in here if here[k] != there[k])
     a, b = here[key], there[key]

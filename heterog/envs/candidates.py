@@ -1,8 +1,8 @@
 """The table of candidate decisions that a policy chooses from: device set x shares x sync.
 
-Device sets are named by ``strategy.space.device_sets`` (singles, hosts, types, unions of hosts,
+Device sets come from ``strategy.space.device_sets`` (singles, hosts, types, unions of hosts,
 all; at most 256). On each set the batch is shared out by three rules, gradients are synchronised
-in four ways, and rows that mean the same are kept once. In a second table, for models whose
+in four ways, and rows with the same meaning are kept once. In a second table, for models whose
 parameters and optimizer state fill most devices alone, the devices of a set divide that state
 (ZeRO-1), or leave it to parameter servers. The rules:
 
@@ -26,8 +26,8 @@ from heterog.strategy.space import device_sets
 from heterog.strategy.strategy import Decision, Sync
 
 MAX_CANDIDATES = 256
-"""Rows of a table; singles come first, then device sets in the order of ``device_sets``. Where
-there are more, even shares of unions of hosts go first, then the last rows."""
+"""Most rows of a table; singles come first, then device sets in the order of ``device_sets``. If
+there are more, even shares of unions of hosts are dropped first, then the last rows."""
 
 FULL = 0.8
 """Part of a device's memory from which parameters and optimizer state leave too little room."""
@@ -41,9 +41,9 @@ def candidate_table(
     """The candidate decisions for a graph on a cluster, in a fixed order.
 
     Args:
-        evaluator: of the graph and cluster.
-        memory: of the whole model, for solved shares.
-        divide: whether the devices of a set divide the optimizer's state.
+        evaluator: Evaluator of the graph and cluster.
+        memory: Memory of the whole model, for solved shares.
+        divide: Whether the devices of a set divide the optimizer's state.
     """
     cluster, batch = evaluator.cluster, evaluator.graph.batch_size
     speeds = device_speeds(evaluator)
@@ -58,7 +58,7 @@ def candidate_table(
         proportional = split_in_proportion(batch, tuple(speeds[device] for device in devices))
         even = split_evenly(batch, len(devices))
         solved = solver.solve(devices)
-        shares = dict.fromkeys((proportional, even))  # equal devices: one and the same
+        shares = dict.fromkeys((proportional, even))  # equal devices: the same shares
         if max(abs(a - b) for a, b in zip(solved, proportional, strict=True)) > max(
             0.02 * batch, 1
         ):
@@ -79,7 +79,7 @@ def candidate_table(
 def _syncs(
     evaluator: CoarseEvaluator, devices: tuple[int, ...], *, divide: bool
 ) -> list[tuple[Sync, tuple[int, ...]]]:
-    """Ways to synchronise on a device set that load the links differently."""
+    """Synchronisations on a device set that load the links differently, with their slices."""
     if divide:
         slices = balanced_slices(evaluator.cluster, devices)
         return [(Sync.ZERO1, slices), (Sync.PARAMETER_SERVER, ())]
@@ -98,7 +98,7 @@ def _syncs(
 
 
 def traffic_of(evaluator: CoarseEvaluator, decision: Decision) -> tuple[tuple[int, float], ...]:
-    """Bytes through each link resource per byte of gradient, rounded; for comparing."""
+    """Rounded bytes through each link resource per byte of gradient, for comparisons."""
     table = evaluator.channels
     first, second = table.for_decision(decision)
     if first < 0:
@@ -111,18 +111,18 @@ def traffic_of(evaluator: CoarseEvaluator, decision: Decision) -> tuple[tuple[in
 
 
 class ModelMemory:
-    """What a graph's blocks keep in memory, from the tables alone.
+    """Memory of a graph's blocks, from the tables alone.
 
     Attributes:
-        state_bytes: parameters and optimizer state of each block.  # [num_blocks]
-        gradient_bytes: of each block.  # [num_blocks]
-        saved_bytes: kept from forward to backward whatever the share.  # [num_blocks]
-        saved_bytes_per_sample: kept per sample of the share.  # [num_blocks]
-        passed_bytes_per_sample: of those, what other blocks read as well: it stays if the block
-            recomputes the rest.  # [num_blocks]
-        inner_bytes_per_sample: most that one op of a block makes for the moment, per sample.
-        usable_bytes: of each device.  # [num_devices]
-        state_ratio: optimizer state over parameters.
+        state_bytes: Parameters and optimizer state of each block.  # [num_blocks]
+        gradient_bytes: Gradients of each block.  # [num_blocks]
+        saved_bytes: Bytes kept from forward to backward whatever the share.  # [num_blocks]
+        saved_bytes_per_sample: Bytes kept per sample of the share.  # [num_blocks]
+        passed_bytes_per_sample: Part of those that other blocks also read, which stays if the
+            block recomputes the rest.  # [num_blocks]
+        inner_bytes_per_sample: Most temporary bytes per sample of any op of a block.
+        usable_bytes: Usable memory of each device.  # [num_devices]
+        state_ratio: Bytes of optimizer state per byte of parameters.
     """
 
     def __init__(self, evaluator: CoarseEvaluator) -> None:
@@ -145,7 +145,7 @@ class ModelMemory:
         self.passed_bytes_per_sample = np.bincount(
             block[is_passed], tables.value_bytes_per_unit[is_passed], blocks
         )
-        # What an op makes and nobody keeps is alive together while it runs.
+        # An op's outputs that nobody keeps are alive together while it runs.
         passing = np.where(is_saved, 0.0, tables.value_bytes_per_unit)
         by_op = np.bincount(tables.value_op, passing, len(tables.op_id))
         self.inner_bytes_per_sample = np.zeros(blocks)
@@ -172,7 +172,7 @@ class ModelMemory:
         return (1.0 + self.state_ratio / len(decision.devices)) / (1.0 + self.state_ratio)
 
     def most_samples(self, device: int) -> float:
-        """Samples that fit on a device that holds every block."""
+        """Number of samples that fit on a device that holds every block."""
         per_sample = (
             self.saved_bytes_per_sample.sum()
             + self.inner_bytes_per_sample.max()
@@ -184,7 +184,7 @@ class ModelMemory:
 
 
 class _ShareSolver:
-    """Shares that minimise the slowest device's seconds."""
+    """Solves for shares that minimise the slowest device's seconds."""
 
     def __init__(self, evaluator: CoarseEvaluator, memory: ModelMemory) -> None:
         batch = evaluator.graph.batch_size
@@ -200,7 +200,7 @@ class _ShareSolver:
     def solve(self, devices: Sequence[int]) -> tuple[int, ...]:
         """Whole samples for each device."""
         limits = np.array([self.limit[device] for device in devices])
-        if limits.sum() < self.batch:  # does not fit anyhow: share out by speed
+        if limits.sum() < self.batch:  # does not fit in any case: share out by speed
             limits[:] = self.batch
         low, high = 0.0, max(float(self.seconds[self.type_of[d]][-1]) for d in devices)
         for _ in range(40):
@@ -213,7 +213,7 @@ class _ShareSolver:
         return split_in_proportion(self.batch, tuple(exact.tolist()))
 
     def _within(self, devices: Sequence[int], limits: FloatArray, seconds: float) -> FloatArray:
-        """Samples that each device manages in some seconds."""
+        """Number of samples that each device can process in some seconds."""
         done = np.array(
             [
                 np.interp(seconds, self.seconds[self.type_of[d]], self.samples, left=0.0)

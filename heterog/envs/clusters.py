@@ -1,8 +1,8 @@
-"""Clusters to train on, generated: 2 to 32 devices of mixed types, memories and networks.
+"""Generated clusters to train on: 2 to 32 devices of mixed types, memories and networks.
 
 Hosts hold one to eight equal devices. How fast the network is against the model, and how much
 memory there is for it, decide whether there is anything to learn, so both are drawn as ratios for
-the graph at hand and not in units: a cluster where everything is compute would teach nothing.
+the graph at hand and not in units: on a cluster that only computes, nothing could be learned.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.roofline import Roofline
 from heterog.units import GIB
 
-# Not the whole catalogue: what is drawn, and so what policies learn from, must not change when
-# somebody adds a card there.
+# Not the whole catalogue: what is drawn, and so what policies learn from, must not change when a
+# card is added there.
 _GPUS = (
     "V100-16GB", "V100-32GB", "V100S-32GB", "P100-12GB", "P100-16GB", "GTX-1080-Ti", "T4",
     "RTX-2080-Ti", "Titan-RTX", "RTX-3090", "RTX-4090", "A10", "A40", "A100-40GB", "A100-80GB",
@@ -26,16 +26,16 @@ _GPUS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterRange:
-    """What clusters are drawn from.
+    """The range that clusters are drawn from.
 
     Attributes:
-        min_devices: at least this many devices.
-        max_devices: at most; the number of hosts is skewed to few.
-        traffic: seconds of the model's gradients on an average NIC over the compute bound,
+        min_devices: Least number of devices.
+        max_devices: Most devices; low numbers of hosts are more likely.
+        traffic: Seconds of the model's gradients on an average NIC over the compute bound,
             log-uniform.
-        nic_spread: NICs differ by up to this factor both ways.
-        speed_spread: devices of a type differ in efficiency by up to this factor.
-        tight: how often memory is scarce.
+        nic_spread: Largest factor by which NICs differ from the average, both ways.
+        speed_spread: Largest factor by which the efficiency of devices of a type differs.
+        tight: Probability that memory is scarce.
     """
 
     min_devices: int = 2
@@ -52,9 +52,9 @@ def random_cluster(
     """Draw a cluster for a graph.
 
     Args:
-        rng: for every draw.
-        graph: the network and the memory are drawn relative to it.
-        wanted: what to draw from.
+        rng: Generator for every draw.
+        graph: Graph to which network and memory are drawn in proportion.
+        wanted: Range to draw from.
     """
     wanted = wanted or ClusterRange()
     groups = _groups(rng, wanted, graph.batch_size)
@@ -96,7 +96,7 @@ def random_cluster(
 
 
 def _groups(rng: np.random.Generator, wanted: ClusterRange, batch_size: int) -> list[int]:
-    """Devices of each host."""
+    """Number of devices of each host."""
     most = min(wanted.max_devices, batch_size)
     low, high = np.log(wanted.min_devices), np.log(most + 1)
     total = min(int(np.exp(rng.uniform(low, high))), most)

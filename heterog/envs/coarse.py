@@ -1,8 +1,8 @@
 """A coarse evaluator: fast enough to train on, close enough to rank strategies.
 
 It runs the real lowering, engine and memory kernels on tables that ``merging`` has made about a
-tenth as long; a merged op takes the sum of its ops' seconds, at every share. What it misses is
-overlap inside a block, so nothing is ever reported from it.
+tenth as long; a merged op takes the sum of its ops' seconds, at every share. It misses the
+overlap inside a block, so its results are never reported.
 """
 
 import numpy as np
@@ -19,9 +19,9 @@ class CoarseEvaluator(Evaluator):
     """Scores rows of a ``StrategySpace`` built on ``tables``, one candidate per block.
 
     Args:
-        graph: one training step.
-        cluster: the devices and links.
-        cost_model: as for ``Evaluator``.
+        graph: Graph of one training step.
+        cluster: Devices and links.
+        cost_model: Cost model, as for ``Evaluator``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What every reward must keep, to hold your own to: ``check_reward(mine)``."""
+"""Checks that every reward has to pass, for your own too: ``check_reward(mine)``."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ _NUM_ROWS = 32
 
 
 def check_reward(reward: RewardFunction, pairs: Sequence[Pair] = ()) -> None:
-    """Ask a reward about strategies that fit and strategies that do not.
+    """Call a reward on strategies that fit and strategies that do not.
 
     Args:
-        reward: to be checked.
-        pairs: models and clusters to try it on; a toy by default.
+        reward: Reward to be checked.
+        pairs: Models and clusters to try it on; a toy by default.
 
     Raises:
         ConformanceError: it fails, returns something else than a ``Reward``, is not finite, gives
@@ -59,7 +59,7 @@ def load_reward(source: str) -> RewardFunction:
 
 
 def _asked(reward: RewardFunction, name: str, pair: Pair, score: Score) -> float:
-    """The value for a score, after all checks that one answer allows."""
+    """The value for a score, after the checks that are possible with one answer."""
     try:
         found, again = reward(pair, score), reward(pair, score)
     except Exception as error:

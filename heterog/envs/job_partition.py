@@ -21,7 +21,7 @@ from heterog.planners.arrivals.queueing import (
 NUM_JOB_FEATURES = 15
 _MOST_ACTIONS = 4096
 _MOST_SHOWN = 64.0
-"""Actions that an agent may have, and the largest factor of a deadline that it sees."""
+"""Most actions of an agent, and the largest factor of a deadline that it sees."""
 
 
 class JobPartitionEnv(gym.Env[Padded, Any]):
@@ -109,7 +109,7 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Padded, dict[str, Any]]:
-        """Draw the arrivals of an episode; ``options={"episode": number}`` names them."""
+        """Draw the arrivals of an episode; ``options={"episode": number}`` chooses them."""
         super().reset(seed=seed)
         episode = (options or {}).get("episode")
         drawn = self.np_random.integers(2**31) if episode is None else episode
@@ -131,7 +131,7 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
         if degree and degree not in self.queueing.legal():
             degree, self._masked = 0, self._masked + 1
         verdict = self.queueing.decide(degree)
-        assert verdict is not None  # nobody waits here
+        assert verdict is not None  # jobs do not wait here
         is_over = self.queueing.request is None
         info: dict[str, Any] = {"masked_actions": self._masked, "outcome": str(verdict.outcome)}
         if is_over:
@@ -140,7 +140,7 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
         return self._observe(), 1.0 if verdict.is_accepted else -1.0, is_over, False, info
 
     def _scale(self, requests: list[JobRequest]) -> None:
-        """The least and the most of each feature in the episode."""
+        """Set the least and the most of each feature in the episode."""
         rows = np.array([self._raw(request) for request in requests])
         self._low = rows.min(axis=0)
         self._range = np.maximum(rows.max(axis=0) - self._low, 1e-12)

@@ -2,8 +2,8 @@
 
 Groups that follow one another are joined into at most ``MAX_BLOCKS`` *blocks*. Ops of one block
 and phase that can follow one another become one op. Of the values made inside only those survive
-that somebody else reads; values with the same readers are one value, the gradients that are
-finished together are one gradient, and what is alive only inside is one value that dies with the
+that other ops read; values with the same readers are one value, gradients that are finished
+together are one gradient, and what is alive only inside is one value that is freed with the
 op.
 """
 
@@ -23,7 +23,7 @@ from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.tables import KIND_NUMBER, GraphTables, graph_tables
 
 MAX_BLOCKS = 48
-"""Blocks that a graph is cut into: a chain of decisions that is quick to sample and to score."""
+"""Most blocks of a graph: a chain of decisions that is quick to sample and to score."""
 
 _Slot = tuple[int, int, int]
 _Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
@@ -31,13 +31,13 @@ _Signature = tuple[int, int, int, int, frozenset[tuple[int, int, int]], int]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CoarseTables:
-    """A graph's tables after merging, and where each row comes from.
+    """A graph's tables after merging, and the origin of each row.
 
     Attributes:
-        tables: what the kernels read.
-        block_of: block of each group.  # [num_groups]
-        run_of: coarse op of each compute op.  # [num_compute_ops]
-        parameter_of: coarse parameter of each parameter.  # [num_parameters]
+        tables: Tables for the kernels.
+        block_of: Block of each group.  # [num_groups]
+        run_of: Coarse op of each compute op.  # [num_compute_ops]
+        parameter_of: Coarse parameter of each parameter.  # [num_parameters]
     """
 
     tables: GraphTables
@@ -50,16 +50,16 @@ def cut_blocks(tables: GraphTables, work: FloatArray, most: int = MAX_BLOCKS) ->
     """Block of each group: neighbours are joined, the lightest pair first.
 
     Args:
-        tables: the graph's tables.
-        work: compute of each group, in any unit.  # [num_groups]
-        most: number of blocks that may be left.
+        tables: Tables of the graph.
+        work: Compute of each group, in any unit.  # [num_groups]
+        most: Most blocks that may be left.
     """
     state = sums(tables.parameter_group, tables.parameter_bytes, tables.num_groups)
     shares = np.stack([work / max(work.sum(), 1e-30), state / max(state.sum(), 1e-30)])
     weights = list(shares.T)
     sizes = [1] * len(weights)
     while len(weights) > most:
-        # Neither compute nor parameters may pile up in one block: it is decided as a whole.
+        # Neither compute nor parameters may accumulate in one block, which is decided as a whole.
         pairs = [float((a + b).max()) for a, b in pairwise(weights)]
         lightest = int(np.argmin(pairs))
         weights[lightest] = weights[lightest] + weights.pop(lightest + 1)
@@ -91,7 +91,7 @@ class _Merger:
         self.phase = np.array([int(graph.ops[op].phase) for op in fine.op_id])
         self.coarse_of, self.sequence = self._runs()
         self.num_ops = int(self.coarse_of.max()) + 1
-        # Readers of each value that are outside of its own run: (run, slot's group, slot's whole).
+        # Readers of each value outside its own run: (run, slot's group, slot's whole).
         self.readers: list[set[tuple[int, int, int]]] = [set() for _ in fine.value_op]
         for op in range(len(fine.op_id)):
             for read in range(fine.read_start[op], fine.read_start[op + 1]):
@@ -114,8 +114,8 @@ class _Merger:
     def _runs(self) -> tuple[IntArray, IntArray]:
         """(run of each op, ops in the order of runs).
 
-        A run is of one block and one phase, without a conversion between two of its ops. It goes
-        on while any op that may run next belongs to it; else the next op in program order begins
+        A run has one block and one phase, without a conversion between two of its ops. It goes on
+        while any op that may run next belongs to it; otherwise the next op in program order begins
         a new one.
         """
         fine = self.fine
@@ -201,7 +201,7 @@ class _Merger:
             "op_is_backward": (self.phase[first_op] == int(Phase.BACKWARD)).astype(np.int32),
             # Merged rows make both kinds of gradients.
             "op_is_weights": np.zeros(num_ops, np.int32),
-            # Rows never recompute: what a block would run again is not worked out.
+            # Rows never recompute, so the ops that a block would run again are not computed.
             "op_recomputes": np.zeros(num_ops, np.int32),
             "recompute_start": np.zeros(fine.num_groups + 1, np.int32),
             "recompute_op": np.empty(0, np.int32),
@@ -214,15 +214,15 @@ class _Merger:
         sizes = sums(value_of[kept], fine.value_bytes[kept], num_values)
         per_sample = sums(value_of[kept], fine.value_bytes_per_unit[kept], num_values)
         whole = fine.value_bytes[kept] + fine.batch_size * fine.value_bytes_per_unit[kept]
-        # The part of a merged value that moves: the mean of its values' parts, weighed by bytes.
+        # The part of a merged value that moves: the mean of its values' parts, weighted by bytes.
         moved = sums(
             value_of[kept], fine.value_moved_fraction[kept] * whole, num_values
         ) / np.maximum(sums(value_of[kept], whole, num_values), 1.0)
         sizes[inner], per_sample[inner] = self._inner_bytes(value_of >= 0)
         first = np.empty(num_values, np.int32)
         first[inner] = 0
-        # The first of the values that became one stands for all: in reversed order its number is
-        # written last, and stays.
+        # The first of the merged values represents all: in reversed order its number is written
+        # last, and stays.
         first[value_of[kept[::-1]]] = kept[::-1]
         kinds = fine.value_kind[first]
         outermost = fine.value_is_outermost[first]
@@ -243,7 +243,7 @@ class _Merger:
         }
 
     def _slots(self) -> list[_Slot]:
-        """(coarse value, reading group, how much of it is needed), in order."""
+        """(coarse value, reading group, whether it needs the whole), in order."""
         fine, value_of = self.fine, self.value_of
         slots = {
             (int(value_of[value]), group, needs_whole)
@@ -251,7 +251,7 @@ class _Merger:
             for _, group, needs_whole in self.readers[value]
             if needs_whole >= 0
         }
-        # A gradient that was made in parts is made whole in a slot, whether an op reads it or not.
+        # A gradient that is made in parts is made whole in a slot, whether an op reads it or not.
         slots |= {
             (int(value_of[fine.slot_value[slot]]), int(fine.slot_group[slot]), 1)
             for slot in fine.gradient_slot
@@ -273,7 +273,7 @@ class _Merger:
         }
 
     def _parameter_rows(self) -> dict[str, Any]:
-        """Parameters whose gradients are made and finished together, by the first of them."""
+        """Rows of parameters with gradients made and finished together, by their first one."""
         fine, leaders = self.fine, self.leaders
         groups = fine.parameter_group[leaders]
         gradient = self.value_of[fine.parameter_gradient[leaders]].astype(np.int32)
@@ -294,7 +294,7 @@ class _Merger:
             "parameter_gradient": gradient,
             "parameter_last_value": last.astype(np.int32),
             "gradient_domain": fine.gradient_domain[leaders],
-            # Rows split the batch alone: no op has a rule of its own.
+            # Rows split only the batch: no op has a rule of its own.
             "reader_start": np.zeros(len(leaders) + 1, np.int32),
             "reader_value": np.empty(0, np.int32),
             "gradient_slot": _ints(slots),
@@ -304,7 +304,7 @@ class _Merger:
         }
 
     def _finished_in(self) -> IntArray:
-        """Run in which each parameter's gradient is made and its last reader done."""
+        """Run in which each parameter's gradient is made and its last reader is done."""
         fine = self.fine
         done = self.coarse_of[fine.value_op[fine.parameter_gradient]]
         reader = np.repeat(self.coarse_of, np.diff(fine.parameter_read_start))
@@ -312,7 +312,7 @@ class _Merger:
         return done
 
     def _merge_parameters(self) -> tuple[IntArray, list[list[int]]]:
-        """Coarse parameter of each one, and the members of each coarse parameter."""
+        """Coarse parameter of each parameter, and the members of each coarse parameter."""
         fine = self.fine
         done = self._finished_in()
         made = self.coarse_of[fine.value_op[fine.parameter_gradient]]
@@ -334,7 +334,7 @@ class _Merger:
         return parameter_of, members
 
     def _merge_values(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Coarse value of each value (-1: inner), maker of each, the inner one of each run."""
+        """Coarse value of each value (-1: inner), its maker, and the inner value of each run."""
         fine = self.fine
         gradient_of = np.full(len(fine.value_op), -1, np.int32)
         gradient_of[fine.parameter_gradient] = self.parameter_of
@@ -353,7 +353,7 @@ class _Merger:
         for kept in keys:
             if kept is not None:
                 order.setdefault(kept, len(order))
-        # The value that dies with each run comes last of its makings, so runs stay sorted.
+        # The value freed with each run comes last of those it makes, so runs stay sorted.
         made_by = np.append([found[0] for found in order], np.arange(self.num_ops)).astype(
             np.int32
         )
@@ -365,7 +365,7 @@ class _Merger:
         return value_of, np.sort(made_by), place[len(order) :]
 
     def _inner_bytes(self, is_kept: npt.NDArray[np.bool_]) -> tuple[FloatArray, FloatArray]:
-        """Most bytes alive inside each run beyond what it leaves: (fixed, per sample)."""
+        """Most bytes alive inside each run beyond its outputs: (fixed, per sample)."""
         fine = self.fine
         split_bytes = fine.batch_size * fine.value_bytes_per_unit
         whole = fine.value_bytes + split_bytes
@@ -401,7 +401,7 @@ class _Merger:
 
 
 def _inner_reads(fine: GraphTables, block: IntArray) -> IntArray:
-    """Slot of each read, -1 where maker and reader are in one block and no part is missing."""
+    """Slot of each read, -1 if maker and reader are in one block and no part is missing."""
     reader = np.repeat(block, np.diff(fine.read_start))
     maker = block[fine.value_op[fine.read_value]]
     # Reads without a slot (-1) find the entry appended: there may be no slot at all.
@@ -410,7 +410,7 @@ def _inner_reads(fine: GraphTables, block: IntArray) -> IntArray:
 
 
 def sums(where: npt.NDArray[np.integer], what: FloatArray, count: int) -> FloatArray:
-    """Sum of ``what`` by its place.  # [count]"""
+    """Sums of ``what`` by place.  # [count]"""
     return np.asarray(np.bincount(where, what, count), np.float64)
 
 

@@ -1,9 +1,9 @@
-"""What a policy sees of a model on a cluster: ratios only, in numpy.
+"""Observations of a model on a cluster for policies: ratios only, in numpy.
 
 Every time is divided by T0, the harmonic compute bound of the pair (all devices busy all the time
 with the whole model), and a block's times are multiplied by the number of blocks; every amount of
 memory is divided by memory. Logarithms are halved and clipped. There are no ids, absolute units or
-sizes, so weights that were trained on one zoo and some clusters can be asked about any other.
+sizes, so weights trained on one zoo and some clusters can be used for any others.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -21,7 +21,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import Decision, Sync
 
 OBSERVATION_VERSION = 2
-"""Counts changes of meaning; a checkpoint of another version is refused."""
+"""Version of the features' meaning; a checkpoint of another version is refused."""
 
 Array = npt.NDArray[np.float32]
 
@@ -35,9 +35,9 @@ NUM_SYNCS = 4
 WHOLE_SLOWER, WHOLE_SUM = 5, 6
 """Columns of ``candidates``: the whole model's slower of compute and synchronisation; the sum."""
 WHOLE_OVERFLOWS = 8
-"""Column of ``candidates``: 1 where some device cannot hold its part of the whole model."""
+"""Column of ``candidates``: 1 if some device cannot hold its part of the whole model."""
 PAIR_SLOWER = 4
-"""Column of ``pairs``: the same of one block."""
+"""Column of ``pairs``: the slower of compute and synchronisation of one block."""
 
 _KINDS = (
     ("mm", "addmm", "bmm", "baddbmm", "linear"),
@@ -52,18 +52,18 @@ class Observation:
     """The static part of an observation: a pair of model and cluster.
 
     Attributes:
-        blocks: compute, parameters, traffic and memory of each block of ops, its place in the
+        blocks: Compute, parameters, traffic and memory of each block of ops, its place in the
             graph, the mix of its ops, and the number of micro-batches.  # [G, 18]
-        edges: blocks that feed one another.  # [2, E]
-        edge_time: seconds that the edge's bytes take on an average NIC.  # [E, 1]
-        devices: speed, memory and NIC of each device.  # [D, 8]
-        links: rate, latency, and whether two devices share a host.  # [D, D, 3]
-        block_devices: seconds of each block on each device.  # [G, D, 2]
-        candidates: reach, compute, synchronisation, memory if the whole model did so.  # [C, 17]
-        shares: part of the batch on each device.  # [C, D]
-        pairs: compute, synchronisation and memory of each block under each candidate.  # [G, C, 6]
-        overlap: part of the batch that two candidates have on the same devices.  # [C, C]
-        fits: whether a block fits under a candidate if it were alone.  # [G, C] bool
+        edges: Pairs of blocks of which one feeds the other.  # [2, E]
+        edge_time: Seconds that the edge's bytes take on an average NIC.  # [E, 1]
+        devices: Speed, memory and NIC of each device.  # [D, 8]
+        links: Rate, latency, and whether two devices share a host.  # [D, D, 3]
+        block_devices: Seconds of each block on each device.  # [G, D, 2]
+        candidates: Reach, compute, synchronisation, memory, if used for all blocks.  # [C, 17]
+        shares: Part of the batch on each device.  # [C, D]
+        pairs: Compute, synchronisation and memory of each block under each candidate.  # [G, C, 6]
+        overlap: Part of the batch that two candidates have on the same devices.  # [C, C]
+        fits: Whether a block would fit under a candidate if it were alone.  # [G, C] bool
     """
 
     blocks: Array
@@ -93,12 +93,12 @@ class Observer:
     """Makes the observation of a pair.
 
     Args:
-        evaluator: of the graph and cluster.
-        memory: of the graph's blocks.
-        table: the candidate decisions.
+        evaluator: Evaluator of the graph and cluster.
+        memory: Memory of the graph's blocks.
+        table: The candidate decisions.
 
     Attributes:
-        bound_s: compute seconds of the whole model on all devices together, each at full speed.
+        bound_s: Compute seconds of the whole model on all devices together, each at full speed.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Observer:
         for number, decision in enumerate(table):
             self.counts[number, list(decision.devices)] = decision.shares
             self.member[number, list(decision.devices)] = True
-            # What servers hold counts as if it was on every device: what policies learned with.
+            # Bytes on servers count as if on every device, as policies have learned.
             served = decision.sync.is_served
             part = 1.0 if served else memory.state_part(decision)
             self.state_of[number, list(decision.devices)] = part
@@ -144,7 +144,7 @@ class Observer:
         """The observation.
 
         Args:
-            num_micro: micro-batches that the batch is cut into.
+            num_micro: Number of micro-batches that the batch is cut into.
         """
         if num_micro == 1:
             return self._plain
@@ -154,7 +154,7 @@ class Observer:
 
     @cached_property
     def _plain(self) -> Observation:
-        """The observation of one micro-batch, which others differ little from."""
+        """The observation of one micro-batch, which differs little from others."""
         edges, edge_bytes = self._edges()
         pairs, candidates = self._candidates()
         scale = self.num_blocks / self.bound_s
@@ -179,7 +179,7 @@ class Observer:
         )
 
     def _edges(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-        """Which block feeds which, and the bytes at the whole batch."""
+        """Edges from block to block, and their bytes for the whole batch."""
         tables, blocks = self.evaluator.tables, self.num_blocks
         maker = tables.op_group[tables.value_op[tables.slot_value]]
         moved = self._moved_bytes()[tables.slot_value]
@@ -191,7 +191,7 @@ class Observer:
         )
 
     def _moved_bytes(self) -> npt.NDArray[np.float64]:
-        """Bytes of every value at the whole batch, as far as other devices need it."""
+        """Bytes of every value for the whole batch, as far as other devices need it."""
         tables = self.evaluator.tables
         size = tables.value_bytes + self.batch * tables.value_bytes_per_unit
         return np.asarray(size * tables.value_moved_fraction)
@@ -234,7 +234,7 @@ class Observer:
 
     @cached_property
     def cheapest_to_recompute(self) -> npt.NDArray[np.intp]:
-        """Blocks, those first that let go of the most bytes per second of forward."""
+        """Blocks, those that free the most bytes per second of forward pass first."""
         lets_go = self.memory.saved_bytes_per_sample - self.memory.passed_bytes_per_sample
         return np.argsort(-lets_go / np.maximum(self._forward_s, 1e-12))
 
@@ -278,7 +278,7 @@ class Observer:
         ])  # fmt: skip
 
     def _links(self) -> npt.NDArray[np.float64]:
-        """Of every pair of devices; there is nothing between a device and itself."""
+        """Features of each pair of devices; none between a device and itself."""
         cluster, size = self.cluster, self.memory.gradient_bytes.sum()
         host = np.array(cluster.host_of)
         is_inside = host[:, None] == host[None, :]
@@ -389,7 +389,7 @@ class Observer:
 
     @cached_property
     def cut_seconds(self) -> npt.NDArray[np.float64]:
-        """Seconds of what crosses a cut after each block, forward and back, on an average NIC.
+        """Seconds of the values across a cut after each block, both ways, on an average NIC.
 
         Each value counts once, however many blocks on the other side read it.  # [G]
         """
@@ -447,12 +447,12 @@ class Observer:
 
     def _fits(self, num_micro: int) -> npt.NDArray[np.bool_]:
         memory = self.memory
-        # What is kept may be kept of all micro-batches; what passes is of one.
+        # Saved values may be those of all micro-batches; temporary ones are of one.
         per_sample = memory.saved_bytes_per_sample + memory.inner_bytes_per_sample / num_micro
         held = (
             memory.state_bytes[:, None, None] * self.state_of
             + per_sample[:, None, None] * self.counts
         )
         fits = np.asarray((held <= memory.usable_bytes).all(axis=2), np.bool_)
-        # A block that fits nowhere may go anywhere: the outcome tells.
+        # A block that fits nowhere may go anywhere: the outcome then tells.
         return np.asarray(fits | ~fits.any(axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""A pair of model and cluster, ready to be decided: table, observation, scores, reward."""
+"""A pair of model and cluster, ready for decisions: table, observation, scores, reward."""
 
 import copy
 from collections.abc import Sequence
@@ -24,22 +24,22 @@ from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 PIPELINED = 8
-"""Micro-batches that the rows of a pipelined pair are scored with."""
+"""Number of micro-batches that the rows of a pipelined pair are scored with."""
 CUT_WEIGHTS = 0.0, 1.0 / (PIPELINED - 1), 0.5
-"""How much a stage's transfers to the next one count beside its compute time: not at all; as what
-filling and draining the pipeline adds to a step; as one direction of a link that is a stage of its
-own. Which is right depends on links and overlap, so pipelines are drawn with each."""
+"""Weights of a stage's transfers to the next one beside its compute time: none; their part in
+filling and draining the pipeline; one direction of a link that is a stage of its own. Which is
+right depends on links and overlap, so pipelines are drawn with each."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
-"""Data parallelism that rewards are relative to, the best of these."""
+"""Methods of data parallelism, of which rewards are relative to the best."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What the coarse evaluator says about a row.
+    """The coarse evaluator's result for a row.
 
     Attributes:
-        step_time_s: seconds per step, also where memory does not suffice.
-        overflow: bytes missing on the worst device as a part of its memory, 0 if it fits.
+        step_time_s: Seconds per step, also if it does not fit into memory.
+        overflow: Missing bytes on the worst device as a part of its memory, 0 if it fits.
     """
 
     step_time_s: float
@@ -47,27 +47,27 @@ class Score:
 
     @property
     def preference(self) -> tuple[float, float]:
-        """Smaller is better: what fits first, then the shorter step."""
+        """Sort key, smaller is better: rows that fit first, then the shorter step."""
         return self.overflow, self.step_time_s
 
 
 def order_of(num_micro: int) -> Order:
     """Order in which a policy's strategies are scored.
 
-    By rank, every micro-batch's forward pass comes before the first backward pass, and what they
-    keep is in memory at once.
+    By rank, every micro-batch's forward pass comes before the first backward pass, and the values
+    that they keep are in memory at once.
     """
     return Order.RANK if num_micro == 1 else Order.FIFO
 
 
 class Loads(NamedTuple):
-    """What candidates put on devices; those that differ in the synchronisation alone are one.
+    """Loads of candidates on devices; one for candidates that differ only in synchronisation.
 
     Attributes:
-        counts: samples.  # [num_loads, D]
-        state: part of parameters and optimizer state.  # [num_loads, D]
-        holds: whether there is anything, gradients too.  # [num_loads, D] bool
-        of: each candidate's load.  # [C]
+        counts: Number of samples.  # [num_loads, D]
+        state: Part of parameters and optimizer state.  # [num_loads, D]
+        holds: Whether there is anything, including gradients.  # [num_loads, D] bool
+        of: Load of each candidate.  # [C]
     """
 
     counts: FloatArray
@@ -80,14 +80,14 @@ class Pair:
     """One model on one cluster; see the module docstring.
 
     Args:
-        graph: one training step.
-        cluster: the devices and links.
-        cost_model: as for ``Evaluator``.
-        divide: whether the candidates divide the optimizer's state; see ``candidates``.
+        graph: Graph of one training step.
+        cluster: Devices and links.
+        cost_model: Cost model, as for ``Evaluator``.
+        divide: Whether the candidates divide the optimizer's state; see ``candidates``.
 
     Attributes:
-        num_micro: micro-batches that the batch of every row is cut into evenly. With more than
-            one, rows are drawn as pipelines.
+        num_micro: Number of micro-batches that the batch of every row is cut into evenly. With
+            more than one, rows are drawn as pipelines.
     """
 
     def __init__(
@@ -115,28 +115,28 @@ class Pair:
 
     @property
     def name(self) -> str:
-        """Of model and cluster, for logs."""
+        """Name of model and cluster, for logs."""
         return f"{self.graph.name} on {self.cluster.name}"
 
     @property
     def num_blocks(self) -> int:
-        """Decisions to make."""
+        """Number of decisions to make."""
         return self.evaluator.tables.num_groups
 
     @property
     def num_candidates(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table."""
         return len(self.table)
 
     def divided(self) -> "Pair | None":
-        """The same with a divided state, if that is worth a look: it fills most devices alone."""
+        """The pair with a divided state; ``None`` unless the state fills most devices alone."""
         overfills = self.memory.overfills(self.table)
         if not overfills or not self.graph.updates_elementwise:
             return None
         return Pair(self.graph, self.cluster, self.evaluator.cost_model, divide=True)
 
     def pipelined(self, num_micro: int = PIPELINED) -> "Pair | None":
-        """The same with micro-batches, if there are as many samples."""
+        """The pair with micro-batches; ``None`` if there are fewer samples."""
         if self.graph.batch_size < num_micro:
             return None
         self.observer, self.loads  # noqa: B018 - made once for both
@@ -147,7 +147,7 @@ class Pair:
 
     @cached_property
     def loads(self) -> Loads:
-        """What every candidate puts on every device."""
+        """Loads of every candidate on every device."""
         both = np.zeros((2, self.num_candidates, self.cluster.num_devices))
         for number, decision in enumerate(self.table):
             devices = list(decision.devices)
@@ -159,12 +159,12 @@ class Pair:
 
     @cached_property
     def observer(self) -> Observer:
-        """Makes the observation, and knows the analytic times behind it."""
+        """Maker of the observation, with the analytic times behind it."""
         return Observer(self.evaluator, self.memory, self.table)
 
     @cached_property
     def observation(self) -> Observation:
-        """What a policy sees."""
+        """The observation for a policy."""
         return self.observer.observe(self.num_micro)
 
     @cached_property
@@ -180,10 +180,10 @@ class Pair:
         return min(scored, key=lambda each: each.preference).step_time_s
 
     def score(self, row: npt.ArrayLike) -> Score:
-        """Score a row of candidates, one per block; a row is simulated once.
+        """Score a row of candidates, one per block; each row is simulated only once.
 
         Args:
-            row: number of each block's candidate.
+            row: Number of each block's candidate.
         """
         row = np.asarray(row, np.int32)
         key = row.tobytes()
@@ -202,12 +202,12 @@ class Pair:
         return self._scores[key]
 
     def remember(self, rows: Sequence[IntArray] | IntArray, scores: Sequence[Score]) -> None:
-        """Take in scores of rows that were computed elsewhere."""
+        """Add scores of rows that were computed elsewhere."""
         for row, score in zip(rows, scores, strict=True):
             self._scores[np.asarray(row, np.int32).tobytes()] = score
 
     def forget(self) -> None:
-        """Let go of the scores of rows seen so far."""
+        """Drop the scores of rows seen so far."""
         self._scores.clear()
 
     def groups(self, row: npt.ArrayLike) -> IntArray:
@@ -218,34 +218,34 @@ class Pair:
 class RunningMemory:
     """Memory used while a row is filled block by block, for many rows at once.
 
-    A device holds the state of its blocks, and at the height of the step either what forward has
-    kept or the gradients, whichever is more (both with micro-batches), and on top what one op
-    makes for the moment of one micro-batch, its gradient included. The rest of the model must
-    still fit into what is left on all devices together.
+    A device holds the state of its blocks, and at the peak of the step either the values kept by
+    the forward pass or the gradients, whichever is more (both with micro-batches), and on top the
+    temporary values of one op for one micro-batch, its gradient included. The rest of the model
+    must still fit into the memory left on all devices together.
 
     Args:
-        pair: model and cluster.
-        num_rows: rows that are filled side by side.
-        recompute: whether every block lets go of what only its own backward pass reads.
+        pair: Model and cluster.
+        num_rows: Number of rows that are filled side by side.
+        recompute: Whether every block frees the values that only its own backward pass reads.
     """
 
     MARGIN = 0.95
-    """Part of the memory that may be filled: this estimate leaves out small things."""
+    """Part of the memory that may be filled, because this estimate leaves out small things."""
 
     def __init__(self, pair: Pair, num_rows: int, *, recompute: bool = False) -> None:
         memory = pair.memory
-        # A block that recomputes keeps what others read, and makes the rest anew for the moment.
+        # A block that recomputes keeps what others read, and recreates the rest temporarily.
         self._kept = memory.passed_bytes_per_sample if recompute else memory.saved_bytes_per_sample
         self._passing = (
             memory.inner_bytes_per_sample + memory.saved_bytes_per_sample - self._kept
         ) / pair.num_micro
         self._is_alone = None if recompute else pair.observation.fits
-        # The first micro-batch's gradients are there while the others' activations still are.
+        # The first micro-batch's gradients exist while the others' activations still do.
         self._both = np.maximum if pair.num_micro == 1 else np.add
         usable = memory.usable_bytes
         devices, batch = len(usable), pair.graph.batch_size
         loads = pair.loads
-        # Devices come first: sums and maxima over them are what takes the time.
+        # Devices come first, because sums and maxima over them take most of the time.
         self._state = np.zeros((devices, num_rows), np.float32)
         self._saved = np.zeros((devices, num_rows), np.float32)
         self._gradient = np.zeros((devices, num_rows), np.float32)
@@ -265,12 +265,12 @@ class RunningMemory:
 
     @property
     def used(self) -> npt.NDArray[np.float32]:
-        """Part of each device's memory that is taken so far.  # [num_rows, D]"""
+        """Part of each device's memory that is used so far.  # [num_rows, D]"""
         used = self._start + self._state + self._both(self._saved, self._gradient) + self._inner
         return np.asarray(used.T, np.float32)
 
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Which candidates the next block may take; all if none fits.  # [num_rows, C]"""
+        """Whether the next block may take each candidate; all if none fits.  # [num_rows, C]"""
         memory, block = self._memory, self._block
         gradient = np.float32(memory.gradient_bytes[block]) * self._holds
         state = np.float32(memory.state_bytes[block]) * self._state_of
@@ -292,13 +292,13 @@ class RunningMemory:
         if self._is_alone is not None:
             fits &= self._is_alone[block]
         roomy = fits & (free >= self._rest[block])
-        # Rather too little room for the rest than a device that is surely too small.
+        # Too little room for the rest is better than a device that is surely too small.
         fits = np.where(roomy.any(axis=1, keepdims=True), roomy, fits)
         least = worst <= worst.min(axis=1, keepdims=True) + 1e-6
         return np.asarray(np.where(fits.any(axis=1, keepdims=True), fits, least), np.bool_)
 
     def add(self, candidates: Sequence[int] | IntArray) -> None:
-        """Decide the next block of every row."""
+        """Record the next block of every row."""
         memory, block = self._memory, self._block
         chosen = self._load_of[np.asarray(candidates)]
         gradient = np.float32(memory.gradient_bytes[block]) * self._holds[:, chosen]
@@ -314,30 +314,30 @@ class RunningMemory:
 def _outer(
     rows: npt.NDArray[np.float32], loads: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Sums of what every row and every load put on each device.  # [D, num_rows, L]"""
+    """Sums of every row's and every load's bytes on each device.  # [D, num_rows, L]"""
     return np.asarray(rows[:, :, None] + loads[:, None], np.float32)
 
 
 class RunningStages:
-    """What the next block may take of rows that are filled as pipelines.
+    """Candidates that the next block may take in rows that are filled as pipelines.
 
-    A block stays on the devices of the one before as long as these have time and memory left to
-    get to a place where the stage may end, and goes to devices that no block is on yet when they
-    have not. What crosses the cut counts against the time of the stage that ends there. So a
-    policy chooses which devices come next, and the limit on their time how long they stay.
+    A block stays on the devices of the one before while these have time and memory left to
+    reach a place where the stage may end, and otherwise goes to devices that no block is on yet.
+    Transfers across the cut count against the time of the stage that ends there. So a policy
+    chooses which devices come next, and the limit on their time decides how long they stay.
 
     Args:
-        memory: of the rows, nothing decided yet.
-        pair: model and cluster.
-        limits: seconds that every stage of a row may have, as multiples of the least that all
+        memory: Memory of the rows, with nothing decided yet.
+        pair: Model and cluster.
+        limits: Seconds that every stage of a row may have, as multiples of the least that all
             devices together need.  # [num_rows]
-        cut_weights: how much what crosses a cut counts beside compute time, as
+        cut_weights: Weight of transfers across a cut beside compute time, as
             ``CUT_WEIGHTS``.  # [num_rows]
 
     Attributes:
-        is_late: rows with a stage beyond the limit, as it had to take what was left.
+        is_late: Whether a row has a stage beyond the limit, as it had to take what was left.
             # [num_rows] bool
-        longest: seconds of every row's longest stage so far.  # [num_rows]
+        longest: Seconds of every row's longest stage so far.  # [num_rows]
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class RunningStages:
         self._seconds = pair.observer.compute_seconds  # [G, C]
         weights, self._weight_of = np.unique(cut_weights, return_inverse=True)
         self._cuts = weights[:, None] * pair.observer.cut_seconds  # [W, G]
-        # From each block on, the least until a stage may end, what crosses the cut included.
+        # From each block on, the least time until a stage may end, including its transfers.
         fastest = np.full((len(sets), pair.num_blocks), np.inf)
         np.minimum.at(fastest, self._set_of, self._seconds.T)
         through = np.cumsum(fastest, axis=1)
@@ -376,11 +376,11 @@ class RunningStages:
 
     @classmethod
     def of_rows(cls, pair: Pair, rows: IntArray) -> "RunningStages":
-        """With the weight and the least limits under which rows are drawn, or nearly so.
+        """The stages with the weight and the least limits under which rows were (nearly) drawn.
 
         Args:
-            pair: model and cluster.
-            rows: candidates of all blocks.  # [num_rows, G]
+            pair: Model and cluster.
+            rows: Candidates of all blocks.  # [num_rows, G]
         """
         num_rows, num_weights = len(rows), len(CUT_WEIGHTS)
         blocks = np.tile(rows, (num_weights, 1)).T
@@ -399,20 +399,20 @@ class RunningStages:
         return cls(RunningMemory(pair, num_rows), pair, limits[best], weights[best])
 
     def fits(self) -> npt.NDArray[np.bool_]:
-        """Which candidates the next block may take; all if none may.  # [num_rows, C]"""
+        """Whether the next block may take each candidate; all if none may.  # [num_rows, C]"""
         in_memory = self._memory.fits()
         stays = self._set_of[None, :] == self._current[:, None]
         is_free = ~self._is_taken[:, self._set_of]
         load = self._load[:, None] * stays + self._until_end[self._weight_of, self._block]
         fits = (load <= self._limit) & in_memory
-        # Staying, then going on, then going on without the memory; or it is too late for that.
+        # Staying, else going on, else going on without the memory; unless it is too late.
         allowed = np.where((stays & fits).any(axis=1, keepdims=True), stays & fits, is_free & fits)
         for otherwise in (is_free & (load <= self._limit), stays):
             allowed = np.where(allowed.any(axis=1, keepdims=True), allowed, otherwise)
         return np.where(allowed.any(axis=1, keepdims=True), allowed, True)
 
     def add(self, candidates: IntArray) -> None:
-        """Decide the next block of every row."""
+        """Record the next block of every row."""
         self._memory.add(candidates)
         chosen = self._set_of[candidates]
         stays = chosen == self._current

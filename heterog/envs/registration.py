@@ -1,4 +1,4 @@
-"""Makes the environments known to Gymnasium.
+"""Registers the environments with Gymnasium.
 
 Gymnasium finds this by the entry point ``gymnasium.envs`` when the package is installed; elsewhere
 call ``register_envs()`` before ``gymnasium.make("heterog/Strategy-v1")``.
@@ -12,7 +12,7 @@ JOB_PARTITION = "heterog/JobPartition-v0"
 
 
 def register_envs() -> None:
-    """Register all environments; again is no harm."""
+    """Register all environments; doing so again does no harm."""
     for name, where in (
         (ONE_SHOT, "strategy_env:StrategyOneShotEnv"),
         (STEP_BY_STEP, "strategy_env:StrategyEnv"),

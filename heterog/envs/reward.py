@@ -1,4 +1,4 @@
-"""The reward of a strategy: relative to data parallelism, bounded, memory overrun graded.
+"""The reward of a strategy: relative to data parallelism, bounded, with graded memory overrun.
 
     fits:       R = clip(log(baseline / T), -1.5, 1.5)
     does not:   R = -1.5 - min(log(1 + overrun), 1)
@@ -17,7 +17,7 @@ from heterog.envs.pair import Pair, Score
 
 BOUND = 1.5
 WORST = -BOUND - 1.0
-"""No reward is below this."""
+"""Least possible reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class Reward:
     """A reward and its terms.
 
     Attributes:
-        reward: what a learner gets.
-        step_time_s: seconds per step.
-        speedup: the baseline's seconds over these.
-        overflow: bytes missing on the worst device over its memory.
+        reward: Value that a learner gets.
+        step_time_s: Seconds per step.
+        speedup: The baseline's seconds over these.
+        overflow: Missing bytes on the worst device over its memory.
     """
 
     reward: float
@@ -38,7 +38,7 @@ class Reward:
 
 
 RewardFunction = Callable[["Pair", "Score"], Reward]
-"""What environments and learners take for a reward: of a scored row of a pair."""
+"""Function from a pair and the score of a row to a reward, for environments and learners."""
 
 
 def reward_of(pair: Pair, score: Score) -> Reward:

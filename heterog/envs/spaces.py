@@ -1,4 +1,4 @@
-"""Observations of fixed size: padded arrays in a ``Dict`` space, and how actions are read."""
+"""Observations of fixed size: padded arrays in a ``Dict`` space; and how actions are read."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -26,14 +26,14 @@ Padded = dict[str, npt.NDArray[np.generic]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Padding:
-    """Sizes that observations are padded to: the largest of the pairs by default.
+    """Sizes that observations are padded to; by default, those of the largest pairs.
 
     Attributes:
-        blocks: G.
-        edges: E.
-        devices: D.
-        candidates: C.
-        pairs: number of pairs that an environment chooses from.
+        blocks: G, number of blocks.
+        edges: E, number of edges.
+        devices: D, number of devices.
+        candidates: C, number of candidates.
+        pairs: Number of pairs that an environment chooses from.
     """
 
     blocks: int
@@ -44,7 +44,7 @@ class Padding:
 
     @staticmethod
     def of(pairs: Sequence[Pair]) -> "Padding":
-        """The smallest padding that all of some pairs fit into."""
+        """The smallest padding into which all of some pairs fit."""
         return Padding(
             blocks=max(pair.num_blocks for pair in pairs),
             edges=max(pair.observation.edges.shape[1] for pair in pairs),
@@ -128,7 +128,7 @@ def pad_pair(pair: Pair, number: int, padding: Padding) -> Padded:
 
 
 def read_action(pair: Pair, action: npt.ArrayLike) -> tuple[IntArray, int]:
-    """A row from a one-shot action, and how many entries were masked.
+    """A row from a one-shot action, and the number of masked entries.
 
     A masked entry (a candidate that the pair does not have, or that cannot hold the block) is a
     no-op: the block follows the one before it, the first one takes its first legal candidate.

@@ -19,7 +19,7 @@ Action = npt.NDArray[np.int64]
 
 
 class _StrategyEnv(gym.Env[Padded, Any]):
-    """What both environments share: pairs, padding, the end of an episode."""
+    """Base of both environments: pairs, padding, the end of an episode."""
 
     metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
     observation_space: gym.Space[Any]
@@ -47,9 +47,9 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         return self.pairs[self._number]
 
     def _static(self) -> Padded:
-        """The pair's arrays, the caller's own.
+        """The pair's arrays, which the caller owns.
 
-        Made when they are asked for: all pairs' for 16 environments side by side were gigabytes.
+        Made on demand, because those of all pairs for 16 environments would take gigabytes.
         """
         return pad_pair(self.pair, self._number, self.padding)
 

@@ -1,4 +1,4 @@
-"""A small model and cluster made by hand, for first steps and for tests of learning."""
+"""A small handmade model and cluster, for first steps and for tests of learning."""
 
 from heterog.cluster import Cluster, Device, Host, Link, device_type
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
@@ -6,7 +6,7 @@ from heterog.graph.placement import P, Placement, R, S
 
 
 class _Chain:
-    """Tensors and ops of a graph that is being made."""
+    """Tensors and ops of a graph under construction."""
 
     def __init__(self, num_layers: int, width: int, batch_size: int) -> None:
         x = GraphTensor(
@@ -34,7 +34,7 @@ class _Chain:
         rule: tuple[tuple[Placement, ...], tuple[Placement, ...]] | None,
         flops: float,
     ) -> int:
-        """Add an op; returns the number of its first output."""
+        """Add an op; return the number of its first output."""
         first = len(self.tensors)
         made = [GraphTensor(shape=shape, dtype="float32") for shape in shapes]
         self.ops.append(
@@ -59,9 +59,9 @@ def chain_graph(num_layers: int = 4, width: int = 2048, batch_size: int = 32) ->
     """Linear layers of one width, one group each, trained by plain gradient descent.
 
     Args:
-        num_layers: layers.
-        width: inputs and outputs of each layer.
-        batch_size: samples.
+        num_layers: Number of layers.
+        width: Inputs and outputs of each layer.
+        batch_size: Number of samples.
     """
     chain = _Chain(num_layers, width, batch_size)
     add = chain.add
@@ -104,7 +104,7 @@ def toy_cluster(network_gb_per_s: float = 0.05) -> Cluster:
     """Two V100 on hosts of their own behind a slow network: one device alone is best.
 
     Args:
-        network_gb_per_s: rate of the NICs in 10^9 bytes per second.
+        network_gb_per_s: Rate of the NICs in 10^9 bytes per second.
     """
     of_type = device_type("V100-16GB")
     hosts = tuple(

@@ -1,1 +1,1 @@
-"""Why a plan is what it is: what was decided, what limits it, what would help."""
+"""Explanations of a plan: what it decides, what limits it, what would help."""

@@ -1,4 +1,4 @@
-"""Clusters with one thing bought: a device, faster links, more memory; and strategies for them."""
+"""Clusters with one purchase: a device, faster links, more memory; and strategies for them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ from heterog.strategy.division import micro_sizes, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
-"""Of a strategy's ranges, only the longest are tried one by one for a device that joins."""
+"""Most ranges of a strategy, the longest, that are tried one by one for a device that joins."""
 
 
 class ChangeKind(StrEnum):
-    """What is bought."""
+    """The kind of purchase."""
 
     DEVICE = "device"
     NIC = "nic"
@@ -33,10 +33,10 @@ class ChangedCluster:
     """A cluster with one thing more or better.
 
     Attributes:
-        kind: what is bought.
-        what: the same in words: ``"one more V100-16GB"``.
-        where: where it is put, in words.
-        cluster: with it; devices keep their indices, and a new one comes last.
+        kind: Kind of purchase.
+        what: The purchase in words: ``"one more V100-16GB"``.
+        where: Its place, in words.
+        cluster: Cluster with it; devices keep their indices, and a new one comes last.
     """
 
     kind: ChangeKind
@@ -48,7 +48,7 @@ class ChangedCluster:
 def possible_changes(
     cluster: Cluster, peaks_bytes: Sequence[Sequence[int]] = ()
 ) -> Iterator[ChangedCluster]:
-    """Everything that a buyer may ask about.
+    """Every purchase that a buyer may ask about.
 
     - One more device of each type: on a host of its own, with NIC and inner link like the host of
       that type with the fewest devices, because a card in a machine without a free slot cannot be
@@ -60,8 +60,8 @@ def possible_changes(
       than 90 % of what a device of the type has.
 
     Args:
-        cluster: as it is.
-        peaks_bytes: peaks of each device under the strategies that were looked at.
+        cluster: The cluster as it is.
+        peaks_bytes: Peaks of each device under the strategies that were looked at.
     """
     for number in range(len(cluster.device_types)):
         yield _one_more(cluster, number)
@@ -127,7 +127,7 @@ def _one_more(cluster: Cluster, number: int) -> ChangedCluster:
 
 
 def _with_one_more(cluster: Cluster, model: int, host: int) -> tuple[PairLimit, ...]:
-    """What lies between hosts when another one joins those that a model of it is among."""
+    """Limits between hosts after another host joins wherever a host like it is."""
 
     def with_it(hosts: tuple[int, ...]) -> tuple[int, ...]:
         return (*hosts, host) if model in hosts and host not in hosts else hosts
@@ -141,7 +141,7 @@ def _with_one_more(cluster: Cluster, model: int, host: int) -> tuple[PairLimit, 
 
 
 def _faster_lines(cluster: Cluster) -> Iterator[ChangedCluster]:
-    """Each line between the same sets of hosts twice as fast."""
+    """Changes that make each line between the same sets of hosts twice as fast."""
     lines: dict[frozenset[tuple[int, ...]], list[int]] = {}
     for number, limit in enumerate(cluster.pairs):
         if limit.is_shared:
@@ -210,18 +210,18 @@ def _more_memory(cluster: Cluster, number: int) -> ChangedCluster:
 def strategies_with(
     strategy: Strategy, evaluator: Evaluator, devices: Sequence[int], speeds: Sequence[float]
 ) -> Iterator[Strategy]:
-    """A strategy in which more devices take part: in all ranges of groups, or in one of them.
+    """Strategies with more devices: in all ranges of groups, or in one of them.
 
     A device that joins a range takes a share in proportion to its speed among those that work
     there. A group that was on one device becomes replicas, synchronised by reduce-scatter and
-    all-gather. Beside teams, a device that joins is a team of its own. What would be no legal
-    strategy is left out.
+    all-gather. Beside teams, a device that joins is a team of its own. Strategies that would not
+    be legal are left out.
 
     Args:
-        strategy: made for the graph; its devices have the same indices in the cluster.
-        evaluator: of the graph and the cluster with the new devices.
-        devices: indices of those that join.
-        speeds: samples per second of every device.
+        strategy: Strategy for the graph; its devices have the same indices in the cluster.
+        evaluator: Evaluator of the graph and the cluster with the new devices.
+        devices: Indices of the devices that join.
+        speeds: Samples per second of every device.
     """
     ranges = ranges_of(strategy.decisions)
     spans = [(0, len(strategy.decisions))]
@@ -233,7 +233,7 @@ def strategies_with(
         try:
             joined.check(evaluator.graph, evaluator.cluster)
         except StrategyError:
-            continue  # rules or schedules of the others leave no place for who joins
+            continue  # rules or schedules of the others leave no place for the new devices
         yield joined
 
 
@@ -275,9 +275,9 @@ def _joined(
 
 
 def _in_proportion(strategy: Strategy, cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Micro-batches of the same sizes that every group cuts in the proportions of its shares.
+    """Micro-batches of the same sizes, which every group cuts in proportion to its shares.
 
-    A table that says what each device has of each micro-batch has nothing for who joins.
+    A table with each device's part of each micro-batch has no part for a new device.
     """
     if not strategy.micro_batches:
         return ()
@@ -300,7 +300,7 @@ def _with_devices(
         for device in members
     )
     by_slices = decision.sync == Sync.REDUCE_SCATTER_ALL_GATHER or len(decision.devices) == 1
-    # A team of one cuts parameters unlike a larger one, so that no slice has one owner.
+    # A team of one cuts parameters differently from a larger one, so that no slice has one owner.
     by_slices |= bool(decision.teams) and decision.sync.is_sharded
     part_of = dict(zip(decision.devices, decision.parts or decision.shares, strict=True))
     return replace(

@@ -1,4 +1,4 @@
-"""What a plan decides, as facts that people can read: ranges of groups, devices, syncs.
+"""The decisions of a plan as facts that people can read: ranges of groups, devices, syncs.
 
 Ranges are cut where decisions change; everything else is read from the lowered program.
 """
@@ -23,19 +23,19 @@ class Range:
     """Consecutive groups on the same devices with the same shares.
 
     Attributes:
-        first_group: number of the first one.
-        num_groups: how many.
-        first: module path that names the first group.
-        last: module path that names the last group.
-        devices: indices of the devices.
-        shares: samples of the batch on each of them; what ops with rules split instead is in
-            proportion to these.
-        syncs: how gradients are aggregated, as in ``SYNC_NAMES``, in the order of the groups;
-            empty where none are.
-        units: units of the axes other than the batch (columns, heads, experts) that ops of the
-            range are split along by rules, each number once.
-        by_batch: whether some op of the range is split along the batch.
-        splits: all axes that ops of the range are shared out along, most work first.
+        first_group: Number of the first group.
+        num_groups: Number of groups.
+        first: Module path that names the first group.
+        last: Module path that names the last group.
+        devices: Indices of the devices.
+        shares: Samples of the batch on each device; ops with rules split other units in proportion
+            to these.
+        syncs: Aggregations of gradients, as in ``SYNC_NAMES``, in the order of the groups; empty
+            if there are none.
+        units: Units of the axes other than the batch (columns, heads, experts) along which rules
+            split ops of the range, each number once.
+        by_batch: Whether some op of the range is split along the batch.
+        splits: All axes along which ops of the range are divided, most work first.
     """
 
     first_group: int
@@ -52,21 +52,21 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What a strategy decides, as its lowered program does it.
+    """The decisions of a strategy, as its lowered program carries them out.
 
     Attributes:
-        num_groups: groups of modules that share one decision each.
-        ranges: all groups, cut wherever devices or shares change.
-        idle: devices on which nothing runs, by index; servers of parameters have work.
-        syncs: how many groups aggregate their gradients in which way, most groups first; a group
-            may do so in several ways, or have nothing to aggregate.
-        bucket_bytes: see ``Strategy``.
-        num_recomputing: groups of which some ops run again instead of being kept.
-        num_micro_batches: parts that the batch is cut into.
-        step_barrier: whether a step ends with all updates.
-        aggregations: all parameters by how their gradients are aggregated, or why they are not.
-        micro_batch_sizes: samples of each micro-batch, on all devices together.
-        schedule: in what order devices work through the micro-batches.
+        num_groups: Number of groups of modules, each with one decision.
+        ranges: All groups, cut wherever devices or shares change.
+        idle: Indices of devices on which nothing runs; servers of parameters have work.
+        syncs: Number of groups by aggregation of their gradients, most groups first; a group may
+            use several, or have nothing to aggregate.
+        bucket_bytes: Bytes of a bucket, see ``Strategy``.
+        num_recomputing: Number of groups of which some ops run again instead of being kept.
+        num_micro_batches: Number of parts that the batch is cut into.
+        step_barrier: Whether a step ends with all updates.
+        aggregations: All parameters by the aggregation of their gradients, or why there is none.
+        micro_batch_sizes: Samples of each micro-batch, on all devices together.
+        schedule: Order in which devices work through the micro-batches.
     """
 
     num_groups: int
@@ -83,7 +83,7 @@ class Decided:
 
 
 def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> Decided:
-    """Lower a strategy and read it for people."""
+    """Lower a strategy and describe it for people."""
     names = group_ops(graph).names
     lowered = Lowered(lower(graph, cluster, strategy, num_steps=1), strategy, graph)
     aggregations = lowered.aggregations()

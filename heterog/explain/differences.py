@@ -1,4 +1,4 @@
-"""What one strategy does differently from another of the same graph, subject by subject."""
+"""The differences between two strategies of the same graph, subject by subject."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -19,9 +19,9 @@ class Difference:
     """One subject on which two strategies differ.
 
     Attributes:
-        what: the subject: ``"stages"``, ``"shares"``, ...
-        given: what the first one does.
-        ours: what the second one does.
+        what: Subject: ``"stages"``, ``"shares"``, ...
+        given: What the first strategy does, in words.
+        ours: What the second strategy does, in words.
     """
 
     what: str
@@ -32,7 +32,7 @@ class Difference:
 def differences(
     given: Strategy, ours: Strategy, graph: OpGraph, cluster: Cluster
 ) -> tuple[Difference, ...]:
-    """The subjects on which a plan differs from what was given, most telling first."""
+    """The subjects on which a plan differs from a given strategy, most telling first."""
     subjects: tuple[tuple[str, Callable[[Strategy], str]], ...] = (
         ("devices", lambda each: _devices(each, cluster)),
         ("stages", lambda each: _stages(each, graph)),
@@ -57,7 +57,7 @@ def _devices(strategy: Strategy, cluster: Cluster) -> str:
     for decision in dict.fromkeys(strategy.decisions):
         share = dict(zip(decision.devices, decision.shares, strict=True))
         for team in decision.division.all_teams:
-            # By rules, a member without samples of its own works on those of its team.
+            # With rules, a member without samples of its own works on those of its team.
             together = strategy.op_rules and any(share[device] for device in team)
             used |= {device for device in team if together or share[device]}
     if len(used) == cluster.num_devices:
@@ -82,7 +82,7 @@ def _stages(strategy: Strategy, graph: OpGraph) -> str:
 
 
 def _teams(strategy: Strategy) -> str:
-    """How many devices do the ops with rules together."""
+    """The number of devices that run ops with rules together."""
     if not strategy.op_rules:
         return "none"
     teams = [team for decision in strategy.decisions for team in decision.division.all_teams]

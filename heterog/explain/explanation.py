@@ -1,7 +1,7 @@
-"""Why a plan is what it is: what was decided, what limits it, how good it is, what would help.
+"""An explanation of a plan: what it decides, what limits it, how good it is, what would help.
 
-Every sentence follows from a fact that was simulated, and the facts come along for ``--json`` and
-for reports. ``sentences`` turns facts into words; this module finds the facts.
+Every sentence follows from a simulated fact, and the facts are included for ``--json`` and for
+reports. ``sentences`` turns facts into words; this module finds the facts.
 """
 
 import math
@@ -28,26 +28,26 @@ from heterog.simulator.memory_breakdown import Fit, memory_fit
 from heterog.simulator.timeline import Cause, Timeline
 
 SUFFICES = 0.01
-"""Data parallelism is good enough where it takes at most this part longer than the best."""
+"""Most by which good enough data parallelism takes longer than the best, as a part."""
 
 _MANY_TASKS = 20_000
-"""Of larger programs (many devices, or eight steps without a barrier) fewer are simulated."""
+"""Tasks of a program beyond which each change gets fewer simulations."""
 
 
 _SAME_BOUND = 1e-6
-"""A plan's file may round its bound."""
+"""Relative difference that rounding in a plan's file may make in its bound."""
 _NO_LIMIT = 10**12  # evaluations
 _BASELINES_PART = 0.5
-"""Of the seconds of an explanation, for baselines that the plan was made without."""
+"""Part of the seconds of an explanation for baselines that the plan was made without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """Devices without work, and what the step takes if they get some.
+    """Devices without work, and the step time if they get some.
 
     Attributes:
-        devices: their indices.
-        step_time_s: the shortest step found in which they take part; ``None`` if none fits.
+        devices: Indices of the devices.
+        step_time_s: Shortest step found in which they take part; ``None`` if none fits.
     """
 
     devices: tuple[int, ...]
@@ -59,9 +59,9 @@ class Queued:
     """Collectives on the critical path that were ready before their communicator was free.
 
     Attributes:
-        devices: of the communicator, which runs one operation at a time.
-        num_collectives: that waited for another one, per step.
-        seconds: of the path that are spent in these collectives.
+        devices: Devices of the communicator, which runs one operation at a time.
+        num_collectives: Number of collectives per step that waited for another one.
+        seconds: Seconds of the path that are spent in these collectives.
     """
 
     devices: tuple[int, ...]
@@ -71,14 +71,14 @@ class Queued:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """The plan beside what people would do without it.
+    """The plan compared with methods that people would use without it.
 
     Attributes:
-        data_parallel: the best method of data parallelism, ``""`` if none fits.
-        data_parallel_s: its seconds per step.
-        tuned_uniform_s: seconds of one tuned decision for the whole model, ``None`` if it does
-            not fit.
-        suffices: whether data parallelism is within 1 % of the best that is known.
+        data_parallel: Name of the best method of data parallelism, ``""`` if none fits.
+        data_parallel_s: Its seconds per step.
+        tuned_uniform_s: Seconds per step of one tuned decision for the whole model, ``None`` if it
+            does not fit.
+        suffices: Whether data parallelism is within 1 % of the best that is known.
     """
 
     data_parallel: str
@@ -89,16 +89,16 @@ class Quality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenFacts:
-    """The person's own layout beside the plan.
+    """The person's own layout compared with the plan.
 
     Attributes:
-        said: the layout, and what of it could not be said as it was meant.
-        outcome: whether it fits and runs.
-        step_time_s: its seconds per step, ``None`` unless ``ok``.
-        shortage: why it is not ``ok``.
-        gain: how much faster the plan is; ``None`` unless both run.
-        differences: what the plan does differently; empty where the plan was loaded from a file,
-            or is the layout itself.
+        said: Description of the layout, and of anything that could not be carried over exactly.
+        outcome: Whether it fits and runs.
+        step_time_s: Its seconds per step, ``None`` unless ``ok``.
+        shortage: Reason why it is not ``ok``.
+        gain: Speed-up of the plan over it; ``None`` unless both run.
+        differences: What the plan does differently; empty if the plan was loaded from a file, or
+            is the layout itself.
     """
 
     said: str
@@ -114,23 +114,23 @@ class Explanation:
     """A plan in words, and the facts behind them.
 
     Attributes:
-        paragraphs: plain English, one subject each.
-        recommendation: what to do, in one or two sentences.
-        plan: that is explained.
-        step_time_s: seconds per step, also where memory does not suffice.
-        decided: what the strategy decides.
-        left_out: devices without work, host by host.
-        pieces: the critical path by place, purpose and module, the longest first; the seconds add
+        paragraphs: Plain English, one subject each.
+        recommendation: Advice in one or two sentences.
+        plan: The plan that is explained.
+        step_time_s: Seconds per step, also if it does not fit into memory.
+        decided: Decisions of the strategy.
+        left_out: Devices without work, host by host.
+        pieces: The critical path by place, purpose and module, the longest first; the seconds add
             up to ``step_time_s``.
-        queued: collectives on the critical path that waited for others of their devices, by
+        queued: Collectives on the critical path that waited for others of their devices, by
             communicator, the most seconds first.
-        busy: part of the step in which each device computes.
-        bound: what no strategy can beat: that of the plan.
-        quality: the plan beside data parallelism.
-        fit: memory of every device.
-        remedies: what makes it fit, if it does not.
-        changes: what buying something would save, most first; empty if that was not asked.
-        given: the person's own layout, if one was given.
+        busy: Part of the step in which each device computes.
+        bound: Lower bound of the plan, which no strategy can beat.
+        quality: The plan compared with data parallelism.
+        fit: Memory of every device.
+        remedies: Changes that make it fit, if it does not.
+        changes: Savings by each possible purchase, most first; empty if not asked for.
+        given: The person's own layout, if one was given.
     """
 
     paragraphs: tuple[str, ...]
@@ -156,12 +156,12 @@ class Explanation:
 
     @property
     def left_to_gain(self) -> float:
-        """Part of the step that no plan can save more of."""
+        """Largest part of the step that any plan could still save."""
         return max(1.0 - self.bound_s / self.step_time_s, 0.0)
 
     @property
     def quickly_found_s(self) -> float | None:
-        """The step of a quick search on the same cluster if that is shorter by 1 % or more."""
+        """Step time of a quick search on the same cluster, if it is shorter by 1 % or more."""
         before = self.changes[0].before_s if self.changes else None
         is_shorter = before is not None and before < self.step_time_s * (1.0 - SUFFICES)
         return before if is_shorter and self.fit.is_ok else None
@@ -206,14 +206,14 @@ def explain(
     model on 8 devices, otherwise well under one.
 
     Args:
-        plan: made or loaded.
-        evaluator: of the plan's graph and cluster; made anew if ``None``.
-        changes: whether to simulate what buying something would save.
-        evaluations: about as many simulations for each change.
-        progress: told about what is going on.
-        stop: leaves out what buying would save, from then on.
-        seconds: that idle devices, baselines which the plan was made without, and simulating what
-            buying would save, may take together; all it takes if ``None``. What is not reached is
+        plan: Plan, made or loaded.
+        evaluator: Evaluator of the plan's graph and cluster; made anew if ``None``.
+        changes: Whether to simulate savings by purchases.
+        evaluations: Approximate number of simulations for each change.
+        progress: Function that gets the progress.
+        stop: Switch that leaves out savings by purchases, from then on.
+        seconds: Time that idle devices, baselines without rows in the plan, and simulations of
+            purchases may take together; unlimited if ``None``. Whatever is not reached in time is
             left out.
 
     Raises:
@@ -323,7 +323,7 @@ def _queued(timeline: Timeline) -> tuple[Queued, ...]:
 def _with_baselines(
     plan: Plan, evaluator: Evaluator, stop: Stop | None, seconds: float | None
 ) -> list[MethodRow]:
-    """The plan's rows and those of the baselines that it was made without, as far as time goes."""
+    """The plan's rows and those of baselines that it lacks, as far as time allows."""
     rows = list(plan.rows)
     known = {row.method for row in rows}
     problem = Problem(
@@ -341,14 +341,14 @@ def _with_baselines(
 
 
 def _uses_several(row: MethodRow) -> bool:
-    """A model that is too large for one device is no news."""
+    """Whether several devices work: a model too large for one device is no news."""
     return sum(peak > 0 for peak in row.peak_memory_bytes) > 1
 
 
 def _left_out(
     plan: Plan, evaluator: Evaluator, decided: Decided, order: Order, spending: Spending
 ) -> tuple[LeftOut, ...]:
-    """Idle devices host by host, of alike hosts simulated once, as far as time goes."""
+    """Idle devices host by host, simulated once for like hosts, as far as time allows."""
     cluster = plan.cluster
     found = []
     known: dict[tuple[int, int], float | None] = {}
@@ -366,7 +366,7 @@ def _left_out(
 
 
 def _quality(rows: Sequence[MethodRow], best_s: float) -> Quality:
-    """Data parallelism beside the shortest step known, 0 if nothing fits."""
+    """Data parallelism compared with the shortest step known, which is 0 if nothing fits."""
     times = {row.method: row.step_time_s for row in rows if row.step_time_s is not None}
     by_data = {name: times[name] for name in DATA_PARALLEL if name in times}
     best = min(by_data, key=lambda name: by_data[name], default="")

@@ -1,4 +1,4 @@
-"""What would make a strategy fit that does not: each way is simulated, none is guessed."""
+"""Changes that would make a strategy fit: each is simulated, none is guessed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from heterog.strategy.strategy import Decision, Strategy
 
 
 class RemedyKind(StrEnum):
-    """What is changed so that a strategy fits."""
+    """The kind of change that makes a strategy fit."""
 
     RECOMPUTE = "recompute"
     MICRO_BATCHES = "micro_batches"
@@ -27,12 +27,12 @@ class Remedy:
     """One change after which the strategy fits.
 
     Attributes:
-        kind: what is changed.
-        amount: the groups that recompute their activations (all of them), the smallest number of
+        kind: Kind of change.
+        amount: The groups that recompute their activations (all of them), the smallest number of
             micro-batches found, the largest global batch found, or the usable bytes that every
             device of a type must have.
-        device_type: for memory, the type's name.
-        step_time_s: seconds per step with the change; ``None`` for memory, where it stays.
+        device_type: For memory, the type's name.
+        step_time_s: Seconds per step with the change; ``None`` for memory, which changes nothing.
     """
 
     kind: RemedyKind
@@ -44,16 +44,16 @@ class Remedy:
 def remedies(
     evaluator: Evaluator, strategy: Strategy, order: Order, fit: Fit
 ) -> tuple[Remedy, ...]:
-    """Everything that makes a strategy fit, nothing if it fits already.
+    """Every change that makes a strategy fit; none if it fits already.
 
     Micro-batches and batch sizes are found by doubling and bisection, as if more micro-batches or
-    fewer samples never needed more memory; what is reported was simulated and fits.
+    fewer samples never needed more memory; the results were simulated and fit.
 
     Args:
-        evaluator: of the graph and cluster.
-        strategy: made for them.
-        order: in which waiting tasks run.
-        fit: its memory, by ``memory_fit``.
+        evaluator: Evaluator of the graph and cluster.
+        strategy: Strategy for them.
+        order: Order in which waiting tasks run.
+        fit: Its memory, by ``memory_fit``.
     """
     if fit.is_ok:
         return ()
@@ -68,7 +68,7 @@ def remedies(
 
 
 def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
-    """Recomputation in every group."""
+    """The remedy that recomputes every group, if it helps."""
     changed = replace(
         strategy,
         decisions=tuple(replace(each, recompute=True) for each in strategy.decisions),
@@ -84,7 +84,7 @@ def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy
 
 
 class _Judge:
-    """A strategy under changes of its batch."""
+    """Evaluates a strategy under changes of its batch."""
 
     def __init__(self, evaluator: Evaluator, strategy: Strategy, order: Order) -> None:
         self._evaluator = evaluator
@@ -101,14 +101,14 @@ class _Judge:
         return not rules or axis_plan(self._evaluator.graph, rules).crossing() is None
 
     def cut(self, num_micro: int) -> Evaluation:
-        """With a number of micro-batches."""
+        """The evaluation with a number of micro-batches."""
         return self._referee(self.batch_size, num_micro)
 
     def shrunk(self, batch_size: int) -> Evaluation:
-        """With a smaller batch in the same proportions.
+        """The evaluation with a smaller batch in the same proportions.
 
-        The graph is still that of the whole batch: what does not depend on the samples of a device
-        stays as it is, everything else follows its samples.
+        The graph is still that of the whole batch: whatever does not depend on the samples of a
+        device stays as it is, everything else follows its samples.
         """
         return self._referee(batch_size, min(self.num_micro, batch_size))
 
@@ -127,10 +127,10 @@ def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro
         micro_batches=parts if num_micro > 1 else (),
         schedule=strategy.schedule
         if num_micro == strategy.num_micro_batches
-        else replace(strategy.schedule, turns=()),  # they are of other micro-batches
+        else replace(strategy.schedule, turns=()),  # these are for other micro-batches
     )
     given = evaluator.encode(strategy)
-    # Lowering shares the tables' batch out in proportion: it is to be this one.
+    # Lowering divides the tables' batch in proportion, so they get this batch size.
     tables = evaluator.tables_of(given)._replace(batch_size=batch_size)
     choice = encode(changed, tables, evaluator.channels, num_steps=given.num_steps)
     return choice._replace(rule_set=given.rule_set)
@@ -169,7 +169,7 @@ def _batch_size(judge: _Judge) -> Remedy | None:
 def _bisect(
     bad: int, good: int, found: Evaluation, evaluate: Callable[[int], Evaluation]
 ) -> tuple[int, Evaluation]:
-    """The amount nearest to ``bad`` that fits, and what it does; ``good`` is known to fit."""
+    """The amount nearest to ``bad`` that fits, and its evaluation; ``good`` is known to fit."""
     while abs(good - bad) > 1:
         middle = (good + bad) // 2
         tried = evaluate(middle)
@@ -181,7 +181,7 @@ def _bisect(
 
 
 def _memory(fit: Fit) -> Iterator[Remedy]:
-    """The memory that each type which lacks some would need: needs do not depend on sizes."""
+    """Memory needed by each type that lacks some; the need does not depend on sizes."""
     short = dict.fromkeys(d.device_type for d in fit.devices if d.lacking_bytes > 0)
     for name in short:
         needs = max(d.peak_bytes for d in fit.devices if d.device_type == name)

@@ -1,8 +1,8 @@
-"""What the tasks of a lowered program say about a plan: who does how much, how gradients travel.
+"""Facts about a plan from its lowered program: the work of each device, the ways of gradients.
 
-Nothing here is read from a strategy's decisions where the program knows better: rules put ops on
-other axes than the batch, and parameters that live in slices are not aggregated however their
-group is told to.
+Nothing is read from a strategy's decisions where the program knows better: rules split ops along
+other axes than the batch, and parameters that live in slices are not aggregated whatever their
+group's decision.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,16 +37,16 @@ _ORDER = ("columns", "rows", "heads", "experts")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Ops that are shared out along one axis.
+    """Ops that are divided along one axis.
 
     Attributes:
         axis: ``"samples"`` of the batch; ``"columns"`` of weights (each device makes a part of the
             outputs), ``"rows"`` (each makes a summand of all), ``"heads"``, ``"experts"`` or
             several of these joined by ``"and"``; ``"units"`` of another axis; ``"whole"``: every
             device that takes part does all.
-        units: of the axis; 0 for ``"whole"``.
-        shares: units of each device; for ``"whole"`` 1 on those that take part.
-        work: part of the FLOPs of the range that is shared out so.
+        units: Number of units of the axis; 0 for ``"whole"``.
+        shares: Units of each device; for ``"whole"`` 1 on those that take part.
+        work: Part of the FLOPs of the range that is divided this way.
     """
 
     axis: str
@@ -57,17 +57,17 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Aggregation:
-    """How the gradients of some parameters become the same everywhere.
+    """The way in which the gradients of some parameters become the same everywhere.
 
     Attributes:
-        way: one of ``SYNC_NAMES``, or why nothing is aggregated: ``IN_SLICES``, ``MADE_WHOLE``,
+        way: One of ``SYNC_NAMES``, or why nothing is aggregated: ``IN_SLICES``, ``MADE_WHOLE``,
             ``ELSEWHERE``, ``ALONE``.
-        num_groups: groups with such parameters.
-        num_parameters: how many parameters.
-        num_bytes: of these parameters.
-        num_buckets: in how many pieces their gradients travel; 0 where they travel as they are.
-        largest_bucket_bytes: of the largest piece.
-        servers: devices that update them for others, by index.
+        num_groups: Number of groups with such parameters.
+        num_parameters: Number of parameters.
+        num_bytes: Bytes of these parameters.
+        num_buckets: Number of pieces in which their gradients are sent; 0 if sent as they are.
+        largest_bucket_bytes: Bytes of the largest piece.
+        servers: Indices of the devices that update them for others.
     """
 
     way: str
@@ -80,17 +80,17 @@ class Aggregation:
 
     @property
     def is_aggregated(self) -> bool:
-        """Whether gradients of several replicas are added up on the way."""
+        """Whether gradients of several replicas are summed on the way."""
         return self.way in SYNC_NAMES.values()
 
 
 class Lowered:
-    """A program of one training step, asked for facts.
+    """A program of one training step, with facts derived from it.
 
     Args:
-        program: of the strategy, with one step.
-        strategy: that was lowered.
-        graph: that it was lowered from.
+        program: Program of the strategy, with one step.
+        strategy: Strategy that was lowered.
+        graph: Graph that it was lowered from.
     """
 
     def __init__(self, program: Program, strategy: Strategy, graph: OpGraph) -> None:
@@ -132,15 +132,15 @@ class Lowered:
         return self.strategy.micro_sizes or (self.graph.batch_size,)
 
     def splits(self, groups: range, devices: Sequence[int]) -> tuple[Split, ...]:
-        """Along which axes the ops of consecutive groups are shared out, most work first.
+        """Axes along which the ops of consecutive groups are divided, most work first.
 
         Args:
-            groups: with the same devices and shares.
-            devices: of these groups.
+            groups: Groups with the same devices and shares.
+            devices: Devices of these groups.
         """
         tables = self.tables
         rows = np.flatnonzero((tables.op_group >= groups.start) & (tables.op_group < groups.stop))
-        # Something, also for ops without FLOPs.
+        # Not zero, also for ops without FLOPs.
         work = self.graph.flops[tables.op_id[rows]] + 1.0
         found = []
         for axis in np.unique(tables.op_axis[rows]).tolist():
@@ -166,7 +166,7 @@ class Lowered:
         return " and ".join(name for name in _ORDER if name in names) or "units"
 
     def _names_of(self, row: int) -> Iterable[str]:
-        """What the axis of an op is, by the weights that it reads in slices."""
+        """Names of an op's axis, by the weights that it reads in slices."""
         tables, graph = self.tables, self.graph
         op = int(tables.op_id[row])
         kind = graph.ops[op].kind
@@ -187,7 +187,7 @@ class Lowered:
 
     @cached_property
     def ways(self) -> tuple[str, ...]:
-        """How the gradient of each parameter is aggregated, as in ``Aggregation``."""
+        """Aggregation of each parameter's gradient, as in ``Aggregation``."""
         return tuple(self._way(parameter) for parameter in range(len(self._updated_on)))
 
     @cached_property
@@ -201,7 +201,7 @@ class Lowered:
 
     @cached_property
     def _tasks_about(self) -> dict[tuple[int, int], int]:
-        """A task by its kind and what it is about."""
+        """A task for each pair of kind and subject."""
         program = self.program
         links = np.flatnonzero(program.kind >= FIRST_LINK_KIND).tolist()
         return {(int(program.kind[task]), int(program.subject[task])): task for task in links}
@@ -232,7 +232,7 @@ class Lowered:
         return ELSEWHERE if len(decision.devices) == 1 else SYNC_NAMES[Sync.PARAMETER_SERVER]
 
     def aggregations(self) -> tuple[Aggregation, ...]:
-        """All parameters by the way in which their gradients are aggregated, most groups first."""
+        """All parameters by the aggregation of their gradients, most groups first."""
         by_way: dict[str, list[int]] = {}
         for parameter, way in enumerate(self.ways):
             by_way.setdefault(way, []).append(parameter)
@@ -259,7 +259,7 @@ class Lowered:
         )
 
     def ways_of(self, groups: range) -> tuple[str, ...]:
-        """The ways in which gradients of some groups are aggregated, each once, in their order."""
+        """The aggregations of some groups' gradients, each once, in their order."""
         groups_of = self.tables.parameter_group.tolist()
         pairs = sorted(
             (group, way)

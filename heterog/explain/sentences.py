@@ -1,7 +1,7 @@
 """The words of an explanation: each function turns facts into one paragraph.
 
-A sentence is left out where it would say nothing: no limits that are nothing, no changes that
-nobody asked about.
+A sentence is left out if it would say nothing: limits that do not exist, changes that were not
+asked for.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 _MOST_RANGES = 8
 _MOST_PLACES = 4
 _SMALL = 0.02
-"""Smaller parts of a step are summed up."""
+"""Part of a step below which pieces are summed up."""
 _NOTHING = 0.005
-"""A smaller saving is next to nothing."""
+"""Part of a step below which a saving counts as nothing."""
 _NEAR_BOUND = 0.10
 
 _METHODS = {
@@ -48,7 +48,7 @@ _METHODS = {
     "ddp": "even shares, all-reduce in buckets",
     "ddp_accumulate": "even shares, all-reduce in buckets, gradient accumulation",
 }
-_ORDERS = {  # first come, first served is what everybody expects
+_ORDERS = {  # first come, first served is the usual order
     "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
     "program": "Of several tasks that wait, the one that comes first in the program goes first.",
 }
@@ -78,7 +78,7 @@ def paragraphs(facts: "Explanation") -> tuple[str, ...]:
 
 
 def _beside(simple_s: float, step_s: float) -> str:
-    """How long data parallelism takes beside the plan, where it is good enough.
+    """Time of good enough data parallelism compared with the plan's, in words.
 
     >>> _beside(0.2, 0.2), _beside(0.201, 0.2), _beside(0.1, 0.2)
     ('takes as long', 'takes only 0.5 % longer', 'takes 50 % less time')
@@ -90,7 +90,7 @@ def _beside(simple_s: float, step_s: float) -> str:
 
 
 def recommendation(facts: "Explanation") -> str:
-    """What to do."""
+    """The advice."""
     quality = facts.quality
     if not facts.fit.is_ok:
         found_s = facts.changes[0].before_s if facts.changes else None
@@ -166,9 +166,9 @@ def _span(each: Range) -> str:
 
 
 def _placed(each: Range, cluster: Cluster, batch: int) -> str:
-    """Devices with what they share out: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``.
+    """Devices with their shares: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``.
 
-    Where rules put ops on other axes, the one with most of the work and what part that is.
+    If rules split ops along other axes, the axis with most of the work, and its part of it.
     """
     if len(each.devices) == 1:
         device = cluster.devices[each.devices[0]]
@@ -189,7 +189,7 @@ def _placed(each: Range, cluster: Cluster, batch: int) -> str:
 
 
 def _shared(devices: Sequence[int], shares: Sequence[int], of: str, cluster: Cluster) -> str:
-    """Devices by type and share; those that take part in what all do whole have no number."""
+    """Devices by type and share; those that take part in undivided work have no number."""
     alike: dict[tuple[str, int], list[str]] = {}
     for index, share in zip(devices, shares, strict=True):
         device = cluster.devices[index]
@@ -204,7 +204,7 @@ def _shared(devices: Sequence[int], shares: Sequence[int], of: str, cluster: Clu
 
 
 def _axis(split: Split) -> str:
-    """Along what ops are shared out: ``"by columns and rows"``."""
+    """The axis along which ops are divided: ``"by columns and rows"``."""
     return "whole on each" if split.axis == WHOLE else f"by {split.axis}"
 
 
@@ -222,7 +222,7 @@ def _micro_batches(decided: Decided, batch: int) -> str:
 
 
 def _schedule(schedule: PipelineSchedule) -> str:
-    """What is said about the order of micro-batches, with a space before each sentence."""
+    """Sentences about the order of micro-batches, with a space before each."""
     caps = sorted({cap for caps in schedule.in_flight for cap in caps if cap})
     said = ""
     if caps:
@@ -236,7 +236,7 @@ def _schedule(schedule: PipelineSchedule) -> str:
 
 
 def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
-    """How gradients are aggregated, and which need not be."""
+    """Sentences about the aggregation of gradients, and those that need none."""
     found = {each.way: each for each in decided.aggregations}
     said = []
     by_way = [each for each in decided.aggregations if each.is_aggregated]
@@ -265,7 +265,7 @@ def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
 
 
 def _way(each: Aggregation, cluster: Cluster, *, alone: bool) -> str:
-    """One way with its servers or buckets, and its groups if there are other ways."""
+    """One aggregation with its servers or buckets, and its groups if there are others."""
     if each.servers:
         how = f" on {_names([cluster.devices[device].name for device in each.servers])}"
     elif each.num_buckets < each.num_parameters:
@@ -299,7 +299,7 @@ def _recomputing(decided: Decided) -> str:
 
 
 def _left_out_machines(facts: "Explanation") -> list[str]:
-    """One sentence for machines of a kind that would cost the same."""
+    """One sentence for all machines of a kind that would cost the same."""
     cluster = facts.plan.cluster
     alike: dict[tuple[str, ...], list[tuple[tuple[int, ...], float | None]]] = {}
     for left in facts.left_out:
@@ -362,7 +362,7 @@ def _limits(facts: "Explanation") -> str:
 
 
 def _queued(facts: "Explanation") -> list[str]:
-    """Collectives that wait for one another where that matters."""
+    """Sentences about collectives that wait for one another, if that matters."""
     return [
         f"{_percent(each.seconds / facts.step_time_s)} of the step is spent in collectives that "
         f"waited for the communicator of "
@@ -401,7 +401,7 @@ def _for_links(facts: "Explanation", pieces: Sequence[PathPiece]) -> str:
 def _grouped(
     pieces: Iterable[PathPiece], key: Callable[[PathPiece], str]
 ) -> dict[str, list[PathPiece]]:
-    """Pieces by a key, those with most seconds first."""
+    """Pieces by a key, keys with most seconds first."""
     groups: dict[str, list[PathPiece]] = {}
     for piece in pieces:
         groups.setdefault(key(piece), []).append(piece)
@@ -433,7 +433,7 @@ def _mostly(pieces: Sequence[PathPiece]) -> str:
     family, some = next(iter(families.items()))
     part = _seconds(some) / _seconds(pieces)
     blocks = merge_blocks(piece.block for piece in some)
-    # A model of numbered modules only: all of them is no place.
+    # In a model of numbered modules only, the family of all is no place.
     if part < 0.3 or not family:
         return ""
     name = blocks[0] if len(blocks) == 1 else f"{family}*"
@@ -441,13 +441,13 @@ def _mostly(pieces: Sequence[PathPiece]) -> str:
 
 
 def _family(block: str) -> str:
-    """What blocks have in common: the path before the number, or the first part of the path."""
+    """The common part of blocks' paths: before the number, or the first part of the path."""
     stem = block.rstrip("0123456789")
     return stem if stem != block else block.partition(".")[0]
 
 
 def _busy(facts: "Explanation") -> str:
-    """Who computes how much of the time; says nothing about a single device."""
+    """How much of the time each device computes; empty for a single device."""
     devices = facts.plan.cluster.devices
     if len(devices) == 1:
         return ""
@@ -577,7 +577,7 @@ def _quality(facts: "Explanation") -> str:
 
 
 def _given(facts: "Explanation") -> str:
-    """The person's own layout beside the plan, and what the plan does differently."""
+    """The person's own layout compared with the plan, and what the plan does differently."""
     given = facts.given
     if given is None:
         return ""
@@ -611,7 +611,7 @@ def _bound(facts: "Explanation") -> str:
         "nothing ever waits"
     )
     bound = format_seconds(facts.bound_s)
-    # The bound without rules of single ops says nothing about plans with some.
+    # The bound without rules of single ops does not hold for plans with some.
     which = "plan" if facts.bound.with_op_rules else "plan without rules for single ops"
     if left <= _NEAR_BOUND:
         return (
@@ -673,7 +673,7 @@ def _groups(count: int) -> str:
 
 
 def _percent(part: float) -> str:
-    """Whole percent, with a decimal where there is little.
+    """Whole percent, with a decimal for small parts.
 
     >>> _percent(0.416), _percent(0.0163), _percent(0.0)
     ('42 %', '1.6 %', '0.0 %')

@@ -1,10 +1,10 @@
-"""What a step would take if one thing were bought, or if idle devices took part: simulated.
+"""Simulated steps after one purchase, or if idle devices took part.
 
 Both sides of every comparison are planned in the same way: the plan's own strategy where it is
 legal, the strategy with the new device in its ranges, and the quick methods ``tuned_uniform`` and
-``two_segment`` (and ``model_parallel`` or ``pipeline`` where the plan works like that), with the
-same small budget; the referee judges. A change is never worse than none, because what was bought
-need not be used, so a step that comes out longer counts as no saving.
+``two_segment`` (and ``model_parallel`` or ``pipeline`` if the plan is of that kind), with the same
+small budget; the referee judges. A change is never worse than none, because a purchase need not be
+used, so a step that comes out longer counts as no saving.
 """
 
 import math
@@ -29,25 +29,25 @@ from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 EVALUATIONS = 200
-"""About as many simulations as each side of a comparison may take."""
+"""Approximate number of simulations for each side of a comparison."""
 
 _MOST_JUDGED = 4
-"""Strategies of each kind that the referee sees."""
+"""Number of strategies of each kind that the referee judges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What one change of the cluster is worth.
+    """The value of one change of the cluster.
 
     Attributes:
-        kind: what is bought.
-        what: in words.
-        where: in words.
-        before_s: the shortest step found on the cluster as it is; ``None`` if nothing fits.
-        after_s: the shortest step found with the change, at most ``before_s``; ``None`` if
-            nothing fits.
-        method: what found it: ``"own"`` is the plan's strategy, adapted or not.
-        num_evaluations: simulations spent on it.
+        kind: Kind of purchase.
+        what: The purchase in words.
+        where: Its place in words.
+        before_s: Shortest step found on the cluster as it is; ``None`` if nothing fits.
+        after_s: Shortest step found with the change, at most ``before_s``; ``None`` if nothing
+            fits.
+        method: Method that found it: ``"own"`` is the plan's strategy, adapted or not.
+        num_evaluations: Number of simulations spent on it.
     """
 
     kind: ChangeKind
@@ -71,9 +71,9 @@ class Replanned:
     """The best that quick methods and given strategies reach on a cluster.
 
     Attributes:
-        step_time_s: seconds per step by the referee; ``None`` if nothing fits.
-        method: what found it.
-        num_evaluations: simulations spent.
+        step_time_s: Seconds per step by the referee; ``None`` if nothing fits.
+        method: Method that found it.
+        num_evaluations: Number of simulations spent.
     """
 
     step_time_s: float | None
@@ -91,17 +91,17 @@ def value_of_changes(
     progress: Progress = lambda method, fraction, best: None,
     spending: Spending | None = None,
 ) -> tuple[Change, ...]:
-    """What every possible change of the cluster would save, most first.
+    """Savings by every possible change of the cluster, most first.
 
     Args:
-        evaluator: of the graph and the cluster as it is.
-        strategy: the best one known for it.
-        order: in which its waiting tasks run.
-        peaks_bytes: peaks of each device under the strategies that were looked at: memory is
+        evaluator: Evaluator of the graph and the cluster as it is.
+        strategy: The best strategy known for it.
+        order: Order in which its waiting tasks run.
+        peaks_bytes: Peaks of each device under the strategies that were looked at: memory is
             offered where it limits one of them.
-        evaluations: about as many simulations per change.
-        progress: told about every change.
-        spending: what all of it may take; changes that it does not reach are left out.
+        evaluations: Approximate number of simulations for each change.
+        progress: Function that gets the progress at every change.
+        spending: Limit of all simulations together; changes not reached within it are left out.
     """
     changes = list(possible_changes(evaluator.cluster, peaks_bytes))
     progress("what if", 0.0, math.inf)
@@ -157,19 +157,19 @@ def with_idle_devices(
 def replan(
     evaluator: Evaluator, own: Iterable[Strategy], order: Order, *, evaluations: int = EVALUATIONS
 ) -> Replanned:
-    """The best of some strategies and of what quick methods find; deterministic.
+    """The best of some strategies and of the quick methods' results; deterministic.
 
     Args:
-        evaluator: of the graph and cluster.
-        own: strategies that are known, the first one that of the plan.
-        order: in which the plan's waiting tasks run.
-        evaluations: about as many simulations.
+        evaluator: Evaluator of the graph and cluster.
+        own: Known strategies, first that of the plan.
+        order: Order in which the plan's waiting tasks run.
+        evaluations: Approximate number of simulations.
     """
     known = list(own)
     counted = evaluator.num_evaluations
     barrier = known[0].step_barrier
     judged: dict[str, Evaluation] = {}
-    # The plan's own strategy is always judged, the others if they look good.
+    # The plan's own strategy is always judged, the others only if they look good.
     first = [(known[0], each) for each in Order]
     judged["own"] = _best(_referee(evaluator, first + _ranked(evaluator, known[1:], order)))
     tuned = _ranked(evaluator, _tuned(evaluator, evaluations // 4, barrier), Order.RANK)

@@ -2,7 +2,7 @@
 
     export_plan(load_plan("plan.json"), "ddp", Path("job"))
 
-Each target says by name what of the plan it cannot express, or refuses.
+Each target names the parts of the plan that it cannot express, or refuses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
     "kubernetes": export_kubernetes,
     "deepspeed": export_deepspeed,
 }
-"""What makes the folder of each target, of a plan and the files that the person named."""
+"""Functions that make each target's folder from a plan and the files that the person named."""
 
 __all__ = [
     "TARGETS",
@@ -52,8 +52,8 @@ def make_export(plan: Plan, target: str, *, sources: Sequence[str] = ()) -> Expo
     """The files of an export, not written yet, and what they cannot express.
 
     Args:
-        plan: what to export.
-        target: one of ``TARGETS``.
+        plan: Plan to export.
+        target: One of ``TARGETS``.
         sources: Python files that may be copied although they are elsewhere; see
             ``user_code.trusted_source``.
 
@@ -81,11 +81,11 @@ def export_plan(
     """Write a plan as a folder for another launcher or framework.
 
     Args:
-        plan: what to export.
-        target: one of ``TARGETS``.
-        folder: new or empty.
-        overwrite: renew an earlier export to the same target; an edited ``user.py`` is kept.
-        sources: as for ``make_export``.
+        plan: Plan to export.
+        target: One of ``TARGETS``.
+        folder: New or empty folder.
+        overwrite: Whether to renew an export to the same target; an edited ``user.py`` is kept.
+        sources: Files that may be copied, as for ``make_export``.
 
     Returns:
         The files written.

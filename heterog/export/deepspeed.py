@@ -98,7 +98,7 @@ def _listed(values: Mapping[str, object]) -> str:
 
 
 def _zero(plan: Plan) -> Sync | None:
-    """The stage of ZeRO that all groups share, ``None`` if there is none."""
+    """The stage of ZeRO that all groups share; ``None`` if there is none."""
     syncs = {each.sync for each in plan.strategy.decisions if len(each.devices) > 1}
     return (
         next(iter(syncs)) if len(syncs) == 1 and all(sync.is_sharded for sync in syncs) else None

@@ -1,4 +1,4 @@
-"""An exported folder: which files it has, and writing them whole or not at all."""
+"""An exported folder: its files, and writing them whole or not at all."""
 
 import hashlib
 import os
@@ -26,12 +26,12 @@ class ExportError(HeterogError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """What an exported folder holds, before anything is written.
+    """The content of an exported folder, before anything is written.
 
     Attributes:
-        target: its name.
-        files: content by file name; ``user.py`` is the one that people edit.
-        not_expressed: what of the plan the target leaves out, a sentence each.
+        target: Name of the target.
+        files: Content by file name; ``user.py`` is the file that people edit.
+        not_expressed: A sentence for each part of the plan that the target leaves out.
     """
 
     target: str
@@ -52,7 +52,7 @@ def fill(template: str, **values: object) -> bytes:
 
 
 def in_docstring(text: str) -> str:
-    r"""A text for a template's docstring in three double quotes: it cannot end it, nor escape.
+    r"""A text for a template's docstring in three double quotes, which it cannot end or escape.
 
     >>> print(in_docstring('a "b" \\'))
     a \"b\" \\
@@ -62,7 +62,7 @@ def in_docstring(text: str) -> str:
 
 
 def in_markdown(text: str) -> str:
-    r"""A text for a page in Markdown: nothing in it is a link, code, a tag or emphasis.
+    r"""A text for a page in Markdown, where it makes no link, code, tag or emphasis.
 
     >>> print(in_markdown("see [x](http://y) <b>"))
     see \[x\](http://y) \<b\>
@@ -72,7 +72,7 @@ def in_markdown(text: str) -> str:
 
 
 def digest(content: bytes) -> str:
-    """Tells an edited file from the one that was exported."""
+    """A hash that tells an edited file from the exported one."""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
@@ -125,7 +125,7 @@ def write_folder(export: Export, folder: Path, *, overwrite: bool = False) -> li
                 (work / name).write_bytes(content)
                 (work / name).chmod(_mode(name))
             work.chmod(0o755)
-            os.replace(work, folder)  # takes the place of an empty folder as well
+            os.replace(work, folder)  # replaces an empty folder as well
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)
             raise

@@ -67,7 +67,7 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
 
 
 def kustomization(name: str, files: Sequence[str]) -> dict[str, Any]:
-    """Makes the ConfigMap from the folder's files when it is applied, edits included."""
+    """A document that makes the ConfigMap from the folder's files, edits included, on apply."""
     document: dict[str, Any] = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
@@ -153,14 +153,14 @@ def _job(
         "spec": {
             "completions": 1,
             "parallelism": 1,
-            "backoffLimit": 0,  # a rank that comes back alone finds nobody
+            "backoffLimit": 0,  # a rank that is restarted alone finds no others
             "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
         },
     }
 
 
 def _host_labels(hosts: Mapping[str, object], name: str) -> dict[str, str]:
-    """Each host's name as Kubernetes can spell it.
+    """Each host's name in a form that Kubernetes allows.
 
     Raises:
         ExportError: two hosts would have the same one.
@@ -188,7 +188,7 @@ def _dns_label(text: str, limit: int) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes every value out: aliases are valid YAML, but nobody reads them gladly."""
+    """Writes every value out: aliases are valid YAML, but hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

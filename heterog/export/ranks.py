@@ -1,4 +1,4 @@
-"""Which rank runs on which device with which samples, and how the ranks of a host are started."""
+"""The device and samples of each rank, and how the ranks of a host are started."""
 
 import json
 import shlex
@@ -17,15 +17,15 @@ class RankEntry:
     """One rank of a job.
 
     Attributes:
-        rank: its number.
-        device: name of its device in the plan's cluster.
-        type: the device's type.
+        rank: Number of the rank.
+        device: Name of its device in the plan's cluster.
+        type: Type of the device.
         kind: ``"cuda"`` or ``"cpu"``, as the scripts of other launchers read it.
-        host: name of its host in the plan's cluster.
-        local_device: position of the device among all devices of its host.
-        first_sample: of the global batch, where the target cuts it by rank.
-        batch_size: samples of the global batch, where the target cuts it by rank.
-        micro_batches: the same samples by micro-batch, without empty ones.
+        host: Name of its host in the plan's cluster.
+        local_device: Position of the device among all devices of its host.
+        first_sample: First sample of the global batch, if the target cuts it by rank.
+        batch_size: Number of samples of the global batch, if the target cuts it by rank.
+        micro_batches: The same samples by micro-batch, without empty ones.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RankEntry:
 def ranks_of(
     cluster: Cluster, micro_batches: Mapping[int, tuple[int, ...]] | None = None
 ) -> tuple[RankEntry, ...]:
-    """One rank per device; with micro-batches by device, only for the devices that have some."""
+    """One rank per device; with micro-batches by device, only for devices that have some."""
     entries: list[RankEntry] = []
     first = 0
     for index, device in enumerate(cluster.devices):
@@ -85,7 +85,7 @@ def by_host(ranks: Sequence[RankEntry]) -> dict[str, list[RankEntry]]:
 
 
 def ranks_document(plan: Plan, target: str, ranks: Sequence[RankEntry], user_digest: str) -> bytes:
-    """``ranks.json``: all that a training script without heterog needs to know of the plan."""
+    """``ranks.json``: everything about the plan that a training script without heterog needs."""
     started = {entry.device for entry in ranks}
     document = {
         "schema_version": SCHEMA_VERSION,

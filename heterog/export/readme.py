@@ -21,16 +21,16 @@ def readme(
     num_ranks: int,
     not_expressed: Sequence[str],
 ) -> bytes:
-    """A page that says what the folder is, how to start it and what to expect.
+    """A page with a description of the folder, how to start it and what to expect.
 
     Args:
-        plan: what was exported.
-        target: its name.
-        what: a sentence or two about the folder.
-        start: the command that starts the job.
-        user: what ``user.py`` waits for.
-        num_ranks: ranks that are started.
-        not_expressed: see ``Export``.
+        plan: Plan that was exported.
+        target: Name of the target.
+        what: A sentence or two about the folder.
+        start: Command that starts the job.
+        user: What has to be filled in in ``user.py``.
+        num_ranks: Number of ranks that are started.
+        not_expressed: Parts of the plan that are left out, see ``Export``.
     """
     assert plan.step_time_s is not None
     idle = plan.cluster.num_devices - num_ranks
@@ -56,7 +56,7 @@ def readme(
 
 
 def launch_command(ranks: Sequence[RankEntry]) -> str:
-    """How ``launch.sh`` is called, in a line for the README."""
+    """The command that calls ``launch.sh``, in a line for the README."""
     hosts = list(by_host(ranks))
     return f"bash launch.sh HOST --steps 100    # on {', '.join(hosts)}; MASTER_ADDR is {hosts[0]}"
 

@@ -17,7 +17,7 @@ _WHAT = (
 )
 
 Kind = tuple[str, ...]
-"""Device types of a host: hosts of one kind can stand for each other."""
+"""Device types of a host: hosts of one kind can replace each other."""
 
 
 def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
@@ -41,7 +41,7 @@ def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
 
 
 def _unlike_links(cluster: Cluster, ranks: Sequence[RankEntry]) -> tuple[str, ...]:
-    """A remark for hosts that Slurm may swap although their links differ."""
+    """A remark about hosts that Slurm may exchange although their links differ."""
     links = {
         host.name: (host.nic_line_rate_bytes_per_s, host.num_nics, host.intra)
         for host in cluster.hosts
@@ -59,7 +59,7 @@ def _unlike_links(cluster: Cluster, ranks: Sequence[RankEntry]) -> tuple[str, ..
 
 
 def _by_kind(hosts: Mapping[str, Sequence[RankEntry]]) -> list[list[str]]:
-    """Hosts with the same devices together, in the order of their first rank."""
+    """Groups of hosts with the same devices, in the order of their first rank."""
     kinds: dict[Kind, list[str]] = {}
     for host, entries in hosts.items():
         kinds.setdefault(tuple(entry.type for entry in entries), []).append(host)
@@ -69,7 +69,7 @@ def _by_kind(hosts: Mapping[str, Sequence[RankEntry]]) -> list[list[str]]:
 def job_script(ranks: Sequence[RankEntry]) -> bytes:
     """``job.sbatch``: a plain job for hosts of one kind, a heterogeneous job for several.
 
-    Equal numbers of devices are not enough for a plain job: the ranks of a fast host would land
+    Equal numbers of devices are not enough for a plain job: the ranks of a fast host could run
     on a slow one.
     """
     hosts = by_host(ranks)
@@ -109,7 +109,7 @@ def _component(entries: Sequence[RankEntry], num_nodes: int) -> list[str]:
 
 
 def _gpu_type(name: str) -> str:
-    """A type as Slurm can spell it."""
+    """A type in a form that Slurm allows."""
     return "".join(
         letter if letter.isascii() and letter.isalnum() else "_" for letter in name.lower()
     )

@@ -1,4 +1,4 @@
-"""``user.py`` of folders that run on stock frameworks: what a person fills in, or need not."""
+"""``user.py`` of folders for stock frameworks: the part that a person fills in, if necessary."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ _FROM_FILE = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockUser:
-    """The part of a stock folder that knows the model.
+    """The part of a stock folder that depends on the model.
 
     Attributes:
-        user: content of ``user.py``.
-        to_do: what a person has to fill in, for the README.
-        model_file: copy of the workload's own file; empty if there is none.
-        remarks: what could not be copied.
+        user: Content of ``user.py``.
+        to_do: What a person has to fill in, for the README.
+        model_file: Copy of the workload's own file; empty if there is none.
+        remarks: Sentences about anything that could not be copied.
     """
 
     user: bytes
@@ -47,11 +47,11 @@ class StockUser:
 
 
 def stock_user(plan: Plan, sources: Sequence[str]) -> StockUser:
-    """``user.py`` with the workload's own model, loss and optimizer where its source is at hand.
+    """``user.py`` with the workload's model, loss and optimizer if its source is available.
 
     Args:
-        plan: that is exported.
-        sources: files that the person named; see ``user_code.trusted_source``.
+        plan: Plan that is exported.
+        sources: Files that the person named; see ``user_code.trusted_source``.
 
     Raises:
         InputFileError: the plan's model is made by a file that nobody named.

@@ -46,13 +46,13 @@ _TO_FILL_IN = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadCode:
-    """How ``user.py`` makes the workload.
+    """The code in ``user.py`` that makes the workload.
 
     Attributes:
-        body: of the function ``workload``.
-        to_do: what a person has to fill in.
-        model_file: the user's own file, to be copied; empty if there is none.
-        remarks: what could not be copied.
+        body: Body of the function ``workload``.
+        to_do: What a person has to fill in.
+        model_file: The user's own file, to be copied; empty if there is none.
+        remarks: Sentences about anything that could not be copied.
     """
 
     body: str
@@ -80,7 +80,7 @@ def runtime_folder(
     remarks: tuple[str, ...] = (),
     plan_file: str = "plan.json",
 ) -> Export:
-    """The files that every target with heterog at run time shares."""
+    """The files that all targets with heterog at run time have in common."""
     code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
     not_expressed = (*code.remarks, *remarks)
     user = fill(
@@ -113,7 +113,7 @@ def runtime_folder(
 
 
 def plan_content(plan: Plan, *, compressed: bool = False) -> bytes:
-    """The plan as its file's content."""
+    """The plan as the content of its file."""
     with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
         path = Path(folder) / "plan.json"
         plan.save(path)
@@ -122,7 +122,7 @@ def plan_content(plan: Plan, *, compressed: bool = False) -> bytes:
 
 
 def workload_code(source: str) -> WorkloadCode:
-    """How to make the workload of a source again, in a folder that may be on another machine."""
+    """Code that makes a source's workload again, in a folder that may be on another machine."""
     name, colon, function = source.rpartition(":")
     if not colon:
         if not source:
@@ -161,7 +161,7 @@ def _modules_beside(path: Path, content: bytes) -> list[str]:
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []  # whoever runs it is told
+        return []  # whoever runs it gets the error
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -47,12 +47,12 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
 
 
 def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -> list[str]:
-    """What a stock data-parallel framework leaves out of a uniform plan.
+    """Remarks about parts of a uniform plan that a stock data-parallel framework leaves out.
 
     Args:
-        plan: uniform.
-        target: the framework.
-        expressed: synchronisation of all groups that it does as planned, if any.
+        plan: Uniform plan.
+        target: Name of the framework.
+        expressed: Synchronisation of all groups that the framework does as planned, if any.
     """
     remarks = []
     names = group_ops(plan.graph).names
@@ -127,7 +127,7 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
 
 
 def _global_values(plan: Plan) -> list[str]:
-    """Sums over the batch that a part of the step reads, which each rank has of its own only."""
+    """Sums over the batch that a part of the step reads, of which each rank has only its own."""
     graph = plan.graph
     batch = batch_plan(graph)
     remarks: dict[str, None] = {}

@@ -1,8 +1,8 @@
-"""How every tensor of a step lies when some ops run by rules of their own.
+"""Placement of every tensor of a step when some ops run by rules of their own.
 
-The batch plan says what each op does when only the batch is shared out. Rules of a strategy
+The batch plan states what each op does when only the batch is divided. Rules of a strategy
 (``OpRule``) put ops on other axes: heads, columns of a weight, experts, the vocabulary. One pass
-in program order says what every tensor then is, and where a reader needs something else.
+in program order finds the placement of every tensor, and where a reader needs another one.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,33 +25,33 @@ BATCH_AXIS = 0
 EVERYWHERE = 0
 """Units of the axis of ops whose rule splits nothing: each device with samples does all."""
 AS_MADE, IN_TEAM, EVERYTHING = 0, 1, 2
-"""How much of a value a reader needs: what lies where it runs, all that its team of devices has
-together, or all of it. With one team of all devices the last two are the same."""
+"""How much of a value a reader needs: the part on its own device, all that its team of devices
+has together, or everything. With one team of all devices the last two are equal."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AxisPlan:
-    """Placements along the batch and other axes, and the work that follows from them.
+    """Placements along the batch and other axes, and the resulting work.
 
     Attributes:
-        batch: placements along the batch; for ops with rules those between teams of devices.
-        placements: of each tensor, as its readers find it.  # [num_tensors]
-        needed: of each input of each op.  # [num_ops][num_inputs]
-        specials: how each op must change to stay exact on a part.  # [num_ops]
-        axes: units of each axis; the batch comes first.
-        op_axis: axis whose shares say how much each op does, and on which devices.  # [num_ops]
-        tensor_axis: axis along which each tensor lies.  # [num_tensors]
-        viewed: tensors that are views of others.
-        reshaped: views of values that have the same rows, one for one, where there is one sample.
-        scattered: tensors that their ops make as parts of a sum, and that a reduce-scatter right
-            behind them turns into slices.
-        sharded: parameters of which each device holds its own slice only.
+        batch: Placements along the batch; for ops with rules those between teams of devices.
+        placements: Placement of each tensor, as its readers find it.  # [num_tensors]
+        needed: Needed placement of each input of each op.  # [num_ops][num_inputs]
+        specials: Change that keeps each op exact on a part, if it needs one.  # [num_ops]
+        axes: Number of units of each axis; the batch comes first.
+        op_axis: Axis whose shares divide the work of each op among devices.  # [num_ops]
+        tensor_axis: Axis along which each tensor is placed.  # [num_tensors]
+        viewed: Tensors that are views of others.
+        reshaped: Views with the same rows as their values, one for one, if there is one sample.
+        scattered: Tensors that their ops make as parts of a sum, and that a reduce-scatter right
+            after them turns into slices.
+        sharded: Parameters of which each device holds only its own slice.
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_unit: FLOPs per unit of the local share.  # [num_ops]
-        bytes_fixed: bytes moved whatever the share.  # [num_ops]
-        bytes_per_unit: bytes moved per unit of the local share.  # [num_ops]
-        follows_batch: of ops with rules, which part of the FLOPs, of the fixed bytes and of the
-            bytes per unit grows with the samples of the team.  # [num_ops, 3]
+        bytes_fixed: Bytes moved whatever the share.  # [num_ops]
+        bytes_per_unit: Bytes moved per unit of the local share.  # [num_ops]
+        follows_batch: For ops with rules, fractions of the FLOPs, of the fixed bytes and of the
+            bytes per unit that grow with the samples of the team.  # [num_ops, 3]
     """
 
     batch: BatchPlan
@@ -72,16 +72,16 @@ class AxisPlan:
     follows_batch: FloatArray
 
     def units(self, op: int) -> int:
-        """Units of the axis that an op runs along."""
+        """Number of units of the axis that an op runs along."""
         return self.axes[int(self.op_axis[op])]
 
     def made(self, tensor: int) -> Placement:
-        """How a tensor lies when its op is done, before it is scattered."""
+        """Placement of a tensor when its op is done, before it is scattered."""
         return P if tensor in self.scattered else self.placements[tensor]
 
     @cached_property
     def scatter_axes(self) -> frozenset[int]:
-        """Axes along which sums are added up in slices."""
+        """Axes along which sums are made in slices."""
         return frozenset(int(self.tensor_axis[tensor]) for tensor in self.scattered)
 
     def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
@@ -94,9 +94,9 @@ class AxisPlan:
         return given.kind in "SP" and given != needed
 
     def _has_rows_for(self, tensor: int, needed: Placement, axis: int) -> bool:
-        """Whether rows that lie over a team are those of which a reader needs a window.
+        """Whether a reader that needs a window of rows can use the rows of a team's devices.
 
-        What a view shows of a value has rows of its own, and samples must lie apart from rows.
+        Rows of a view may differ from those of its value, and samples must be apart from rows.
         Neighbours in a graph are also found through views that keep the rows of one sample.
         """
         if self.placements[tensor] != S(needed.dim) or int(self.tensor_axis[tensor]) != axis:
@@ -107,7 +107,7 @@ class AxisPlan:
         return tensor not in self.viewed and along.kind == "S" and along.dim != needed.dim
 
     def window_needed(self, op: int, position: int, tensor: int) -> Window | None:
-        """Rows that an op needs of an input of which it gets those that its device lacks."""
+        """Rows that an op needs of an input, if it gets only those that its device lacks."""
         is_brought = self.is_brought(op, position, tensor)
         return self.needed[op][position].window if is_brought else None
 
@@ -117,12 +117,12 @@ class AxisPlan:
         return is_split and self.whole_needed(op, position, tensor) == AS_MADE
 
     def batch_placement(self, tensor: int) -> Placement:
-        """How a tensor lies along the batch: over devices, or over teams if a rule made it."""
+        """Placement of a tensor along the batch: over devices, or over teams if a rule made it."""
         is_ruled = self.tensor_axis[tensor] != BATCH_AXIS
         return (self.batch.placements if is_ruled else self.placements)[tensor]
 
     def batch_needed(self, op: int, position: int) -> Placement:
-        """How an op needs an input along the batch."""
+        """Placement along the batch in which an op needs an input."""
         is_ruled = self.op_axis[op] != BATCH_AXIS
         return (self.batch.needed if is_ruled else self.needed)[op][position]
 
@@ -139,8 +139,8 @@ class AxisPlan:
     def crossing(self) -> int | None:
         """An op whose rule splits a dimension across its samples, if there is one.
 
-        Its units are neither inside the samples (positions) nor are samples inside them: it has no
-        part of a part of the batch.
+        Its units are neither inside the samples (positions) nor are samples inside them, so it
+        cannot run on a part of the batch.
         """
         batch_size = self.axes[BATCH_AXIS]
         for op in np.flatnonzero(self.op_axis != BATCH_AXIS).tolist():
@@ -151,23 +151,23 @@ class AxisPlan:
 
     @cached_property
     def causal_ops(self) -> IntArray:
-        """Ops that do more the later their units are: causal attention by its queries."""
+        """Ops with more work for later units: causal attention by its queries."""
         found = [op for op, special in enumerate(self.specials) if special == Special.CAUSAL_ROWS]
         return np.array(found, np.int32)
 
     def work(
         self, units: int, samples: int, batch_size: int, first_unit: int = 0
     ) -> tuple[FloatArray, FloatArray]:
-        """(FLOPs, bytes moved) of each op on some units of its axis and samples of the batch.
+        """FLOPs and bytes moved of each op on some units of its axis and samples of the batch.
 
         The queries of the units ``[u, v)`` of ``N`` see the keys up to their own, which is
         ``(v^2 - u^2) / N^2`` of what all queries see.
 
         Args:
-            units: of the op's own axis; for ops without a rule these are the samples.
-            samples: of the team; only ops with rules look at it.
-            batch_size: of the whole batch.
-            first_unit: where they begin; only ``causal_ops`` look at it.
+            units: Number of units of the op's own axis; of samples for ops without a rule.
+            samples: Number of samples of the team; matters only for ops with rules.
+            batch_size: Number of samples of the whole batch.
+            first_unit: First unit; matters only for ``causal_ops``.
         """
         part = 1.0 + self.follows_batch * (samples / batch_size - 1.0)
         flops = (self.flops_fixed + units * self.flops_per_unit) * part[:, 0]
@@ -185,8 +185,8 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
     gradient comes out split in that way, and the optimizer treats each element on its own.
 
     Raises:
-        StrategyError: a rule is not one of the op's sharding rules, or it is for an op that
-            cannot have one; names the op.
+        StrategyError: a rule is not one of the op's sharding rules, or the op cannot have a rule;
+            names the op.
     """
     batch = batch_plan(graph)
     if not op_rules:
@@ -222,8 +222,8 @@ class _Propagation:
             if not _is_done_everywhere(graph, op, rule)
         }
         # Axes are told apart by their units alone: rules over 12 heads anywhere in the model share
-        # one axis, so that what one op leaves split by heads the next one takes as it is.
-        # An axis of as many units as the batch has samples is another one all the same.
+        # one axis, so that a value split by heads by one op suits the next one as it is.
+        # An axis with as many units as the batch has samples is still another axis.
         units = {op: _axis_units(rule) for op, (rule, _) in self.rules.items()}
         self.own_axis = {
             op: (size, size == graph.batch_size and self._is_along_batch(op))
@@ -311,11 +311,11 @@ class _Propagation:
         return frozenset(found)
 
     def _follows_batch(self, op: int, made: Sequence[Placement]) -> tuple[float, float, float]:
-        """Of an op with a rule, the parts of its work that grow with the samples of the batch.
+        """Fractions of an op's work that grow with the samples of the batch, if it has a rule.
 
         Args:
-            op: the op.
-            made: how each tensor lies when its op is done.
+            op: Index of the op.
+            made: Placement of each tensor when its op is done.
         """
         graph = self.graph
         if self.op_axis[op] == BATCH_AXIS or graph.is_view[op]:
@@ -341,10 +341,10 @@ class _Propagation:
     def _is_along_batch(self, op: int) -> bool:
         """Whether a rule over as many units as there are samples is one over the samples.
 
-        What it splits is then what the batch splits, and it splits something of that; or all who
-        read what it makes take their samples of it (encodings of positions, repeated for every
-        sample). A sum of gradients by columns, of which the batch splits nothing and no op takes
-        samples, is no rule over the samples.
+        Its split is then that of the batch, at least in a part; or all readers of its result take
+        the part of their own samples (encodings of positions, repeated for every sample). A sum of
+        gradients by columns, of which the batch splits nothing and no op takes samples, is no rule
+        over the samples.
         """
         graph, batch = self.graph, self.batch
         rule, _ = self.rules[op]
@@ -366,7 +366,7 @@ class _Propagation:
         return any(place == along for _, place, along in splits) or self._is_read_by_sample(op)
 
     def _is_read_by_sample(self, op: int) -> bool:
-        """Whether all readers of what a rule makes take the part of their samples of it."""
+        """Whether all readers of a rule's result take only the part of their own samples."""
         rule, size = self.rules[op][0], self.graph.batch_size
         outputs = self.graph.outputs(op)
         readers = [
@@ -385,7 +385,7 @@ class _Propagation:
         )
 
     def _units(self, op: int) -> int:
-        """Units to divide an op's work by; ops that run everywhere are not divided."""
+        """Number of units that divide an op's work; 1 for ops that run everywhere."""
         return max(self.axes[self.op_axis[op]], 1)
 
     def _add(
@@ -406,7 +406,7 @@ class _Propagation:
         self._add(self.batch.needed[op], outputs, self.batch.specials[op], BATCH_AXIS)
 
     def _add_view(self, op: int, given: tuple[Placement, ...]) -> None:
-        """A view follows what it looks at."""
+        """Give a view a placement that follows from its source's."""
         inputs = self.graph.ops[op].inputs
         source = inputs[0]
         axis = self.tensor_axis[source]
@@ -439,8 +439,8 @@ class _Propagation:
     def _sharded_parameters(self) -> dict[int, tuple[Placement, int]]:
         """Placement and axis of the parameters that live in slices.
 
-        None where the optimizer looks at a parameter as a whole: each device then keeps all of
-        it, and gradients that come out in slices are gathered before the update.
+        Empty where the optimizer treats a parameter as a whole: each device then keeps all of it,
+        and gradients that come out in slices are gathered before the update.
         """
         found: dict[int, tuple[Placement, int]] = {}
         if not self.graph.updates_elementwise:
@@ -470,7 +470,7 @@ class _Propagation:
         return found
 
     def _readers(self, tensor: int) -> Iterator[tuple[int, int, Placement]]:
-        """(op, tensor read, its placement needed) of all compute ops that read a tensor."""
+        """Op, tensor read and its needed placement, for all compute ops that read a tensor."""
         for reader in self.graph.consumers[tensor]:
             op = self.graph.ops[reader]
             if op.phase == Phase.UPDATE:
@@ -485,7 +485,7 @@ class _Propagation:
                     yield reader, tensor, place
 
     def _all_need(self, parameter: int, place: Placement, units: int) -> bool:
-        """Whether a parameter placed so is, through all views, what its readers need."""
+        """Whether a placement of a parameter is, through all views, what its readers need."""
         through = {parameter: place}
         for _, tensor, wanted in self._readers(parameter):
             if self._placed(tensor, through, units) != wanted:
@@ -522,10 +522,10 @@ def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> 
     Its units are neither inside the samples (positions) nor are samples inside them.
 
     Args:
-        place: the split.
-        units: of its axis.
-        along: how the tensor lies along the batch.
-        batch_size: samples.
+        place: The split.
+        units: Number of units of its axis.
+        along: Placement of the tensor along the batch.
+        batch_size: Number of samples.
     """
     if place.kind != "S" or along.kind != "S" or place.dim != along.dim:
         return False
@@ -534,7 +534,7 @@ def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> 
 
 
 def _axis_units(rule: OpRule) -> int:
-    """Units of the axis that a rule runs along."""
+    """Number of units of the axis that a rule runs along."""
     splits = any(place.is_split for place in (*rule.inputs, *rule.outputs))
     return rule.units if splits else EVERYWHERE
 
@@ -552,16 +552,16 @@ def _check_order(graph: OpGraph, op_rules: OpRules) -> None:
 
 
 def _is_done_everywhere(graph: OpGraph, op: int, rule: OpRule) -> bool:
-    """Whether a rule says what is done without it: constants are whole on every device."""
+    """Whether a rule changes nothing: constants are whole on every device without it."""
     places = (*rule.inputs, *rule.outputs)
     return group_ops(graph).group[op] == CONSTANT_GROUP and all(place == R for place in places)
 
 
 def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
-    """The sharding rule that a strategy's rule stands for.
+    """Find the sharding rule that a strategy's rule names.
 
     Raises:
-        StrategyError: there is none.
+        StrategyError: there is no such sharding rule.
     """
     name = _name(graph, op)
     if graph.is_view[op] or graph.ops[op].phase == Phase.UPDATE:
@@ -595,7 +595,7 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
             f"{name} takes a mean over labels that the model makes itself; their number is not "
             "known before the step, so it cannot be split. Leave it without a rule."
         )
-    is_in_space = halo_dim(rule.inputs) is not None  # of which forward and backward know
+    is_in_space = halo_dim(rule.inputs) is not None  # forward and backward both handle these
     if any(place.kind == "L" for place in places) and not is_in_space:
         raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
     if rule.scatter is not None:
@@ -604,10 +604,10 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
 
 
 def _check_scatter(graph: OpGraph, op: int, rule: OpRule, scatter: Scatter) -> None:
-    """Refuse what cannot be added up in slices.
+    """Refuse a scatter that cannot be made.
 
     Raises:
-        StrategyError: it is no sum over a team, or cannot be cut so.
+        StrategyError: the output is not a sum over a team, or cannot be cut that way.
     """
     name, place = _name(graph, op), scatter.place
     if rule.outputs != (P,):

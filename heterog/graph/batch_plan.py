@@ -97,9 +97,7 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
     needed: list[tuple[Placement, ...]] = []
     specials: list[str | None] = []
     unruled: list[int] = []
-    follows = [
-        tensor.kind != TensorKind.PARAMETER for tensor in graph.tensors[: graph.num_inputs]
-    ]
+    follows = [tensor.kind != TensorKind.PARAMETER for tensor in graph.tensors[: graph.num_inputs]]
     counting = _counts_samples(graph)
     for index, op in enumerate(graph.ops):
         given = tuple(placements[tensor] for tensor in op.inputs)

@@ -94,20 +94,20 @@ _ATTENTION_ARGS = {
     ),
 }  # fmt: skip
 ATTENTION_ALIASES = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
-"""Canonical names of attention arguments that kernels call otherwise."""
+"""Canonical names of attention arguments that some kernels name differently."""
 _ATTENTION_NUM_OUTPUTS = {"attention": 2, "attention_backward": 3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapturedStep:
-    """An ``OpGraph`` and the fx graph it was read from, node for node.
+    """An ``OpGraph`` and the fx graph that it was read from, node for node.
 
     Attributes:
-        graph: the device-free graph.
-        module: the functional fx module; placeholders are the step inputs in ``graph``'s order,
+        graph: The graph, independent of devices.
+        module: The functional fx module; placeholders are the step inputs in ``graph``'s order,
             outputs the loss, the gradients of the used parameters in order, then the new values
             of the mutated buffers.
-        node_of_op: the fx node of each op that is not an update.
+        node_of_op: The fx node of each op that is not an update.
     """
 
     graph: OpGraph
@@ -119,7 +119,7 @@ def capture(workload: Workload) -> OpGraph:
     """Capture one training step of a workload.
 
     Args:
-        workload: model, example batch, loss and optimizer class.
+        workload: Model, example batch, loss and optimizer class.
 
     Returns:
         The graph of forward, backward and update, with costs, phases and module paths.
@@ -135,8 +135,8 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
     """Capture a workload and keep the fx graph; see ``capture``.
 
     Args:
-        workload: model, example batch, loss and optimizer class.
-        planned: the same step on another batch, whose ops this one is to have.
+        workload: Model, example batch, loss and optimizer class.
+        planned: The same step on another batch, whose ops this one shall have.
     """
     with _caches_without_fakes():
         return _capture_step(workload, planned)
@@ -183,9 +183,9 @@ def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
 
 @contextmanager
 def _caches_without_fakes() -> Iterator[None]:
-    """Empties what models have cached meanwhile: fake tensors, which the real model would read.
+    """Empty caches that models have filled with fake tensors, which the real model would read.
 
-    Libraries keep tables that depend on sizes alone (positions of patches, say) in ``lru_cache``.
+    Libraries keep tables that depend only on sizes (positions of patches, say) in ``lru_cache``.
     """
     before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
@@ -197,7 +197,7 @@ def _caches_without_fakes() -> Iterator[None]:
 
 
 def _caches() -> list[Any]:
-    """Every ``lru_cache`` of this process but those of torch and ours: they hold no tensors."""
+    """Every ``lru_cache`` of this process, except torch's and our own, which hold no tensors."""
     # By type: asking a lazy proxy what it is an instance of may import or warn.
     kind: type = functools._lru_cache_wrapper
     # Objects refer to their type: this takes half as long as to look at all of a million objects.
@@ -207,11 +207,11 @@ def _caches() -> list[Any]:
 
 
 def _make_model(workload: Workload) -> nn.Module:
-    """The model without memory: fake, or on the meta device where fake tensors cannot follow.
+    """Make the model without memory: fake, or on the meta device where fake tensors cannot follow.
 
-    Fake parameters cannot be converted (``model.double()``) nor initialised by code that looks at
+    Fake parameters cannot be converted (``model.double()``) nor initialised by code that reads
     its own values (``trunc_normal_``); meta ones can, but attributes that are plain tensors would
-    be on the wrong device, so fake ones come first.
+    be on the wrong device, so fake ones are tried first.
     """
     try:
         return workload.make_model()
@@ -231,7 +231,7 @@ def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
 
 @contextmanager
 def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterator[None]:
-    """Turn what tracing raises into one line that names module, line and the way out."""
+    """Convert errors of tracing to one line that names module, line and the way out."""
     try:
         yield
     except CaptureError:
@@ -270,7 +270,7 @@ _WAYS_OUT = (
         "masks or drops at random (SpecAugment, LayerDrop).",
     ),
 )
-"""What to do instead, by the library whose line cannot be captured; first match."""
+"""Advice by the library whose line cannot be captured; the first match counts."""
 
 
 _WAYS_OUT_OF_OP = {
@@ -280,7 +280,7 @@ _WAYS_OUT_OF_OP = {
         "padded to one width, or train with another loss."
     ),
 }
-"""What to do instead of an op whose result has a shape that depends on values."""
+"""Advice for an op whose result has a shape that depends on values."""
 
 
 def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
@@ -310,10 +310,10 @@ def _is_users(filename: str) -> bool:
 
 
 class _LinesOfConstants(TorchFunctionMode):
-    """Annotates what makes a tensor from sizes alone with the lines of code that ask for it.
+    """Annotates tensors that are made from sizes alone with the lines of code that make them.
 
     Two ranges from different lines, of samples and of positions, say, are equal where a batch has
-    as many samples as positions. They are two all the same: see ``merge_equal_constants``.
+    as many samples as positions. They must stay two even so: see ``merge_equal_constants``.
     """
 
     def __torch_function__(
@@ -326,9 +326,9 @@ class _LinesOfConstants(TorchFunctionMode):
 
 
 def _users_lines() -> str:
-    """The innermost line of the user's that runs now, and the one that called it.
+    """The innermost line of the user's code that runs now, and the one that called it.
 
-    Two tell what a helper makes for different callers apart. More would tell layers apart.
+    Two lines tell a helper's callers apart. More would tell layers apart.
     """
     lines: list[str] = []
     frame: FrameType | None = sys._getframe(1)
@@ -340,7 +340,7 @@ def _users_lines() -> str:
 
 
 class _OpenModules:
-    """Follows which module runs and annotates every node traced inside it with its path."""
+    """Tracks the running module, and annotates every node traced inside it with its path."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
@@ -423,7 +423,7 @@ def _trace(
 
 
 def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
-    """A gradient in the dtype of the sums that it is a part of."""
+    """A gradient in the dtype in which it is summed."""
     dtype = workload.reduce_dtype
     if gradient is None or dtype is None or not gradient.is_floating_point():
         return gradient
@@ -431,9 +431,9 @@ def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
 
 
 def _gradient_of(model: nn.Module, loss: Tensor) -> Tensor | None:
-    """What the backward pass begins with: made from the loss, or by itself.
+    """Initial gradient of the backward pass; ``None`` to make it from the loss.
 
-    Blocks with losses of their own begin theirs before the sum of all losses is known.
+    Blocks with losses of their own start before the sum of all losses is known.
     """
     if isinstance(model, LocalBlocks):
         return torch.ones((), dtype=loss.dtype, device=loss.device)
@@ -441,7 +441,7 @@ def _gradient_of(model: nn.Module, loss: Tensor) -> Tensor | None:
 
 
 def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:
-    """What the backward pass begins with; refuses a loss that cannot be trained."""
+    """Node at which the backward pass begins; refuses a loss that cannot be trained."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise CaptureError(
@@ -707,7 +707,7 @@ class _Reader:
         return loss, gradients
 
     def _with_masters(self, ratio: float, trained: Iterable[int]) -> float:
-        """Bytes of master weights and of the state of what is stepped, per byte of parameter."""
+        """Bytes of master weights and of the optimizer's state, per byte of parameter."""
         master = self.workload.master_dtype
         metas = [self.tensors[parameter] for parameter in trained]
         whole = sum(meta.meta.num_bytes for meta in metas)
@@ -751,9 +751,9 @@ def _annotate_backward(graph: fx.Graph) -> None:
 
     A forward node carries its module already. A backward node has its forward twin's: autograd
     gives both one sequence number (the retrace renumbers forward nodes, so this comes before it).
-    Forward nodes that autograd does not see carry the number of the one before that it does, so
-    the first of a number is the twin. Adds that accumulate gradients have no twin, ops outside any
-    module no annotation: both follow the input that was made last. Of a residual stream's
+    Forward nodes that autograd does not see inherit the previous node's ``seq_nr``, so the first
+    node of a number is the twin. Adds that accumulate gradients have no twin, ops outside any
+    module no annotation: both follow the input that was made last. For a residual stream's
     gradients that is the new one; the other is the sum of all layers behind.
     """
     twins: dict[int, str] = {}

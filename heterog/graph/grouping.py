@@ -2,8 +2,8 @@
 
 Modules are the natural unit: a person can read a plan by module, and a parameter, its gradient
 and its update belong together. The module tree is cut so that no group holds more than a set part
-of the step's work where it can be divided further. Then groups are joined where a decision could
-not differ without breaking something: all readers of one parameter (tied weights), an op that
+of the step's work where it can be divided further. Then groups are joined where different
+decisions would break something: all readers of one parameter (tied weights), an op that
 makes a gradient and the parameter's group, and local statistics with their readers.
 """
 
@@ -17,10 +17,10 @@ from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import IntArray, OpGraph, Phase
 
 MAX_SHARE_OF_WORK = 1 / 64
-"""A module with more of the work than this is cut into its children."""
+"""Fraction of the work above which a module is cut into its children."""
 MAX_GROUPS = 400
 CONSTANT_GROUP = -1
-"""Group of ops that depend on neither batch nor parameters: run wherever they are read."""
+"""Group of ops that depend on neither batch nor parameters: they run wherever they are read."""
 
 # Balance of FLOPs against bytes for weighing modules only: about a V100's FLOP per byte.
 _FLOPS_PER_BYTE = 17.0
@@ -28,11 +28,11 @@ _FLOPS_PER_BYTE = 17.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grouping:
-    """Group of every op.
+    """The group of every op.
 
     Attributes:
-        group: group index of each op, ``CONSTANT_GROUP`` for constants.  # [num_ops]
-        names: module path that names each group, in order of first forward op.
+        group: Group index of each op, ``CONSTANT_GROUP`` for constants.  # [num_ops]
+        names: Module path that names each group, in order of first forward op.
     """
 
     group: IntArray
@@ -48,8 +48,8 @@ class Grouping:
 def group_ops(graph: OpGraph) -> Grouping:
     """Cut a graph into groups; see the module docstring for the rule.
 
-    A graph that is the same step on another batch (``OpGraph.grouped_like``) has the same groups:
-    how heavy its modules are may differ, but a strategy decides about the groups it knows.
+    A graph of the same step on another batch (``OpGraph.grouped_like``) has the same groups: the
+    work of its modules may differ, but a strategy decides about the groups that it knows.
     """
     if graph.grouped_like is not None:
         return group_ops(graph.grouped_like)
@@ -87,7 +87,7 @@ def alike_groups(graph: OpGraph) -> IntArray:
 
 
 def _cut_module_tree(graph: OpGraph) -> list[str]:
-    """Label of each op: the path of the module it is grouped by."""
+    """Label of each op: the path of the module that it is grouped by."""
     work = graph.flops + _FLOPS_PER_BYTE * graph.bytes_moved
     weight: dict[str, float] = {}
     children: dict[str, set[str]] = {}
@@ -113,7 +113,7 @@ def _cut_module_tree(graph: OpGraph) -> list[str]:
             continue
         own = weight[path] - sum(weight[child] for child in inside)
         if path and own > weight[path] / 2:
-            continue  # a module that works by itself (with parameters of its own) stays whole
+            continue  # a module with most of its work in itself stays whole
         opened.add(path)
         num_leaves += len(inside) - 1
         frontier.extend(inside)
@@ -132,10 +132,10 @@ def _leaf(path: str, opened: set[str]) -> str:
 
 
 def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) -> list[str]:
-    """Ops that run directly in an opened module (a residual add, the loss) follow a neighbour.
+    """Label each op; those that run directly in an opened module follow a neighbour.
 
-    Forward ops follow the op they read from last; backward ops follow their forward twins' module
-    in the same way, through the label of their first non-constant input.
+    Such forward ops (a residual add, the loss) follow the op they read from last; backward ops
+    follow their forward twins' module in the same way, through their first non-constant input.
     """
     labels: list[str] = []
     for op in graph.ops:
@@ -155,7 +155,7 @@ def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) ->
 
 
 def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
-    """Union-find over labels for everything that must be decided together."""
+    """Join labels (by union-find) whose ops must be decided together."""
     parent = {label: label for label in labels}
 
     def join(ops: Iterable[int]) -> None:
@@ -176,7 +176,7 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
             join([update, made])
     for index, op in enumerate(graph.ops):
         if op.kind == "copy_.default" and op.phase != Phase.UPDATE:
-            # A buffer of the model is stepped where it is read, or its readers would never know.
+            # A buffer of the model is updated where it is read; otherwise readers would miss it.
             join([index, *readers[int(storage[op.inputs[0]])]])
     for tensor, place in enumerate(plan.placements):
         if place.kind == "L" and graph.producer[tensor] >= 0:

@@ -1,11 +1,11 @@
-"""Which rows of its input a part of an op reads: rows owned, rows needed, and who sends what.
+"""The rows of its input that a part of an op reads: rows owned, rows needed, and transfers.
 
 A tensor is cut along one of its dimensions, and every device owns some consecutive rows of it. A
 convolution or a pooling that makes the output rows ``[a, b)`` reads the input rows
 ``[max(0, a s - p), min(D, (b - 1) s - p + e (k - 1) + 1))`` for kernel ``k``, stride ``s``,
-padding ``p`` and dilation ``e``. What a device does not own of them is its *halo*: neighbours send
-it (Oyama et al. 2020, arXiv 2007.12856). Nothing has to divide anything here, and a halo may reach
-past the neighbour.
+padding ``p`` and dilation ``e``. Those of them that a device does not own are its *halo*:
+neighbours send it (Oyama et al. 2020, arXiv 2007.12856). Nothing has to divide anything here, and
+a halo may reach past the neighbour.
 
 The gradient of the input at the rows ``[a, b)`` in turn needs the gradients of all output rows
 that read any of them (``Stencil.readers``): no device has to add up what others computed.
@@ -31,28 +31,28 @@ class Rows(NamedTuple):
         return self.end - self.begin
 
     def clipped(self, size: int) -> "Rows":
-        """Those of the rows that a tensor of ``size`` rows has."""
+        """The rows that exist in a tensor of ``size`` rows."""
         begin = min(max(self.begin, 0), size)
         return Rows(begin, max(begin, min(self.end, size)))
 
     def overlap(self, other: "Rows") -> "Rows":
-        """Rows that both have."""
+        """Rows that are in both."""
         begin = max(self.begin, other.begin)
         return Rows(begin, max(begin, min(self.end, other.end)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stencil:
-    """Along one dimension, what a convolution or a pooling reads for each row that it makes.
+    """The rows that a convolution or pooling reads, along one dimension, for each output row.
 
     Attributes:
-        kernel: rows of the kernel.
-        stride: rows between the kernel's places.
-        padding: rows that are put before the first one, and behind the last.
-        dilation: rows between the kernel's own.
+        kernel: Number of rows of the kernel.
+        stride: Number of rows between positions of the kernel.
+        padding: Number of rows added before the first one, and after the last.
+        dilation: Distance in rows between the kernel's own rows.
 
     Raises:
-        StrategyError: one of them makes no sense.
+        StrategyError: a number is out of range.
     """
 
     kernel: int
@@ -70,15 +70,15 @@ class Stencil:
 
     @property
     def reach(self) -> int:
-        """Rows from the first to the last that one output row reads."""
+        """Number of rows from the first to the last that one output row reads."""
         return self.dilation * (self.kernel - 1) + 1
 
     def output_size(self, size: int) -> int:
-        """Rows that are made of ``size`` input rows."""
+        """Number of output rows for ``size`` input rows."""
         return max((size + 2 * self.padding - self.reach) // self.stride + 1, 0)
 
     def span(self, made: Rows) -> Rows:
-        """Input rows that some output rows read, padding included.
+        """Input rows that some output rows read, including padding.
 
         >>> Stencil(kernel=3, padding=1).span(Rows(0, 4))
         Rows(begin=-1, end=5)
@@ -89,11 +89,11 @@ class Stencil:
         return Rows(begin, begin + (made.num - 1) * self.stride + self.reach)
 
     def needed(self, made: Rows, size: int) -> Rows:
-        """Input rows, of ``size`` there are, that some output rows read."""
+        """Input rows, of ``size`` in all, that some output rows read."""
         return self.span(made).clipped(size)
 
     def readers(self, owned: Rows, output_size: int) -> Rows:
-        """Output rows, of ``output_size`` there are, that read any of some input rows.
+        """Output rows, of ``output_size`` in all, that read any of some input rows.
 
         >>> Stencil(kernel=3, stride=2, padding=1).readers(Rows(4, 8), 8)
         Rows(begin=2, end=5)
@@ -106,7 +106,7 @@ class Stencil:
 
 
 class Transfer(NamedTuple):
-    """Rows that one part gets from another."""
+    """Rows that one part sends to another."""
 
     source: int
     target: int
@@ -114,7 +114,7 @@ class Transfer(NamedTuple):
 
 
 def cut_rows(counts: Sequence[int]) -> tuple[Rows, ...]:
-    """Rows of each part, of which these are the numbers.
+    """Rows of each part, given their numbers.
 
     >>> cut_rows((3, 1))
     (Rows(begin=0, end=3), Rows(begin=3, end=4))
@@ -124,11 +124,11 @@ def cut_rows(counts: Sequence[int]) -> tuple[Rows, ...]:
 
 
 def transfers(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[Transfer, ...]:
-    """Who sends what, so that every part has the rows that it needs.
+    """Find the transfers that give every part the rows that it needs.
 
     Args:
-        owned: rows of each part; together all rows, each once.
-        needed: rows that each part needs.
+        owned: Rows of each part; together all rows, each once.
+        needed: Rows that each part needs.
     """
     return tuple(
         Transfer(source, target, piece)
@@ -139,7 +139,7 @@ def transfers(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[Transfer, 
 
 
 def received(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[int, ...]:
-    """Number of rows that each part gets from others."""
+    """Number of rows that each part receives from others."""
     counts = [0] * len(needed)
     for each in transfers(owned, needed):
         counts[each.target] += each.rows.num

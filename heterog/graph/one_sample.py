@@ -1,10 +1,10 @@
-"""Ops that do nothing on a single sample, added so that its step has the ops of any other.
+"""Ops that have no effect on a single sample, added so that its step has the planned ops.
 
-Before it looks at a tensor in another shape, torch copies it unless its elements follow each
-other. Those of one sample often do where those of several do not. And what is broadcast over the
-samples has a gradient that is summed over them, unless there is only one. So the step on a last
-batch of one sample has fewer ops than the planned one. To run it by the plan, they are done all
-the same.
+Before torch views a tensor in another shape, it copies it unless its elements are consecutive.
+Those of one sample often are where those of several are not. And a value that is broadcast over
+the samples has a gradient that is summed over them, unless there is only one. So the step on a
+last batch of one sample has fewer ops than the planned one. To run it by the plan, the missing
+ops are added.
 """
 
 import operator
@@ -19,23 +19,23 @@ _COPY = "clone.default"
 _SUM = "sum.dim_IntList"
 _VIEW = "view.default"
 _VIEW_OF_COPY = "_unsafe_view.default"
-"""What torch records for another shape of a copy that nobody else reads."""
+"""Op that torch records for a view of a copy that nothing else reads."""
 
 
 def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
-    """Let the step on one sample copy and sum as a planned one does; other ops stay as they are.
+    """Add the copies and sums that a planned step has to the step on one sample.
 
-    Whatever is added is equal to what is read instead of it, so the step computes what it did.
+    Each added op returns its input unchanged, so the step computes the same.
 
     Args:
-        traced: the step on one sample; it is changed.
-        planned: the same step on more of them.
+        traced: The step on one sample; it is changed.
+        planned: The same step on several samples.
     """
     inputs = [node for node in traced.nodes if node.op == "placeholder"]
     inputs += [node for node in traced.nodes if node.op == "get_attr"]
     made_by = dict(enumerate(inputs))
     instead_of: dict[int, fx.Node] = {}
-    """What readers read so far instead of the result of an added op, by its tensor."""
+    """Node that readers read instead of an added op's result, by the result's tensor."""
     first_output: dict[Any, int] = {}
     walk = _Walk(planned)
     for node in list(traced.nodes):
@@ -69,8 +69,8 @@ class _Walk:
     """Goes through a graph's ops in order.
 
     Attributes:
-        op: the next one, ``None`` at the end.
-        first_output: the first tensor that it makes.
+        op: The next op, ``None`` at the end.
+        first_output: The first tensor that it makes.
     """
 
     def __init__(self, graph: OpGraph) -> None:
@@ -90,10 +90,10 @@ class _Walk:
 
 
 def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx.Node | None:
-    """A copy or a sum of what a node makes; ``None`` where that would be another value."""
+    """Add a copy or sum of a node's output; ``None`` where that would have another value."""
     value = source.meta["val"] if source.op != "get_attr" else None
     if not isinstance(value, Tensor):
-        return None  # the steps have other ops before this one
+        return None  # the steps differ in the ops before this one
     args: tuple[Any, ...] = (source,)
     options: dict[str, Any] = {"memory_format": torch.contiguous_format}
     target = torch.ops.aten.clone.default

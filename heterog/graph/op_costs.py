@@ -1,7 +1,7 @@
 """FLOPs and bytes of ops that no counter registry prices, and the ops that cost nothing.
 
 Torch's FLOP registry covers matrix products, convolutions and attention; capture asks it first.
-What is left is bound by memory bandwidth on every device, so one FLOP per output element is
+The rest is bound by memory bandwidth on every device, so one FLOP per output element is
 enough, and the bytes are what matters: each input read once, each output written once, except for
 the ops below that touch only part of an input.
 """
@@ -25,7 +25,7 @@ VIEW_KINDS = frozenset({
 })  # fmt: skip
 """Ops whose outputs share the memory of input 0: they run no kernel.
 
-``unsafe_*`` ops are views to everybody but autograd. Checked against torch by a test.
+``unsafe_*`` ops are views for all but autograd. Checked against torch by a test.
 """
 
 RESHAPES = frozenset({"alias.default", "detach.default", "squeeze.dim", "squeeze.dims",
@@ -91,7 +91,7 @@ def convolution_flops(call: OpCall) -> float | None:
 def grouped_product_flops(call: OpCall) -> float | None:
     """FLOPs of products of rows with the matrix of their group; ``None`` for other ops.
 
-    2 m k n, where the groups share out m rows (or, for the gradient of the matrices, k).
+    2 m k n, where the groups divide m rows (or, for the gradient of the matrices, k).
 
     >>> from heterog.graph.placement import TensorMeta, TensorRef
     >>> rows, matrices = TensorMeta((6, 4), "float32"), TensorMeta((3, 4, 8), "float32")
@@ -131,7 +131,7 @@ def sparse_flops(call: OpCall) -> float | None:
 
 
 def _row_reads(call: OpCall) -> float:
-    """Elements that a sparse product reads: for each entry a row of features of each sample."""
+    """Elements that a sparse product reads: for each entry, one row of features per sample."""
     dense = _input(call, "dense").shape
     samples = prod(dense[:-2])
     return float(samples * _input(call, "columns").num_elements * dense[-1])
@@ -154,7 +154,7 @@ def elementwise_flops(call: OpCall) -> float:
 
 
 def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
-    """Bytes an op reads and writes at global size, in that order."""
+    """Bytes that an op reads and writes at global size, in that order."""
     if call.kind in VIEW_KINDS or call.kind in _NO_KERNEL:
         return 0.0, 0.0
     written = float(sum(meta.num_bytes for meta in call.outputs))

@@ -24,12 +24,12 @@ from heterog.names import is_identifier, name_fault, shown, text_fault
 
 MAX_BATCH_SIZE = 2**20
 MAX_BATCH_TIMES_OPS = 2**30
-"""Cost tables have a row for every share of the batch and a column for every op."""
+"""Limit because cost tables have a row for every share of the batch and a column for every op."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 
-# Where a graph was captured is no part of what it is.
+# The place where a graph was captured does not belong to its identity.
 ELEMENTWISE_OPTIMIZERS = frozenset(
     {
         "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
@@ -51,7 +51,7 @@ class Phase(IntEnum):
 
 
 class TensorKind(IntEnum):
-    """What a tensor is; decides how long it lives and who moves it."""
+    """The kind of a tensor, which decides how long it lives."""
 
     ACTIVATION = 0
     PARAMETER = 1
@@ -72,12 +72,12 @@ class GraphTensor:
 
     @property
     def meta(self) -> TensorMeta:
-        """Shape and dtype alone."""
+        """Shape and dtype only."""
         return TensorMeta(self.shape, self.dtype)
 
 
 Curve = tuple[tuple[float, float], ...]
-"""(Share of the batch, seconds), by rising shares up to 1."""
+"""Points (share of the batch, seconds), by rising shares up to 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +87,19 @@ class GraphOp:
     Attributes:
         kind: ATen op with overload, no namespace; ``"update"`` for a parameter's optimizer step
             with inputs ``(parameter, gradient)``.
-        args: the op's schema arguments by name (see ``OpCall``); empty for imported graphs.
-        inputs: tensor ids, one per ``TensorRef`` in ``args``.
-        num_outputs: how many tensors it makes.
-        phase: forward, backward or update.
-        module: dotted path of the module that ran it; ``""`` is the root.
-        flops: floating-point operations of the whole (global) op.
-        bytes_read: bytes it reads at global size.
-        bytes_written: bytes it writes at global size.
-        rule: input and output placements along the batch that the file states itself (ops of
-            unknown kind in imported graphs); ``None``: the built-in table decides.
-        measured_s: by device type name the measured seconds at global size, or points (share of
+        args: Arguments of the op's schema by name (see ``OpCall``); empty for imported graphs.
+        inputs: Tensor ids, one per ``TensorRef`` in ``args``.
+        num_outputs: Number of tensors that it makes.
+        phase: Forward, backward or update.
+        module: Dotted path of the module that ran it; ``""`` is the root.
+        flops: Floating-point operations of the whole (global) op.
+        bytes_read: Bytes that it reads at global size.
+        bytes_written: Bytes that it writes at global size.
+        rule: Input and output placements along the batch that the file states itself (ops of
+            unknown kind in imported graphs); ``None`` if the built-in table decides.
+        measured_s: Measured seconds at global size by name of device type, or points (share of
             the batch, seconds) with rising shares up to 1 (imported cost tables).
-        name: a name for messages; the fx node's name in captured graphs.
+        name: Name for messages; the fx node's name in captured graphs.
     """
 
     kind: str
@@ -121,21 +121,22 @@ class OpGraph:
     """One training step as a graph of operators.
 
     Attributes:
-        name: name of the workload.
-        source: how to make the workload again (zoo name or ``file.py:function``).
-        batch_size: samples in the global batch.
-        tensors: every tensor; step inputs first, then op outputs in op order.
-        ops: every op in program order.
-        batch_placements: placement along the batch of each input tensor of the step.
-        optimizer: class name of the optimizer.
-        optimizer_state_ratio: optimizer state bytes per byte of parameter.
-        loss: tensor id of the loss.
-        grouped_like: the same ops on a batch of another shape, whose groups this graph has.
-        patterns: entries of the constant sparse matrices, which ops name by their keys.
+        name: Name of the workload.
+        source: Source from which the workload can be made again (zoo name or
+            ``file.py:function``).
+        batch_size: Number of samples in the global batch.
+        tensors: All tensors; step inputs first, then op outputs in op order.
+        ops: All ops in program order.
+        batch_placements: Placement along the batch of each input tensor of the step.
+        optimizer: Class name of the optimizer.
+        optimizer_state_ratio: Bytes of optimizer state per byte of parameter.
+        loss: Tensor id of the loss.
+        grouped_like: A graph of the same ops on another batch, whose groups this graph has.
+        patterns: Patterns of the constant sparse matrices, which ops name by their keys.
 
     Raises:
         GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, or a
-            name is none (see ``heterog.names``).
+            name is invalid (see ``heterog.names``).
     """
 
     name: str
@@ -189,7 +190,7 @@ class OpGraph:
             )
 
     def _check_words(self) -> None:
-        """Names are names, and every other text is one line that can be printed."""
+        """Check that names are valid, and that every other text is one printable line."""
         fault = name_fault(self.name)
         if fault is not None:
             raise GraphError(f"the name of the graph, {shown(self.name)}, {fault}.")
@@ -229,7 +230,7 @@ class OpGraph:
         return np.concatenate([np.full(self.num_inputs, -1, np.int32), made])
 
     def outputs(self, op: int) -> range:
-        """Tensor ids that an op makes."""
+        """Ids of the tensors that an op makes."""
         return range(int(self.output_start[op]), int(self.output_start[op + 1]))
 
     @cached_property
@@ -239,7 +240,7 @@ class OpGraph:
 
     @cached_property
     def is_view(self) -> npt.NDArray[np.bool_]:
-        """Ops that only look at memory in another way and cost nothing.  # [num_ops]"""
+        """Ops that only show memory in another way and cost nothing.  # [num_ops]"""
         return np.array([op.kind in VIEW_KINDS for op in self.ops], np.bool_)
 
     @cached_property
@@ -257,7 +258,7 @@ class OpGraph:
 
     @cached_property
     def storage(self) -> IntArray:
-        """For each tensor the tensor that owns its memory, through views.  # [num_tensors]"""
+        """For each tensor, the tensor that owns its memory, through views.  # [num_tensors]"""
         storage = np.arange(len(self.tensors), dtype=np.int32)
         for index, op in enumerate(self.ops):
             if self.is_view[index]:
@@ -274,7 +275,7 @@ class OpGraph:
         return tuple(map(tuple, readers))
 
     def readers(self, tensor: int) -> Iterator[int]:
-        """Ops other than views that read a tensor, through all views."""
+        """Ops other than views that read a tensor, directly or through views."""
         for reader in self.consumers[tensor]:
             if self.is_view[reader]:
                 for output in self.outputs(reader):
@@ -284,7 +285,7 @@ class OpGraph:
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:
-        """Tensor ids of the parameters, tied ones once."""
+        """Tensor ids of the parameters, tied ones only once."""
         return self.inputs_of_kind(TensorKind.PARAMETER)
 
     def inputs_of_kind(self, kind: TensorKind) -> tuple[int, ...]:
@@ -298,7 +299,7 @@ class OpGraph:
 
     @cached_property
     def updates(self) -> tuple[tuple[int, int, int], ...]:
-        """(op, parameter, gradient) of every optimizer step, in program order."""
+        """Op, parameter and gradient of every optimizer step, in program order."""
         return tuple(
             (index, op.inputs[0], op.inputs[1])
             for index, op in enumerate(self.ops)
@@ -352,7 +353,7 @@ class OpGraph:
         return np.array([op.bytes_read + op.bytes_written for op in self.ops], np.float64)
 
     def call(self, index: int) -> OpCall:
-        """The op as the sharding rules see it."""
+        """The op in the form that sharding rules take."""
         op = self.ops[index]
         return OpCall(
             kind=op.kind,
@@ -363,7 +364,7 @@ class OpGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what a strategy depends on: ops, tensors, batch; not costs, names or devices."""
+        """Hash of all that strategies depend on: ops, tensors, batch; no costs, names, devices."""
         digest = hashlib.sha256()
         digest.update(json.dumps([self.batch_size, self.optimizer, self.loss]).encode())
         for tensor in self.tensors:
@@ -376,7 +377,7 @@ class OpGraph:
         return digest.hexdigest()[:16]
 
     def describe_difference(self, other: "OpGraph") -> str | None:
-        """The first difference to another graph in words, naming the module; ``None`` if none."""
+        """The first difference to another graph in words, naming the module; ``None`` if equal."""
         if self.fingerprint == other.fingerprint:
             return None
         if self.batch_size != other.batch_size:
@@ -416,9 +417,9 @@ def topological_order(
     """Order ops so that producers come first, keeping the given order where possible.
 
     Args:
-        num_ops: number of ops.
-        op_inputs: tensor ids that each op reads.
-        made_by: producing op of each tensor, -1 for step inputs.
+        num_ops: Number of ops.
+        op_inputs: Tensor ids that each op reads.
+        made_by: Op that makes each tensor, -1 for step inputs.
 
     Raises:
         GraphError: the ops form a cycle; names one op on it.

@@ -7,11 +7,11 @@ from heterog.graph.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """How the parts of a sum over a team are added up: in slices, by a reduce-scatter.
+    """A reduce-scatter that leaves the sum over a team in slices.
 
     Attributes:
-        place: how the sum then lies over the members of the team.
-        units: of the axis that ``place`` splits; another one than the rule's own.
+        place: Placement of the sum over the members of the team.
+        units: Number of units of the axis that ``place`` splits, which is not the rule's own.
     """
 
     place: Placement
@@ -22,15 +22,15 @@ class Scatter:
 class OpRule:
     """How one op runs on its group's devices along one axis of ``units`` units.
 
-    The units are shared out over the devices of the group's decision in proportion to its shares
-    (``split_in_proportion(units, decision.shares)``; for the batch the shares themselves). What a
-    graph's tensors then are follows in program order:
+    The units are divided among the devices of the group's decision in proportion to its shares
+    (``split_in_proportion(units, decision.shares)``; for the batch the shares themselves). The
+    placements of a graph's tensors follow in program order:
 
     - An op with a rule needs its inputs, and leaves its outputs, as the rule says. The rule must
       be one of the sharding rules: ``propagate(call, inputs, units)`` has to give ``inputs`` and
       ``outputs`` back (every rule of ``legal_rules`` does).
-    - A view never has a rule: its output follows by propagation from what it looks at. A view
-      that cannot follow (it merges what is split, say) looks at the gathered whole.
+    - A view never has a rule: its output follows by propagation from its source. A view that
+      cannot follow (it merges what is split, say) shows the gathered whole.
     - Every other op does what the batch plan says, so that all ops of a region that is not split
       along the batch have rules.
 
@@ -38,17 +38,17 @@ class OpRule:
     the value is converted: a slice of what is whole is free, everything else goes through the
     whole value. A rule without any ``S`` runs on all devices with samples.
 
-    Parts of a sum need not become the whole: with ``scatter`` they are added up in slices as soon
+    Parts of a sum need not become the whole: with ``scatter`` they are summed in slices as soon
     as the op is done, and readers find these. Sequence parallelism (Korthikanti et al. 2022,
-    section 4.2) splits what lies between two matrix products along the positions in this way.
+    section 4.2) splits activations between two matrix products along the positions in this way.
 
     Attributes:
-        inputs: needed placement of each tensor input of the op.
-        outputs: placement of each output.
-        units: units of the axis that ``S`` means here; the batch size means the batch split; any
-            number if nothing is ``S``.
-        scatter: for an op with one output, a part of a sum: how it is added up in slices;
-            ``None``: readers get parts of the sum, or the whole, as they need it.
+        inputs: Needed placement of each tensor input of the op.
+        outputs: Placement of each output.
+        units: Number of units of the axis that ``S`` means here; the batch size means the batch
+            split; any number if nothing is ``S``.
+        scatter: For an op whose only output is a part of a sum, the way to sum it in slices; with
+            ``None`` readers get parts of the sum, or the whole, as they need it.
     """
 
     inputs: tuple[Placement, ...]
@@ -58,4 +58,4 @@ class OpRule:
 
 
 OpRules = tuple[tuple[int, OpRule], ...]
-"""(graph op index, rule), ascending."""
+"""Pairs of graph op index and rule, ascending."""

@@ -1,18 +1,17 @@
 """Placements of one tensor along one mesh axis, and ops as the sharding rules see them.
 
-A placement says which part of a tensor a device holds when an axis (the batch, say) of
-``axis_size`` units is shared out unevenly over devices:
+A placement states which part of a tensor a device holds when an axis (the batch, say) of
+``axis_size`` units is divided unevenly among devices:
 
 - ``R``: every device holds the whole tensor.
 - ``S(dim, outer)``: dimension ``dim`` is ``outer x axis_size x inner``; a device that owns
   ``share`` of the ``axis_size`` units holds ``outer x share x inner`` of it. The written form
   keeps every view exact: (B, T, D) seen as (B*T, D) is split in dimension 0 with ``inner = T``.
 - ``P``: every device holds a tensor of full shape; their sum is the tensor.
-- ``L``: statistics of the local part (BatchNorm); never moved between devices.
-- ``H(dim, window)``: only of what an op needs: the rows of dimension ``dim`` that its part of the
-  output reads. They may reach into what neighbours own (a *halo*; see ``heterog.graph.halo``).
-  ``neighbours(dim, key)``: likewise, but these rows are any: those that the entries of a sparse
-  matrix name (``heterog.graph.sparse_pattern``).
+- ``H(dim, window)``: only for needed inputs: the rows of dimension ``dim`` that an op's part of
+  the output reads. They may reach into rows of neighbours (a *halo*; see ``heterog.graph.halo``).
+  ``neighbours(dim, key)``: likewise, but the rows are arbitrary: those that the entries of a
+  sparse matrix name (``heterog.graph.sparse_pattern``).
 """
 
 import math
@@ -44,7 +43,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the parts of a tensor are along one axis; see the module for the five kinds."""
+    """Position of the parts of a tensor along one axis; see the module for the five kinds."""
 
     kind: Literal["R", "S", "P", "L", "H"]
     dim: int = 0
@@ -61,7 +60,7 @@ class Placement:
 
     @property
     def is_split(self) -> bool:
-        """Whether a device holds a part of the tensor only, with or without a halo."""
+        """Whether a device holds only a part of the tensor, with or without a halo."""
         return self.kind in "SH"
 
 
@@ -76,16 +75,16 @@ def S(dim: int, outer: int = 1) -> Placement:
 
 
 def H(dim: int, window: Window) -> Placement:
-    """Split dimension ``dim``, with the rows beside the own ones that an op reads."""
+    """Split dimension ``dim``, with further rows that an op reads beside a device's own."""
     return Placement("H", dim, window=window)
 
 
 def neighbours(dim: int, pattern: str) -> Placement:
-    """Of dimension ``dim`` the rows that the own rows of a sparse product read.
+    """The rows of dimension ``dim`` that a device's own rows of a sparse product read.
 
     Args:
-        dim: of what is read.
-        pattern: key of the entries; see ``SparsePattern``.
+        dim: Dimension of the tensor that is read.
+        pattern: Key of the entries; see ``SparsePattern``.
     """
     return Placement("H", dim, pattern=pattern)
 
@@ -98,7 +97,7 @@ ITEM_BYTES: Mapping[str, int] = {
 
 
 def needs_no_transfer(given: Sequence[Placement], wanted: Sequence[Placement]) -> bool:
-    """Whether an op reads its inputs where they lie: as they are, or slices of what is whole."""
+    """Whether an op can read its inputs in place: unchanged, or slices of whole tensors."""
     return all(
         have == want or (have == R and want.is_split)
         for have, want in zip(given, wanted, strict=True)
@@ -129,7 +128,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in an argument list for the op's ``index``-th tensor input."""
+    """Placeholder in an argument list for the op's ``index``-th tensor input."""
 
     index: int
 
@@ -139,17 +138,17 @@ Arg = TensorRef | int | float | bool | str | None | tuple["Arg", ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """One call of an ATen op: everything a sharding rule or a cost formula may look at.
+    """One call of an ATen op: all that a sharding rule or a cost formula may use.
 
     Attributes:
-        kind: op name without namespace: ``"mm.default"``, ``"native_layer_norm.default"``;
+        kind: Op name without namespace: ``"mm.default"``, ``"native_layer_norm.default"``;
             ``"attention"`` and ``"attention_backward"`` for every fused attention kernel.
-        args: every schema argument by name, in schema order, defaults filled in. A tensor is a
+        args: All schema arguments by name, in schema order, defaults filled in. A tensor is a
             ``TensorRef`` into ``inputs``; lists are tuples; dtypes, devices, layouts and memory
             formats are strings.
-        inputs: the tensor inputs, in order of first appearance in ``args`` (a tensor that is
-            passed twice appears twice).
-        outputs: the tensor outputs, in order.
+        inputs: Tensor inputs, in order of first appearance in ``args`` (a tensor that is passed
+            twice appears twice).
+        outputs: Tensor outputs, in order.
     """
 
     kind: str

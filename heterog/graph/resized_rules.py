@@ -10,17 +10,17 @@ from heterog.graph.placement import Placement
 
 
 def resized_rules(rules: OpRules, planned: OpGraph, given: OpGraph) -> OpRules:
-    """The rules of a step, for the same step with other samples or lengths.
+    """Adapt the rules of a step to the same step with other samples or lengths.
 
-    What a unit is stays as it was: one column, one head, one position. So there are other numbers
-    of units where a dimension has another size, and other numbers of samples around positions that
-    lie in one dimension with the batch. A rule for which that gives no clear answer is left as it
-    is, to be refused where the graph is planned.
+    The meaning of a unit stays: one column, one head, one position. So there are other numbers of
+    units where a dimension has another size, and other numbers of samples around positions that
+    share a dimension with the batch. A rule for which that gives no clear answer stays unchanged,
+    to be refused where the graph is planned.
 
     Args:
-        rules: for ``planned``.
-        planned: the step that they were made for.
-        given: the same ops on other shapes.
+        rules: Rules for ``planned``.
+        planned: The step that they were made for.
+        given: The same ops on other shapes.
     """
     return tuple((op, _resized(rule, op, planned, given)) for op, rule in rules)
 
@@ -65,12 +65,12 @@ def _places(
     """Placements in other shapes, and the units of their axis; ``None`` if these are unclear.
 
     Args:
-        places: of some tensors.
-        tensors: their ids, the same in both graphs.
-        along: how each lies along the batch.
-        units: of the axis.
-        planned: the graph that the placements were made for.
-        given: the other one.
+        places: Placements of some tensors.
+        tensors: Their ids, the same in both graphs.
+        along: Placement of each tensor along the batch.
+        units: Number of units of the axis.
+        planned: The graph that the placements were made for.
+        given: The other graph.
     """
     found: list[Placement] = []
     counts: set[int] = set()

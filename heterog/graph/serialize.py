@@ -144,8 +144,8 @@ def save_graph(graph: OpGraph, path: str | Path) -> None:
     """Write a graph to a file.
 
     Args:
-        graph: any graph.
-        path: compressed if it ends in ``.gz``.
+        graph: Any graph.
+        path: Path of the file; compressed if it ends in ``.gz``.
 
     Raises:
         InputFileError: the file cannot be written.
@@ -166,7 +166,7 @@ def load_graph(path: str | Path) -> OpGraph:
 
 
 def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
-    """A graph as JSON values; see the module docstring."""
+    """Convert a graph to JSON values; see the module docstring."""
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(o.kind for o in graph.ops))}
     modules = {
         path: number for number, path in enumerate(dict.fromkeys(o.module for o in graph.ops))
@@ -211,7 +211,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
 
 
 def _patterns_to_json(graph: OpGraph) -> dict[str, Any]:
-    """Sparse matrices; nothing in a graph without any."""
+    """Sparse matrices as JSON values; empty for a graph without any."""
     if not graph.patterns:
         return {}
     return {
@@ -227,11 +227,11 @@ def _patterns_to_json(graph: OpGraph) -> dict[str, Any]:
 
 
 def graph_from_dict(record: object, where: str) -> OpGraph:
-    """The inverse of ``graph_to_dict``; also reads the form that is written by hand.
+    """The inverse of ``graph_to_dict``; also reads the handwritten form.
 
     Args:
         record: JSON values.
-        where: begins every message, usually the name of the file.
+        where: Start of every message, usually the name of the file.
 
     Raises:
         InputFileError: the record is not a graph; says what is wrong and where.
@@ -310,7 +310,7 @@ class _PatternRecord(Record):
     columns: Many[Int32]
 
     def pattern(self) -> SparsePattern:
-        """The entries, checked."""
+        """Check the entries and make the pattern."""
         starts = np.zeros(len(self.row_entries) + 1, np.int64)
         np.cumsum(np.array(self.row_entries, np.int64), out=starts[1:])
         return SparsePattern(starts, np.array(self.columns, np.int32), self.num_columns)
@@ -332,7 +332,7 @@ class _GraphRecord(Record):
 
 
 def _rows(value: object, field: str) -> object:
-    """Columns as a list of records; anything else as it is."""
+    """Convert columns to a list of records; returns anything else unchanged."""
     if not isinstance(value, dict):
         return value
     lengths = {name: len(v) if isinstance(v, list) else -1 for name, v in value.items()}
@@ -352,7 +352,7 @@ def _rows(value: object, field: str) -> object:
 
 
 class _Reader:
-    """Turns a record into a graph: resolves names, orders the ops, numbers the tensors again."""
+    """Converts a record to a graph: resolves names, orders the ops, renumbers the tensors."""
 
     def __init__(self, spec: _GraphRecord) -> None:
         self.spec = spec
@@ -466,7 +466,7 @@ class _Reader:
     def _curve(
         self, index: int, points: Sequence[tuple[float, float]]
     ) -> tuple[tuple[float, float], ...]:
-        """Measured seconds at several shares, as they must be to be looked up."""
+        """Check measured seconds at several shares."""
         shares = [share for share, _ in points]
         if sorted(set(shares)) != shares or shares[-1] != 1.0:
             raise GraphError(
@@ -478,10 +478,10 @@ class _Reader:
     def _rules(
         self, order: Sequence[int], placements: dict[int, Placement]
     ) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]] | None]:
-        """The rule of each op that states one, or that follows from its ``batch_dims``."""
+        """The rule of each op that states one, or for which it follows from ``batch_dims``."""
         ops = self.spec.ops
         rules: list[tuple[tuple[Placement, ...], tuple[Placement, ...]] | None] = [None] * len(ops)
-        # Only batch_dims need to know how their inputs lie.
+        # Only batch_dims need the layouts of their inputs.
         must_follow = any(op.batch_dims is not None for op in ops)
         for index in order:
             op = ops[index]
@@ -545,7 +545,7 @@ class _Reader:
     def _doubt_batch_dims(
         self, index: int, given: Sequence[Placement], outputs: Sequence[Placement]
     ) -> None:
-        """Notes what ``batch_dims`` make of an op that was probably not meant."""
+        """Note effects of an op's ``batch_dims`` that were probably not meant."""
         for tensor, place in zip(self.inputs[index], given, strict=True):
             if place == P and not any(each.kind == "S" for each in given):
                 self.doubts.append(
@@ -664,7 +664,7 @@ class _Reader:
             )
 
     def _check_op(self, index: int) -> None:
-        """What no op may do, of whatever kind it is."""
+        """Refuse faults that ops of any kind may have."""
         if self.kinds[index] in VIEW_KINDS and not self.inputs[index]:
             raise GraphError(f"{self._op(index)} is a view, but reads no tensor to look at.")
         if self.phases[index] == Phase.UPDATE:
@@ -783,7 +783,7 @@ def _arg_from_json(value: object, num_inputs: int, op: Callable[[], str], depth:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be written again: JSON can spell half a character."""
+    """Whether a text can be written to a file: JSON can spell half a character."""
     return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
@@ -794,11 +794,11 @@ def shown_numbers(values: Sequence[float]) -> str:
 
 
 def _check_batch_plan(graph: OpGraph) -> None:
-    """Refuse or warn about rules that do not fit what they are given.
+    """Refuse or warn about rules that do not fit their inputs.
 
     Raises:
-        GraphError: an op's rule takes a tensor for a partial sum or for local statistics that is
-            none, the other way round, or its arguments make no sense.
+        GraphError: an op's rule expects a partial sum or local statistics where there is none, or
+            the reverse, or its arguments are invalid.
     """
     plan = batch_plan(graph)
     for index, op in enumerate(graph.ops):

@@ -1,9 +1,9 @@
-"""Which rows each row of a sparse product reads: the edges of a graph, without weights.
+"""The rows that each row of a sparse product reads: the edges of a graph, without weights.
 
 Full-batch graph networks multiply the features of all nodes with one sparse matrix, in which row
-``i`` has an entry for each neighbour of node ``i``. Who needs whose rows then follows from the
+``i`` has an entry for each neighbour of node ``i``. Which rows a part needs then follows from the
 entries, not from shapes. A ``SparsePattern`` holds them outside the tensors of a step, so that
-planning counts exactly what travels when rows are cut among devices (arXiv 2212.05009):
+planning counts exactly the rows sent when rows are cut among devices (arXiv 2212.05009):
 
     rows that travel = sum over all rows of (number of parts that read or own the row, minus 1)
 
@@ -28,15 +28,15 @@ MOST_COLUMNS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SparsePattern:
-    """The places of the entries of a sparse matrix, row by row (CSR).
+    """The positions of the entries of a sparse matrix, row by row (CSR).
 
     Attributes:
-        row_starts: first entry of each row, and the number of entries.  # [num_rows + 1]
-        columns: of the entries, row by row.  # [num_entries]
-        num_columns: of the matrix.
+        row_starts: First entry of each row, and the number of entries.  # [num_rows + 1]
+        columns: Column of each entry, row by row.  # [num_entries]
+        num_columns: Number of columns of the matrix.
 
     Raises:
-        GraphError: the arrays are no such matrix.
+        GraphError: the arrays do not form such a matrix.
     """
 
     row_starts: Int64Array
@@ -68,12 +68,12 @@ class SparsePattern:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the matrix."""
+        """Number of rows of the matrix."""
         return len(self.row_starts) - 1
 
     @property
     def num_entries(self) -> int:
-        """Entries of the matrix: edges of the graph, each direction for itself."""
+        """Number of entries of the matrix: edges of the graph, each direction counted."""
         return len(self.columns)
 
     @cached_property
@@ -98,7 +98,7 @@ class SparsePattern:
         return pattern_of(self.columns, self.rows, self.num_columns, self.num_rows)
 
     def num_entries_of(self, begin: int, end: int) -> int:
-        """Entries of the rows ``begin`` to ``end - 1``."""
+        """Number of entries of the rows ``begin`` to ``end - 1``."""
         return int(self.row_starts[end] - self.row_starts[begin])
 
     def columns_of(self, begin: int, end: int) -> npt.NDArray[np.int32]:
@@ -114,7 +114,7 @@ class SparsePattern:
         return np.flatnonzero(self._is_needed(begin, end))
 
     def needed_before(self, begin: int, end: int) -> Int64Array:
-        """For each column, how many of those before it some rows read.  # [num_columns + 1]"""
+        """Number of columns before each column that some rows read.  # [num_columns + 1]"""
         counts = np.zeros(self.num_columns + 1, np.int64)
         np.cumsum(self._is_needed(begin, end), out=counts[1:])
         return counts
@@ -128,16 +128,16 @@ class SparsePattern:
 def pattern_of(
     rows: npt.ArrayLike, columns: npt.ArrayLike, num_rows: int, num_columns: int
 ) -> SparsePattern:
-    """The pattern of entries in any order; an entry that is there twice stays twice.
+    """Make the pattern of entries in any order; a repeated entry stays repeated.
 
     Args:
-        rows: of each entry.
-        columns: of each entry.
-        num_rows: of the matrix.
-        num_columns: of the matrix.
+        rows: Row of each entry.
+        columns: Column of each entry.
+        num_rows: Number of rows of the matrix.
+        num_columns: Number of columns of the matrix.
 
     Raises:
-        GraphError: there is no such matrix.
+        GraphError: an entry lies outside of the matrix, or the arrays do not match.
 
     >>> pattern_of([1, 0, 1], [0, 1, 1], 2, 2).row_starts.tolist()
     [0, 1, 3]
@@ -169,15 +169,15 @@ def entry_order(pattern: SparsePattern) -> Int64Array:
 def rows_received(
     pattern: SparsePattern, made: Sequence[int], owned: Sequence[int]
 ) -> tuple[tuple[int, ...], ...]:
-    """Rows that each part reads of each other part's, if parts are consecutive rows.
+    """Number of rows that each part reads of each other part, if parts are consecutive rows.
 
     Args:
-        pattern: of the product.
-        made: output rows of each part.
-        owned: rows of what is read (columns of the pattern) of each part.
+        pattern: Pattern of the product.
+        made: Number of output rows of each part.
+        owned: Number of input rows (columns of the pattern) of each part.
 
     Returns:
-        Of each part, the rows that it gets from each part; what it owns itself counts 0.
+        For each part, the number of rows that it gets from each part; 0 from itself.
 
     >>> square = pattern_of([0, 1, 2, 3], [1, 2, 3, 0], 4, 4)
     >>> rows_received(square, (2, 2), (2, 2))
@@ -194,14 +194,14 @@ def rows_received(
 
 
 def entry_shares(pattern: SparsePattern, weights: Sequence[float], units: int) -> tuple[int, ...]:
-    """Units of rows for each part, so that entries, not rows, are in proportion to weights.
+    """Divide units of rows so that entries, not rows, are in proportion to weights.
 
     The work of a row is its number of entries. Cuts are at units, ``num_rows / units`` rows each.
 
     Args:
-        pattern: of the product; the units must divide its rows.
-        weights: of the parts, speeds say.
-        units: of rows, at least as many as there are parts.
+        pattern: Pattern of the product; the units must divide its rows.
+        weights: Weights of the parts, for example speeds.
+        units: Number of units of rows, at least as many as there are parts.
 
     >>> star = pattern_of([0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 0, 0], 4, 4)
     >>> entry_shares(star, (1, 1), 4)

@@ -31,11 +31,11 @@ def multiply(
     """Rows of a sparse matrix (CSR) times rows of features.
 
     Args:
-        dense: features.  # [..., num_columns, num_features]
-        row_starts: first entry of each row, and the number of entries.  # [num_rows + 1]
-        columns: of the entries.  # [num_entries]
-        weights: of the entries.
-        pattern: key of the entries; only plans look at it.
+        dense: Features.  # [..., num_columns, num_features]
+        row_starts: First entry of each row, and the number of entries.  # [num_rows + 1]
+        columns: Column of each entry.  # [num_entries]
+        weights: Weight of each entry.  # [num_entries]
+        pattern: Key of the entries; only plans use it.
 
     Returns:
         # [..., num_rows, num_features]
@@ -86,23 +86,23 @@ class _Product(torch.autograd.Function):
 class SparseProduct(nn.Module):
     """Multiplies the rows of features with a constant sparse matrix.
 
-    Make it from arrays (or tensors) whose values are known when the model is made: the edges are
-    read while a step is captured. Weights are constants; they are buffers that ``state_dict``
-    leaves out, as they follow from the graph.
+    Make it from arrays (or tensors) whose values are known when the model is made, because edges
+    are read while a step is captured. Weights are constants: buffers that ``state_dict`` leaves
+    out, as they follow from the graph.
 
     Args:
-        rows: of the entries: the nodes that read.
-        columns: of the entries: the nodes that are read.
-        weights: of the entries; ``None``: all 1.
-        num_rows: of the matrix.
-        num_columns: of the matrix; ``None``: as many as rows.
+        rows: Row of each entry: the node that reads.
+        columns: Column of each entry: the node that is read.
+        weights: Weight of each entry; ``None`` for all 1.
+        num_rows: Number of rows of the matrix.
+        num_columns: Number of columns of the matrix; ``None`` for as many as rows.
 
     Attributes:
-        pattern: where the entries are.
-        backward_pattern: of the transposed matrix; the same object if it is equal.
+        pattern: Positions of the entries.
+        backward_pattern: Pattern of the transposed matrix; the same object if it is equal.
 
     Raises:
-        GraphError: there is no such matrix, or values are not known.
+        GraphError: an entry lies outside of the matrix, or values are not known.
     """
 
     row_starts: Tensor
@@ -156,7 +156,7 @@ class SparseProduct(nn.Module):
         return self.pattern, self.backward_pattern
 
     def forward(self, dense: Tensor) -> Tensor:
-        """The product with features of every column; leading dimensions are samples."""
+        """Multiply with features of every column; leading dimensions are samples."""
         if dense.dim() < 2 or dense.shape[-2] != self.pattern.num_columns:
             raise GraphError(
                 f"a sparse product of {self.pattern.num_columns} columns was given features of "
@@ -178,14 +178,14 @@ class SparseProduct(nn.Module):
 
 
 def gcn_product(sources: npt.ArrayLike, targets: npt.ArrayLike, num_nodes: int) -> SparseProduct:
-    """The matrix of graph convolutions (Kipf and Welling 2017): D^-1/2 (A + I) D^-1/2.
+    """Make the matrix of graph convolutions (Kipf and Welling 2017): D^-1/2 (A + I) D^-1/2.
 
     D has the degrees of A + I, by rows.
 
     Args:
-        sources: node that each edge comes from; give both directions of an undirected edge.
-        targets: node that it leads to.
-        num_nodes: nodes of the graph.
+        sources: Node that each edge comes from; give both directions of an undirected edge.
+        targets: Node that each edge leads to.
+        num_nodes: Number of nodes of the graph.
     """
     loops = np.arange(num_nodes)
     at = np.concatenate([_known(targets).astype(np.int64), loops])
@@ -196,12 +196,12 @@ def gcn_product(sources: npt.ArrayLike, targets: npt.ArrayLike, num_nodes: int) 
 
 
 def mean_product(sources: npt.ArrayLike, targets: npt.ArrayLike, num_nodes: int) -> SparseProduct:
-    """The mean over all neighbours (GraphSAGE, Hamilton et al. 2017); 0 for nodes without any.
+    """Make the mean over all neighbours (GraphSAGE, Hamilton et al. 2017); 0 without any.
 
     Args:
-        sources: node that each edge comes from.
-        targets: node that it leads to.
-        num_nodes: nodes of the graph.
+        sources: Node that each edge comes from.
+        targets: Node that each edge leads to.
+        num_nodes: Number of nodes of the graph.
     """
     at, to = _known(targets).astype(np.int64), _known(sources).astype(np.int64)
     _check_nodes(at, to, num_nodes)
@@ -217,7 +217,7 @@ def _is_small(pattern: SparsePattern) -> bool:
 
 
 def _known(values: npt.ArrayLike | Tensor) -> npt.NDArray[Any]:
-    """Values as an array, which fake tensors do not have."""
+    """Convert values to an array; fake tensors have no values."""
     if not isinstance(values, Tensor):
         return np.asarray(values)
     try:

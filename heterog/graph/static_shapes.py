@@ -1,8 +1,8 @@
-"""What torch and libraries do otherwise while a step is captured, so that its shapes are static.
+"""Changes to torch and libraries while a step is captured, so that its shapes are static.
 
-Some code asks for values where a plan can only know shapes: distributions check their arguments,
-graph layers count self loops, a module converts its weights to the dtype that they have. What such
-a question is there to find out is asked in the plan instead, or holds for what is captured.
+Some code reads values where a plan can only know shapes: distributions check their arguments,
+graph layers count self loops, a module converts its weights to the dtype that they have. Such
+checks are made in the plan instead, or are known to hold for what is captured.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torch.distributions import Distribution
 
 @contextmanager
 def with_static_shapes(model: nn.Module) -> Iterator[None]:
-    """All of it, for the body."""
+    """Apply all changes during the body."""
     with ExitStack() as stack:
         for each in (
             _dense_gradients(model),
@@ -38,7 +38,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """``torch.distributions`` looks at no values: it would ask whether all of them are allowed."""
+    """Make ``torch.distributions`` read no values: it would check that all of them are allowed."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -49,7 +49,7 @@ def _distributions_unchecked() -> Iterator[None]:
 
 @contextmanager
 def _checks_in_the_step() -> Iterator[None]:
-    """``torch._check_tensor_all`` is a part of the step: its values are looked at when it runs."""
+    """Make ``torch._check_tensor_all`` a part of the step, which checks values when it runs."""
     functions: Any = torch
     before = functions._check_tensor_all_with
 
@@ -66,9 +66,9 @@ def _checks_in_the_step() -> Iterator[None]:
 
 @contextmanager
 def _conversions_to_the_same() -> Iterator[None]:
-    """A module that is converted to what it is keeps its tensors, as on a real device.
+    """Make a module that is converted to its own dtype keep its tensors, as on a real device.
 
-    torch puts others in the place of fake ones, though they are the same, and cannot.
+    torch would replace fake tensors, though they are the same, and cannot.
     """
     apply: Callable[..., nn.Module] = nn.Module._apply
 
@@ -88,9 +88,9 @@ def _conversions_to_the_same() -> Iterator[None]:
 
 @contextmanager
 def _without_checkpointing() -> Iterator[None]:
-    """``torch.utils.checkpoint`` only calls its function: plans decide what is computed again.
+    """Make ``torch.utils.checkpoint`` only call its function: plans decide what is recomputed.
 
-    Traced as it is, the second forward pass would be ops of their own: dropout would draw other
+    Traced unchanged, the second forward pass would be separate ops: dropout would draw other
     numbers in it, and BatchNorm would move its statistics twice.
     """
 
@@ -118,10 +118,10 @@ _OWN_LOOPS = (
 
 @contextmanager
 def _graphs_without_self_loops() -> Iterator[None]:
-    """PyG's layers take graphs to have no self loops of their own; the step checks that it holds.
+    """Make PyG's layers assume graphs without self loops; the step checks that this holds.
 
-    They drop those that there are before they add one for each node; how many edges are left
-    depends on values. Without any, nothing is dropped, and shapes are static.
+    They drop existing loops before they add one for each node, so the number of edges would
+    depend on values. Without loops nothing is dropped, and shapes are static.
     """
     loops: Any = sys.modules.get("torch_geometric.utils.loop")
     if loops is None:
@@ -150,7 +150,7 @@ def _graphs_without_self_loops() -> Iterator[None]:
 
 @contextmanager
 def _everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
-    """Another function in every module that has imported one by its name."""
+    """Replace a function in every module that has imported it by its name."""
     name = function.__name__
     users = [
         vars(module)
@@ -168,7 +168,7 @@ def _everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> It
 
 @contextmanager
 def _dense_gradients(model: nn.Module) -> Iterator[None]:
-    """Embeddings make dense gradients inside: sums over devices need them, the update is equal.
+    """Make embeddings return dense gradients, which sums over devices need; updates are equal.
 
     A sparse gradient is a dense one whose other rows are zero; optimizers that accept both (SGD,
     Adagrad) then change a weight in the same way.
@@ -189,9 +189,9 @@ def _dense_gradients(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _grouped_products_of_any_dtype() -> Iterator[None]:
-    """Fake grouped matrix products take the dtypes that the CPU's kernel takes.
+    """Make fake grouped matrix products accept the dtypes of the CPU's kernel.
 
-    torch's own shape function knows the GPU's kernel only, and refuses all but bf16.
+    torch's own shape function knows only the GPU's kernel, and refuses all but bf16.
     """
     make: Callable[..., Tensor] = _create_grouped_mm_output_tensor
 

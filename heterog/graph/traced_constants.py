@@ -1,4 +1,4 @@
-"""Constants in a traced step: equal ones are made once, and for one sample where all are alike.
+"""Constants in a traced step: equal ones are made once, repeated ones for one sample only.
 
 Models make masks and positions from sizes alone, often one for each layer and repeated for every
 sample of the batch. Constants are made whole on every device. At sequences of 4,096 tokens a mask
@@ -18,19 +18,19 @@ from heterog.graph.sharding_rules import RuleResult, legal_rules, local_args
 from heterog.graph.sharding_rules.creation import FILLS
 
 MADE_AT = "made_at"
-"""Key of a node's annotation that tells which lines of code asked for a constant."""
+"""Key of a node's annotation with the lines of code that made a constant."""
 
 _Wish = tuple[int, int]
-"""A tensor, and the dimension in which its samples are."""
+"""A tensor, and the dimension of its samples."""
 
 
 def merge_equal_constants(graph: fx.Graph) -> None:
-    """Compute once what several ops make of the same constants: the mask of each layer, say.
+    """Compute equal constants of several ops only once: the mask of each layer, say.
 
     A mask of all samples and pairs of positions is the largest tensor of many language models, and
-    what is kept for each layer is as many of them.
+    a mask kept for each layer is as many of them.
 
-    What different lines of code ask for stays apart even if it is equal. Otherwise a range of
+    Constants of different lines of code stay apart even if they are equal. Otherwise a range of
     samples and one of positions would be one tensor where there are as many of both, and the step
     on such a batch would have other ops than on any other.
     """
@@ -54,17 +54,17 @@ def merge_equal_constants(graph: fx.Graph) -> None:
 def make_repeated_constants_once(
     graph: OpGraph, module: fx.GraphModule, node_of_op: Sequence[fx.Node]
 ) -> bool:
-    """Make what is alike for all samples for one sample, and expand it where it is read.
+    """Make constants that are equal for all samples for one sample, and expand them for readers.
 
-    That an op splits along the batch means that the part of its result that belongs to some
-    samples follows from the same samples of its inputs. If these are alike, so are the samples of
-    the result, and one of them is enough. Where readers take the part of their own samples, the
-    expansion is split at its birth (see ``batch_plan``), and no device makes more than it needs.
+    An op that splits along the batch computes some samples of its result from the same samples of
+    its inputs. If these are equal, so are the samples of the result, and one of them is enough.
+    Where readers take the part of their own samples, the expansion is split when it is made (see
+    ``batch_plan``), and no device makes more than it needs.
 
     Args:
-        graph: the step as it was read.
-        module: the traced step; it is changed.
-        node_of_op: its node of each op that is no update.
+        graph: The step as it was read.
+        module: The traced step; it is changed.
+        node_of_op: Its node of each op that is no update.
 
     Returns:
         Whether anything was changed; the step must then be read again.
@@ -79,7 +79,7 @@ def make_repeated_constants_once(
 
 
 def _wanted(graph: OpGraph) -> list[_Wish]:
-    """Constants of which some reader that is none takes the part of its own samples."""
+    """Constants of which a non-constant reader takes the part of its own samples."""
     plan = batch_plan(graph)
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
@@ -90,14 +90,14 @@ def _wanted(graph: OpGraph) -> list[_Wish]:
             is_made = maker >= 0 and graph.is_constant[maker] and graph.ops[maker].num_outputs == 1
             if not is_made or place.kind != "S" or place.outer != 1:
                 continue
-            # Where a sample is several rows, an expansion of one of them is no view.
+            # If a sample has several rows, an expansion of one of them is no view.
             if graph.tensors[tensor].shape[place.dim] == graph.batch_size:
                 found.setdefault(tensor, place.dim)
     return list(found.items())
 
 
 def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, RuleResult | None]]:
-    """(op, dimension of its samples, rule) of what must be made of one sample, makers first.
+    """Op, dimension of its samples and rule of all that must be made for one sample, in order.
 
     The rule is ``None`` where samples begin: at an expansion, or at a tensor of one value.
     """
@@ -124,7 +124,7 @@ def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, Rule
 
 
 def _begins(graph: OpGraph, op: int, dim: int) -> bool:
-    """Whether an op repeats something for every sample, without having it for any."""
+    """Whether an op repeats something for every sample that its inputs do not have per sample."""
     (tensor,) = graph.outputs(op)
     shape = graph.tensors[tensor].shape
     if shape[dim] != graph.batch_size:
@@ -147,7 +147,7 @@ def _rule(graph: OpGraph, op: int, dim: int) -> RuleResult | None:
 
 
 class _Samples:
-    """One sample of each constant that is alike for all of them, as nodes of the traced step."""
+    """One sample of each constant with equal samples, as nodes of the traced step."""
 
     def __init__(
         self, graph: OpGraph, module: fx.GraphModule, node_of_op: Sequence[fx.Node]
@@ -158,12 +158,12 @@ class _Samples:
         self._one: dict[_Wish, fx.Node] = {}
 
     def make_one(self, op: int, dim: int, rule: RuleResult | None) -> None:
-        """One sample of what an op makes, if there is one of each of its inputs.
+        """Make one sample of an op's result, if each of its inputs has one.
 
         Args:
-            op: a constant one.
-            dim: where its result has the samples.
-            rule: how it splits along them; ``None`` where they begin.
+            op: A constant op.
+            dim: Dimension of the samples in its result.
+            rule: The rule that splits it along them; ``None`` where they begin.
         """
         graph, node = self._graph, self._node_of_op[op]
         (tensor,) = graph.outputs(op)
@@ -189,7 +189,7 @@ class _Samples:
         self._one[tensor, dim] = self._insert(node, node.target, args, keywords)
 
     def expand(self, tensor: int, dim: int) -> bool:
-        """Let all readers of a constant read an expansion of one sample, if there is one."""
+        """Make all readers of a constant read an expansion of one sample, if there is one."""
         maker = int(self._graph.producer[tensor])
         one, node = self._one.get((tensor, dim)), self._node_of_op[maker]
         if one is None or self._graph.ops[maker].kind == "expand.default":
@@ -200,7 +200,7 @@ class _Samples:
         return True
 
     def _insert(self, before: fx.Node, target: Any, args: Any, keywords: Any) -> fx.Node:
-        """A node before another one, in the same module and phase."""
+        """Insert a node before another one, in the same module and phase."""
         with self._module.graph.inserting_before(before):
             node = self._module.graph.call_function(target, args, keywords)
         for word in ("custom", "seq_nr", "autograd_backward"):
@@ -212,7 +212,7 @@ class _Samples:
         return node
 
     def _value(self, node: fx.Node) -> Any:
-        """What a node makes in the trace."""
+        """The value of a node in the trace."""
         if node.op == "get_attr":
             return getattr(self._module, str(node.target))
         return node.meta["val"]
@@ -221,7 +221,7 @@ class _Samples:
 def _resized(
     node: fx.Node, call: OpCall, local: Mapping[str, Arg]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a node with the sizes that differ on a part of the batch."""
+    """Arguments of a node, with other sizes where they differ on a part of the batch."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
     args, keywords = list(node.args), dict(node.kwargs)

@@ -1,9 +1,9 @@
 """Libra's vertex cut, by which DistGNN (arXiv 2104.06700) divides a graph: edges have one owner.
 
-A node lives as a *clone* in every part that has one of its edges, and what its clones have summed
-up is added to one of them (its root) and sent back. Rows of heterog's strategies have one owner
-instead, so this division is here to be compared with (``experiments/graph_crossover.py``), and not
-to be run:
+A node lives as a *clone* in every part that has one of its edges, and the sums of its clones are
+added to one of them (its root) and sent back. Rows of heterog's strategies have one owner instead,
+so this division is here only for comparison (``experiments/graph_crossover.py``), and is never
+run:
 
     rows that travel for each product = 2 * sum over nodes of (clones - 1)
 """
@@ -17,9 +17,9 @@ class VertexCut:
     """Edges of each part, and the parts that have a clone of each node.
 
     Attributes:
-        part_of_edge: in the order in which the edges were given.
-        clones: parts of each node; none for a node without edges.
-        num_parts: parts there are.
+        part_of_edge: Part of each edge, in the order in which the edges were given.
+        clones: Parts of each node; empty for a node without edges.
+        num_parts: Number of parts.
     """
 
     part_of_edge: tuple[int, ...]
@@ -28,7 +28,7 @@ class VertexCut:
 
     @property
     def loads(self) -> tuple[int, ...]:
-        """Edges of each part."""
+        """Number of edges of each part."""
         loads = [0] * self.num_parts
         for part in self.part_of_edge:
             loads[part] += 1
@@ -36,18 +36,18 @@ class VertexCut:
 
     @property
     def replication(self) -> float:
-        """Clones of a node that has edges, in the mean."""
+        """Mean number of clones of a node that has edges."""
         sizes = [len(parts) for parts in self.clones if parts]
         return sum(sizes) / max(len(sizes), 1)
 
     @property
     def rows_sent(self) -> int:
-        """Rows that travel for one product: to the roots, and back."""
+        """Number of rows sent for one product: to the roots, and back."""
         return 2 * sum(len(parts) - 1 for parts in self.clones if parts)
 
 
 def libra(edges: Sequence[tuple[int, int]], num_nodes: int, num_parts: int) -> VertexCut:
-    """Deal edges out one after the other, as the released code does (dmlc/dgl at 190dc66).
+    """Assign edges one after the other, as the released code does (dmlc/dgl at 190dc66).
 
     Two new nodes: to the part with the fewest edges. One known: to its part with the fewest. Both
     known: to a common part, or else to a part of the node with fewer edges in the whole graph.
@@ -57,9 +57,9 @@ def libra(edges: Sequence[tuple[int, int]], num_nodes: int, num_parts: int) -> V
     because each finds a known end.
 
     Args:
-        edges: each once, in the order in which they are dealt out.
-        num_nodes: nodes of the graph.
-        num_parts: parts to make.
+        edges: Each edge once, in the order in which they are assigned.
+        num_nodes: Number of nodes of the graph.
+        num_parts: Number of parts to make.
     """
     degree = [0] * num_nodes
     for one, other in edges:

@@ -1,4 +1,4 @@
-"""A workload: what one training step is made of."""
+"""A workload: all that one training step consists of."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Workload:
     is called with the whole batch.
 
     Attributes:
-        model: a module, or a function without arguments that makes one. Prefer the function:
+        model: A module, or a function without arguments that makes one. Prefer the function:
             capture then never allocates a weight.
-        example_batch: a tuple or dict of tensors, or a function without arguments that makes it.
+        example_batch: A tuple or dict of tensors, or a function without arguments that makes it.
             A plan depends on shapes and dtypes only; ``heterog run`` trains on the values.
-        loss: ``loss(output, target) -> scalar``; a mean over the batch or a sum.
-        optimizer: the ``torch.optim`` class that updates the parameters.
+        loss: Function ``loss(output, target) -> scalar``; a mean over the batch or a sum.
+        optimizer: The ``torch.optim`` class that updates the parameters.
         optimizer_options: Keyword arguments of the optimizer.
         name: Name of the workload in tables and plans.
         source: Where the workload comes from, so that ranks can make it again: the name of a
             built-in model or ``path/to/file.py:function``.
-        batch_dims: for tensors of the batch whose batch dimension is not the first one: index (or
-            key) to dimension, ``None`` for a tensor that has no batch dimension. By default every
-            tensor whose first dimension has the batch size is split there.
+        batch_dims: Dimension of the batch in tensors where it is not the first one, by index (or
+            key); ``None`` for a tensor that has no batch dimension. By default every tensor whose
+            first dimension has the batch size is split there.
         master_dtype: Type of the master copies that the optimizer updates. The model gets them
             rounded after each step. By default the optimizer updates the parameters themselves.
         reduce_dtype: Type in which gradients are added up over devices and micro-batches; by
@@ -110,7 +110,7 @@ class Workload:
 
 
 def named_leaves(batch: Any) -> list[tuple[int | str, str, Tensor]]:
-    """(position or key, name, tensor) of every tensor of a batch; names come from the keys."""
+    """Position or key, name and tensor, for every tensor of a batch; names come from the keys."""
     import torch
     from torch.utils import _pytree as pytree
 

@@ -1,4 +1,4 @@
-"""What the ranks of one generation of a job are told: a file that appears when it is decided.
+"""The file that tells the ranks of one generation of a job what to run, once it is decided.
 
 Ranks are started before it is known what they will run: they import what they need while the plan
 is made, and then wait for this file.
@@ -20,19 +20,19 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What a generation of ranks does.
+    """The work of a generation of ranks.
 
     Attributes:
-        generation: how often the job's ranks were started before.
-        plan: file of the plan to run.
-        last: step after which training is done.
-        moment: snapshot to begin with, if there is one.
-        checkpoint: folder of a checkpoint to begin with instead; empty for none.
-        keepers: where snapshots are and go to.
-        token: of the job.
-        host_of: host of each rank.
-        copies: keepers that shall have each part of a snapshot.
-        why_not: why there is nothing to do; the ranks end with it.
+        generation: Number of times the job's ranks were started before.
+        plan: Path of the plan file to run.
+        last: Number of the last step to train.
+        moment: Snapshot to begin with, if there is one.
+        checkpoint: Folder of a checkpoint to begin with instead; empty for none.
+        keepers: Addresses of the keepers that snapshots are read from and sent to.
+        token: Secret that the keepers of the job ask for.
+        host_of: Host of each rank.
+        copies: Number of keepers that hold each part of a snapshot.
+        why_not: Why there is nothing to run; the ranks end with this error. Empty if there is.
     """
 
     generation: int
@@ -47,15 +47,15 @@ class Assignment:
     why_not: str = ""
 
     def write(self, path: Path) -> None:
-        """Let the ranks begin."""
+        """Write the file, on which the ranks begin."""
         write_json(path, asdict(self))
 
 
 def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
-    """The assignment, once it is there.
+    """Wait for the file and read it.
 
     Raises:
-        HeterogError: it does not come, or says why there is none.
+        HeterogError: it does not appear in time, or says why there is nothing to run.
     """
     deadline_s = time.monotonic() + timeout_s
     while not path.exists():

@@ -6,12 +6,12 @@ from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, Program
 
 
 def device_seconds(program: Program, start_s: FloatArray, finish_s: FloatArray) -> list[float]:
-    """Seconds of all compute tasks, by device.
+    """Sum the seconds of all compute tasks on each device.
 
     Args:
-        program: of the step.
-        start_s: of each task; not a number where it is unknown.
-        finish_s: the same of its end.
+        program: The program of the step.
+        start_s: Start of each task; not a number where it is unknown.
+        finish_s: End of each task; not a number where it is unknown.
     """
     computes = program.kind < FIRST_LINK_KIND
     seconds = np.nan_to_num(finish_s - start_s)

@@ -16,16 +16,16 @@ from heterog.runtime.launch import CHECKPOINT_INDEX
 
 
 class Writing:
-    """Has a checkpoint written every so many seconds.
+    """Has a checkpoint written at regular intervals.
 
     Args:
-        folder: for them; a new one replaces the one before.
-        every_s: seconds between them.
-        token: of the job's keepers, or of each host's.
+        folder: Folder of the checkpoints; a new one replaces the one before.
+        every_s: Seconds between checkpoints.
+        token: Secret of the job's keepers, or of each host's keeper, by host.
 
     Attributes:
-        failed: why the last one was not written, if so.
-        num_written: checkpoints so far.
+        failed: Why the last checkpoint was not written; empty if it was.
+        num_written: Number of checkpoints written so far.
     """
 
     def __init__(self, folder: Path, every_s: float, token: str | Mapping[int, str]) -> None:
@@ -38,7 +38,7 @@ class Writing:
         self._service = Service("heterog.healing.writing")
 
     def look(self, places: Sequence[KeeperPlace]) -> str:
-        """Ask for a checkpoint if it is time; the folder of one that was just written."""
+        """Ask for a checkpoint if one is due; the folder of one just written, or ``""``."""
         written = ""
         for reply in self._service.replies():
             self._is_asked = False
@@ -62,5 +62,5 @@ class Writing:
         return written
 
     def close(self) -> None:
-        """End the process that writes; an unfinished checkpoint leaves the one before."""
+        """End the process that writes; the previous checkpoint survives an unfinished one."""
         self._service.close()

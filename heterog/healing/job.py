@@ -39,34 +39,34 @@ from heterog.runtime.launch import (
 from heterog.user_code import trusted_source
 
 _FIRST_PLAN_S = 300.0
-"""Until a plan after a loss has to be there; a search keeps its budget, loading and compiling for
+"""Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for
 the first time may take minutes."""
 _RECENT_STEPS = 8
-"""Whose median says what a step takes now."""
+"""Number of last steps whose median is the current step time."""
 
 
 class HealingJob:
     """Trains with a plan, and with other plans when that becomes necessary or better.
 
     Args:
-        plan: file of the first plan.
-        num_steps: to train, after the one that warms up.
-        model: the workload's source; the plan's own if empty.
+        plan: Path of the first plan.
+        num_steps: Number of steps to train after the first one, which warms up.
+        model: Source of the workload; the plan's own if empty.
         sources: Python files that may be run although only the plan names them.
-        options: how the job is protected.
-        timeout_s: of each generation.
-        step_timeout_s: of each step.
-        save: folder for a checkpoint after the last step.
-        resume: folder of a checkpoint to begin with.
-        allow_nonfinite: go on when the loss is infinite or not a number.
-        progress: told what rank 0 does, whenever that changes.
-        say: gets a line about each change of plan.
+        options: Settings for keepers, checkpoints and changes of plan.
+        timeout_s: Seconds that a generation may take.
+        step_timeout_s: Seconds that a step may take.
+        save: Folder for a checkpoint after the last step.
+        resume: Folder of a checkpoint to begin with.
+        allow_nonfinite: Go on when the loss is infinite or not a number.
+        progress: Called with what rank 0 does, whenever that changes.
+        say: Called with one line about each change of plan.
 
     Attributes:
-        options: as given.
-        trained: what was done so far.
-        last: step after which training is done.
-        generation: how often ranks were started before.
+        options: The settings given.
+        trained: Losses, times and changes of plan so far.
+        last: Number of the last step to train.
+        generation: Number of times ranks were started before.
     """
 
     def __init__(
@@ -129,16 +129,16 @@ class HealingJob:
 
     @property
     def running(self) -> Running:
-        """What the ranks run now."""
+        """The plan that the ranks run now, and on which devices."""
         return self._steering.running
 
     @property
     def keeper_pids(self) -> dict[int, int]:
-        """Process of each host's keeper."""
+        """Process id of each host's keeper, by host."""
         return {host: process.pid for host, (process, _) in self._keepers.items()}
 
     def run(self) -> dict[str, Any]:
-        """Train to the end; what was measured and what happened.
+        """Train to the end and return what was measured and what happened.
 
         Raises:
             LaunchError: a rank failed by its own fault, or too many were lost.
@@ -177,7 +177,7 @@ class HealingJob:
         self._reader = JournalReader(journal)
         self._stop = self._folder / f"stop{self.generation}"
         self._begun_s = time.monotonic()
-        # What is left after a loss, or what the plan that was gone for takes.
+        # The lost devices: now, or in the question about the plan that the job moves to.
         lost = self._going.answer.question.lost if self._going else self._steering.lost
         deciding = threading.Thread(target=self._decide, args=(assignment,), daemon=True)
         deciding.start()
@@ -208,7 +208,7 @@ class HealingJob:
             self._begin_move(Move(kind=self._going.kind, why=self._going.why))
 
     def _lose(self, ranks: Sequence[int]) -> None:
-        """Some ranks of the generation are gone."""
+        """Record that some ranks of the generation are lost."""
         gone = sorted(self._steering.running.device_of[rank] for rank in ranks)
         if len(gone) == len(self._steering.running.device_of):
             raise HeterogError("all ranks were killed; nothing is left to go on with.")
@@ -226,14 +226,14 @@ class HealingJob:
         self._say(move.why)
 
     def _decide(self, path: Path) -> None:
-        """Say what the generation runs, while its ranks are being started."""
+        """Decide what the generation runs, while its ranks are being started."""
         moment = None
         try:
             if self.generation:
                 moment = self._newest()
                 self._choose()
         except (HeterogError, OSError, RuntimeError, ValueError) as error:
-            self._why_not = str(error)  # the ranks wait: they have to be told, whatever it is
+            self._why_not = str(error)  # the ranks wait and have to be told of any error
         steering = self._steering
         Assignment(
             generation=self.generation,
@@ -255,10 +255,10 @@ class HealingJob:
             move.num_ranks = len(steering.running.device_of)
 
     def _newest(self) -> Moment | None:
-        """The snapshot to go on from; ``None`` for the checkpoint.
+        """The snapshot to go on from; ``None`` means the checkpoint.
 
         Raises:
-            HeterogError: there is neither.
+            HeterogError: there is neither a snapshot nor a checkpoint.
         """
         all_alive = all(process.poll() is None for process, _ in self._keepers.values())
         self._start_keepers()
@@ -266,7 +266,7 @@ class HealingJob:
             moment = keepers.newest()
         if moment is not None or self._resume:
             return moment
-        if all_alive:  # it was too early for a snapshot: what is done again is a step or two
+        if all_alive:  # too early for a snapshot: only a step or two is repeated
             return None
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
@@ -275,7 +275,7 @@ class HealingJob:
         )
 
     def _choose(self) -> None:
-        """Take up the plan that was gone for, or one for what is left."""
+        """Take the plan that was decided for, or make one for what is left."""
         going, self._going = self._going, None
         if going is not None:
             self._steering.begin_generation(going.answer, going.kind)
@@ -286,7 +286,7 @@ class HealingJob:
     # --- while ranks train -----------------------------------------------------------------------
 
     def _watch(self, stage: str) -> None:
-        """Look at what happens; called whenever rank 0 does something else."""
+        """Read rank 0's events and check for a better plan; called when rank 0 changes stage."""
         self._progress(stage)
         self._hear()
         if not stage.startswith("step ") or self._going is not None:
@@ -305,7 +305,7 @@ class HealingJob:
             self._resume = self._writing.look(self._places()) or self._resume
 
     def _hear(self) -> None:
-        """Take in what rank 0 wrote down since."""
+        """Read the events that rank 0 has written since the last call."""
         for event in self._reader.new_events():
             match event["event"]:
                 case "busy":
@@ -323,7 +323,7 @@ class HealingJob:
     # --- keepers ---------------------------------------------------------------------------------
 
     def _start_keepers(self) -> None:
-        """See that every host that has a device of the job has a keeper."""
+        """Start a keeper on every host in use that has none running."""
         lost = self._steering.lost
         for host in range(self._whole.num_hosts):
             process = self._keepers.get(host, (None, None))[0]
@@ -342,7 +342,7 @@ class HealingJob:
     # --- the end ---------------------------------------------------------------------------------
 
     def _measured(self) -> dict[str, Any]:
-        """As ``run_ranks`` tells it, and what healing did."""
+        """The measurements of ``run_ranks`` and a report of the healing."""
         trained = self.trained
         numbers = sorted(trained.losses)
         seconds = [trained.seconds[number] for number in numbers if number in trained.seconds]

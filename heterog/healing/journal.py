@@ -1,4 +1,4 @@
-"""What rank 0 writes down for whoever watches the job: a line of JSON for each event.
+"""Events that rank 0 writes for the process that watches the job: one line of JSON each.
 
 A rank that is killed leaves at most one unfinished line at the end, which is not read.
 """
@@ -15,14 +15,14 @@ class Journal:
     """Writes events; every line is flushed.
 
     Args:
-        path: of the file; an existing one is continued. ``None`` writes nothing.
+        path: Path of the file; an existing one is continued. ``None`` writes nothing.
     """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def write(self, event: str, **said: Any) -> None:
-        """Add an event with the time."""
+        """Append an event with the current time."""
         if self._path is None:
             return
         line = json.dumps({"event": event, "at_s": time.monotonic(), **said}) + "\n"
@@ -31,10 +31,10 @@ class Journal:
 
 
 class JournalReader:
-    """Reads the events that were added since it read last.
+    """Reads the events added since the last read.
 
     Args:
-        path: of the file, which may not be there yet.
+        path: Path of the file, which may not exist yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +42,7 @@ class JournalReader:
         self._at = 0
 
     def new_events(self) -> list[Event]:
-        """Events that are complete by now."""
+        """New events whose line is complete."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:

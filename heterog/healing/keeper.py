@@ -40,7 +40,7 @@ from heterog.healing.wire import (
 )
 
 _ANSWER_S = 30.0
-"""For the answer to a challenge."""
+"""Seconds to wait for the answer to a challenge."""
 _LOOK_S = 0.2
 
 
@@ -48,7 +48,7 @@ class Shelf:
     """The parts that a keeper holds; used by all its connections at once.
 
     Args:
-        most_bytes: that may be held together; 0 is not limited.
+        most_bytes: Most bytes that it may hold in all; 0 is no limit.
     """
 
     def __init__(self, most_bytes: int = 0) -> None:
@@ -59,24 +59,24 @@ class Shelf:
         self._pinned: dict[int, Moment] = {}
 
     def pin(self, reader: int, moment: Moment | None) -> None:
-        """Keep the parts of a moment for a reader, in place of what it read before."""
+        """Keep the parts of a moment for a reader, instead of those it read before."""
         with self._lock:
             self._pinned.pop(reader, None)
             if moment is not None:
                 self._pinned[reader] = moment
 
     def room_for(self, part: Part, settled: Moment | None) -> bytearray:
-        """A buffer for a part that is about to come; lets go what is older than ``settled``.
+        """Make a buffer for a part that is about to arrive, freeing parts older than ``settled``.
 
         Raises:
-            WireError: the keeper may not hold so much.
+            WireError: the part does not fit in what the keeper may hold.
         """
         with self._lock:
             pinned = set(self._pinned.values())
             for key in list(self._held):
                 if settled is not None and key[0] < settled and key[0] not in pinned:
                     self._spare.append(self._held.pop(key)[2])
-            # Memory that is there already costs no page faults.
+            # Memory that is already mapped costs no page faults.
             for number, buffer in enumerate(self._spare):
                 if len(buffer) == part.num_bytes:
                     return self._spare.pop(number)
@@ -90,20 +90,20 @@ class Shelf:
         return bytearray(part.num_bytes)
 
     def take(self, part: Part, index: Any, content: bytearray) -> None:
-        """Hold a part that has arrived."""
+        """Store a part that has arrived completely."""
         with self._lock:
             self._held[part.moment, part.number] = part, index, content
 
     def parts(self) -> list[Part]:
-        """All that are held."""
+        """All parts held."""
         with self._lock:
             return [part for part, _, _ in self._held.values()]
 
     def find(self, moment: Moment, number: int) -> tuple[Any, bytearray]:
-        """Index and bytes of a part.
+        """The index and the bytes of a part.
 
         Raises:
-            WireError: it is not here.
+            WireError: the part is not here.
         """
         with self._lock:
             found = self._held.get((moment, number))
@@ -126,13 +126,13 @@ def serve(connection: socket.socket, shelf: Shelf, token: str) -> None:
                 _answer(connection, shelf, header, size)
             except WireError as error:
                 send_message(connection, {"error": str(error)})
-                if size:  # its bytes are still on their way, and nobody wants them
+                if size:  # its bytes are still being sent, and will not be read
                     return
 
 
 @contextlib.contextmanager
 def _unpinned(connection: socket.socket, shelf: Shelf) -> Iterator[None]:
-    """Let go what a client reads when it leaves."""
+    """Unpin what a client reads when it disconnects."""
     try:
         yield
     finally:
@@ -216,7 +216,7 @@ def main() -> None:
     token = sys.stdin.readline().strip()
     listening, _ = listen(arguments.address, token, Shelf(arguments.most_bytes))
     print(listening.getsockname()[1], flush=True)
-    # Whoever started this may read until the end of what it prints.
+    # The starting process may read this one's output to its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     wait_for_end(arguments.pid)
     if arguments.folder:

@@ -1,4 +1,4 @@
-"""Talking to keepers: one, or those of all hosts as one place that holds snapshots."""
+"""Clients of keepers: a connection to one, and to those of all hosts together."""
 
 import json
 import os
@@ -29,12 +29,12 @@ _REPLY_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeeperPlace:
-    """Where a keeper listens.
+    """Address of a keeper.
 
     Attributes:
-        host: number of the host that it stands on.
-        address: of that host.
-        port: there.
+        host: Number of the host that it runs on.
+        address: Network address of that host.
+        port: Port that it listens on.
     """
 
     host: int
@@ -46,11 +46,11 @@ class Keeper:
     """A connection to one keeper.
 
     Args:
-        place: where it listens.
-        token: of the job.
+        place: Address that it listens on.
+        token: Secret of the job.
 
     Raises:
-        WireError: nobody is there.
+        WireError: no keeper answers.
     """
 
     def __init__(self, place: KeeperPlace, token: str) -> None:
@@ -72,7 +72,7 @@ class Keeper:
     def put(
         self, part: Part, index: Any, content: memoryview, settled: Moment | None = None
     ) -> None:
-        """Leave a part there; see ``heterog.healing.keeper``."""
+        """Store a part there; see ``heterog.healing.keeper``."""
         header = {"do": "put", "index": index, "settled": settled, **part.to_header()}
         self._ask(header, [content])
 
@@ -86,11 +86,11 @@ class Keeper:
         return self._ask({"do": "index", **part.to_header()})[0].get("index")
 
     def pin(self, part: Part) -> None:
-        """Let nobody remove the snapshot of a part while this connection is open."""
+        """Keep the snapshot of a part from being removed while this connection is open."""
         self._ask({"do": "pin", **part.to_header()})
 
     def get(self, part: Part, begin: int, size: int) -> bytearray:
-        """Bytes of a part."""
+        """Bytes of a part: ``size`` of them from ``begin`` on."""
         header = {"do": "get", "begin": begin, "size": size, **part.to_header()}
         _, content = self._ask(header)
         if len(content) != size:
@@ -98,14 +98,14 @@ class Keeper:
         return content
 
     def close(self) -> None:
-        """Leave."""
+        """Close the connection."""
         self._socket.close()
 
     def _ask(self, header: Header, payload: Sequence[memoryview] = ()) -> tuple[Header, bytearray]:
         try:
             send_message(self._socket, header, payload)
         except WireError:
-            # A keeper that refuses a part says why and leaves, before it has read all of it.
+            # A keeper that refuses a part says why and closes, before it has read all of it.
             with suppress(WireError, OSError):
                 answer, _ = receive_message(self._socket)
                 raise WireError(str(answer.get("error"))) from None
@@ -117,14 +117,14 @@ class Keeper:
 
 
 class Keepers:
-    """All keepers that can be reached.
+    """Connections to all keepers that can be reached.
 
     Args:
-        places: of all; those that do not answer are left out.
-        token: of the job, or of each host's keeper.
+        places: Addresses of all keepers; those that do not answer are left out.
+        token: Secret of the job, or of each host's keeper, by host.
 
     Attributes:
-        reached: connections, by host.
+        reached: Open connections, by host.
     """
 
     def __init__(self, places: Sequence[KeeperPlace], token: str | Mapping[int, str]) -> None:
@@ -135,7 +135,7 @@ class Keepers:
                 self.reached[place.host] = Keeper(place, own)
 
     def parts(self) -> dict[int, list[Part]]:
-        """What each of them holds, by host; one that is lost meanwhile is left out."""
+        """Parts that each keeper holds, by host; a keeper that is lost meanwhile is left out."""
         found = {}
         for host, keeper in list(self.reached.items()):
             try:
@@ -149,7 +149,7 @@ class Keepers:
         return newest_complete(self.parts().values())
 
     def close(self) -> None:
-        """Leave all."""
+        """Close all connections."""
         for keeper in self.reached.values():
             keeper.close()
         self.reached.clear()
@@ -175,18 +175,18 @@ def start_keeper(
     most_bytes: int = 0,
     folder: str = "",
 ) -> tuple["subprocess.Popen[bytes]", KeeperPlace]:
-    """Start a keeper that ends with a process.
+    """Start a keeper that ends together with a given process.
 
     Args:
-        host: that it stands on.
-        token: of the job.
-        pid: the process.
-        address: to listen on.
-        most_bytes: that it may hold; 0 is not limited.
-        folder: that it removes when it ends; empty for none.
+        host: Number of the host that it runs on.
+        token: Secret of the job.
+        pid: Id of the process to end with.
+        address: Address to listen on.
+        most_bytes: Most bytes that it may hold; 0 is no limit.
+        folder: Folder that it removes when it ends; empty for none.
 
     Raises:
-        HeterogError: it does not start.
+        HeterogError: the keeper does not start.
     """
     process = subprocess.Popen(
         [
@@ -196,8 +196,8 @@ def start_keeper(
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a pipe that others read to its end must not stay open
-        start_new_session=True,  # signals to the job's group are not for it
+        stderr=subprocess.DEVNULL,  # would stay open in a pipe that is read to its end
+        start_new_session=True,  # so that signals to the job's group do not reach it
         env={**os.environ, "PYTHONPATH": with_package()},
     )
     assert process.stdin is not None
@@ -214,18 +214,18 @@ def start_keeper(
 
 
 def with_package() -> str:
-    """``PYTHONPATH`` with this package, wherever the process works."""
+    """A value of ``PYTHONPATH`` that contains this package, for any working directory."""
     own = str(Path(__file__).parents[2])
     return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
 
 
 def places_to_json(places: Sequence[KeeperPlace]) -> str:
-    """For a file or a message."""
+    """Encode addresses of keepers for a file or a message."""
     return json.dumps([[each.host, each.address, each.port] for each in places])
 
 
 def places_from(value: Sequence[Sequence[Any]]) -> list[KeeperPlace]:
-    """What ``places_to_json`` wrote, once it is read.
+    """Decode what ``places_to_json`` wrote, after JSON has been parsed.
 
     >>> places_from(json.loads(places_to_json([KeeperPlace(host=1, address="::1", port=7)])))
     [KeeperPlace(host=1, address='::1', port=7)]

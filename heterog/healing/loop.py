@@ -1,4 +1,4 @@
-"""Loops of people under torchrun: what they train survives the ranks, in the middle of an epoch.
+"""Healing for a user's own loop under torchrun: its state survives lost ranks, even mid-epoch.
 
     balancer = heterog.Balancer(model, batch_size=96)
     loader = balancer.loader(dataset)
@@ -46,13 +46,13 @@ from heterog.runtime.launch import CHECKPOINT_INDEX
 
 
 class Stateful(Protocol):
-    """What else a loop keeps: a scheduler, a gradient scaler."""
+    """Any other object with a state: a scheduler, a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Values that JSON can hold."""
+        """The state, of values that JSON can hold."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Take them up again."""
+        """Set the state from what ``state_dict`` returned."""
 
 
 class HealingLoop:
@@ -62,17 +62,17 @@ class HealingLoop:
     so that together the ranks send the state once, and once more for each further copy.
 
     Args:
-        model: as wrapped; what it is wrapped in does not matter.
-        optimizer: of its parameters.
-        balancer: whose loader the loop uses.
-        redundancy: keepers of other hosts that have each part, too.
-        others: what else has a state, by name.
-        checkpoint: folder that is written beside training; empty for none.
-        checkpoint_s: seconds between checkpoints.
+        model: The model as wrapped; any wrapper will do.
+        optimizer: The optimizer of its parameters.
+        balancer: The balancer whose loader the loop uses.
+        redundancy: Number of keepers on other hosts that also hold each part.
+        others: Further objects with a state to keep, by name.
+        checkpoint: Folder of a checkpoint written beside training; empty for none.
+        checkpoint_s: Seconds between checkpoints.
 
     Attributes:
-        num_steps: that were done, in all epochs and by all generations of ranks.
-        resumed_from: what ``restore`` found: a step in memory or a folder; empty on a first start.
+        num_steps: Number of steps done, in all epochs and by all generations of ranks.
+        resumed_from: The step or folder that ``restore`` resumed from; empty on a first start.
 
     Raises:
         HeterogError: parameters are sharded, or there is no process group.
@@ -115,7 +115,7 @@ class HealingLoop:
             self._writing = Writing(Path(checkpoint), checkpoint_s, self._tokens)
 
     def restore(self) -> bool:
-        """Go on where the ranks before were; whether there was anything. All ranks call it."""
+        """Restore the state of the previous ranks; False if there is none. All ranks call it."""
         with Keepers(self._places, self._tokens) as keepers:
             parts = keepers.parts()
             newest = keepers.newest()
@@ -142,7 +142,7 @@ class HealingLoop:
         return bool(self.resumed_from)
 
     def end_step(self) -> None:
-        """The optimizer has stepped; begins a snapshot if none is under way. All ranks call it."""
+        """Call on all ranks after the optimizer's step; may begin a snapshot."""
         self.num_steps += 1
         if self._sender is None:
             keepers = Keepers(in_turn(self._places, self._host), self._tokens)
@@ -167,7 +167,7 @@ class HealingLoop:
             self._writing.look(self._places)
 
     def close(self) -> None:
-        """Leave the keepers; they end with torchrun."""
+        """Close the connections to the keepers, which end with torchrun."""
         if self._sender is not None:
             self._sender.close()
         if self._writing is not None:
@@ -176,7 +176,7 @@ class HealingLoop:
     # --- parts -----------------------------------------------------------------------------------
 
     def _meet(self) -> tuple[list[KeeperPlace], dict[int, str]]:
-        """The keepers of all hosts and their tokens."""
+        """Exchange the addresses and tokens of the keepers of all hosts."""
         text = ""
         if int(os.environ.get("LOCAL_RANK", self._rank)) == 0:
             place, token = near_keeper(self._host)
@@ -189,7 +189,7 @@ class HealingLoop:
         return sorted(places, key=lambda place: place.host), tokens
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All that has elements, by name; the same names on every rank."""
+        """All tensors with elements, by name; the same names on every rank."""
         module = getattr(self._model, "module", self._model)
         named = {f"model.{name}": value for name, value in module.state_dict().items()}
         state = self._optimizer.state_dict()["state"]
@@ -200,7 +200,7 @@ class HealingLoop:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def _entries(self) -> list[Entry]:
-        """This rank's part of the tensors; parts have about equally many bytes."""
+        """Tensors that this rank sends; ranks have about equally many bytes each."""
         sizes = [0] * self._num_ranks
         own = []
         every = self._tensors()
@@ -213,7 +213,7 @@ class HealingLoop:
         return own
 
     def _about(self) -> dict[str, Any]:
-        """What goes beside the tensors; that of rank 0 is read."""
+        """State without tensors that goes into the index; only that of rank 0 is read."""
         state = self._optimizer.state_dict()
         values = {
             str(number): {key: each for key, each in kept.items() if not isinstance(each, Tensor)}
@@ -234,7 +234,7 @@ class HealingLoop:
         }
 
     def _take_over(self, contents: Contents, tensors: Mapping[str, Tensor]) -> None:
-        """Make what was read the state of the loop."""
+        """Set the state of the loop from what was read."""
         extra = contents.extra
         module = getattr(self._model, "module", self._model)
         prefix = "model."
@@ -264,7 +264,7 @@ class HealingLoop:
         self._share_out(extra["who"], extra["balancer"]["sampler"]["shares"])
 
     def _share_out(self, who: Sequence[str], shares: Sequence[int]) -> None:
-        """Give the ranks that were there before shares as they had; a new one the mean."""
+        """Give ranks that were there before their old shares, and new ranks the mean."""
         if list(who) == self._who:
             return
         had: dict[str, list[int]] = {}
@@ -282,14 +282,14 @@ def _entry(name: str, value: Tensor) -> Entry:
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the optimizer as JSON holds them."""
+    """Options of the optimizer as values that JSON can hold."""
     return {
         key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()
     }
 
 
 def _like(now: Any, saved: Any) -> Any:
-    """An option in the type that the optimizer uses, which JSON has lost."""
+    """A saved option converted to the type that the optimizer uses, which JSON has lost."""
     if isinstance(now, Tensor):
         return torch.full_like(now, saved)
     return tuple(saved) if isinstance(now, tuple) else saved

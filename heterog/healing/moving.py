@@ -1,4 +1,4 @@
-"""What it costs to go from one plan to another: bytes between hosts, and a restart.
+"""The cost of a change from one plan to another: bytes between hosts, and a restart.
 
 Every rank of the new plan reads what it holds. Of each parameter, what a keeper of the same host
 has costs nothing; the rest comes over the network, all ranks at once:
@@ -24,12 +24,12 @@ from heterog.strategy.sync import Sharded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What devices have of the state, in parts of each parameter.
+    """Fraction of each parameter's state on each device.
 
     Attributes:
-        value: part of each parameter on each device.  # [num_parameters, num_devices]
-        state: part of what the optimizer keeps for it.  # [num_parameters, num_devices]
-        owned: part that the device's keeper gets.  # [num_parameters, num_devices]
+        value: Fraction of each parameter on each device.  # [num_parameters, num_devices]
+        state: Fraction of its optimizer state on each device.  # [num_parameters, num_devices]
+        owned: Fraction that the device's keeper receives.  # [num_parameters, num_devices]
     """
 
     value: FloatArray
@@ -38,7 +38,7 @@ class Held:
 
 
 def held(graph: OpGraph, strategy: Strategy, num_devices: int) -> Held:
-    """What each device has of each parameter under a strategy."""
+    """Fraction of each parameter that each device has under a strategy."""
     group_of = group_ops(graph).group
     shape = len(graph.updates), num_devices
     value, state, owned = np.zeros(shape), np.zeros(shape), np.zeros(shape)
@@ -73,10 +73,10 @@ def transfer_s(
     """Seconds until all ranks of a new plan have their state.
 
     Args:
-        graph: the step.
-        cluster: the whole one.
-        old: strategy of the plan that ran, and device of the whole cluster of each of its ranks.
-        new: the same of the plan to go to.
+        graph: Graph of the training step.
+        cluster: The whole cluster.
+        old: Strategy of the plan that ran, and the device of the whole cluster of each rank.
+        new: The same for the plan to change to.
     """
     sizes = np.array(
         [graph.tensors[each].meta.num_bytes for _, each, _ in graph.updates], np.float64
@@ -106,5 +106,5 @@ def _by_host(parts: FloatArray, cluster: Cluster, device_of: Sequence[int]) -> F
 
 
 def total_s(step_s: float, steps_left: int, moving_s: float) -> float:
-    """Seconds until the job is done if it goes to a plan now."""
+    """Seconds until the job is done if it changes to a plan now."""
     return moving_s + steps_left * step_s

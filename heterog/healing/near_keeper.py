@@ -1,4 +1,4 @@
-"""The keeper of this host, for ranks that torchrun starts anew after every loss.
+"""The keeper of this host, for ranks that torchrun restarts after every loss.
 
 It belongs to torchrun's agent: it is started by the first rank that asks, survives the ranks, and
 ends when the agent does. A private folder, which the keeper removes at its end, says to the ranks
@@ -20,17 +20,17 @@ _LOOPBACK = "127.0.0.1"
 
 
 def agent_pid() -> int:
-    """The process that starts ranks anew: torchrun's agent; without one, this process."""
+    """Id of the process that restarts ranks: torchrun's agent; without one, this process."""
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
 
 
 def near_keeper(host: int) -> tuple[KeeperPlace, str]:
-    """The keeper of this host and its token; started if there is none.
+    """Find the keeper of this host and its token; starts it if there is none.
 
     One rank of each host calls it.
 
     Args:
-        host: number of this host among those of the job.
+        host: Number of this host within the job.
 
     Raises:
         HeterogError: somebody else made the folder, or the keeper does not start.

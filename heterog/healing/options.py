@@ -1,4 +1,4 @@
-"""What a person says about healing, and what became of it."""
+"""Settings of healing, and the record of what happened."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,21 +8,21 @@ from heterog.errors import HeterogError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealOptions:
-    """How a job is protected.
+    """Settings that protect a job against lost and slow devices.
 
     Attributes:
-        redundancy: keepers of other hosts that have each part of a snapshot, too. With 0 a host
-            that is lost with its keeper takes its part along.
-        first_budget: of the plan that training goes on with after a loss.
-        search_budget: of the search for a better one meanwhile; empty for none.
-        back_after_s: seconds after a loss at which it is tried whether the device is back; twice
-            as long after each further loss of it. 0 tries never.
-        is_back_always: take a device that is back in although moving costs more than it saves.
-        slow_factor: how many times as long as planned, beside the others, a device has to take to
-            count as slow; 0 looks for none.
-        most_losses: after which the job is given up.
-        checkpoint: folder for checkpoints that are written beside training; empty for none.
-        checkpoint_s: seconds between them.
+        redundancy: Number of keepers on other hosts that also hold each part of a snapshot. With
+            0, losing a host together with its keeper loses its part.
+        first_budget: Search budget for the plan that training goes on with after a loss.
+        search_budget: Budget of the search for a better plan meanwhile; empty for none.
+        back_after_s: Seconds after a loss before a device is tried again; doubles with each
+            further loss of the device. 0 never tries.
+        is_back_always: Take a device that is back in although moving costs more than it saves.
+        slow_factor: Factor over its planned time, relative to the other devices, from which a
+            device counts as slow; 0 turns the check off.
+        most_losses: Number of losses after which the job is given up.
+        checkpoint: Folder of checkpoints written beside training; empty for none.
+        checkpoint_s: Seconds between checkpoints.
     """
 
     redundancy: int = 1
@@ -52,19 +52,19 @@ class Move:
     """A change of plan in the middle of training.
 
     Attributes:
-        why: in one line.
+        why: The reason in one line.
         kind: ``"lost"``, ``"back"``, ``"slow"`` or ``"better"``.
-        step: after which training went on with the new plan.
-        num_ranks: of the new plan.
-        method: that found it.
-        plan: its file, as long as the job runs.
-        steps_done_again: that were done, but were in no complete snapshot.
-        detect_s: from the last thing that was heard of the ranks to their end.
-        plan_s: from there until the new ranks knew what to run.
-        move_s: from there until they had their state.
-        first_step_s: from there until they had done a step.
-        num_bytes: of state that they read.
-        far_bytes: of it, from other hosts.
+        step: Number of the last step before the new plan.
+        num_ranks: Number of ranks of the new plan.
+        method: Name of the method that found the plan.
+        plan: Path of its file, which exists as long as the job runs.
+        steps_done_again: Number of steps repeated because no complete snapshot had them.
+        detect_s: Seconds from the last event of the ranks to the end of their generation.
+        plan_s: Seconds from there until the new ranks knew what to run.
+        move_s: Seconds from there until they had their state.
+        first_step_s: Seconds from there until they had done a step.
+        num_bytes: Bytes of state that they read.
+        far_bytes: Bytes of those that came from other hosts.
     """
 
     why: str
@@ -84,17 +84,17 @@ class Move:
 
 @dataclass(slots=True, kw_only=True)
 class Trained:
-    """What a job has done so far.
+    """Progress of a job so far.
 
     Attributes:
-        losses: by step; each step counts once.
-        seconds: of each step but the first of each generation.
-        moves: changes of plan, in their order.
-        snapshot_bytes: largest part of a snapshot that rank 0 has sent.
-        num_snapshots: that were begun.
-        copy_s: seconds that rank 0 has taken to copy its parts out, which training waits for.
-        last_event_s: when something was heard last.
-        is_done: the last step was done.
+        losses: Loss of each step, by step number; a repeated step counts once.
+        seconds: Seconds of each step except the first of each generation, by step number.
+        moves: Changes of plan in order.
+        snapshot_bytes: Size of the largest part of a snapshot that rank 0 has sent.
+        num_snapshots: Number of snapshots begun.
+        copy_s: Seconds that rank 0 spent copying its parts, during which training waits.
+        last_event_s: Time of the last event, by the monotonic clock.
+        is_done: Whether the last step was done.
     """
 
     losses: dict[int, float | None] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class Trained:
     _taken_up_s: float = 0.0
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Take in what rank 0 wrote down."""
+        """Update the record with an event of rank 0."""
         at_s = float(event["at_s"])
         move = self.moves[-1] if self.moves else None
         match event["event"]:
@@ -136,7 +136,7 @@ class Trained:
         self.last_event_s = at_s
 
     def _forget_after(self, step: int) -> None:
-        """Steps after the one that training goes on from will be done again."""
+        """Drop the steps after the one that training resumes from; they will be repeated."""
         again = [number for number in self.losses if number > step]
         for number in again:
             del self.losses[number]

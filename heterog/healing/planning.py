@@ -41,14 +41,14 @@ class Planning:
         self._rehearse: Rehearse | None = None
 
     def heard(self, request: Message) -> None:
-        """A request has come: what is being searched for counts less."""
+        """A request has arrived: end the search for the one before."""
         self._stop.request()
 
     def answer(self, request: Message) -> Message:
-        """The reply to a request.
+        """Compute the reply to a request.
 
-        The first one is ``{"whole": plan file, "source": workload}``; what follows is a
-        ``Question``, whose reply is that of ``Answer``.
+        The first request is ``{"whole": plan file, "source": workload}``; each later one is a
+        ``Question``, whose reply is an ``Answer``.
         """
         self._stop = Stop()
         if "whole" in request:
@@ -72,7 +72,7 @@ class Planning:
         }
 
     def _plan(self, question: Question) -> tuple[Plan, Evaluator, float]:
-        """The plan with which the job is done first, and what it costs to go there."""
+        """The plan that finishes the job first, and the seconds to change to it."""
         running = self._running(question)
         left = remaining(self._whole_cluster, question.lost)
         evaluator = self._evaluator(running, left, question)
@@ -109,7 +109,7 @@ class Planning:
         return plan, evaluator, moving_s(plan.strategy)
 
     def _plan_of(self, evaluator: Evaluator, plan: Plan, row: MethodRow) -> Plan:
-        """The plan of a row that is not the quickest, if it can be executed."""
+        """Make the plan of a row other than the quickest, if it can be executed."""
         issued = IssuedSteps(evaluator)
         rows = [row]
         if self._rehearse is not None and not row.is_rehearsed:
@@ -126,7 +126,7 @@ class Planning:
         )
 
     def _stay_step_s(self, question: Question) -> float:
-        """Seconds of a step with the plan that runs now, on the devices that it runs on."""
+        """Predicted step time of the running plan on the devices that it runs on."""
         running = self._running(question)
         others = set(range(self._whole_cluster.num_devices)) - set(question.running_on)
         evaluator = self._evaluator(running, remaining(self._whole_cluster, others), question)
@@ -135,7 +135,7 @@ class Planning:
         return judged.step_time_s
 
     def _evaluator(self, plan: Plan, left: Remaining, question: Question) -> Evaluator:
-        """Of what is left, where some devices are slow."""
+        """An evaluator of what is left, in which some devices are slow."""
         slow = {
             rank: question.slow[device]
             for rank, device in enumerate(left.device_of)

@@ -1,4 +1,4 @@
-"""What a job asks the process that plans, and what that answers."""
+"""The question that a job asks the planning process, and the answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from heterog.healing.service import Message
 
 FIRST_METHODS = ("agent", "cp_ar", "tuned_uniform")
-"""Quick ones: a policy's own answer, and two baselines in case it has none that fits."""
+"""Quick methods: a policy's own answer, and two baselines in case it has none that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a job wants to know.
+    """A request for a plan.
 
     Attributes:
-        lost: devices of the whole cluster that cannot be used.
-        slow: how many times as long kernels of a device take as planned.
-        methods: names of planners.
-        budget: of their search.
-        steps_left: to be trained.
-        restart_s: until ranks are there again, whatever they run.
-        running: file of the plan that runs or ran.
-        running_on: device of the whole cluster of each of its ranks.
-        path: file for the new plan.
+        lost: Devices of the whole cluster that cannot be used.
+        slow: Factor by which kernels take longer than planned, by device.
+        methods: Names of planners.
+        budget: Budget of their search.
+        steps_left: Number of steps left to train.
+        restart_s: Seconds until new ranks are running, whatever they run.
+        running: Path of the plan that runs or ran.
+        running_on: Device of the whole cluster of each of its ranks.
+        path: Path to write the new plan to.
     """
 
     lost: tuple[int, ...]
@@ -36,7 +36,7 @@ class Question:
     path: str
 
     def to_request(self) -> Message:
-        """As it goes to the process."""
+        """Encode it as a request to the process."""
         return {
             "lost": self.lost,
             "slow": {str(device): factor for device, factor in self.slow.items()},
@@ -51,7 +51,7 @@ class Question:
 
     @staticmethod
     def from_request(request: Message) -> "Question":
-        """As the process got it."""
+        """Decode what ``to_request`` encoded."""
         return Question(
             lost=tuple(request["lost"]),
             slow={int(device): float(factor) for device, factor in request["slow"].items()},
@@ -67,16 +67,16 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """A plan that could be gone to.
+    """A plan that the job could change to.
 
     Attributes:
-        question: that it answers.
-        path: file of the plan.
-        method: that found it.
-        step_time_s: predicted.
-        moving_s: until its ranks would have their state.
-        stay_step_s: predicted for the plan that runs, on the devices as they are.
-        busy_s: predicted seconds that each of its devices computes in a step.
+        question: The question that it answers.
+        path: Path of the plan.
+        method: Name of the method that found it.
+        step_time_s: Predicted step time.
+        moving_s: Seconds until its ranks would have their state.
+        stay_step_s: Predicted step time of the running plan, on the devices as they are now.
+        busy_s: Predicted seconds that each of its devices computes in a step.
     """
 
     question: Question
@@ -89,7 +89,7 @@ class Answer:
 
     @staticmethod
     def from_reply(question: Question, reply: Message) -> "Answer":
-        """As it came from the process."""
+        """Decode the reply of the process."""
         return Answer(
             question=question,
             path=str(reply["path"]),
@@ -101,11 +101,11 @@ class Answer:
         )
 
     def saved_s(self, steps_left: int, seconds_per_predicted: float) -> float:
-        """Seconds by which the job is done earlier if it goes to this plan now.
+        """Seconds by which the job ends earlier if it changes to this plan now.
 
         Args:
-            steps_left: to be trained.
-            seconds_per_predicted: that steps really take, for each second that is predicted.
+            steps_left: Number of steps left to train.
+            seconds_per_predicted: Measured step time divided by the predicted one.
         """
         gain_s = (self.stay_step_s - self.step_time_s) * seconds_per_predicted
         return steps_left * gain_s - self.moving_s

@@ -37,22 +37,22 @@ from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
 
 LOOK_STEPS = 16
-"""Steps between two that are recorded to see which rank is slow; a recorded step runs its queue
-dry, so looking at each would cost what it finds."""
+"""Number of steps between recordings that show which rank is slow; a recorded step drains its
+queue, so recording each step would cost what it finds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """What a rank is told on its command line.
+    """Command-line arguments of a rank.
 
     Attributes:
-        model: zoo name or ``file.py:function``; the plan's own source if empty.
-        sources: Python files that the person named.
-        timeout_s: seconds after which a rank gives up on the others.
-        journal: file for rank 0's events.
-        stop: file whose existence asks the ranks to stop after a step.
-        save: folder for a checkpoint at the end; empty for none.
-        allow_nonfinite: go on when the loss is infinite or not a number.
+        model: Zoo name or ``file.py:function``; the plan's own source if empty.
+        sources: Python files that the user named.
+        timeout_s: Seconds after which a rank gives up on the others.
+        journal: Path of rank 0's event file.
+        stop: Path of a file whose existence asks the ranks to stop after a step.
+        save: Folder for a checkpoint at the end; empty for none.
+        allow_nonfinite: Go on when the loss is infinite or not a number.
     """
 
     model: str
@@ -68,8 +68,8 @@ class HealingRank:
     """One rank of one generation.
 
     Args:
-        assignment: what the generation does.
-        told: on the command line.
+        assignment: What the generation runs.
+        told: The command-line arguments.
     """
 
     def __init__(self, assignment: Assignment, told: Told) -> None:
@@ -105,7 +105,7 @@ class HealingRank:
         self._settled = assignment.moment
 
     def train(self) -> bool:
-        """Train until all is done or somebody asks the ranks to stop; whether all is done."""
+        """Train until the last step or until asked to stop; returns whether all is done."""
         step, last = self._step, self._assignment.last
         first = step.num_steps + 1
         for number in range(first, last + 1):
@@ -137,7 +137,7 @@ class HealingRank:
         return True
 
     def end(self, is_done: bool) -> None:
-        """Finish updates, save, and say how it ended."""
+        """Finish pending updates, save, and report how it ended."""
         if is_done and self._told.save:
             tell("saving the checkpoint")
             save_checkpoint(self._step, self._told.save)
@@ -148,7 +148,7 @@ class HealingRank:
         self._journal.write("done" if is_done else "stopped", step=self._step.num_steps)
 
     def _take_up(self) -> None:
-        """Bring the step to where the job was."""
+        """Load the state that the job had reached."""
         step, assignment = self._step, self._assignment
         num_bytes = far_bytes = 0
         if assignment.moment is not None:
@@ -169,7 +169,7 @@ class HealingRank:
         )
 
     def _agree(self, number: int) -> bool:
-        """End a step on all ranks and begin a snapshot of it; whether all shall stop."""
+        """End a step on all ranks and begin a snapshot of it; returns whether all should stop."""
         is_asked = self._rank == 0 and self._told.stop.exists()
         said = torch.tensor(
             [int(self._sender.is_busy), int(self._sender.has_failed), int(is_asked)]
@@ -200,7 +200,7 @@ class HealingRank:
         )
 
     def _leave_all(self, number: int) -> None:
-        """See that the state after this step is in keepers everywhere."""
+        """Make sure that keepers hold the state after this step, on all ranks."""
         self._sender.wait()
         is_other = self._on_its_way != Moment(self._assignment.generation, number)
         said = torch.tensor([int(is_other or self._sender.has_failed)])
@@ -215,7 +215,7 @@ def _jsonable(loss: float) -> float | None:
 
 
 def main() -> None:
-    """Be a rank, as the command line says; errors are one line on stderr and exit code 2."""
+    """Run a rank from its command line; errors are one line on stderr and exit code 2."""
     parser = argparse.ArgumentParser(description="A rank of a job that heals; see the module.")
     parser.add_argument("assignment", type=Path)
     parser.add_argument("--model", default="")

@@ -1,4 +1,4 @@
-"""Clusters of which devices are lost or slow."""
+"""Clusters without lost devices, or with slow ones."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +15,11 @@ _SLOW = "_slow_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remaining:
-    """What is left of a cluster.
+    """The rest of a cluster after losses.
 
     Attributes:
-        cluster: without the devices that are lost, and without hosts that have none left.
-        device_of: device of the whole cluster that each of its devices is.
+        cluster: The cluster without lost devices, and without hosts that have none left.
+        device_of: For each of its devices, the number of that device in the whole cluster.
     """
 
     cluster: Cluster
@@ -27,7 +27,7 @@ class Remaining:
 
 
 def remaining(cluster: Cluster, lost: Collection[int]) -> Remaining:
-    """A cluster without some devices.
+    """Remove devices from a cluster.
 
     Raises:
         ClusterError: no device is left.
@@ -62,13 +62,13 @@ def remaining(cluster: Cluster, lost: Collection[int]) -> Remaining:
 
 
 def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:
-    """A cluster in which kernels of some devices take longer.
+    """Make kernels of some devices take longer.
 
-    A slow device becomes one of a type of its own, whose name says how slow it is.
+    Each slow device gets a type of its own, whose name says how slow it is.
 
     Args:
-        cluster: as planned.
-        factors: how many times as long kernels take, by device.
+        cluster: The cluster as planned.
+        factors: Factor by which kernels take longer, by device.
     """
     devices = list(cluster.devices)
     for device, factor in factors.items():
@@ -99,12 +99,12 @@ def base_name(name: str) -> str:
 
 
 class SlowedCosts:
-    """A cost model's answers where some devices take longer than their type.
+    """A cost model in which some devices take longer than their type.
 
     Args:
-        model: knows the types as they should be.
-        cluster: with those types.
-        factors: how many times as long kernels take, by device.
+        model: Cost model of the types at their planned speed.
+        cluster: Cluster with those types.
+        factors: Factor by which kernels take longer, by device.
     """
 
     def __init__(self, model: CostModel, cluster: Cluster, factors: Mapping[int, float]) -> None:
@@ -117,34 +117,34 @@ class SlowedCosts:
 
     @property
     def name(self) -> str:
-        """That of the model."""
+        """Name of the underlying cost model."""
         return self._model.name
 
     def _as_planned(self, kind: DeviceType) -> tuple[DeviceType, float]:
         return self._known.get(kind.name, (kind, 1.0))
 
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
-        """As the protocol says."""
+        """See ``CostModel``."""
         kind, factor = self._as_planned(device_type)
         return factor * self._model.op_seconds(graph, kind, samples)
 
     def work_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
     ) -> FloatArray:
-        """As the protocol says."""
+        """See ``CostModel``."""
         kind, factor = self._as_planned(device_type)
         return factor * self._model.work_seconds(graph, kind, flops, num_bytes)
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """As the protocol says."""
+        """See ``CostModel``."""
         return self._model.spread(graph, self._as_planned(device_type)[0])
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
-        """As the protocol says."""
+        """See ``CostModel``."""
         kind, factor = self._as_planned(device_type)
         fixed_s, per_byte_s = self._model.copy_seconds(kind)
         return factor * fixed_s, factor * per_byte_s
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
-        """What a channel costs between the devices as they should be."""
+        """Cost of a channel between the devices at their planned speed."""
         return self._model.channel_seconds(self._cluster, channel)

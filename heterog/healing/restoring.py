@@ -1,4 +1,4 @@
-"""Bringing a deployed step to where the newest snapshot in keepers is, whatever its plan."""
+"""Loading the newest snapshot from keepers into a deployed step of any plan."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,21 +26,21 @@ from heterog.runtime.deploy import DeployedStep
 
 
 class Snapshot:
-    """A complete snapshot in keepers, to be read while it is open.
+    """A complete snapshot in keepers, readable while the keepers are connected.
 
     Args:
-        keepers: that have its parts.
-        moment: of the snapshot.
-        near: host whose keeper is asked first.
+        keepers: Keepers that hold its parts.
+        moment: Generation and step of the snapshot.
+        near: Host whose keeper is asked first.
 
     Attributes:
-        contents: what it holds, as of a checkpoint.
-        num_bytes: that were read.
-        far_bytes: of them, from keepers of other hosts.
+        contents: Index of the snapshot, in the form of a checkpoint's.
+        num_bytes: Bytes read so far.
+        far_bytes: Bytes of those that came from keepers of other hosts.
 
     Raises:
-        WireError: a part is nowhere.
-        ValueError: the parts of a tensor do not make it whole.
+        WireError: no keeper has one of the parts.
+        ValueError: the parts of a tensor do not cover all of it.
     """
 
     def __init__(self, keepers: Keepers, moment: Moment, near: int = -1) -> None:
@@ -60,11 +60,11 @@ class Snapshot:
 
     @property
     def numbers(self) -> list[int]:
-        """Of its parts."""
+        """Numbers of its parts, ascending."""
         return sorted(self._parts)
 
     def read(self, names: Sequence[str]) -> Mapping[str, Tensor]:
-        """Tensors and parts as they were sent."""
+        """Read tensors, or boxes of tensors, by the name under which they were sent."""
         return {name: self._tensor(self.contents.tensors[name]) for name in names}
 
     def _tensor(self, saved: SavedTensor) -> Tensor:
@@ -76,7 +76,7 @@ class Snapshot:
         return unpack(content, saved)
 
     def _ask(self, number: int, question: Any) -> Any:
-        """Ask the nearest keeper that has a part; the next one, if it is lost."""
+        """Ask the nearest keeper that has a part; if it is lost, the next one."""
         part: Part = self._parts[number]
         # Ranks begin at different keepers, so that not all read from one.
         hosts = sorted(self._at[number], key=lambda host: (host != self._near, host))
@@ -100,12 +100,12 @@ class Snapshot:
 
 
 def part_of(saved: SavedTensor) -> int:
-    """The part of a snapshot that a tensor is in, which its index has in place of a file."""
+    """The number of the part that holds a tensor; the index stores it as the file name."""
     return int(saved.file.split("_")[2])
 
 
 def restore(step: DeployedStep, snapshot: Snapshot) -> None:
-    """Make a snapshot the state of a freshly deployed step; every rank calls it.
+    """Load a snapshot into a freshly deployed step; every rank calls it.
 
     Raises:
         StrategyError: the snapshot is of another model, or the plan cuts what cannot be cut.
@@ -120,7 +120,7 @@ def restore(step: DeployedStep, snapshot: Snapshot) -> None:
 
 
 def _contents(indices: Sequence[Mapping[str, Any]]) -> Contents:
-    """The indices of all parts as that of a checkpoint."""
+    """Merge the indices of all parts into one like a checkpoint's."""
     first = indices[0]
     tensors: dict[str, SavedTensor] = {}
     for index in indices:

@@ -1,4 +1,4 @@
-"""What a rank sends to keepers after its steps, while it goes on with the next one.
+"""Sending a rank's part of the state to keepers while the next step runs.
 
 What is sent is what a checkpoint would hold of this rank: the boxes of parameters, of the
 optimizer's state and of buffers that it owns. Every element is owned by one rank, so a snapshot
@@ -28,16 +28,16 @@ from heterog.runtime.checkpoint.state import own_entries
 from heterog.runtime.deploy import DeployedStep
 
 _ALIGNMENT = 16
-"""Bytes at which tensors begin in a part: a multiple of every element's size."""
+"""Bytes to which tensors are aligned in a part: a multiple of every element's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Tensors in one run of bytes.
+    """Tensors copied into one buffer.
 
     Attributes:
-        index: what is where, as JSON holds it.
-        content: the bytes.
+        index: Position, shape and dtype of each tensor, as values that JSON can hold.
+        content: The bytes.
     """
 
     index: dict[str, Any]
@@ -45,7 +45,7 @@ class Packed:
 
 
 class Packing:
-    """Copies tensors into one buffer, which is used again and again."""
+    """Copies tensors into one buffer, which is reused."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -60,10 +60,10 @@ class Packing:
         """Copy boxes of tensors into the buffer.
 
         Args:
-            entries: the boxes.
-            states: the optimizer's, by parameter.
-            extra: what else belongs into the index.
-            part: number of the part; the index names it as the file of the tensors.
+            entries: The boxes.
+            states: State of the optimizer, by parameter.
+            extra: Further entries of the index.
+            part: Number of the part; the index names it as the file of the tensors.
         """
         begins, size = [], 0
         for entry in entries:
@@ -100,7 +100,7 @@ class Packing:
 
 
 def unpack(content: bytearray, saved: SavedTensor) -> Tensor:
-    """The tensor that some bytes are; it shares their memory."""
+    """View bytes as the tensor that they hold; the memory is shared."""
     dtype: torch.dtype = getattr(torch, saved.dtype)
     if not saved.num_bytes:
         return torch.empty(saved.shape, dtype=dtype)
@@ -111,11 +111,11 @@ class Sender:
     """Sends this rank's parts to its keepers, one at a time, in a thread of its own.
 
     Args:
-        keepers: that get each part, in the order in which it prefers them.
-        copies: keepers that shall have each part.
-        rank: of this process: the number of its part.
-        num_ranks: parts of a snapshot.
-        generation: of the job.
+        keepers: Keepers that get each part, in order of preference.
+        copies: Number of keepers that hold each part.
+        rank: Rank of this process, which is the number of its part.
+        num_ranks: Number of ranks, which is the number of parts of a snapshot.
+        generation: Number of times the job's ranks were started before.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Sender:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the last part is still on its way."""
+        """Whether the last part is still being sent."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last part is in no keeper."""
+        """Whether no keeper has taken the last part."""
         return self._sent == 0
 
     def send(
@@ -155,7 +155,7 @@ class Sender:
         extra: Mapping[str, Any],
         settled: Moment | None,
     ) -> None:
-        """Copy this rank's boxes and begin to send them; not while it is busy."""
+        """Copy this rank's boxes and begin to send them; first waits for the part before."""
         self.wait()
         packed = self._packing.pack(entries, states, extra, self._rank)
         part = Part(
@@ -172,13 +172,13 @@ class Sender:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until the last part has arrived everywhere."""
+        """Wait until the last part has arrived everywhere."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """Wait, and leave the keepers."""
+        """Wait, then close the connections to the keepers."""
         self.wait()
         for keeper in self._keepers:
             keeper.close()
@@ -192,7 +192,7 @@ class Sender:
                 keeper.put(part, packed.index, packed.content, settled)
                 sent += 1
             except (WireError, OSError) as error:
-                # The next one takes its place; what it holds may be lost.
+                # The next keeper replaces it; the parts on it may be lost.
                 self.failed.append(f"host {keeper.place.host}: {error}")
                 self._keepers.remove(keeper)
                 with suppress(OSError):
@@ -201,12 +201,12 @@ class Sender:
 
 
 def entries_of(step: DeployedStep) -> tuple[list[Entry], dict[str, SavedOptimizer]]:
-    """What this rank owns of a step's state, between two steps; every rank calls it."""
+    """This rank's share of a step's state, between two steps; every rank calls it."""
     return own_entries(step, step.model)
 
 
 def about(step: DeployedStep) -> dict[str, Any]:
-    """What a snapshot says of the step beside its tensors."""
+    """Entries that a snapshot's index has beside its tensors."""
     graph = step.captured.graph
     return {
         "model": graph.name,

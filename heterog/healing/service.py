@@ -26,7 +26,7 @@ class Service:
     """Starts a module as such a process and talks to it.
 
     Args:
-        module: that calls ``answer_requests``.
+        module: Name of a module that calls ``answer_requests``.
     """
 
     def __init__(self, module: str) -> None:
@@ -49,14 +49,14 @@ class Service:
         return self._process.poll() is None
 
     def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
-        """Send a request; its number, which the reply has as ``id``.
+        """Send a request and return its number, which the reply has as ``id``.
 
         Args:
-            request: what ``answer_requests`` gets.
-            niceness: how far its work stands back behind the ranks, as ``nice`` has it.
+            request: What ``answer_requests`` passes to its ``answer``.
+            niceness: Value of ``nice`` for its work, so that ranks come first.
 
         Raises:
-            HeterogError: the process is gone.
+            HeterogError: the process has ended.
         """
         self._last_id += 1
         line = json.dumps({**request, "id": self._last_id, "niceness": niceness}) + "\n"
@@ -69,14 +69,14 @@ class Service:
         return self._last_id
 
     def replies(self) -> list[Message]:
-        """What it has said since this was asked last."""
+        """Replies that have arrived since the last call."""
         found = []
         while not self._replies.empty():
             found.append(self._replies.get())
         return found
 
     def next_reply(self, timeout_s: float) -> Message | None:
-        """The next thing that it says; ``None`` if it says nothing in time or has ended."""
+        """The next reply; ``None`` if none comes in time or the process has ended."""
         try:
             reply = self._replies.get(timeout=timeout_s)
         except queue.Empty:
@@ -84,7 +84,7 @@ class Service:
         return reply or None
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         with suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -100,11 +100,11 @@ class Service:
         assert self._process.stdout is not None
         with suppress(ValueError, OSError):
             for line in self._process.stdout:
-                with suppress(json.JSONDecodeError):  # what a library printed
+                with suppress(json.JSONDecodeError):  # output of a library
                     reply = json.loads(line)
                     if isinstance(reply, dict):
                         self._replies.put(reply)
-        self._replies.put({})  # nobody waits for more
+        self._replies.put({})  # wakes a waiting reader: no more replies come
 
 
 def answer_requests(
@@ -113,11 +113,11 @@ def answer_requests(
     """Answer requests one after another until the input ends.
 
     Args:
-        answer: the reply to a request; an error of it becomes ``error`` of the reply.
-        heard: called in another thread as soon as a request comes.
+        answer: Computes the reply to a request; its errors become ``error`` of the reply.
+        heard: Called in another thread as soon as a request arrives.
     """
     requests: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    # What libraries print goes nowhere; replies go where output went.
+    # Output of libraries is dropped; replies go where output went.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -1,4 +1,4 @@
-"""Which snapshot to go on from: the newest one of which every part can still be had."""
+"""The snapshot to continue from: the newest one whose parts can all still be read."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from heterog.healing.wire import WireError
 
 
 class Moment(NamedTuple):
-    """A step of a generation; later ones are larger.
+    """A step of a generation; a later one compares as larger.
 
     Attributes:
-        generation: how often the job's ranks were started before.
-        step: that was done.
+        generation: Number of times the job's ranks were started before.
+        step: Number of steps done.
     """
 
     generation: int
@@ -21,13 +21,13 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one rank held at a moment, as keepers list it.
+    """Description of what one rank held at a moment, as keepers list it.
 
     Attributes:
-        moment: when.
-        number: of the part: the rank.
-        num_parts: that belong to the snapshot: ranks of that generation.
-        num_bytes: of its tensors.
+        moment: Generation and step.
+        number: Number of the part, which is the rank.
+        num_parts: Number of parts of the snapshot, which is the number of ranks.
+        num_bytes: Size of its tensors.
     """
 
     moment: Moment
@@ -36,7 +36,7 @@ class Part:
     num_bytes: int
 
     def to_header(self) -> dict[str, int]:
-        """As it goes over the wire."""
+        """Encode it as a message header."""
         return {
             "generation": self.moment.generation,
             "step": self.moment.step,
@@ -47,7 +47,7 @@ class Part:
 
     @staticmethod
     def from_header(header: Mapping[str, Any]) -> "Part":
-        """As it came over the wire.
+        """Decode what ``to_header`` encoded.
 
         Raises:
             WireError: a number is missing or makes no sense.

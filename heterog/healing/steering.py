@@ -19,25 +19,25 @@ from heterog.healing.service import Message, Service
 from heterog.units import format_seconds
 
 _MOST_PREPARED = 8
-"""Losses of one device that are planned for before they happen."""
+"""Number of losses of one device that are planned for in advance."""
 _LOOKS = 2
-"""Looks at which a device has to be slow, one after the other."""
+"""Number of consecutive recordings in which a device has to be slow."""
 _MOST_FACTOR = 100.0
 _AUTO = ("auto",)
 _NICENESS = {"prepared": 5, "better": 10}
-"""Of questions that nobody waits for; ranks need the cores."""
+"""Values of ``nice`` for questions that nobody waits for, because ranks need the cores."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Running:
-    """What the ranks of the current generation run.
+    """The plan that the ranks of the current generation run.
 
     Attributes:
-        path: file of the plan.
-        method: that found it.
-        device_of: device of the whole cluster of each rank.
-        busy_s: predicted seconds that each of them computes in a step; empty if not yet known.
-        slow: how many times as long as planned kernels of devices take, as the plan knows it.
+        path: Path of the plan.
+        method: Name of the method that found it.
+        device_of: Device of the whole cluster of each rank.
+        busy_s: Predicted seconds that each rank computes in a step; empty if not yet known.
+        slow: Factor by which kernels take longer than planned, by device, as the plan assumes.
     """
 
     path: str
@@ -49,12 +49,12 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Going:
-    """A plan that was decided for.
+    """A plan that the job has decided to change to.
 
     Attributes:
-        answer: the plan.
-        kind: of the move.
-        why: in one line.
+        answer: The plan.
+        kind: Kind of the change: ``"back"``, ``"slow"`` or ``"better"``.
+        why: The reason in one line.
     """
 
     answer: Answer
@@ -64,46 +64,46 @@ class Going:
 
 @dataclass(slots=True, kw_only=True)
 class _Absence:
-    """A device that does not take part: since when, and how long it is left alone."""
+    """Time of a device's loss, and how long to wait before it is tried again."""
 
     since_s: float
     wait_s: float
 
 
 class Answering(Protocol):
-    """What is used of a ``Service``."""
+    """The methods of a ``Service`` that are used here."""
 
     def ask(self, request: Mapping[str, Any], *, niceness: int = 0) -> int:
-        """Send a request; its number."""
+        """Send a request and return its number."""
 
     def replies(self) -> list[Message]:
-        """What was said since."""
+        """Replies that have arrived since the last call."""
 
     def next_reply(self, timeout_s: float) -> Message | None:
-        """The next thing that is said, if it is in time."""
+        """The next reply, if it comes in time."""
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
 
 
 class Steering:
-    """Talks to the process that plans, and decides.
+    """Asks the planning process for plans and decides which to change to.
 
     Args:
-        whole: the cluster with all devices.
-        running: the first plan.
-        source: of the workload.
-        folder: for plans.
-        options: of the job.
-        say: gets a line about what was looked at and not done.
-        service: answers the questions; by default the process of ``heterog.healing.planning``.
+        whole: Cluster with all devices.
+        running: The first plan.
+        source: Source of the workload.
+        folder: Folder for plans.
+        options: Settings of healing.
+        say: Called with one line about each plan that was considered and not taken.
+        service: Answers the questions; by default the process of ``heterog.healing.planning``.
 
     Attributes:
-        running: what the current generation runs.
-        absent: devices that do not take part.
-        steps_left: to be trained.
-        step_s: what steps really take; 0 where it is not yet known.
-        restart_s: what it takes until new ranks have done a step.
+        running: The plan that the current generation runs.
+        absent: Devices that do not take part.
+        steps_left: Number of steps left to train.
+        step_s: Measured step time; 0 where it is not yet known.
+        restart_s: Seconds until restarted ranks have done a step.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Steering:
     # --- a loss ----------------------------------------------------------------------------------
 
     def leave_out(self, devices: Sequence[int]) -> None:
-        """These devices are gone; each further time they are left alone twice as long."""
+        """Leave out lost devices; the wait before a new try doubles with each loss."""
         for device in devices:
             times = self._num_absences[device] = self._num_absences.get(device, 0) + 1
             self.absent[device] = _Absence(
@@ -154,7 +154,7 @@ class Steering:
             )
 
     def plan_for_loss(self, timeout_s: float) -> Answer:
-        """The plan for what is left, the one that was prepared if there is one.
+        """A plan for what is left: the one prepared, or else a new one.
 
         Raises:
             HeterogError: nothing fits, or the process that plans does not answer.
@@ -186,7 +186,7 @@ class Steering:
     # --- while all is well -----------------------------------------------------------------------
 
     def begin_generation(self, answer: Answer | None, kind: str) -> None:
-        """The ranks run another plan now."""
+        """Note that the ranks now run another plan."""
         if answer is not None:
             lost = frozenset(answer.question.lost)
             slow = {d: f for d, f in answer.question.slow.items() if d not in lost}
@@ -217,12 +217,12 @@ class Steering:
             self._wishes.append(("better", question))
 
     def look(self) -> Going | None:
-        """Whether to go to another plan now; called again and again."""
+        """Decide whether to change to another plan now; called again and again."""
         self._wish_for_who_is_back()
         going = None
         for reply in self._service.replies():
             if not reply:
-                continue  # it has ended; the next loss will say so
+                continue  # it has ended; the next loss will show that
             self._note_setup(reply)
             if self._asked is not None and reply["id"] == self._asked[0]:
                 _, kind, question = self._asked
@@ -235,7 +235,7 @@ class Steering:
         return going
 
     def hear_busy(self, busy_s: Sequence[float]) -> None:
-        """Seconds that each rank computed in a step."""
+        """Check the measured compute seconds of each rank in a step for slow devices."""
         planned = self.running.busy_s
         if not self._options.slow_factor or len(planned) != len(busy_s) or len(busy_s) < 2:
             return
@@ -306,7 +306,7 @@ class Steering:
             self.running.busy_s = tuple(reply["busy_s"])
 
     def _weigh(self, kind: str, question: Question, reply: dict[str, Any]) -> Going | None:
-        """Whether an answer is worth going to."""
+        """Decide whether an answer is worth changing to."""
         if "error" in reply:
             self._rebalanced = None if kind == "left out" else self._rebalanced
             return None
@@ -329,7 +329,7 @@ class Steering:
         return self._weigh_slow(answer)
 
     def _weigh_slow(self, without: Answer) -> Going | None:
-        """A slow device: rebalanced, left out, or left as it is, whatever is done first."""
+        """Decide on a slow device: rebalance, leave it out, or go on, whichever ends first."""
         (device,) = set(without.question.lost) - self.lost
         factor = without.question.slow[device]
         name, scale = self._name(device), self._scale(without)

@@ -21,7 +21,7 @@ from typing import Any
 from heterog.errors import HeterogError
 
 MOST_HEADER_BYTES = 1 << 28
-"""Of a header: the index of a snapshot takes about 300 bytes for each tensor."""
+"""Limit of a header: the index of a snapshot takes about 300 bytes for each tensor."""
 MOST_PAYLOAD_BYTES = 1 << 40
 _LENGTHS = struct.Struct("!QQ")
 _NONCE_BYTES = 32
@@ -30,7 +30,7 @@ Header = dict[str, Any]
 
 
 class WireError(HeterogError):
-    """A peer that is gone, is not who it should be, or says what makes no sense."""
+    """A peer that is gone, fails the challenge, or sends a malformed message."""
 
 
 def new_token() -> str:
@@ -39,7 +39,7 @@ def new_token() -> str:
 
 
 def challenge(connection: socket.socket, token: str) -> bool:
-    """Ask whoever connected for the token; whether it is known there."""
+    """Ask the peer for the token; returns whether it knows it."""
     nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(nonce)
     answer = _receive(connection, hashlib.sha256().digest_size)
@@ -104,10 +104,10 @@ def receive_header(connection: socket.socket) -> tuple[Header, int]:
 
 
 def receive_into(connection: socket.socket, buffer: bytearray) -> None:
-    """Fill a buffer with what comes.
+    """Fill a buffer with received bytes.
 
     Raises:
-        WireError: the peer is gone before it is full.
+        WireError: the peer is gone before the buffer is full.
     """
     view, at = memoryview(buffer), 0
     while at < len(view):

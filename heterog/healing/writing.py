@@ -29,7 +29,7 @@ def write_snapshot(snapshot: Snapshot, folder: Path) -> None:
     """Write a snapshot as a checkpoint; part by part, so that one at a time is in memory.
 
     Raises:
-        InputFileError: the disk is full, say; the checkpoint before is still there.
+        InputFileError: for example, the disk is full; the previous checkpoint is still there.
     """
     data = folder / f"data-{make_data_folder(folder)}"
     contents = snapshot.contents

@@ -23,7 +23,7 @@ from heterog.strategy.strategy import Decision, Strategy
 DEFAULT_SLOW_DOWN = 1.1
 """DeepPool's limit on a tasklet's slow-down."""
 _MOST_ALLOWANCES = 24
-_ROUNDING = 1e-9  # times are added up in another order
+_ROUNDING = 1e-9  # times are added in another order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,16 +31,16 @@ class BackgroundPlan:
     """A background job that shares a plan's devices.
 
     Attributes:
-        model: name of the background job's model.
-        source: where its workload comes from, for ``heterog run``; empty if nothing can run it.
-        batch_size: samples of one of its steps on one device.
-        limit: the largest slow-down of the foreground allowed.
-        allowance_s: longest op that is begun although no gap is known to hold it.
-        step_time_alone_s: of the foreground alone.
-        step_time_s: of the foreground with the background.
-        idle_share: part of the foreground's step in which each device computes nothing.
-        samples_per_s: of the background on each device; 0 where it does not run.
-        shortage: per device why it does not run there, empty where it does.
+        model: Name of the background job's model.
+        source: Source of its workload, for ``heterog run``; empty if nothing can run it.
+        batch_size: Samples of one of its steps on one device.
+        limit: Largest slow-down of the foreground allowed.
+        allowance_s: Longest op that is begun although no gap is known to hold it.
+        step_time_alone_s: Step time of the foreground alone.
+        step_time_s: Step time of the foreground with the background.
+        idle_share: Part of the foreground's step in which each device computes nothing.
+        samples_per_s: Throughput of the background on each device; 0 where it does not run.
+        shortage: For each device, why it does not run there; empty where it does.
     """
 
     model: str
@@ -61,7 +61,7 @@ class BackgroundPlan:
 
     @property
     def total_samples_per_s(self) -> float:
-        """Of the background on all devices together."""
+        """Throughput of the background on all devices together."""
         return sum(self.samples_per_s)
 
     @property
@@ -70,7 +70,7 @@ class BackgroundPlan:
         return tuple(device for device, why in enumerate(self.shortage) if not why)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; what follows from the rest is there for readers."""
+        """As JSON, with values that follow from the others added for readers."""
         return asdict(self) | {
             "slow_down": self.slow_down,
             "total_samples_per_s": self.total_samples_per_s,
@@ -88,11 +88,11 @@ def plan_background(
     """Put a background job beside a strategy.
 
     Args:
-        evaluator: of the foreground.
-        strategy: the foreground's.
-        order: in which it runs.
-        background: a step of the background job at the batch that one device trains on.
-        limit: the largest slow-down of the foreground allowed, 1 or more.
+        evaluator: Evaluator of the foreground.
+        strategy: The foreground's strategy.
+        order: Order in which the foreground runs.
+        background: Graph of the background job's step, at the batch that one device trains on.
+        limit: Largest slow-down of the foreground allowed, 1 or more.
 
     Raises:
         HeterogError: the limit is below 1.

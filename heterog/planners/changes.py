@@ -1,4 +1,4 @@
-"""Changes of a strategy's decisions, and what has changed, in words."""
+"""Changes of a strategy's decisions, and a description of what has changed."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -32,10 +32,10 @@ def moved_samples(
     """A decision whose samples have moved from devices that overflow to devices with room.
 
     Args:
-        decision: of a group.
-        over: missing bytes of each device, negative where there is room.
-        rate: bytes that a sample takes on each device.
-        takers: samples that there is room for on some devices.
+        decision: Decision of a group.
+        over: Missing bytes of each device, negative where there is room.
+        rate: Bytes that a sample takes on each device.
+        takers: For devices with room, the number of samples that they can take.
     """
     takers = {device: takers[device] for device in decision.devices if takers.get(device, 0) >= 1}
     shares = dict(zip(decision.devices, decision.shares, strict=True))
@@ -72,7 +72,7 @@ def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Dec
 
 
 def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str:
-    """What has changed from one strategy to another of the same graph, in words."""
+    """The changes from one strategy to another of the same graph, in words."""
     pairs = list(zip(before.decisions, after.decisions, strict=True))
     words = []
     if again := sum(new.recompute and not old.recompute for old, new in pairs):
@@ -105,7 +105,7 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
 
 
 def _share(decision: Decision, device: int) -> int | None:
-    """Samples of a device, ``None`` if it has no part in the group."""
+    """Number of samples of a device; ``None`` if it has no part in the group."""
     return dict(zip(decision.devices, decision.shares, strict=True)).get(device)
 
 

@@ -32,28 +32,28 @@ from heterog.simulator.lower_bound import lower_bound_s
 from heterog.workers import Seats
 
 MOST_SEARCHED = 8
-"""Sets of hosts beside the whole cluster that are searched in."""
+"""Most sets of hosts beside the whole cluster that are searched in."""
 WHOLE_PART, SETS_PART = 0.35, 0.45
-"""Of a budget in seconds, for the whole cluster and for all other sets; the rest goes on with the
-set of the best plan."""
+"""Parts of a budget in seconds for the whole cluster and for all other sets; the rest goes on
+with the set of the best plan."""
 LEAST_SET_S = 0.7
 """Seconds below which a search in a set finds little more than baselines: fewer sets then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What every search is asked, on whatever hosts; see ``portfolio.run_methods``.
+    """The same question for every search, on any hosts; see ``portfolio.run_methods``.
 
     Attributes:
-        methods: names.
-        seed: of everything random.
-        step_barrier: whether a step ends with all updates.
-        orders: that searching methods may choose from.
-        given: a person's own strategy, judged on the whole cluster.
-        seeds: strategies for the whole cluster to start from.
-        progress: told about every method's progress.
-        stop: ends the searches early.
-        seats: workers that search at the same time, if any.
+        methods: Names of the methods.
+        seed: Seed of everything random.
+        step_barrier: Whether a step ends with all updates.
+        orders: Orders that searching methods may choose from.
+        given: A person's own strategy, judged on the whole cluster.
+        seeds: Strategies for the whole cluster to start from.
+        progress: Function that gets every method's progress.
+        stop: Switch that ends the searches early.
+        seats: Workers that search at the same time, if any.
     """
 
     methods: Sequence[str]
@@ -72,10 +72,10 @@ class Offer:
     """A trade of time for money that a search found.
 
     Attributes:
-        hosts: names of the hosts that are rented.
-        method: that found it.
-        step_time_s: seconds per step.
-        cost_per_step: in the currency of the cluster.
+        hosts: Names of the hosts that are rented.
+        method: Name of the method that found it.
+        step_time_s: Seconds per step.
+        cost_per_step: Cost of a step, in the currency of the cluster.
     """
 
     hosts: tuple[str, ...]
@@ -88,9 +88,9 @@ class CheapestSearch:
     """Searches one set of hosts after another; see the module docstring.
 
     Args:
-        evaluator: of the graph and the whole cluster, which has prices.
-        objective: decides among what was found.
-        asked: of every search.
+        evaluator: Evaluator of the graph and the whole cluster, which has prices.
+        objective: Objective that decides among the plans found.
+        asked: Question for every search.
     """
 
     def __init__(self, evaluator: Evaluator, objective: Objective, asked: Asked) -> None:
@@ -101,7 +101,7 @@ class CheapestSearch:
         self._found: list[tuple[HostSubset, MethodRow]] = []
 
     def run(self, budget: Budget, promise: Promise) -> list[MethodRow]:
-        """Search until the budget is over; one row per method, its best by the objective."""
+        """Search until the budget is over; one row per method, the best by the objective."""
         known = list(planners())
         wanted = [p for p in known if AUTO in self._asked.methods or p.name in self._asked.methods]
         prepare(self._evaluator, wanted, self._asked.progress, self._asked.stop)
@@ -133,7 +133,7 @@ class CheapestSearch:
         return self._rows()
 
     def offers(self) -> tuple[Offer, ...]:
-        """The trades of time for money that no other beats in both, the fastest first."""
+        """The trades of time for money that no other beats in both, fastest first."""
         cluster = self._evaluator.cluster
         every = []
         for subset, row in self._found:
@@ -193,7 +193,7 @@ class CheapestSearch:
             self._search(used, Budget(seconds=left_s))
 
     def _seeds(self, subset: HostSubset) -> SeedPlanner | None:
-        """Where a search on some hosts starts: what was found there before, and given seeds."""
+        """Starts of a search on some hosts: what was found there before, and given seeds."""
         again = [
             row.candidate
             for other, row in self._found
@@ -287,7 +287,7 @@ def _used_names(subset: HostSubset, row: MethodRow) -> tuple[str, ...]:
 
 
 def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:
-    """Those that no other beats in both time and cost, the fastest first."""
+    """Trades that no other beats in both time and cost, fastest first."""
     kept: list[Offer] = []
     for each in sorted(offers, key=lambda offer: (offer.step_time_s, offer.cost_per_step)):
         if not kept or each.cost_per_step < kept[-1].cost_per_step:

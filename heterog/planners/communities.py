@@ -12,17 +12,17 @@ from itertools import combinations
 from heterog.cluster.topology import Cluster
 
 MOST_HOSTS = 128
-"""Of clusters that are looked at: there are 8,128 pairs of them."""
+"""Most hosts of a cluster that is looked at: there are 8,128 pairs of them."""
 _MOST_EXACT = 12
-"""Communities whose best order is found exactly, among all subsets of them."""
+"""Most communities whose best order is found exactly, among all subsets of them."""
 
 
 def communities(cluster: Cluster) -> list[tuple[int, ...]]:
     """Hosts that reach each other faster than others, each community's fastest hosts first.
 
     Args:
-        cluster: with as many hosts as one likes; those with more than ``MOST_HOSTS``, or where all
-            hosts reach each other equally fast, are one community.
+        cluster: A cluster of any size; with more than ``MOST_HOSTS`` hosts, or where all hosts
+            reach each other equally fast, it is one community.
     """
     hosts = range(cluster.num_hosts)
     everybody = [_by_speed(cluster, hosts)]
@@ -47,8 +47,8 @@ def in_best_order(
     Exact up to twelve (a path through all, by dynamic programming over subsets), greedy beyond.
 
     Args:
-        cluster: of their hosts.
-        groups: the hosts of each community.
+        cluster: Cluster of their hosts.
+        groups: Hosts of each community.
     """
     seconds = [
         [min(1.0 / _bytes_per_s(cluster, a, b) for a in one for b in other) for other in groups]
@@ -63,7 +63,7 @@ def in_best_order(
 def _shortest_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Places in the order of the shortest path through all of them (Held and Karp)."""
     count = len(seconds)
-    # Of each set of places that are behind, and the last of them: (seconds, the way there).
+    # For each set of places passed, and the last of them: (seconds, the way there).
     best: dict[tuple[int, int], tuple[float, tuple[int, ...]]]
     best = {(1 << place, place): (0.0, (place,)) for place in range(count)}
     for _ in range(count - 1):
@@ -79,7 +79,7 @@ def _shortest_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
 
 
 def _greedy_path(seconds: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Always on to the nearest that is left, beginning with the nearest two."""
+    """A path that always goes on to the nearest place left, from the nearest two."""
     left = set(range(len(seconds)))
     nearest = min(combinations(left, 2), key=lambda pair: seconds[pair[0]][pair[1]])
     way = list(nearest)

@@ -30,7 +30,7 @@ _NO_LIMIT = 10**12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What ``compare_methods`` is asked, but for model and cluster; its arguments say what."""
+    """The arguments of ``compare_methods``, which explains them, but for model and cluster."""
 
     methods: tuple[str, ...]
     budget: Budget
@@ -66,13 +66,13 @@ class Comparison:
     """The rows of one model on one cluster.
 
     Attributes:
-        graph: the model.
-        cluster: the cluster.
-        rows: one per method; ``auto`` last.
-        lower_bound_s: no strategy can be faster.
-        seed: as given.
-        picked_from: for ``auto``, the method whose row it took.
-        cost_model: that the rows were simulated with; ``None`` for the default.
+        graph: The model.
+        cluster: The cluster.
+        rows: One row per method; ``auto`` last.
+        lower_bound_s: Seconds per step below which no strategy can be.
+        seed: Seed of the searches.
+        picked_from: For ``auto``, the method whose row it took.
+        cost_model: Cost model that the rows were simulated with; ``None`` for the default.
     """
 
     graph: OpGraph
@@ -87,8 +87,8 @@ class Comparison:
         """The same with every strategy played through on shapes; see ``portfolio.rehearsed``.
 
         Args:
-            rehearse: says why a strategy could not be executed.
-            stop: leaves out what has not been played through by then.
+            rehearse: Function that says why a strategy could not be executed.
+            stop: Switch that ends it early; what has not been played through by then is left out.
         """
         own = [row for row in self.rows if row.method != AUTO]
         evaluator = Evaluator(self.graph, self.cluster, self.cost_model)

@@ -1,4 +1,4 @@
-"""What every method must keep, to hold your own to: ``check_planner(Mine())``.
+"""Checks that every method has to pass, for your own too: ``check_planner(Mine())``.
 
 The package's own methods pass the same checks in its tests.
 """
@@ -37,8 +37,8 @@ def check_planner(planner: Planner, evaluator: Evaluator | None = None) -> None:
     """Run every check on a method.
 
     Args:
-        planner: need not be registered.
-        evaluator: of a model and cluster to try it on; by default one op on eight devices.
+        planner: The method, which need not be registered.
+        evaluator: Evaluator to try it on; by default that of one op on eight devices.
 
     Raises:
         ConformanceError: a check failed; says what was expected and what was found.
@@ -115,7 +115,7 @@ def check_barrier(planner: Planner, evaluator: Evaluator) -> None:
 
 
 def check_bound(planner: Planner, evaluator: Evaluator) -> None:
-    """By the referee nothing is faster than any strategy can be."""
+    """The referee finds nothing faster than any strategy can be."""
     bound = lower_bound_s(evaluator.graph, evaluator.cluster, evaluator.cost_model).seconds
     row = run_method(planner, _problem(evaluator))
     rules = row.candidate is not None and bool(row.candidate.strategy.op_rules)
@@ -133,15 +133,15 @@ CHECKS: tuple[Check, ...] = (
     check_barrier,
     check_bound,
 )
-"""All of them, in the order in which ``check_planner`` runs them."""
+"""All checks, in the order in which ``check_planner`` runs them."""
 
 
 def load_planner(source: str) -> Planner:
     """Register the method of ``path/to/file.py:name`` and return it.
 
     Args:
-        source: file, and a class that can be made without arguments, or a function that returns
-            a planner.
+        source: A file, and in it a class that can be made without arguments, or a function that
+            returns a planner.
 
     Raises:
         InputFileError: the file or the name is missing, or running the file fails.

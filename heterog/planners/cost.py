@@ -1,4 +1,4 @@
-"""What a plan costs: a step, a million samples or tokens, and the whole training run."""
+"""The cost of a plan: a step, a million samples or tokens, and the whole training run."""
 
 from dataclasses import dataclass
 
@@ -13,16 +13,16 @@ class Cost:
     """Money of a plan, in the currency of its cluster's prices.
 
     Attributes:
-        currency: a word for people.
-        hosts: names of the hosts that are rented.
-        per_hour: of all of them together.
-        per_step: of a training step.
-        per_million_samples: of as many samples as pass in a million.
-        per_million_tokens: likewise of tokens; ``None`` where samples have none.
-        num_steps: of the whole run; ``None`` where nobody said, and then what follows is, too.
-        total_s: seconds of the run.
-        total: money for the run.
-        missed_s: seconds by which it ends after the deadline; ``None`` without a deadline.
+        currency: Name of the currency, for people.
+        hosts: Names of the hosts that are rented.
+        per_hour: Rent of all of them together for an hour.
+        per_step: Cost of a training step.
+        per_million_samples: Cost of training on a million samples.
+        per_million_tokens: Likewise for tokens; ``None`` where samples have none.
+        num_steps: Number of steps of the run; ``None`` if not given, and then so is what follows.
+        total_s: Seconds of the run.
+        total: Cost of the run.
+        missed_s: Seconds by which it ends after the deadline; ``None`` without a deadline.
     """
 
     currency: str
@@ -47,11 +47,11 @@ def cost_of(
     """The cost of a strategy on a cluster with prices.
 
     Args:
-        graph: one step.
-        cluster: with prices.
-        strategy: says which hosts are rented.
-        step_time_s: seconds per step.
-        objective: number of steps and deadline, if there are any.
+        graph: Graph of one step.
+        cluster: Cluster with prices.
+        strategy: Strategy whose hosts are rented.
+        step_time_s: Seconds per step.
+        objective: Number of steps and deadline, if there are any.
     """
     assert cluster.prices is not None
     used = hosts_used(strategy, cluster)

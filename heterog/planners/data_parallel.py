@@ -22,9 +22,9 @@ from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 TRANSFERS_PER_S = 50_000
-"""Pushes and pulls that the referee follows in a second, all of them at once on a few links."""
+"""Pushes and pulls that the referee simulates in a second, if all share a few links."""
 PATIENCE = 2.0
-"""Budgets of a baseline that it may take at most; one that takes longer is not begun."""
+"""Most budgets that a baseline may take; one that would take longer is not begun."""
 
 
 def uniform_strategy(
@@ -36,7 +36,7 @@ def uniform_strategy(
     micro_batches: tuple[tuple[int, ...], ...] = (),
     step_barrier: bool = True,
 ) -> Strategy:
-    """One decision for every group."""
+    """A strategy with one decision for every group."""
     graph = evaluator.graph
     return Strategy(
         graph=graph.fingerprint,
@@ -63,12 +63,12 @@ def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
 
 
 def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
-    """The batch in equal parts over all devices."""
+    """Shares of the batch: equal parts over all devices."""
     return split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
 
 
 def proportional_shares(evaluator: Evaluator) -> tuple[int, ...]:
-    """The batch in proportion to the devices' speeds."""
+    """Shares of the batch in proportion to the devices' speeds."""
     return split_in_proportion(evaluator.graph.batch_size, device_speeds(evaluator))
 
 
@@ -180,12 +180,12 @@ class DistributedDataParallel:
 
 
 def _best_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
-    """Variants as candidates, best first; which one counts is the referee's to say."""
+    """Variants as candidates, best first; the referee decides which one counts."""
     return _ranked_variants(problem, strategies, problem.spend().limits())
 
 
 def _all_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
-    """The same for a search that has its own limits."""
+    """The same, for a search that has its own limits."""
     return _ranked_variants(problem, strategies, nullcontext())
 
 

@@ -1,4 +1,4 @@
-"""The method ``dedication``: plans that others found, with alike hosts in better places.
+"""The method ``dedication``: plans of other methods, with alike hosts in better places.
 
 Where the rates between hosts differ (``Cluster.pairs``), the best plans of the other methods are
 taken and their hosts of one kind permuted. Orders are proposed by annealing an estimate of what
@@ -26,17 +26,17 @@ from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 NUM_STARTS = 3
-"""Plans whose hosts are permuted, the best one first."""
+"""Number of plans whose hosts are permuted, the best one first."""
 NUM_JUDGED = 3
-"""Permuted plans that the referee compares with the plans as they were."""
+"""Number of permuted plans that the referee compares with the original ones."""
 NUM_PROPOSED = 2
-"""Orders that are annealed for each plan."""
+"""Number of orders that are annealed for each plan."""
 MOST_FRUITLESS = 60
-"""Moves in a row that bring nothing, after which the next plan is taken up."""
+"""Moves in a row without gain after which the next plan is taken up."""
 SEARCHED_PART = 0.8
-"""Of a budget; the rest is for the referee."""
+"""Part of a budget for the search; the rest is for the referee."""
 ANNEALED_PART = 0.3
-"""Of a budget in seconds, after which no order is annealed any longer."""
+"""Part of a budget in seconds after which no order is annealed any longer."""
 
 
 class Dedication:
@@ -49,7 +49,7 @@ class Dedication:
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` gives it a part: where alike hosts have unlike pairs."""
+        """Whether ``auto`` gives it a part: where pairs of alike hosts differ."""
         if not cluster.pairs:
             return False
         rates = HostRates.of_cluster(cluster)
@@ -100,7 +100,7 @@ def _is_better(found: Evaluation | None, best: Evaluation | None) -> bool:
 
 
 def _starts(problem: Problem) -> list[Candidate]:
-    """The best plans of others; data parallelism where there is none."""
+    """The best plans of others; data parallelism if there are none."""
     judged = [seed for seed in problem.seeds if seed.judged is not None]
     if not judged:
         evaluator = problem.evaluator
@@ -115,7 +115,7 @@ def _starts(problem: Problem) -> list[Candidate]:
 
 
 class _Search:
-    """Orders of hosts that were tried."""
+    """The orders of hosts that were tried."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -138,7 +138,7 @@ class _Search:
                 self._done.add(start.strategy)
 
     def judge(self) -> None:
-        """Ask the referee about the best permuted plans, those that it has not seen."""
+        """Have the referee judge the best permuted plans that it has not seen."""
         best = sorted(self._found, key=lambda key: self._found[key].preference)[:NUM_JUDGED]
         for number, key in enumerate(best):
             if number and self.spending.is_over:
@@ -147,7 +147,7 @@ class _Search:
                 self._judged[key] = self.problem.evaluator.referee(*key)
 
     def best_of(self, start: Candidate) -> Candidate:
-        """The best plan by the referee: a permuted one, or the one that there was."""
+        """The best plan by the referee: a permuted one, or the original."""
         if start.judged is None or not self._judged:
             return start
         key = min(self._judged, key=lambda key: self._judged[key].preference)
@@ -157,12 +157,12 @@ class _Search:
         return Candidate(strategy=key[0], orders=(key[1],), judged=judged)
 
     def _improve(self, start: Candidate) -> bool:
-        """Try orders: those that are annealed, then moves of the best one.
+        """Try orders: first annealed ones, then moves of the best one.
 
-        Asked again, it is soon where it was: what was simulated before is known.
+        A second call is soon where the first ended: what was simulated before is known.
 
         Returns:
-            Whether it ended because nothing is gained any more.
+            Whether it ended because nothing more is gained.
         """
         turn = start.orders[0]
         given = np.arange(self._cluster.num_hosts, dtype=np.int32)
@@ -185,7 +185,7 @@ class _Search:
 
     @property
     def _is_searched(self) -> bool:
-        """Whether the referee needs what is left of the budget."""
+        """Whether the referee needs the rest of the budget."""
         return self.spending.is_over or self.spending.fraction >= SEARCHED_PART
 
     @property
@@ -209,7 +209,7 @@ class _Search:
             yield order
 
     def _is_annealed(self) -> bool:
-        """Whether simulations need what is left of the seconds."""
+        """Whether simulations need the rest of the seconds."""
         is_timed = self.problem.budget.seconds is not None
         return self.spending.is_cut or (is_timed and self.spending.fraction >= ANNEALED_PART)
 

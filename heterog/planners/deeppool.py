@@ -31,13 +31,13 @@ from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 NUM_RETURNED = 6
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 LIMITS = (math.inf, 8.0, 4.0, 2.5, 2.0, 1.5, 1.2)
 """Amplification limits that are tried when none is given (the authors' examples: 1.5 to 5)."""
 EXPOSED = (0.0, 0.5, 1.0)
 """Parts of the gradients' time that the dynamic program counts (the paper: all of it)."""
 NEGLIGIBLE_S = 300e-6
-"""Layers below this are free of the limit, as in the authors' code."""
+"""Layers that take less than this are free of the limit, as in the authors' code."""
 _MOST_DEVICES_FOR_BRANCHES = 8  # beyond, branches take turns: the program would take minutes
 
 
@@ -45,7 +45,7 @@ class DeepPool:
     """Devices per group by dynamic programming; see the module docstring.
 
     Args:
-        limit: amplification limit; several are tried by default.
+        limit: Amplification limit; several are tried by default.
     """
 
     name = "deeppool"
@@ -84,7 +84,7 @@ class DeepPool:
     def _strategies(
         self, problem: Problem, check: Callable[[], None]
     ) -> Iterator[tuple[Strategy, bool]]:
-        """(strategy, whether it is the same everywhere), the uniform ones first."""
+        """(strategy, whether it is the same everywhere), uniform ones first."""
         costs = GroupCosts(problem.evaluator)
         barrier = problem.step_barrier
         for width in reversed(costs.widths):
@@ -110,14 +110,14 @@ def plan_places(
     fork: bool = True,
     check: Callable[[], None] = lambda: None,
 ) -> BurstPlan:
-    """The program's places for all groups.
+    """The dynamic program's places for all groups.
 
     Args:
-        costs: of the groups.
-        limit: amplification limit.
-        exposed: part of the gradients' time that is not hidden behind the backward pass.
-        fork: whether branches may run at the same time on devices of their own.
-        check: called at every layer; what it raises ends the program.
+        costs: Costs of the groups.
+        limit: Amplification limit.
+        exposed: Part of the gradients' time that is not hidden behind the backward pass.
+        fork: Whether branches may run at the same time on devices of their own.
+        check: Called at every layer; an exception from it ends the program.
     """
     return search(
         costs.with_exposed(exposed),
@@ -130,7 +130,7 @@ def plan_places(
 
 
 def device_order(evaluator: Evaluator) -> tuple[int, ...]:
-    """Devices, the fastest host first, and inside a host the fastest device first."""
+    """Devices, those of the fastest host first, and inside a host the fastest device first."""
     cluster, speeds = evaluator.cluster, device_speeds(evaluator)
 
     def host_key(host: int) -> tuple[float, float, int]:
@@ -147,12 +147,12 @@ def device_order(evaluator: Evaluator) -> tuple[int, ...]:
 
 
 class GroupCosts:
-    """What the groups of a graph cost on runs of the ordered devices, in seconds.
+    """Costs of a graph's groups on runs of the ordered devices, in seconds.
 
     Attributes:
-        order: the devices; place ``(first, width)`` is ``order[first : first + width]``.
-        widths: powers of two, and whole hosts.
-        chain: the groups as chains and blocks.
+        order: The devices; place ``(first, width)`` is ``order[first : first + width]``.
+        widths: Numbers of devices to choose from: powers of two, and whole hosts.
+        chain: The groups as chains and blocks.
     """
 
     negligible = NEGLIGIBLE_S
@@ -184,7 +184,7 @@ class GroupCosts:
         return split_in_proportion(self.evaluator.graph.batch_size, weights)
 
     def decision(self, place: Place) -> Decision:
-        """What a group on a place does; its gradients go the cheapest way."""
+        """The decision of a group on a place; its gradients are summed the cheapest way."""
         if place not in self._layouts:
             pairs = sorted(zip(self.order[place[0] : sum(place)], self.shares(place), strict=True))
             devices, shares = zip(*pairs, strict=True)
@@ -205,7 +205,7 @@ class GroupCosts:
         return self._layouts[place]
 
     def strategy(self, places: Sequence[Place], bucket_bytes: int, step_barrier: bool) -> Strategy:
-        """The strategy of places for all groups."""
+        """The strategy that gives each group its place."""
         graph = self.evaluator.graph
         return Strategy(
             graph=graph.fingerprint,
@@ -217,7 +217,7 @@ class GroupCosts:
         )
 
     def own(self, layer: int, place: Place) -> float:
-        """Compute of the slowest device, and the part of the synchronisation that shows."""
+        """Seconds of the slowest device's compute and of synchronisation that is not hidden."""
         decision = self.decision(place)
         compute = max(
             float(self._group_seconds(device, samples)[layer])
@@ -233,12 +233,12 @@ class GroupCosts:
         return self.own(layer, (0, 1))
 
     def weight(self, place: Place) -> float:
-        """Devices by their speed, the first one counted as 1."""
+        """Sum of the devices' speeds, where the first one counts as 1."""
         devices = self.order[place[0] : sum(place)]
         return sum(self.speeds[device] for device in devices) / self.speeds[self.order[0]]
 
     def transfer(self, source: int, at: Place, target: int, to: Place) -> float:
-        """Samples that change devices, forward and backward, on the busiest link."""
+        """Seconds on the busiest link for samples that change devices, forward and backward."""
         per_sample = self._crossing.get((source, target), 0.0)
         if at == to or not per_sample:
             return 0.0
@@ -380,7 +380,7 @@ def crossing_bytes(
 
 
 def _widths(evaluator: Evaluator, order: tuple[int, ...]) -> list[int]:
-    """Powers of two, and the ends of hosts, up to all devices."""
+    """Numbers of devices: powers of two, and the ends of hosts, up to all devices."""
     count = len(order)
     widths = {1 << power for power in range(count.bit_length()) if 1 << power <= count}
     hosts = [evaluator.cluster.host_of[device] for device in order]

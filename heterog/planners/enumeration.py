@@ -17,28 +17,28 @@ from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
 
 NUM_RETURNED = 6
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 
 Point = TypeVar("Point", bound=Hashable)
 
 
 class Enumeration(ABC, Generic[Point]):
-    """What enumerations share: each point is simulated once, the best are handed over.
+    """Base of enumerations: each point is simulated once, the best are handed over.
 
-    A subclass says what a point means (``row`` and the methods after it) and in ``search`` which
-    ones are tried.
+    A subclass says what a point means (``row`` and the methods after it), and ``search`` which
+    points are tried.
 
     Args:
-        problem: what the planner is asked.
+        problem: The planner's problem.
 
     Attributes:
-        problem: as given.
-        spending: what of the budget is spent.
-        num_groups: groups that share a decision.
-        num_steps: training steps that are simulated.
-        speeds: of the devices.
-        space: knows the decisions that rows refer to.
-        cost: preference of every point that was tried; the least is the best.
+        problem: The planner's problem.
+        spending: What has been spent of the budget.
+        num_groups: Number of groups, each of which has one decision.
+        num_steps: Number of training steps that are simulated.
+        speeds: Speed of each device.
+        space: Space of the decisions that rows refer to.
+        cost: Preference of every point that was tried; the least is the best.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -55,7 +55,7 @@ class Enumeration(ABC, Generic[Point]):
 
     @abstractmethod
     def search(self) -> None:
-        """Try points; ends early by an exception of the budget's limits."""
+        """Try points; an exception of the budget's limits may end it early."""
 
     @abstractmethod
     def row(self, point: Point) -> IntArray:
@@ -74,7 +74,7 @@ class Enumeration(ABC, Generic[Point]):
         return ()
 
     def schedule(self, point: Point) -> PipelineSchedule:
-        """In what order devices work through the micro-batches."""
+        """Order in which devices work through the micro-batches."""
         return AS_IT_COMES
 
     def op_rules(self, point: Point) -> OpRules:
@@ -82,19 +82,19 @@ class Enumeration(ABC, Generic[Point]):
         return ()
 
     def blocks(self, point: Point) -> tuple[int, ...]:
-        """First groups of what recomputes together, of groups that the row treats alike."""
+        """First groups of the blocks that recompute as one; a block's groups are alike."""
         return ()
 
     def is_possible(self, point: Point) -> bool:
-        """Whether a point means a strategy; the others are passed over."""
+        """Whether a point stands for a strategy; others are passed over."""
         return True
 
     def run(self, problem: Problem, *, reason: str = "") -> PlanResult:
-        """Search with the budget of a problem, which may be a later one than the first.
+        """Search with a problem's budget, which may be a later problem than the first.
 
         Args:
-            problem: on the same evaluator.
-            reason: given where there was no point to try.
+            problem: A problem on the same evaluator.
+            reason: Reason to give if there was no point to try.
         """
         begin = time.perf_counter()
         self.problem, self.spending = problem, problem.spend()
@@ -108,11 +108,11 @@ class Enumeration(ABC, Generic[Point]):
         )
 
     def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:
-        """Simulate those that are new, at least one, while the budget lasts.
+        """Simulate points that are new, at least one, while the budget lasts.
 
         Args:
-            points: in the order in which they are tried.
-            until: part of the budget that may be spent when this ends.
+            points: Points in the order in which they are tried.
+            until: Part of the budget that may be spent when this ends.
         """
         for point in points:
             if self.cost and (self.spending.is_over or self.spending.fraction >= until):

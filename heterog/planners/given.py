@@ -1,4 +1,4 @@
-"""A person's own layout as a row beside the methods: what they run today, judged as all others."""
+"""A person's own layout as a row beside the methods, judged as all others are."""
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
@@ -13,13 +13,13 @@ GIVEN = "given"
 
 
 class GivenLayout:
-    """Evaluates one layout; what it could not say as meant is in the row's note.
+    """Evaluates one layout; what could not be carried over exactly is in the row's note.
 
     Args:
-        layout: the person's.
-        batch_size: that its file is for; 0 for any.
-        remarks: what its file says that is not in the layout, in sentences.
-        is_required: whether a layout that does not fit is an error; otherwise the row says why.
+        layout: The person's layout.
+        batch_size: Batch size that its file is for; 0 for any.
+        remarks: Sentences about what its file says beyond the layout.
+        is_required: Whether a layout that does not fit is an error; otherwise the row says why.
     """
 
     stage = "baseline"
@@ -53,7 +53,7 @@ class GivenLayout:
         return place_layout(self.layout, graph, cluster, step_barrier=step_barrier)
 
     def plan(self, problem: Problem) -> PlanResult:
-        """The strategy, first come, first served, as training loops run it.
+        """The layout's strategy in first-come, first-served order, as training loops run it.
 
         Raises:
             LayoutError: the layout does not fit the graph or the cluster, and is required to.

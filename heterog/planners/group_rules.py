@@ -19,7 +19,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
 
 RuleRow = tuple[int, ...]
-"""Number of the rules of each group, 0 for none; empty if no group has any."""
+"""Number of each group's rules, 0 for none; empty if no group has any."""
 Place = dict[int, OpRules]
 """One layer's sharding: the rules of each group that it touches."""
 
@@ -28,7 +28,7 @@ class GroupRules:
     """Numbers the rules of groups, and puts them together again.
 
     Args:
-        evaluator: numbers whole rule sets.
+        evaluator: Evaluator that numbers whole rule sets.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -43,7 +43,7 @@ class GroupRules:
 
     @cached_property
     def layers(self) -> list[list[Place]]:
-        """Ways to shard the graph's layers: of each way, all places, in order."""
+        """Ways to shard the graph's layers: for each way, all its places, in order."""
         return [
             [self._by_group(rules) for rules in sharding.places]
             for sharding in layer_shardings(self._evaluator.graph)
@@ -51,12 +51,12 @@ class GroupRules:
 
     @cached_property
     def of_teams(self) -> RuleRow:
-        """The rules by which teams share every layer; empty where teams have nothing to share."""
+        """The rules by which teams share every layer; empty if they can share none."""
         rules = rules_of_model(self._evaluator.graph)
         return () if rules is None else self.row_of(rules.op_rules)
 
     def row_of(self, op_rules: OpRules) -> RuleRow:
-        """The numbers of a strategy's rules; those of constants, which say nothing, are left."""
+        """The numbers of a strategy's rules, without those of constants, which have no effect."""
         return self.added((), self._by_group(op_rules))
 
     def op_rules(self, rules: RuleRow) -> OpRules:
@@ -76,14 +76,14 @@ class GroupRules:
         return self._rule_sets[key]
 
     def may_cut(self, rules: RuleRow) -> bool:
-        """Whether rules have a meaning on a part of the batch: in micro-batches and teams."""
+        """Whether rules have a meaning on a part of the batch, as in micro-batches and teams."""
         if rules not in self._may_cut:
             plan = axis_plan(self._evaluator.graph, self.op_rules(rules))
             self._may_cut[rules] = plan.crossing() is None
         return self._may_cut[rules]
 
     def added(self, rules: RuleRow, place: Place) -> RuleRow:
-        """Rules with those of a place; a group whose rules contradict them loses its own."""
+        """Rules with those of a place; a group whose rules contradict these loses its own."""
         row = list(rules or (0,) * self._num_groups)
         for group, new in place.items():
             old = self._parts[row[group]]

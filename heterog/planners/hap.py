@@ -36,19 +36,19 @@ from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 4
-"""Strategies handed to the referee."""
-_MOST_ROUNDS = 3  # of search and linear program; the paper's loop ends in two or three
+"""Number of strategies handed to the referee."""
+_MOST_ROUNDS = 3  # of search and linear program; the paper's loop ends after two or three
 _GAIN = 1e-4
 """Relative gain below which the loop of search and linear program ends."""
-_NUM_SOLVED = 24  # device sets on which data parallelism's ratios are solved
-_NUM_SUBSETS = 2  # of machines, besides the whole cluster, that are searched on
-_NUM_TUNED = 3  # programs whose synchronisation, buckets and order are tried out
+_NUM_SOLVED = 24  # device sets for which data parallelism's ratios are solved
+_NUM_SUBSETS = 2  # subsets of machines, besides the whole cluster, that are searched
+_NUM_TUNED = 3  # programs whose synchronisation, buckets and order are varied
 _TEAM_MICRO = (2, 4)  # micro-batches of teams inside hosts
-_NARROW = 2  # states kept everywhere by the search that comes before that of a large graph
-_LARGE = 3000  # rows from which on there is one: the full search of fewer takes seconds
+_NARROW = 2  # states kept everywhere by the quick search before that of a large graph
+_LARGE = 3000  # rows from which on it runs: the full search of fewer takes seconds
 _MOST_EXTENSIONS = 5_000_000
-"""Of one search: some ten seconds; BERT-large on 8 devices takes 17,000. It bounds budgets in
-evaluations, which no time cuts. After one search of a plan was given up, the others are narrow."""
+"""Most steps of a search, some ten seconds; BERT-large on 8 devices takes 17,000. It bounds
+budgets in evaluations, which no time cuts. Once one is given up, the plan's others are narrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,15 @@ class Ingredients:
     """A switch for each part of the method.
 
     Attributes:
-        solve_ratios: ratios by linear program; otherwise even shares.
-        sufficient_factors: gradients of replicated weights may be computed whole on every device
-            from gathered factors.
-        collectives: algorithms that the search may price a conversion by, one search for each
-            set. A program runs all-reduces (by hosts where several devices of a host take part)
-            and gathers; the other algorithms are the paper's.
-        exposed: parts of the synchronisation that are counted, one search each; the paper's is 1.
-        width: states kept by the beam.
-        num_programs: programs kept of each search.
+        solve_ratios: Whether ratios come from a linear program; otherwise shares are even.
+        sufficient_factors: Whether gradients of replicated weights may be computed whole on every
+            device from gathered factors.
+        collectives: Sets of algorithms that the search may price a conversion by, one search for
+            each set. A program runs all-reduces (by hosts where several devices of a host take
+            part) and gathers; the other algorithms are the paper's.
+        exposed: Parts of the synchronisation that are counted, one search each; the paper's is 1.
+        width: Number of states kept by the beam.
+        num_programs: Number of programs kept of each search.
     """
 
     solve_ratios: bool = True
@@ -80,9 +80,9 @@ class Placed:
     """A program with the devices and shares it was scored at.
 
     Attributes:
-        triples: of each row of the theory.
-        devices: that run it.
-        shares: samples of each of ``devices``.
+        triples: Number of the triple for each row of the theory.
+        devices: Devices that run it.
+        shares: Samples of each of ``devices``.
     """
 
     triples: tuple[int, ...]
@@ -94,13 +94,13 @@ class Synthesis:
     """Programs and ratios of one graph on one cluster.
 
     Args:
-        evaluator: graph, cluster and cost model.
-        ingredients: what may be used.
-        check: called in every loop; what it raises ends the synthesis.
+        evaluator: Evaluator of the graph and cluster.
+        ingredients: Parts of the method that may be used.
+        check: Called in every loop; an exception from it ends the synthesis.
 
     Attributes:
-        is_exact: whether no search so far has cut a state.
-        is_given_up: whether a search was given up because it took too many steps.
+        is_exact: Whether no search so far has cut a state.
+        is_given_up: Whether a search was given up because it took too many steps.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Synthesis:
     def narrow_search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
         """A good program in a fraction of the time: the full search of a large graph may not end.
 
-        LSTMs that were unrolled, say: every step's gates may be sharded in their own way.
+        One example is unrolled LSTMs, where every step's gates may be sharded in their own way.
         """
         search = Search(
             self.segments,
@@ -163,7 +163,7 @@ class Synthesis:
         return search.run().programs
 
     def solve(self, prices: SpmdPrices, triples: Sequence[int]) -> tuple[int, ...]:
-        """Shares of the batch that are best for a program; the given ones if none are found."""
+        """Best shares of the batch for a program; the given ones if none are found."""
         alike = len(device_classes(self.evaluator, prices.devices)) == 1
         if not self.ingredients.solve_ratios or alike:
             return prices.shares
@@ -187,11 +187,11 @@ class Synthesis:
         return Placed(self.start, devices, self.solve(prices, self.start))
 
     def programs(self, devices: tuple[int, ...], *, thorough: bool) -> Iterator[Placed]:
-        """Best programs and runners-up of every run.
+        """The best programs and runners-up of every run.
 
         Args:
-            devices: that run the programs.
-            thorough: from all starts and under all prices, not only the first.
+            devices: Devices that run the programs.
+            thorough: Whether to search from all starts and under all prices, not only the first.
         """
         starts = self.starts(devices)
         yield from self._alternate(devices, starts[0], *self._first)
@@ -257,7 +257,7 @@ def starts_of(
 
 
 def without_sufficient_factors(theory: Theory) -> Theory:
-    """The theory in which no gradient of a matrix is made whole by every device."""
+    """The theory without rows that make a matrix's gradient whole on every device."""
     gradients = {row.reads[1].value for row in theory.rows if row.is_update}
     rows = []
     for row in theory.rows:
@@ -329,7 +329,7 @@ class Hap:
 
 
 class _Ranking:
-    """Strategies by simulated seconds."""
+    """Strategies, ranked by simulated seconds."""
 
     def __init__(self, problem: Problem, spending: Spending) -> None:
         self.problem = problem
@@ -340,7 +340,7 @@ class _Ranking:
         self.note = ""
 
     def add_plain(self, devices: tuple[int, ...], *, even: bool) -> None:
-        """Score data parallelism: something to hand over, whatever time is left."""
+        """Score data parallelism, to have a result however little time is left."""
         evaluator = self.problem.evaluator
         starts = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
         shares = starts[-1 if even else 0]
@@ -349,7 +349,7 @@ class _Ranking:
         self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES), self.order)
 
     def add(self, synthesis: Synthesis, placed: Placed) -> None:
-        """Score a program at its shares with the synchronisation that is best as a rule."""
+        """Score a program at its shares, with the synchronisation that is usually best."""
         rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
         key = (rules, placed.devices, placed.shares)
         if key not in self._seen:
@@ -358,7 +358,7 @@ class _Ranking:
             self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES), self.order)
 
     def know(self, placed: Placed) -> None:
-        """Let the evaluator number the channels of some devices, so that they are priced once."""
+        """Have the evaluator number the channels of some devices, so that they are priced once."""
         channels = self.problem.evaluator.channels
         for sync in (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER):
             channels.for_decision(self._decision(placed.devices, placed.shares, sync))
@@ -366,15 +366,15 @@ class _Ranking:
             channels.all_gather(placed.devices, ())
 
     def device_sets(self) -> list[tuple[int, ...]]:
-        """Device sets of what was scored, the best first."""
+        """Device sets of the strategies that were scored, best first."""
         ranked = sorted(self.scored, key=_first_two)
         return list(dict.fromkeys(s.decisions[0].devices for _, _, s, _ in ranked))
 
     def prune(self) -> None:
-        """Take back rules that do not pay in the simulation, all of one kind of group at a time.
+        """Remove rules that do not pay in the simulation, for one kind of group at a time.
 
-        The search adds up prices, and what it splits in one kind of group may cost more than the
-        rest gains: a tied vocabulary beside the layers, say.
+        The search adds up prices, and what it splits in one kind of group, say a tied vocabulary
+        beside the layers, may cost more than the rest gains.
         """
         graph = self.problem.evaluator.graph
         group, kind_of = group_ops(graph).group, alike_groups(graph)
@@ -393,7 +393,7 @@ class _Ranking:
                     score, rules = found, rest
 
     def tune(self) -> None:
-        """Other synchronisations, buckets and orders for the best programs."""
+        """Try other synchronisations, buckets and orders for the best programs."""
         leaders = [strategy for _, _, strategy, _ in sorted(self.scored, key=_first_two)]
         for leader in leaders[:_NUM_TUNED]:
             decided = leader.decisions[0]
@@ -414,9 +414,9 @@ class _Ranking:
                     self._score(strategy, order)
 
     def team_up(self) -> None:
-        """The best programs inside hosts, with replicas on other hosts, also in micro-batches.
+        """Try the best programs inside hosts, with replicas on other hosts, also in micro-batches.
 
-        Unlike the paper, whose programs span all devices: what they sum stays inside hosts.
+        The paper's programs span all devices; here their sums stay inside hosts.
         """
         cluster, speeds = self.problem.evaluator.cluster, device_speeds(self.problem.evaluator)
         leaders = [s for _, _, s, _ in sorted(self.scored, key=_first_two) if s.op_rules]
@@ -439,7 +439,7 @@ class _Ranking:
                         self._score(replace(strategy, micro_batches=micro), self.order)
 
     def best(self) -> tuple[Candidate, ...]:
-        """The best few, one order each."""
+        """The best few, with one order each."""
         ranked = sorted(self.scored, key=_first_two)[:NUM_RETURNED]
         return tuple(Candidate(strategy=s, orders=(order,)) for _, _, s, order in ranked)
 
@@ -462,7 +462,7 @@ class _Ranking:
         return replace(strategy, op_rules=rules)
 
     def _score(self, strategy: Strategy, order: Order) -> tuple[float, float] | None:
-        """Simulate; ``None`` for a strategy that is not legal."""
+        """Simulate a strategy; ``None`` if it is not legal."""
         try:
             choice = self.problem.evaluator.encode(strategy)
         except StrategyError:  # local statistics that would have to leave their device

@@ -14,19 +14,19 @@ from heterog.planners.sharing import Progress
 from heterog.simulator.evaluator import Evaluator
 
 MOST_POINTS = 48
-"""Improvements that are kept of each method; of more, every other one is let go."""
+"""Most improvements kept of each method; beyond that, every other one is dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodHistory:
-    """The best step that one method knew of, whenever it changed.
+    """The best step that one method had found, at each change.
 
     Attributes:
-        method: its name.
-        start_s: seconds after the whole search's begin at which the method began.
-        finish_s: seconds at which it ended.
-        points: (seconds after the whole search's begin, evaluations of all methods until then,
-            best seconds per step), improvements only, so the last column falls.
+        method: Name of the method.
+        start_s: Seconds from the beginning of the whole search to that of the method.
+        finish_s: Seconds from the beginning of the whole search to the method's end.
+        points: (seconds since the whole search began, evaluations of all methods until then, best
+            seconds per step); improvements only, so the last column falls.
     """
 
     method: str
@@ -61,8 +61,8 @@ class SearchHistory:
     """Records what methods report, and passes it on.
 
     Args:
-        evaluator: whose evaluations are counted.
-        progress: told everything as well.
+        evaluator: Evaluator whose evaluations are counted.
+        progress: Function that gets everything as well.
     """
 
     def __init__(self, evaluator: Evaluator, progress: Progress) -> None:
@@ -81,12 +81,12 @@ class SearchHistory:
         if math.isfinite(best_s) and (not points or best_s < points[-1][2]):
             points.append((now_s, self._evaluator.num_evaluations, best_s))
             if len(points) > MOST_POINTS:
-                # The first and the last stay; what is between was an improvement on the way.
+                # The first and the last stay; those between were improvements on the way.
                 self._points[method] = points[0:-1:2] + points[-1:]
         self._progress(method, fraction, best_s)
 
     def of(self, methods: Collection[str]) -> tuple[MethodHistory, ...]:
-        """What was recorded of methods that found something, in the order they ran."""
+        """Histories of the methods that found something, in the order they ran."""
         return tuple(
             MethodHistory(
                 method=method,

@@ -1,4 +1,4 @@
-"""Which hosts can take each other's place: equal devices, links inside and NICs.
+"""Kinds of hosts, which can take each other's place: equal devices, inner links and NICs.
 
 What lies between hosts (``Cluster.pairs``) makes no kinds here, unlike in ``Cluster.host_kind``:
 who sits behind which line is what an order of hosts decides.

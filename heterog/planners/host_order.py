@@ -1,4 +1,4 @@
-"""The same strategy with hosts in each other's places, and what its traffic between hosts costs.
+"""The same strategy with hosts in other places, and the cost of its traffic between hosts.
 
 A *place* is a host as a strategy names it; an order says which host plays each place. Hosts of one
 kind can change places without any other change. Where rates between hosts differ, that decides
@@ -21,7 +21,7 @@ from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 MOST_COUNTED = 2_000_000
-"""Tasks of a program whose traffic is counted, about a second's work."""
+"""Most tasks of a program whose traffic is counted, about a second's work."""
 _T = TypeVar("_T")
 
 
@@ -29,9 +29,9 @@ def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Stra
     """A strategy with hosts in other places.
 
     Args:
-        strategy: made for the cluster.
-        cluster: the hosts.
-        order: host that plays each place; as many devices as the place has.  # [num_hosts]
+        strategy: A strategy for the cluster.
+        cluster: The hosts' cluster.
+        order: Host for each place, with as many devices as the place has.  # [num_hosts]
     """
     device_of = [0] * cluster.num_devices
     for place, host in enumerate(order):
@@ -89,7 +89,7 @@ def _moved_schedule(schedule: PipelineSchedule, device_of: Sequence[int]) -> Pip
 def _moved_rows(
     rows: tuple[tuple[_T, ...], ...], device_of: Sequence[int]
 ) -> tuple[tuple[_T, ...], ...]:
-    """What is said device by device; later devices may be left out."""
+    """Rows by device, moved; rows of the last devices may be missing."""
     if not rows:
         return ()
     moved: list[tuple[_T, ...]] = [()] * len(device_of)
@@ -100,11 +100,11 @@ def _moved_rows(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HostTraffic:
-    """What a strategy sends between places in a step.
+    """Bytes that a strategy sends between places in a step.
 
     Attributes:
-        transfers_bytes: from each place to each other.  # [num_hosts, num_hosts]
-        rings: of each number of members: the places of every ring, ascending, and its payload
+        transfers_bytes: Bytes from each place to each other.  # [num_hosts, num_hosts]
+        rings: For each number of members, the places of every ring, ascending, and its payload
             bytes.  # [num_rings, num_members], [num_rings]
     """
 
@@ -113,7 +113,7 @@ class HostTraffic:
 
     @staticmethod
     def of_strategy(strategy: Strategy, evaluator: Evaluator) -> "HostTraffic | None":
-        """What a strategy sends; ``None`` if that is nothing, or too much to be counted."""
+        """Traffic of a strategy; ``None`` if there is none, or too much to be counted."""
         choice = evaluator.encode(strategy)
         if evaluator.tasks_of(choice) > MOST_COUNTED:
             return None
@@ -122,7 +122,7 @@ class HostTraffic:
 
     @staticmethod
     def of_program(program: Program, cluster: Cluster) -> "HostTraffic":
-        """What a program sends: transfers; collectives as rings through their hosts."""
+        """Traffic of a program: transfers, and collectives as rings through their hosts."""
         sends = program.channel >= 0
         count = len(program.channels)
         payload = np.bincount(program.channel[sends], program.num_bytes[sends], count)
@@ -157,14 +157,14 @@ class HostTraffic:
         return not self.transfers_bytes.any() and not self.rings
 
     def seconds(self, order: IntArray, rates: HostRates) -> float:
-        """How long it keeps links busy: an estimate that ranks orders, not a step time.
+        """Seconds for which links are busy: an estimate that ranks orders, not a step time.
 
-        The busiest pair of hosts and the slowest ring, and of both the mean: a slow pair counts
-        also where another one is slower. Rings go through hosts in the order of the cluster.
+        It adds the busiest pair of hosts, the slowest ring, and the mean of both: a slow pair
+        counts also beside a slower one. Rings go through hosts in the order of the cluster.
 
         Args:
-            order: host that plays each place.  # [num_hosts]
-            rates: between hosts.
+            order: Host for each place.  # [num_hosts]
+            rates: Rates between hosts.
         """
         inverse = rates.s_per_byte
         busy = self.transfers_bytes * inverse[np.ix_(order, order)]
@@ -191,12 +191,12 @@ def annealed_order(
     """An order in which some hosts have other places, for little estimated traffic.
 
     Args:
-        traffic: of a strategy.
-        rates: between hosts.
-        order: host that plays each place, to start from.  # [num_hosts]
-        hosts: places among which hosts change.
-        rng: of everything random.
-        is_over: asked before each step.
+        traffic: Traffic of a strategy.
+        rates: Rates between hosts.
+        order: Host for each place, to start from.  # [num_hosts]
+        hosts: Places among which hosts change.
+        rng: Generator of everything random.
+        is_over: Function asked before each step whether to end.
     """
     whole = order.copy()
 

@@ -1,4 +1,4 @@
-"""Which sets of hosts are worth renting: those that a rough guess puts nearest to the best trades.
+"""Sets of hosts worth renting: those that a rough guess puts nearest to the best trades.
 
 A plan's money is what its hosts cost per second times its seconds, so the cheapest plan of all is
 the cheapest of the fastest plans of every set of hosts. There are too many sets to search in each:
@@ -18,19 +18,19 @@ from heterog.planners.objective import rent_per_s
 from heterog.simulator.evaluator import Evaluator
 
 MOST_SETS = 4096
-"""Sets that are guessed about; with more, counts of a kind are thinned out to 1, 2, 4, ... all."""
+"""Most sets that are guessed about; beyond, counts of a kind are thinned to 1, 2, 4, ... all."""
 _MOST_SYNC = 2.0
-"""Of the time to compute: whatever sums of gradients would take, a pipeline sends less."""
+"""Most seconds of gradient sums, in times of compute: a pipeline sends less than any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSet:
-    """Some hosts with a guess of what they are worth.
+    """Some hosts with a guess of how fast they are.
 
     Attributes:
-        hosts: ascending.
-        seconds: of a step, guessed.
-        rent_per_s: of all of them.
+        hosts: Positions of the hosts, ascending.
+        seconds: Guessed seconds of a step.
+        rent_per_s: Rent of all of them for a second.
     """
 
     hosts: tuple[int, ...]
@@ -39,7 +39,7 @@ class HostSet:
 
     @property
     def cost(self) -> float:
-        """Of a step, guessed."""
+        """Guessed cost of a step."""
         return self.seconds * self.rent_per_s
 
 
@@ -47,7 +47,7 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
     """All sets that differ and could hold the model, the most promising ones first.
 
     Args:
-        evaluator: of the graph and a cluster with prices.
+        evaluator: Evaluator of the graph and a cluster with prices.
     """
     speeds = device_speeds(evaluator)
     cluster, graph = evaluator.cluster, evaluator.graph
@@ -66,7 +66,7 @@ def ranked_host_sets(evaluator: Evaluator) -> list[HostSet]:
 
 
 def differing_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Sets of hosts, of each kind and price the first ones, the smallest sets first."""
+    """Sets of hosts with the first ones of each kind and price, smallest sets first."""
     kinds: dict[tuple[int, float], list[int]] = {}
     for host, kind in enumerate(cluster.host_kind):
         kinds.setdefault((kind, cluster.host_price_per_s(host)), []).append(host)
@@ -83,7 +83,7 @@ def differing_sets(cluster: Cluster) -> Iterator[tuple[int, ...]]:
 
 
 def _all_or_none(counts: Sequence[list[int]]) -> list[list[int]]:
-    """All or none of a kind, for as many kinds as there is room for; the others are rented."""
+    """Counts: all or none of a kind, for as many kinds as there is room; others are rented."""
     free = int(math.log2(MOST_SETS))
     both = [sorted({0, own[-1]}) for own in counts[:free]]
     return [*both, *([own[-1]] for own in counts[free:])]
@@ -108,7 +108,7 @@ def _by_layers(sets: Sequence[HostSet]) -> list[HostSet]:
         layer: list[HostSet] = []
         rest: list[HostSet] = []
         fastest_s = math.inf
-        for each in left:  # the cheapest first: whatever follows has to be faster
+        for each in left:  # cheapest first, so any later one has to be faster
             (layer if each.seconds < fastest_s else rest).append(each)
             fastest_s = min(fastest_s, each.seconds)
         ranked += layer

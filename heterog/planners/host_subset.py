@@ -1,4 +1,4 @@
-"""Some hosts of a cluster as a cluster of their own, and what is planned there for the whole one.
+"""Some hosts of a cluster as a cluster of their own, and their plans as ones for the whole.
 
 A strategy that leaves hosts out takes the same time whether they are there or not: nothing runs on
 them and nothing crosses their links. So a method that knows nothing of prices can be asked about
@@ -25,8 +25,8 @@ class HostSubset:
     """Some hosts of a cluster.
 
     Attributes:
-        whole: the cluster.
-        hosts: positions of those that may be used, ascending.
+        whole: The whole cluster.
+        hosts: Positions of the hosts that may be used, ascending.
     """
 
     whole: Cluster
@@ -54,7 +54,7 @@ class HostSubset:
 
     @cached_property
     def part(self) -> Cluster:
-        """The cluster of these hosts alone, with the lines that still have both sides."""
+        """The cluster of these hosts alone, with the lines that still have hosts on both sides."""
         if self.is_whole:
             return self.whole
         place = {host: number for number, host in enumerate(self.hosts)}
@@ -76,13 +76,13 @@ class HostSubset:
         )
 
     def lifted(self, strategy: Strategy) -> Strategy:
-        """A strategy for the part as one for the whole cluster; other hosts do nothing."""
+        """A strategy for the part as one for the whole cluster, where other hosts do nothing."""
         if self.is_whole:
             return strategy
         return _renumbered(strategy, self.devices, self.whole)
 
     def lowered(self, strategy: Strategy) -> Strategy | None:
-        """A strategy for the whole cluster as one for the part; ``None`` if it uses more hosts."""
+        """A strategy for the whole cluster, for the part; ``None`` if it uses other hosts."""
         if self.is_whole:
             return strategy
         if not set(hosts_used(strategy, self.whole)) <= set(self.hosts):
@@ -97,9 +97,9 @@ def _renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> S
     """The same strategy on other devices, in the same order.
 
     Args:
-        strategy: to renumber.
-        place: new number of each old device; -1 where there is none, for devices that do nothing.
-        cluster: the devices' new one.
+        strategy: Strategy to renumber.
+        place: New number of each old device; -1 if there is none, for devices that do nothing.
+        cluster: The new cluster.
     """
     known: dict[Decision, Decision] = {}
 
@@ -133,7 +133,7 @@ def _renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> S
 def _scattered(
     rows: Sequence[tuple[_T, ...]], place: Sequence[int], num_devices: int
 ) -> tuple[tuple[_T, ...], ...]:
-    """Rows by old device as rows by new device; nothing stays nothing."""
+    """Rows by old device as rows by new device; no rows stay no rows."""
     if not rows:
         return ()
     found: list[tuple[_T, ...]] = [()] * num_devices
@@ -148,8 +148,8 @@ def _micro_batches(
 ) -> tuple[tuple[int, ...], ...]:
     """The table of micro-batches by new device.
 
-    A table may say the sizes alone, in the row of any device; what stands in rows of devices that
-    are gone goes to the first row, so that the sizes stay.
+    A table may hold the sizes alone, in the row of any device; rows of devices that are gone
+    move to the first row, so that the sizes stay.
     """
     if not rows:
         return ()

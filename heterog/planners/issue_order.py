@@ -1,4 +1,4 @@
-"""In which order ranks take up the tasks of a plan, and when they let go of what they send."""
+"""The order in which ranks take up a plan's tasks, and the time at which they release sends."""
 
 import time
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from heterog.strategy.strategy import Strategy
 from heterog.units import MIB
 
 AHEAD_BYTES = 2 * MIB
-"""How far ahead a parameter server announces what it receives and sends: enough to bridge the
+"""Bytes by which a parameter server announces ahead what it receives and sends, enough for the
 40 ms that TCP may delay an acknowledgement at 100 Mbit/s; little beside what a step holds."""
 
 
@@ -24,9 +24,9 @@ class IssuedStep:
     """A strategy as ranks run it.
 
     Attributes:
-        program: lowered from the strategy, for one step.
-        task_order: every task in the order in which ranks take them up; see ``issue_order``.
-        sent_before: see ``sends_by_op``.
+        program: Program lowered from the strategy, for one step.
+        task_order: All tasks in the order in which ranks take them up; see ``issue_order``.
+        sent_before: Latest op for each transfer; see ``sends_by_op``.
     """
 
     program: Program
@@ -35,7 +35,7 @@ class IssuedStep:
 
 
 class Rehearse(Protocol):
-    """Plays a strategy through without data."""
+    """Function that plays a strategy through without data."""
 
     def __call__(
         self, strategy: Strategy, issued: IssuedStep, check: Callable[[], None], /
@@ -43,30 +43,30 @@ class Rehearse(Protocol):
         """Why ranks could not execute a strategy; empty if they can.
 
         Args:
-            strategy: that is asked about.
-            issued: as ranks would run it.
-            check: called again and again; what it raises ends the rehearsal.
+            strategy: Strategy in question.
+            issued: The strategy as ranks would run it.
+            check: Called again and again; an exception from it ends the rehearsal.
         """
 
 
 MOST_WRITTEN = 2_000_000
-"""Ops on all devices and in all micro-batches of a step whose order a plan holds: a minute of
-work and a hundred megabytes."""
+"""Most ops, on all devices and in all micro-batches of a step, whose order a plan holds: a
+minute of work and a hundred megabytes."""
 
 _MADE_AT_ONCE = 100_000
 _S_PER_TASK = 2e-6
-"""Of orders: a search does not stop for that of a large step, but keeps back what it will take."""
+"""Time to make an order: a search reserves it for a large step instead of stopping for it."""
 
 
 class IssuedSteps:
     """The programs and orders of candidates on one evaluator, each made once.
 
-    Of a step of more than ``MOST_WRITTEN`` ops there is none: its plan can be judged and compared,
-    but neither rehearsed nor run.
+    A step of more than ``MOST_WRITTEN`` ops has none: its plan can be judged and compared, but
+    neither rehearsed nor run.
 
     Args:
-        evaluator: of the graph and cluster.
-        clock: seconds of some clock.
+        evaluator: Evaluator of the graph and cluster.
+        clock: Function that returns the seconds of some clock.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class IssuedSteps:
         return self._made(candidate)[0]
 
     def seconds(self, candidate: Candidate) -> float:
-        """How long it took to make them; of many tasks about how long it will take."""
+        """Seconds that it took to make them; for many tasks, an estimate of what it will take."""
         if (candidate.strategy, candidate.orders[0]) not in self._known:
             num_tasks = self._tasks_of(candidate)
             if num_tasks > _MADE_AT_ONCE:
@@ -105,7 +105,7 @@ class IssuedSteps:
 
 def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
     """The program and order of a candidate, in the first of its orders."""
-    # The order is that of one step, which is what a rank runs, also where eight were simulated.
+    # The order is for one step, as ranks run it, even if eight were simulated.
     choice = evaluator.encode(candidate.strategy)._replace(num_steps=1)
     program, start, finish = evaluator.timings(choice, candidate.orders[0])
     order = issue_order(program, start, finish)
@@ -125,12 +125,12 @@ def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntA
     before. What a task needs has ended when it begins, and is listed before it.
 
     Args:
-        program: whose tasks they are.
-        start: of each task, seconds.  # [num_tasks]
-        finish: of each task, seconds.  # [num_tasks]
+        program: Program with the tasks.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
 
     Returns:
-        All tasks.  # [num_tasks]
+        All tasks in that order.  # [num_tasks]
     """
     moment = np.where(program.kind < FIRST_LINK_KIND, finish, start)
     _announce_ahead(program, start, moment)
@@ -141,16 +141,16 @@ def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntA
 def sends_by_op(
     program: Program, start: FloatArray, finish: FloatArray, order: IntArray
 ) -> tuple[tuple[int, int], ...]:
-    """When a sender lets go of what it sends, if all goes as planned.
+    """The op before which a sender releases each transfer, if all goes as planned.
 
     A rank that is faster than planned would otherwise run ahead of those it sends to, and hold
     more and more that they have not received: more than the plan says it needs.
 
     Args:
-        program: what is run.
-        start: of each task, seconds.  # [num_tasks]
-        finish: of each task, seconds.  # [num_tasks]
-        order: as by ``issue_order``.
+        program: Program that is run.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
+        order: Order from ``issue_order``.
 
     Returns:
         (transfer of a value, the first op on its source that begins when it has ended), for the
@@ -175,10 +175,10 @@ def sends_by_op(
 
 
 def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> None:
-    """Moves up what parameter servers receive and send, over ``AHEAD_BYTES`` of its link at most.
+    """Move up what parameter servers receive and send, by at most ``AHEAD_BYTES`` of the link.
 
-    A server that waits for one gradient would else announce the next one when it has this one, and
-    the link would be idle for as long as two ranks need to agree.
+    A server that waits for one gradient would otherwise announce the next one only when it has
+    this one, and the link would be idle for as long as two ranks need to agree.
     """
     served = np.flatnonzero((program.kind == TaskKind.PUSH) | (program.kind == TaskKind.PULL))
     for channel in np.unique(program.channel[served]):

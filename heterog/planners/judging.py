@@ -23,13 +23,13 @@ from heterog.simulator.noise import draw_noise
 from heterog.strategy.strategy import Strategy
 
 NUM_DRAWS = 20
-"""Draws of noise that every method's best strategy goes through."""
+"""Number of draws of noise that every method's best strategy is simulated under."""
 EQUALLY_GOOD = 0.005
-"""Relative difference of two step times that no simulator can vouch for."""
+"""Relative difference between two step times below which no simulator can rank them."""
 MOST_COMPARED = 3
-"""Candidates of one search that go through the draws."""
+"""Most candidates of one search that are simulated under noise."""
 JUDGED_PART = 0.15
-"""Of a method's budget in seconds, for the referee to judge what it found."""
+"""Part of a method's budget in seconds for the referee to judge its candidates."""
 
 
 def run_method(planner: Planner, problem: Problem) -> MethodRow:
@@ -41,7 +41,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     evaluator = problem.evaluator
     spending = problem.spend()
     result = PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0)
-    # Whoever does not watch its own limits is ended by these, a little later, with empty hands.
+    # A method that ignores its limits is ended by these, a little later and without a result.
     whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
     with replace(problem, budget=whole).spend().limits():
         searching = problem.budget
@@ -96,7 +96,7 @@ _OUT_OF_TIME = "its part of the budget was over before it had a strategy"
 def _judged(
     planner: Planner, problem: Problem, result: PlanResult, spending: Spending
 ) -> list[tuple[Evaluation, Strategy]]:
-    """What the referee says about a method's candidates, at least about the first one.
+    """The referee's judgement of a method's candidates, at least of the first one.
 
     Every candidate in its own first order, then in the others: a search may have tried one only.
     """
@@ -145,7 +145,7 @@ def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strate
 
 
 def under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tuple[float, ...]:
-    """Seconds per step in every draw; the draws are the same for all strategies."""
+    """Seconds per step in each draw; the draws are the same for all strategies."""
     noise = draw_noise(evaluator.cluster, NUM_DRAWS, evaluator.spreads)
     choice = evaluator.encode(strategy)
     return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())

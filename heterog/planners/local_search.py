@@ -2,7 +2,7 @@
 
 Simulated annealing with restarts changes runs of groups (``neighbours``): it shifts, adds and
 removes boundaries, gives a run, part of it or all groups of one kind another decision, shards
-layers or stops sharding them, and changes what holds for the whole step. What pays (measured in
+layers or stops sharding them, and changes the settings of the whole step. What pays (measured in
 ablations on BERT and Transformer): device subsets per range of layers, collectives whose slices
 follow the NICs, and the order on top.
 
@@ -34,25 +34,25 @@ from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 NUM_RETURNED = 4
-"""Strategies handed to the portfolio, the best by the referee."""
+"""Number of strategies handed to the portfolio, the best by the referee."""
 NUM_ELITES = 12
 REFEREE_FROM = 0.6
 """Part of the budget after which the referee judges every move."""
 SIMPLIFY_FROM = 0.97
 """Part of the budget after which the best strategy is made simpler."""
 COSTS_NOTHING = 2e-4
-"""Relative difference of step times for which a strategy may be simpler."""
+"""Relative rise of the step time that a simpler strategy may cost."""
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
-_UNIFORM_UNTIL = 0.25  # of the budget, the rest of them is left out
-_LEAST_SPEED = 0.25  # of the cluster's, for the devices of a uniform row
-_MOST_REPAIRED = 3  # of the seeds that do not fit
-_REPAIR_SHARE = 0.1  # of the budget, for each
-_MOST_SHARDED = 3  # of the best starts, and of the machines, whose layers are sharded
-_SHARD_SHARE = 0.05  # of the budget, for all of them
-_NEAR = 1.1  # times the best start: how slow a sharded one may be to be worth moves
-_NUM_MOVES = 300  # of one annealing run
-_MOST_IDLE = 20  # runs in a row that meet nothing new: everything has been seen
+_UNIFORM_UNTIL = 0.25  # part of the budget after which the rest of them is left out
+_LEAST_SPEED = 0.25  # part of the cluster's speed that the devices of a uniform row need
+_MOST_REPAIRED = 3  # seeds that do not fit
+_REPAIR_SHARE = 0.1  # part of the budget, for each
+_MOST_SHARDED = 3  # best starts, and machines, whose layers are sharded
+_SHARD_SHARE = 0.05  # part of the budget, for all of them
+_NEAR = 1.1  # times the best start: slowest sharded start that is worth moves
+_NUM_MOVES = 300  # moves of one annealing run
+_MOST_IDLE = 20  # runs in a row without a new state after which all has been seen
 _IF_KEPT = 0.0  # limit for states that matter only if they are among the best few
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
@@ -66,16 +66,16 @@ class LocalSearch:
     is_random = True
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Search until the budget is over; the best few different strategies come back."""
+        """Search until the budget is over; return the best few different strategies."""
         return problem.resumed(_Search).run(problem)
 
 
 class _Judge:
-    """Asks the engine or the referee about states, about each once, and keeps the best few.
+    """Asks the engine or the referee about each state once, and keeps the best few.
 
     Args:
-        ask: evaluates a state up to a limit; see ``Evaluator.evaluate_choice``.
-        tell: told the cost of every new best state.
+        ask: Function that evaluates a state up to a limit; see ``Evaluator.evaluate_choice``.
+        tell: Function that gets the cost of every new best state.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class _Judge:
 
     def cost(self, state: State, limit: float = math.inf) -> float:
         """Cost of a state; perhaps only a lower bound of it if that is above the limit."""
-        # What is good enough to be kept must be exact.
+        # Costs low enough for a state to be kept must be exact.
         limit = max(limit, self.best[-1][0] if len(self.best) == NUM_ELITES else math.inf)
         found = self.found.get(state.key)
         if found is None or (found.outcome == Outcome.GIVEN_UP and found.step_time_s <= limit):
@@ -134,12 +134,12 @@ class _Search:
         )
 
     def run(self, problem: Problem) -> PlanResult:
-        """Search with the budget of a problem, which may be a later one than the first."""
+        """Search with a problem's budget, which may be a later problem than the first."""
         self.problem, self.spending = problem, problem.spend()
         begin = time.perf_counter()
         with self.spending.limits():
             self._search()
-        # Without a moment for the referee, what the engine found goes to whoever judges later.
+        # Without time for the referee, the engine's results go to whoever judges later.
         best = [state for _, state in (self.referee.best or self.engine.best)[:NUM_RETURNED]]
         with self.spending.limits():
             for place, state in enumerate(best):
@@ -186,9 +186,9 @@ class _Search:
             idle = idle + 1 if self.spending.evaluations == spent else 0
 
     def _with_best_seed(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
-        """The candidates, and the best seed that was judged if none was seen to be better.
+        """The candidates, with the best judged seed if the search found nothing better.
 
-        So no search ends worse than where it began, however little time it had.
+        So no search ends worse than it began, however little time it had.
         """
         seeds = [each for each in self.problem.seeds if each.judged is not None]
         seed = min(seeds, key=_judged_cost, default=None)
@@ -199,7 +199,7 @@ class _Search:
     # --- starts ---------------------------------------------------------------------------------
 
     def _seed(self) -> None:
-        """Score the other methods' strategies and uniform rows; the best meet the referee."""
+        """Score the other methods' strategies and uniform rows; the referee judges the best."""
         starts = [state for seed in self.problem.seeds for state in self._states(seed)]
         num_seeds = len(starts)
         starts += [self._everywhere(number) for number in self._uniform()]
@@ -217,14 +217,14 @@ class _Search:
             self.referee.cost(state, _IF_KEPT)
 
     def _join_seeds(self) -> None:
-        """Score what other methods have found since; the best of it meets the referee."""
+        """Score what other methods have found since; the referee judges the best of it."""
         for seed in self.problem.seeds:
             for state in self._states(seed):
                 if self.engine.cost(state) <= self.engine.best[-1][0]:
                     self.referee.cost(state, _IF_KEPT)
 
     def _states(self, candidate: Candidate) -> list[State]:
-        """A candidate's points of the search, one per order."""
+        """A candidate's points in the search, one for each order."""
         strategy = candidate.strategy
         row, rules = self.space.row_of(strategy), self.rules.row_of(strategy.op_rules)
         states = [
@@ -242,7 +242,7 @@ class _Search:
         return [self.neighbours.completed(state) for state in states]
 
     def _repair_seeds(self) -> None:
-        """Make the fastest strategies that do not fit fit, and start from those too."""
+        """Repair the fastest strategies that do not fit, and start from those too."""
         broken: list[tuple[float, int, Candidate]] = []
         for candidate in self.problem.seeds:
             found = self.engine.found.get(self._states(candidate)[0].key)
@@ -261,10 +261,10 @@ class _Search:
                 self.engine.cost(state)
 
     def _shard_seeds(self) -> None:
-        """Shard the layers of the best starts and of every kind of machine, kind by kind of layer.
+        """Shard layers, one kind after another, of the best starts and on every kind of machine.
 
-        What is faster so stays sharded for the next kind. Where none of it comes near the best
-        start, moves leave the ops' rules alone.
+        Layers that are faster so stay sharded for the next kind. If no result comes near the
+        best start, moves leave the ops' rules alone.
         """
         if self.spending.is_over:
             return
@@ -290,7 +290,7 @@ class _Search:
     def _team_seeds(self) -> None:
         """Form teams inside hosts in the best starts and in replicas on all devices.
 
-        Where none of it comes near the best start, moves leave devices alone.
+        If no result comes near the best start, moves leave devices alone.
         """
         sizes = self.neighbours.team_sizes
         if self.spending.is_over or not sizes or not self.rules.may_cut(self.rules.of_teams):
@@ -317,7 +317,7 @@ class _Search:
             self.neighbours.may_team |= cost < _NEAR * best
 
     def _machines(self) -> list[State]:
-        """Everything on one machine, for each kind of machine with several devices."""
+        """States with everything on one machine, for each kind of machine with several devices."""
         cluster = self.evaluator.cluster
         kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
         for host in range(cluster.num_hosts):
@@ -332,12 +332,12 @@ class _Search:
         return [self._everywhere(number) for number in numbers]
 
     def _everywhere(self, number: int) -> State:
-        """One decision for all groups."""
+        """A state with one decision for all groups."""
         row = np.full(self.num_groups, number, np.int32)
         return State(row, DEFAULT_BUCKET_BYTES, self.problem.first_order)
 
     def _uniform(self) -> list[int]:
-        """Candidates worth a uniform row: those with the fastest devices together first."""
+        """Candidates for uniform rows, first those with the fastest devices together."""
         total = sum(self.speeds)
         speed = [
             sum(self.speeds[device] for device in decision.devices)
@@ -376,7 +376,7 @@ class _Search:
     # --- annealing -------------------------------------------------------------------------------
 
     def _anneal(self, start: State) -> None:
-        """One annealing run from a state; its best state then meets the referee."""
+        """One annealing run from a state; the referee then judges its best state."""
         judge = self.engine if self.spending.fraction < REFEREE_FROM else self.referee
         state, cost = start, judge.cost(start)
         best, best_cost = state, cost
@@ -385,7 +385,7 @@ class _Search:
                 break
             temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
             neighbour = self.neighbours.of(state)
-            # Metropolis's rule, its random number drawn first: what is above is not looked at.
+            # Metropolis's rule, its random number drawn first: no cost above the limit matters.
             accepted = cost - temperature * math.log(1.0 - self.rng.random())
             new = judge.cost(neighbour, accepted)
             if new <= accepted:
@@ -395,9 +395,9 @@ class _Search:
         self.referee.cost(best, _IF_KEPT)
 
     def _simpler(self, state: State) -> State:
-        """The state with the same decision for neighbours on the same devices, where that is free.
+        """A state with one decision for neighbours on the same devices, if that costs nothing.
 
-        Annealing takes moves that change nothing; what they leave behind is only hard to read.
+        Annealing takes moves that change nothing, and the resulting variety is only hard to read.
         """
         limit = self.referee.cost(state) * (1.0 + COSTS_NOTHING)
         decided = [self.space.candidates[number] for number in state.row]
@@ -417,7 +417,7 @@ class _Search:
 
 _NOT_SIMULATED = 1e15
 _CANNOT_RUN_CHARGE = 1e6
-"""More than any overflow of memory costs; finite, as differences of costs decide."""
+"""Charge above any overflow of memory; finite, because differences of costs decide."""
 
 
 def _judged_cost(candidate: Candidate) -> float:

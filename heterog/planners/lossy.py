@@ -1,4 +1,4 @@
-"""Codecs on the slowest boundaries of an exact plan, if somebody asked for a codec by name.
+"""Codecs on the slowest boundaries of an exact plan, if the user asked for a codec by name.
 
 A *boundary* is all messages of one kind of traffic between the same devices: activations from one
 stage to the next, their gradients back, the sums of gradients of some replicas, what is pushed to
@@ -14,9 +14,9 @@ hold its slowest link in a step, t* = max t_i.
 - With a target for the step, R is an upper bound, and reductions
   r_i = min(R, max(1, t_i / tau)) are as small as the target allows: tau is bisected.
 
-A plan that is the fastest without codecs is one that sends little. So codecs are tried on what
-every method found that could still win: exact steps that are at most as many times slower than the
-best as a codec shortens messages, the ``MOST_STARTS`` fastest of them.
+A plan that is the fastest without codecs is one that sends little. So codecs are tried on all
+strategies found that could still win: exact steps slower than the best by at most the factor by
+which a codec shortens messages, the ``MOST_STARTS`` fastest of them.
 
 The sum of n replicas' gradients becomes an all-gather of messages, which carries n/2 times the
 bytes of a ring for the same length: their reductions are multiplied by that.
@@ -41,9 +41,9 @@ from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables
 
 EQUALLY_FAST = 0.01
-"""Steps this close are as good as each other: no prediction is that exact."""
+"""Relative difference of steps that counts as equal: no prediction is that exact."""
 MOST_STARTS = 8
-"""Exact strategies that codecs are tried on."""
+"""Most exact strategies that codecs are tried on."""
 _BISECTIONS = 12
 """Halvings of the range of tau: to within a thousandth of it where R is below 4."""
 
@@ -53,9 +53,9 @@ class Boundary:
     """Messages of one kind of traffic between the same devices.
 
     Attributes:
-        traffic: what they carry.
-        devices: source and destination, or the members of an all-reduce.
-        seconds: for which the exact messages of a step hold their slowest link.
+        traffic: Kind of traffic.
+        devices: Source and destination, or the members of an all-reduce.
+        seconds: Time for which the exact messages of a step hold their slowest link.
     """
 
     traffic: Traffic
@@ -64,15 +64,15 @@ class Boundary:
 
 
 def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> list[Boundary]:
-    """What codecs can be put on in an exact program, the slowest first.
+    """Boundaries of an exact program that codecs can be used on, slowest first.
 
     Args:
-        evaluator: knows the links.
-        program: of one step.
-        tables: that it was lowered with.
+        evaluator: Evaluator that knows the links.
+        program: Program of one step.
+        tables: Tables that it was lowered with.
     """
     seconds: dict[tuple[Traffic, tuple[int, ...]], float] = {}
-    # What slice groups add up between them has no codec.
+    # Sums between slice groups have no codec.
     scattered = set(program.subject[program.kind == TaskKind.REDUCE_SCATTER].tolist())
     for task in np.flatnonzero(program.channel >= 0).tolist():
         kind, subject = TaskKind(int(program.kind[task])), int(program.subject[task])
@@ -101,7 +101,7 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
 
 
 def adaptive_reductions(seconds: Sequence[float], reduction: float) -> list[float]:
-    """r_i = max(1, R t_i / t*): how much shorter each boundary's messages become.
+    """r_i = max(1, R t_i / t*): the factor by which each boundary's messages are shortened.
 
     >>> adaptive_reductions([0.1, 0.5, 1.0, 4.0], 100.0)
     [2.5, 12.5, 25.0, 100.0]
@@ -111,7 +111,7 @@ def adaptive_reductions(seconds: Sequence[float], reduction: float) -> list[floa
 
 
 def reductions_to(seconds: Sequence[float], tau_s: float, most: float) -> list[float]:
-    """r_i = min(R, max(1, t_i / tau)): so that no boundary takes longer than tau.
+    """r_i = min(R, max(1, t_i / tau)), so that no boundary takes longer than tau.
 
     >>> reductions_to([0.1, 0.5, 4.0], 0.25, 10.0)
     [1.0, 2.0, 10.0]
@@ -124,13 +124,13 @@ class LossyResult:
     """An exact strategy with codecs.
 
     Attributes:
-        strategy: with the codecs; the exact one if none makes it faster.
-        evaluation: of it.
-        exact: of the exact strategy.
-        halves: of the exact strategy with ``fp16`` on all boundaries: what is cheap and loses
-            little, for comparison.
-        num_boundaries: that codecs could be put on.
-        misses_target: whether a target was given and even the strongest codecs do not reach it.
+        strategy: Strategy with the codecs; the exact one if none makes it faster.
+        evaluation: Its evaluation.
+        exact: Evaluation of the exact strategy.
+        halves: Evaluation of the exact strategy with ``fp16`` on all boundaries, which costs and
+            loses little, for comparison.
+        num_boundaries: Number of boundaries that codecs could be used on.
+        misses_target: Whether a target was given that even the strongest codecs do not reach.
     """
 
     strategy: Strategy
@@ -157,11 +157,11 @@ def lossy_strategy(
     """Put a codec on the boundaries of an exact strategy that limit its step.
 
     Args:
-        evaluator: of the graph and cluster.
-        strategy: an exact one.
-        order: in which its tasks run.
-        codec: as asked for by name.
-        target_s: for the step, with ``top_k``: reductions are then the least that reach it.
+        evaluator: Evaluator of the graph and cluster.
+        strategy: An exact strategy.
+        order: Order in which its tasks run.
+        codec: Codec that was asked for.
+        target_s: Target for the step, with ``top_k``: reductions are then the least that reach it.
 
     Raises:
         StrategyError: the strategy has codecs already, or a target was given for another codec.
@@ -204,7 +204,7 @@ class _Search:
         self._order = order
         choice = evaluator.encode(strategy)._replace(num_steps=1)
         found = boundaries(evaluator, evaluator.program(choice), evaluator.tables_of(choice))
-        # A rule about no message is refused: values that have no codec, integers say.
+        # Rules about no message, for instance about integers, which have no codec, are refused.
         self.boundaries = [each for each in found if self._has_messages(each)]
         self.seconds = [each.seconds for each in self.boundaries]
         self.exact = evaluator.referee(strategy, order)
@@ -225,14 +225,14 @@ class _Search:
         return coded, self._evaluator.referee(coded, self._order)
 
     def rules(self, codec: Codec, number: int) -> tuple[CodecRule, ...]:
-        """One codec on the slowest boundaries."""
+        """Rules for one codec on the slowest boundaries."""
         return tuple(
             CodecRule(traffic=each.traffic, devices=each.devices, codec=codec)
             for each in self.boundaries[:number]
         )
 
     def sparse(self, codec: Codec, reductions: Sequence[float]) -> tuple[CodecRule, ...]:
-        """``top_k`` by boundary; parameters and what need not be shorter stay exact."""
+        """Rules for ``top_k``; parameters and messages that need not be shorter stay exact."""
         rules = []
         for each, reduction in zip(self.boundaries, reductions, strict=False):
             if reduction <= 1.0 or each.traffic == Traffic.PARAMETERS:
@@ -244,7 +244,7 @@ class _Search:
         return tuple(rules)
 
     def fewest(self, codec: Codec) -> _Tried:
-        """The codec on the fewest boundaries that are enough."""
+        """The codec on the fewest boundaries that suffice."""
         counts, number = [], 1
         while number < len(self.boundaries):
             counts.append(number)
@@ -256,7 +256,7 @@ class _Search:
         return next(each for each in tried if each[1].preference <= enough)
 
     def to_target(self, codec: Codec, target_s: float) -> tuple[_Tried, bool]:
-        """The least reductions that reach a step, and whether even the largest do not."""
+        """The least reductions that reach a target, and whether even the largest miss it."""
         is_reached = self.exact.step_time_s <= target_s
         if is_reached or not self.seconds:
             return (self._strategy, self.exact), not is_reached
@@ -290,17 +290,17 @@ def with_codec(
     """A plan with codecs beside the exact one it was made of.
 
     Its method is the exact one's name with ``+ CODEC (lossy)``, and a row of that name is added:
-    wherever a method is named, it is said that training has other numbers.
+    wherever the method is named, readers see that training computes other numbers.
 
     Args:
-        plan: an exact one that is ``ok``.
-        evaluator: of its graph and cluster.
-        codec: as asked for by name.
-        target_s: see ``lossy_strategy``.
-        rehearse: plays the result through on shapes.
+        plan: An exact plan that is ``ok``.
+        evaluator: Evaluator of its graph and cluster.
+        codec: Codec that was asked for.
+        target_s: Target for the step; see ``lossy_strategy``.
+        rehearse: Function that plays the result through on shapes.
 
     Returns:
-        The plan, and a remark that compares it; the plan as it was if no codec makes it faster.
+        The plan, and a remark that compares it; the exact plan if no codec makes it faster.
 
     Raises:
         StrategyError: the plan does not run, or its step is too large to say task by task.
@@ -326,7 +326,7 @@ def with_codec(
             faults.append(fault)
             continue
         coded = _row(row, candidate, result.evaluation, codec, is_rehearsed=bool(rehearse))
-        if any(each.noisy_step_times_s for each in plan.rows):  # gains are quoted draw by draw
+        if any(each.noisy_step_times_s for each in plan.rows):  # gains are compared draw by draw
             noisy = under_noise(evaluator, candidate.strategy, candidate.orders[0])
             coded = replace(coded, noisy_step_times_s=noisy)
         lossy = _with_row(plan, coded, issued, evaluator.interval(result.evaluation.step_time_s))
@@ -359,7 +359,7 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
 
 
 def _with_row(plan: Plan, row: MethodRow, issued: IssuedStep, interval_s: Interval) -> Plan:
-    """A plan of a further row."""
+    """The plan with a further row, which it now runs."""
     assert row.candidate is not None
     return replace(
         plan,
@@ -399,7 +399,7 @@ def _row(
 def _remark(
     found: LossyResult, plan: Plan, start: str, codec: Codec, target_s: float | None
 ) -> str:
-    """What it brings, against what."""
+    """A remark that compares the result with the exact plan."""
     step = found.evaluation.step_time_s
     assert plan.step_time_s is not None
     text = (

@@ -1,4 +1,4 @@
-"""The best uniform layout by enumeration: what a careful person would tune by hand.
+"""The best uniform layout by enumeration, as a careful person would tune it by hand.
 
 Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO (also with one
 copy in slices on each host), recomputation, sequence and expert parallelism and the schedule of
@@ -29,15 +29,15 @@ from heterog.strategy.layouts.placed import Given, place_layout
 from heterog.strategy.layouts.stages import layers_of
 
 NUM_RETURNED = 3
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 MOST_SHAPES = 48
-"""Shapes with a micro-batch that are tried, those with the least estimated compute first."""
+"""Most shapes with a micro-batch that are tried, those with the least estimated compute first."""
 NUM_VARIED = 3
-"""Of the best ones the manner is varied."""
+"""Number of the best points whose manner is varied."""
 MOST_TASKS = 2_000_000
-"""Of a program that is worth its second: more micro-batches than that are left out."""
+"""Most tasks of a program, about a second's work; more micro-batches than that are left out."""
 LEAST_KEPT = 0.5
-"""Part of the activations that is surely held: what overflows with it is not simulated."""
+"""Part of the activations that is surely held; layouts that overflow with it are skipped."""
 RECOMPUTED = 0.1
 """The same where layers recompute."""
 
@@ -79,7 +79,7 @@ class MegatronGrid:
 
 
 class _Grid:
-    """The points of a problem, and what they came to."""
+    """The points of a problem, with their evaluations."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -116,7 +116,7 @@ class _Grid:
         return sorted(self.found.values(), key=lambda pair: pair[0].preference)[:count]
 
     def _try(self, point: _Point) -> Evaluation | None:
-        """Simulate a point; ``None`` for one that makes no sense or comes too late."""
+        """Simulate a point; ``None`` if it is impossible or the budget is over."""
         if point in self.found:
             return self.found[point][0]
         if point in self.refused or (self.found and self.spending.is_over):
@@ -138,7 +138,7 @@ class _Grid:
         return evaluation
 
     def _machines(self) -> Iterator[tuple[int, ...]]:
-        """All machines, then without the slowest kinds, whole hosts only."""
+        """All machines, then those without the slowest kinds, whole hosts only."""
         rates = sorted({round(speed, 9) for speed in self.speeds})
         for least in rates:
             fast = {d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least}
@@ -179,7 +179,7 @@ class _Grid:
                     yield tp, pp
 
     def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
-        """A point in leaner and leaner manners, without those that cannot fit."""
+        """A point in ever leaner manners, without those that cannot fit."""
         in_team = point.layout.tp > 1
         most = self._expert_degrees(point.layout)[-1]
         manners = [
@@ -235,7 +235,7 @@ class _Grid:
         return [(zero, c) for zero in stages for c in ([1, 0] if zero and has_copies else [1])]
 
     def _estimate(self, point: _Point) -> tuple[float, int]:
-        """Seconds of compute with the bubble, (m + p - 1)/m; then the shorter pipeline first."""
+        """Seconds of compute with the bubble, (m + p - 1)/m; ties: the shorter pipeline first."""
         layout = point.layout
         slowest = min(self.speeds[device] for device in point.devices)
         samples = self.graph.batch_size / len(point.devices)
@@ -243,7 +243,7 @@ class _Grid:
         return samples / slowest * (1.0 + bubble), layout.tp * layout.pp
 
     def _least_bytes(self, point: _Point) -> float:
-        """Bytes that a device holds at least, on average over the stages."""
+        """Least bytes that a device holds, on average over the stages."""
         layout = point.layout
         parts = layout.tp * layout.pp
         ratio = self.graph.optimizer_state_ratio
@@ -255,7 +255,7 @@ class _Grid:
         return static + kept * self.activations * layout.micro_batch / parts
 
     def _room(self, point: _Point) -> float:
-        """Bytes of the roomiest device: what does not fit there fits nowhere."""
+        """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
         return max(self.cluster.devices[d].usable_memory_bytes for d in point.devices)
 
 

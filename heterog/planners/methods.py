@@ -1,4 +1,4 @@
-"""What the methods are, in a line each, for people and for shells that complete their names.
+"""A line about each method, for people and for shells that complete method names.
 
 The planners themselves import numba; nothing is imported here. A test holds the table against the
 registry.
@@ -12,10 +12,10 @@ class MethodNote:
     """A method in one line.
 
     Attributes:
-        name: what users type.
+        name: Name that users type.
         stage: ``"baseline"``, ``"search"``, ``"zero_shot"``, or ``"all"`` for ``auto``.
-        what: what it does.
-        needs: what it needs beyond a graph and a cluster, or what it cannot use.
+        what: Sentence about what it does.
+        needs: Input beyond a graph and a cluster, or a limitation.
     """
 
     name: str

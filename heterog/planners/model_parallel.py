@@ -72,13 +72,13 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
     """Cut a chain of groups into stages so that the slowest stage is as fast as possible.
 
     Args:
-        seconds: of each group on each stage's device.  # [num_groups, num_stages]
-        memory: bytes that each group keeps on a stage's devices.  # [num_groups, num_stages]
-        room: bytes of each stage's device.  # [num_stages]
+        seconds: Seconds of each group on each stage's device.  # [num_groups, num_stages]
+        memory: Bytes that each group keeps on a stage's devices.  # [num_groups, num_stages]
+        room: Bytes of each stage's device.  # [num_stages]
 
     Returns:
-        The stage of each group, ascending. What does not fit anywhere is charged in proportion to
-        its overflow, so an infeasible chain comes out as even as it can.
+        The stage of each group, ascending. Overflow is charged in proportion to its size, so an
+        infeasible chain comes out as even as it can.
     """
     num_groups, num_stages = seconds.shape
     time_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(seconds, axis=0)])
@@ -144,7 +144,7 @@ def activation_bytes(evaluator: Evaluator) -> FloatArray:
 
 
 def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:
-    """Each group on one device; micro-batches cut the whole batch evenly."""
+    """The strategy with each group on one device and even micro-batches of the whole batch."""
     evaluator = problem.evaluator
     graph, cluster = evaluator.graph, evaluator.cluster
     counts = split_evenly(graph.batch_size, num_micro)

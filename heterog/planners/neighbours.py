@@ -2,11 +2,11 @@
 
 A row holds one candidate per group, groups in the order of the forward pass; neighbouring groups
 with the same candidate are a *run*. Most moves change a run, a part of it, or all groups of one
-kind. Beside the row stand the rules of ops that do not follow the batch, which stay with their
-groups whatever the row does, and what holds for the whole step.
+kind. Beside the row, a point has rules of ops that do not follow the batch, which stay with their
+groups whatever the row does, and settings of the whole step.
 
 Rules by which teams share layers (``GroupRules.of_teams``) are for all groups at once: a row then
-says teams everywhere, of one device each where there is data parallelism, so that moves between
+has teams everywhere, of one device each where there is data parallelism, so that moves between
 the two change no rule. Every point is legal: a move that makes rules that cut across samples gives
 up micro-batches and teams, and ZeRO is given up where a slice would have several owners.
 """
@@ -40,19 +40,19 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 
-# Part of the changes of rules that are for some layers of a kind instead of all. It makes a rule
-# set that was never seen, which costs time in proportion to the ops of the graph.
+# Part of the changes of rules that apply to some layers of a kind instead of all. Such a change
+# makes a new rule set, which costs time in proportion to the ops of the graph.
 _ONLY_SOME, _FEW_OPS = 0.75, 600
-_RESCHEDULED = 0.4  # of the changes to micro-batches, where there are some
-_TEAMED = 0.1  # of all moves, where teams may pay
-_BY_STAGE = 0.5  # of the changes to recomputation: whole layers of a whole run
-_OTHER_LEVEL = 0.3  # of the changes to synchronisation under ZeRO: another stage of it
-_PROPOSED = 0.4  # of the changes to groups, where a policy has proposed some
+_RESCHEDULED = 0.4  # part of the changes to micro-batches, if there are several
+_TEAMED = 0.1  # part of all moves, if teams may pay
+_BY_STAGE = 0.5  # part of the changes to recomputation: whole layers of a whole run
+_OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO: another stage of it
+_PROPOSED = 0.4  # part of the changes to groups, if a policy has proposed some
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A point of the search: a row of candidates and what holds for the whole step."""
+    """A point of the search: a row of candidates, and settings of the whole step."""
 
     row: IntArray
     bucket_bytes: int
@@ -61,11 +61,11 @@ class State:
     rules: RuleRow = ()
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
-    """First groups of what recomputes together; the groups of a block have one candidate."""
+    """First group of each block that recomputes as one; a block's groups have one candidate."""
 
     @property
     def key(self) -> "StateKey":
-        """What tells it from other points."""
+        """Values that tell it from other points."""
         return (
             self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
             self.schedule, self.blocks,
@@ -79,14 +79,14 @@ class Neighbours:
     """Random moves.
 
     Args:
-        problem: of the search.
-        space: candidates of the rows.
-        rules: of groups.
-        rng: of everything random.
+        problem: Problem of the search.
+        space: Space with the candidates of the rows.
+        rules: Rules of groups.
+        rng: Generator of everything random.
 
     Attributes:
-        may_shard: whether moves may give ops rules that have none.
-        may_team: whether moves may cut devices into teams.
+        may_shard: Whether moves may give rules to ops that have none.
+        may_team: Whether moves may cut devices into teams.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Neighbours:
         self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
 
     def of(self, state: State) -> State:
-        """A random move: of some groups' decisions, or of what holds for the whole step."""
+        """A random move: of some groups' decisions, or of a setting of the whole step."""
         if self.may_team and self.rng.random() < _TEAMED:
             return self._teamed(state)
         kind = self.rng.random()
@@ -150,7 +150,7 @@ class Neighbours:
         return self.legal(replace(state, row=row))
 
     def legal(self, state: State) -> State:
-        """The same as ranks can do it, said as all points of its kind are said."""
+        """The same state as ranks can execute it, in the form that all equal states have."""
         rules, row = state.rules, state.row
         micro_batches = state.micro_batches
         if not self.rules.may_cut(rules):
@@ -175,18 +175,18 @@ class Neighbours:
         return replace(made, schedule=self._fitted(made, state.schedule))
 
     def completed(self, state: State) -> State:
-        """A state whose teams have only the rules that they need, with those of all groups."""
+        """A state whose teams have only the rules that they need, completed to all groups."""
         whole = self.rules.of_teams
         pairs = zip(state.rules, whole, strict=True) if state.rules and whole else ()
         rest = [own == 0 for own, every in pairs if own in (0, every)]
         if len(rest) < self.num_groups or all(rest):
             return state
-        # A group that has no rules has no teams either, whatever else it has.
+        # A group without rules has no teams either, whatever else it has.
         row = np.where(rest, self._said(state.row, apart), state.row).astype(np.int32)
         return self.legal(replace(state, row=row, rules=whole))
 
     def _said(self, row: IntArray, change: Callable[[Decision], Decision]) -> IntArray:
-        """A row whose decisions are all changed in one way."""
+        """A row with one change applied to all its decisions."""
         numbers, of_group = np.unique(row, return_inverse=True)
         changed = []
         for number in numbers.tolist():
@@ -209,12 +209,12 @@ class Neighbours:
     # --- teams -----------------------------------------------------------------------------------
 
     def in_teams(self, state: State, size: int, groups: IntArray | None = None) -> State:
-        """A state whose devices are cut into teams inside hosts; of one device: no teams.
+        """A state whose devices are cut into teams inside hosts; size 1 means no teams.
 
         Args:
-            state: any.
-            size: most devices of a team.
-            groups: whose devices; by default those of all groups.
+            state: Any state.
+            size: Most devices of a team.
+            groups: Groups whose devices are cut; all by default.
         """
         chosen = np.arange(self.num_groups) if groups is None else groups
         row = state.row.copy()
@@ -248,7 +248,7 @@ class Neighbours:
     # --- rules of ops ----------------------------------------------------------------------------
 
     def sharded(self, state: State, places: list[Place]) -> State | None:
-        """A state with the layers at some places sharded; ``None`` if its rules exclude that."""
+        """A state with the layers at some places sharded; ``None`` if its rules forbid that."""
         rules = state.rules
         for place in places:
             rules = self.rules.added(rules, place)
@@ -257,7 +257,7 @@ class Neighbours:
         return self.legal(replace(state, rules=rules))
 
     def _resharded(self, state: State) -> State:
-        """Shard the layers of a kind, or shard them no more; or drop the rules of some groups."""
+        """Shard the layers of a kind or stop sharding them, or drop the rules of some groups."""
         row, rules = state.row.copy(), state.rules
         num_ops = self.problem.evaluator.graph.num_ops
         only_some = self.rng.random() < min(_ONLY_SOME, _FEW_OPS / num_ops)
@@ -278,9 +278,9 @@ class Neighbours:
     # --- micro-batches ---------------------------------------------------------------------------
 
     def _recut(self, state: State) -> State:
-        """Half or twice as many micro-batches; or samples move between those of two devices.
+        """Halve or double the number of micro-batches, or move samples between two devices'.
 
-        Or other caps on how many are under way, or weight gradients at another time.
+        Or change the caps on how many are under way, or the time of weight gradients.
         """
         cut = state.micro_batches
         if cut and self.rng.random() < _RESCHEDULED:
@@ -301,7 +301,7 @@ class Neighbours:
         return self._with_cut(state, cut)
 
     def _with_cut(self, state: State, cut: MicroBatches, row: IntArray | None = None) -> State:
-        """Other micro-batches, under the same caps; as it was if groups would cut unlike them."""
+        """Other micro-batches under the same caps; unchanged if groups would cut differently."""
         cut_state = replace(state, micro_batches=cut, row=state.row if row is None else row)
         if not self._is_cut_alike(cut_state.row, cut):
             return state
@@ -316,7 +316,7 @@ class Neighbours:
         return is_cut_alike(cut, dict.fromkeys(used), batch)
 
     def _rescheduled(self, state: State) -> State:
-        """Another cap for one device, for all of them, or weight gradients at another time."""
+        """Change the cap of one or all devices, or the time of weight gradients."""
         num_devices, schedule = self.space.cluster.num_devices, state.schedule
         kind = self.rng.random()
         if kind < 0.3:
@@ -333,10 +333,10 @@ class Neighbours:
         return replace(state, schedule=self._fitted(state, capped))
 
     def _moved_between_cuts(self, state: State) -> State:
-        """Move samples from one device's micro-batch to another one's, for all that follow them.
+        """Move samples from one device's micro-batch to another's, for groups that follow them.
 
-        Groups whose shares are the sums of the micro-batches keep following them. Where each of
-        them has the whole batch on devices of its own, they stay among these, and in theirs.
+        Groups whose shares are the sums of the micro-batches keep following them. If each of these
+        groups has the whole batch on devices of its own, samples stay on those, in their cut.
         """
         cut = np.array(state.micro_batches, np.int32)  # [num_devices, num_micro]
         givers = np.argwhere(cut > 0)
@@ -370,7 +370,7 @@ class Neighbours:
     # --- recomputation ---------------------------------------------------------------------------
 
     def _stage_recomputed(self, state: State) -> State:
-        """A whole run recomputes layer by layer, or keeps what it made."""
+        """Make a whole run recompute layer by layer, or keep its activations."""
         row = state.row.copy()
         anchor = int(self.rng.integers(self.num_groups))
         run = self._run(row, anchor)
@@ -380,7 +380,7 @@ class Neighbours:
     # --- groups ----------------------------------------------------------------------------------
 
     def _recomputed(self, numbers: IntArray) -> IntArray:
-        """The same decisions, recomputing if the first one does not, else keeping."""
+        """The same decisions, with recomputation if the first one has none, else without."""
         recompute = not self.space.candidates[numbers[0]].recompute
         changed = [
             self.space.add(replace(self.space.candidates[number], recompute=recompute))
@@ -403,7 +403,7 @@ class Neighbours:
         return alike
 
     def _run(self, row: IntArray, anchor: int) -> IntArray:
-        """The run that a group is in."""
+        """The groups of the run that a group is in."""
         edges = np.flatnonzero(np.diff(row)) + 1
         first = int(edges[edges <= anchor].max(initial=0))
         last = int(edges[edges > anchor].min(initial=self.num_groups))
@@ -445,17 +445,17 @@ class Neighbours:
 
 
 def _with_one_owner(decision: Decision) -> Decision:
-    """Without ZeRO where a slice of a parameter would have several owners."""
+    """A decision without ZeRO if a slice of a parameter would have several owners."""
     if has_one_owner(decision):
         return decision
     return replace(decision, sync=Sync.REDUCE_SCATTER_ALL_GATHER, slice_groups=())
 
 
 def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Every two micro-batches in one."""
+    """Counts with every two micro-batches merged."""
     return tuple(sum(counts[first : first + 2]) for first in range(0, len(counts), 2))
 
 
 def _halved(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """Every micro-batch in two."""
+    """Counts with every micro-batch halved."""
     return tuple(half for count in counts for half in split_evenly(count, 2))

@@ -1,9 +1,9 @@
-"""What a plan is to be best at: the shortest step, or the least money before a deadline.
+"""The objective of a plan: the shortest step, or the least money before a deadline.
 
-This is the one place that says how outcomes compare. Inside a fixed set of hosts that are all
-rented, money is seconds times a constant, so every method searches for the shortest step as
-always; the objective decides between sets of hosts (``planners.cheapest``), between methods, and
-which plan is handed over.
+Only this module defines how outcomes compare. Inside a fixed set of hosts that are all rented,
+money is seconds times a constant, so every method searches for the shortest step as always; the
+objective decides between sets of hosts (``planners.cheapest``), between methods, and which plan is
+handed over.
 
 A host is rented whole and for the whole run, from the first step to the last: it costs the same
 whether a plan uses one of its devices or all of them, and a host that no group and no parameter is
@@ -26,11 +26,11 @@ from heterog.strategy.strategy import Strategy
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h|d|w)")
 _SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 MAX_STEPS = 10**12
-"""Of a training run; with it, seconds and money stay far within the range of floats."""
+"""Most steps of a training run; seconds and money then stay far within the range of floats."""
 
 
 class Aim(StrEnum):
-    """What is made as small as possible."""
+    """The quantity that is made as small as possible."""
 
     TIME = "time"
     """Seconds of a step."""
@@ -42,12 +42,12 @@ class Aim(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What to make small, for how many steps, and until when they must have ended.
+    """The quantity to make small, the number of steps, and the deadline for all of them.
 
     Attributes:
-        aim: what is made small.
-        num_steps: of the whole training run; ``None`` where nobody said.
-        deadline_s: seconds that all steps may take; needs ``num_steps``.
+        aim: Quantity to make small.
+        num_steps: Number of steps of the whole training run; ``None`` if not given.
+        deadline_s: Seconds that all steps may take; needs ``num_steps``.
 
     >>> two_days = Objective(aim=Aim.COST, num_steps=1000, deadline_s=172800.0)
     >>> two_days.key(step_time_s=100.0, cost_per_s=0.5), two_days.missed_s(200.0)
@@ -81,21 +81,21 @@ class Objective:
 
     @property
     def is_time(self) -> bool:
-        """Whether only seconds count, so that nothing has to have a price."""
+        """Whether only seconds count, so that no prices are needed."""
         return self.aim == Aim.TIME
 
     def key(
         self, *, step_time_s: float, cost_per_s: float = 0.0, overflow_bytes: float = 0.0
     ) -> tuple[float, ...]:
-        """What an outcome is worth; smaller is better.
+        """Sort key of an outcome; smaller is better.
 
-        What fits comes first, then what ends before the deadline (or is late the least), then what
-        costs less; where two cost the same, the faster one.
+        Outcomes that fit come first, then those that end before the deadline (or are late the
+        least), then cheaper ones; where two cost the same, the faster one.
 
         Args:
-            step_time_s: seconds per step.
-            cost_per_s: of all hosts that are rented.
-            overflow_bytes: missing on the worst device; infinite for what cannot run.
+            step_time_s: Seconds per step.
+            cost_per_s: Rent of all hosts used, for a second.
+            overflow_bytes: Missing bytes on the worst device; infinite if it cannot run.
         """
         if self.is_time:
             return overflow_bytes, step_time_s
@@ -103,13 +103,13 @@ class Objective:
         return overflow_bytes, late_s, step_time_s * cost_per_s, step_time_s
 
     def missed_s(self, step_time_s: float) -> float:
-        """Seconds by which all steps end after the deadline; 0 if there is none, or in time."""
+        """Seconds by which all steps end after the deadline; 0 if in time or without one."""
         if self.deadline_s is None or self.num_steps is None:
             return 0.0
         return max(step_time_s * self.num_steps - self.deadline_s, 0.0)
 
     def rank(self, cluster: Cluster) -> Rank:
-        """How the rows of methods on a cluster compare."""
+        """Function that ranks the rows of methods on a cluster."""
         if self.is_time:
             return by_time
 
@@ -125,7 +125,7 @@ class Objective:
         return key
 
     def require_prices(self, cluster: Cluster) -> None:
-        """Refuse an objective that needs prices where there are none.
+        """Refuse an objective that needs prices if the cluster has none.
 
         Raises:
             ClusterError: names a host without a price.
@@ -136,7 +136,7 @@ class Objective:
 
 
 FASTEST = Objective()
-"""The shortest step, whatever it costs: what is asked for if nobody says anything."""
+"""The default: the shortest step, whatever it costs."""
 
 
 def _seconds_if_it_fitted(row: MethodRow) -> float:
@@ -152,20 +152,20 @@ def hosts_used(strategy: Strategy, cluster: Cluster) -> tuple[int, ...]:
 
 
 def cost_per_s(strategy: Strategy, cluster: Cluster) -> float:
-    """What the hosts that a strategy uses cost per second, in the currency of the cluster."""
+    """Rent of the hosts that a strategy uses for a second, in the currency of the cluster."""
     return rent_per_s(cluster, hosts_used(strategy, cluster))
 
 
 def rent_per_s(cluster: Cluster, hosts: Iterable[int]) -> float:
-    """What some hosts cost per second together."""
+    """Rent of some hosts together for a second."""
     return math.fsum(cluster.host_price_per_s(host) for host in hosts)
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
-    """Tokens of a sample, where the first tensor of the batch is a table of token numbers.
+    """Tokens of a sample, if the first tensor of the batch is a table of token numbers.
 
-    That is: whole numbers, a row for each sample. Whatever is padding counts as a token, because
-    it is computed like one.
+    Such a table has whole numbers and a row for each sample. Padding counts as tokens, because
+    it is computed like them.
     """
     for tensor in graph.tensors[: graph.num_inputs]:
         if tensor.kind == TensorKind.BATCH:
@@ -191,7 +191,7 @@ def parse_duration(text: str) -> float:
 
 
 def steps_for(amount: int, per_step: int) -> int:
-    """Steps for so many samples or tokens; the last one may have too many.
+    """Number of steps for some samples or tokens; the last one may have too many.
 
     >>> steps_for(1000, 64)
     16

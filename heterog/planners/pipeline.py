@@ -1,6 +1,6 @@
 """Pipelines of machines: consecutive ranges of layers, each replicated inside its own stage.
 
-Gradients are then synchronised inside a stage only, over its fast links, and between stages move
+Gradients are then synchronised inside a stage only, over its fast links; between stages go only
 activations, which are small beside gradients where layers are wide. Stages are blocks of whole
 machines, or single devices; the cut that balances the stages is found by dynamic programming for
 every sequence of stages, then its boundaries are moved by simulation. The best are also tried with
@@ -36,14 +36,14 @@ _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
 _NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
 _NUM_REFINED = 4
-# Parts of the budget after which the search goes on, whatever is left to try: a small budget is
-# better spent on the best sequences than on all of them.
+# Parts of the budget after which the next phase begins, whatever is left to try: a small budget
+# is better spent on the best sequences than on all of them.
 _UNTIL_SORTED = 0.2
 _UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
 _MOST_CAPS = 2  # see ``_Point``
-_MOST_HOSTS = 5  # up to which every sequence of machines is tried
-_MANY_HOSTS = 16  # from which on not every number of blocks is tried
-_MOST_KINDS = 4  # of machines, of which every subset is tried on larger clusters
+_MOST_HOSTS = 5  # most machines of which every sequence is tried
+_MANY_HOSTS = 16  # machines from which on only some numbers of blocks are tried
+_MOST_KINDS = 4  # most kinds of machines of which every subset is tried on larger clusters
 
 Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
@@ -79,7 +79,7 @@ class _Point:
 
 
 def stage_sequences(cluster: Cluster) -> list[Stages]:
-    """Sequences of stages worth trying: of two and more where there are two devices.
+    """Sequences of stages worth trying, of two stages or more if there are two devices.
 
     Up to five machines: every sequence of machines, alike ones in one order only, cut into blocks
     in every way, and its devices one by one. With more: all machines, and those of some kinds,
@@ -91,7 +91,7 @@ def stage_sequences(cluster: Cluster) -> list[Stages]:
         (
             tuple(cluster.device_types[cluster.type_index[device]].name for device in host),
             cluster.nic_bandwidth_bytes_per_s(index),
-            # Among few machines it matters, too, what lies between them (``pairs``).
+            # Among few machines the lines between them (``pairs``) matter, too.
             cluster.host_kind[index] if len(hosts) <= _MOST_HOSTS else 0,
         )
         for index, host in enumerate(hosts)
@@ -140,7 +140,7 @@ def _host_sequences(
 
 
 def _community_blocks(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Machines in blocks that lie in one community each: no stage has a slow link inside."""
+    """Blocks of machines, each in one community, so that no stage has a slow link inside."""
     near = communities(cluster) if cluster.num_hosts > _MOST_HOSTS else []
     if len(near) < 2:
         return
@@ -194,7 +194,7 @@ class _Enumeration(Enumeration[_Point]):
         ]
 
     def search(self) -> None:
-        """Balanced cuts of all sequences, other settings of the best, then cuts beside those."""
+        """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
         order = self.problem.first_order
         most = self.problem.evaluator.graph.batch_size
         # A batch of a few samples is cut into as many micro-batches as it has.
@@ -237,18 +237,18 @@ class _Enumeration(Enumeration[_Point]):
 
     @property
     def _has_fit(self) -> bool:
-        """Whether some point fits into memory."""
+        """Whether any point fits into memory."""
         return any(lacking <= 0.0 for lacking, _ in self.cost.values())
 
     def _leaders(self) -> list[_Point]:
-        """The best points, and the fastest whether they fit or not: a cap may make them fit."""
+        """The best points, and the fastest, fitting or not: a cap may make them fit."""
         fastest = sorted(self.cost, key=lambda point: self.cost[point][1])[:_NUM_REFINED]
         return list(dict.fromkeys((*self.best(_NUM_REFINED), *fastest)))
 
     def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
-        """All sequences of stages, those first whose balanced cut is estimated to be fastest.
+        """All sequences of stages, by the estimated time of their balanced cut, fastest first.
 
-        What there is no time to estimate comes last; estimates are kept for when it goes on.
+        Those without time for an estimate come last; estimates are kept for when it goes on.
         """
         if not self.sequences:
             self.sequences = [
@@ -263,7 +263,7 @@ class _Enumeration(Enumeration[_Point]):
         return sorted(self.sequences, key=lambda stages: self.estimates.get(stages, np.inf))
 
     def _estimate(self, point: _Point) -> float:
-        """Seconds of a point: T_max + (sum T - T_max)/m, and the slowest stage's gradients."""
+        """Seconds of a point: T_max + (sum T - T_max)/m, plus the slowest stage's gradients."""
         stages, bounds = point.stages, (0, *point.cuts, self.num_groups)
         compute, gradients = [], []
         ratio = 2.0 + self.problem.evaluator.tables.state_ratio
@@ -275,7 +275,7 @@ class _Enumeration(Enumeration[_Point]):
         return float(max(compute) + fill + max(gradients))
 
     def _slowest_rate(self, devices: tuple[int, ...]) -> float:
-        """Bytes per second of the slowest link that adds up the gradients of a stage."""
+        """Bytes per second of the slowest link over which a stage's gradients are summed."""
         hosts = {self.cluster.host_of[device] for device in devices}
         if len(hosts) > 1:
             return min(self.cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
@@ -301,7 +301,7 @@ class _Enumeration(Enumeration[_Point]):
             [self.parameters + self.activations / len(devices) for devices in stages], axis=1
         )
         placement = np.array(balanced_chain(seconds, memory, limit))
-        # Every stage keeps a group, though the fastest cut may leave a slow one empty.
+        # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
         cuts = np.searchsorted(placement, np.arange(1, len(stages)))
         lowest = np.arange(1, len(stages))
         cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
@@ -311,9 +311,9 @@ class _Enumeration(Enumeration[_Point]):
     # --- other manners of a point ----------------------------------------------------------------
 
     def _in_teams(self, start: _Point) -> Iterator[_Point]:
-        """The same with teams inside the machines of all stages, whose micro-batches may be small.
+        """The same with teams inside machines in all stages, whose micro-batches may be small.
 
-        A team's kernels run all its samples, so that half as many of them cost it less.
+        A team's kernels run all its samples, so that halving these costs it less.
         """
         for size in team_sizes(self.cluster, self.rules):
             for num_micro in (start.num_micro, 2 * start.num_micro):
@@ -333,7 +333,7 @@ class _Enumeration(Enumeration[_Point]):
             yield replace(start, order=other)
 
     def _leaner(self, start: _Point) -> Iterator[_Point]:
-        """Where a point does not fit: its first stages recompute, or all; slices of the updates.
+        """If a point does not fit: recomputation in the first stages or all, sliced updates.
 
         The first stages hold the most micro-batches.
         """
@@ -347,7 +347,7 @@ class _Enumeration(Enumeration[_Point]):
                 yield replace(start, recomputing=count, slices_updates=slices_updates)
 
     def _leanest(self, start: _Point) -> Iterator[_Point]:
-        """The same with all that saves memory, then with less of it: large models fit so or not.
+        """The same with all that saves memory, then with less: large models fit in few ways.
 
         Micro-batches are as small as they can be without leaving a device idle.
         """
@@ -383,7 +383,7 @@ class _Enumeration(Enumeration[_Point]):
         return self.rates[devices, num_micro]
 
     def _refine(self, start: _Point) -> None:
-        """Move boundaries, and form or dissolve a stage's teams, for as long as that helps."""
+        """Move boundaries, and form or dissolve a stage's teams, while that helps."""
         best = start
         while True:
             self.try_points(self._beside(best))
@@ -410,7 +410,7 @@ class _Enumeration(Enumeration[_Point]):
     # --- what a point means ----------------------------------------------------------------------
 
     def is_possible(self, point: _Point) -> bool:
-        """Every stage keeps a group, and a simulation does not take seconds."""
+        """Whether every stage has a group, and a simulation does not take seconds."""
         bounds = (0, *point.cuts, self.num_groups)
         if any(first >= last for first, last in pairwise(bounds)):
             return False
@@ -429,7 +429,7 @@ class _Enumeration(Enumeration[_Point]):
         return row
 
     def _decision(self, point: _Point, stage: int) -> Decision:
-        """What the groups of a stage do."""
+        """The decision of the groups of a stage."""
         devices = point.stages[stage]
         decision = tuned_decision(self.problem.evaluator, devices, self.speeds)
         decision = replace(decision, recompute=stage < point.recomputing)
@@ -445,7 +445,7 @@ class _Enumeration(Enumeration[_Point]):
         return self.rules.op_rules if point.teams and self.rules is not None else ()
 
     def blocks(self, point: _Point) -> tuple[int, ...]:
-        """See ``Enumeration``: whole layers recompute, as far as they are on one stage."""
+        """See ``Enumeration``: whole layers recompute, as far as they lie in one stage."""
         if not point.recomputing:
             return ()
         return tuple(sorted({*self.blocks_of_layers, *point.cuts}))

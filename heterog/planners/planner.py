@@ -1,4 +1,4 @@
-"""What a planner is: the protocol, its budget, its result, and the registry of methods."""
+"""The protocol of planners, their budgets and results, and the registry of methods."""
 
 import math
 import re
@@ -19,12 +19,12 @@ _SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 _ROUNDING = 1e-6
-"""Shares are sums of fractions: 30 x (1/3 + 1/10) is 12.99..., and means 13 evaluations."""
+"""Shares are sums of fractions: 30 x (1/3 + 1/10) is 12.99..., which means 13 evaluations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """How much a search may spend: seconds, or evaluations (then the result is reproducible).
+    """Limit of a search: seconds, or evaluations (then the result is reproducible).
 
     Exactly one of the two is given.
 
@@ -85,10 +85,10 @@ class Budget:
 
 
 class Stop:
-    """Somebody asks all searches to hand over their best so far: Ctrl-C, for one.
+    """Switch that asks all searches to hand over their best so far, as Ctrl-C does.
 
     Args:
-        is_asked: whether somebody asks in another way, for example another process.
+        is_asked: Function that says whether somebody asks otherwise, e.g. another process.
     """
 
     def __init__(self, is_asked: Callable[[], bool] = lambda: False) -> None:
@@ -97,11 +97,11 @@ class Stop:
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody has asked."""
+        """Whether a stop was requested."""
         return self._is_requested or self._is_asked()
 
     def request(self) -> None:
-        """Ask; every search notices at its next evaluation."""
+        """Request a stop; every search notices at its next evaluation."""
         self._is_requested = True
 
 
@@ -114,18 +114,18 @@ class TimeUp(Exception):
 
 
 class Spending:
-    """What is left of a budget while a search runs.
+    """The rest of a budget while a search runs.
 
-    A budget in evaluations is kept by whoever evaluates, who looks at ``is_over``: time never
-    cuts it, so that results can be had again. A budget in seconds also ends loops that do not
-    look: inside ``limits``, the first evaluation after the end leaves the block, and so does
+    A budget in evaluations is kept by the caller who evaluates and checks ``is_over``: time never
+    cuts it, so that results can be reproduced. A budget in seconds also ends loops that do not
+    check: inside ``limits``, the first evaluation after the end leaves the block, and so does
     ``check`` in long loops without evaluations. ``stop`` does the same under every budget.
 
     Args:
         budget: Time or evaluations that may be spent from now on.
-        evaluator: whose evaluations count.
-        stop: ends the search early.
-        clock: seconds of some clock.
+        evaluator: Evaluator whose evaluations count.
+        stop: Switch that ends the search early.
+        clock: Function that returns the seconds of some clock.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Spending:
 
     @property
     def fraction(self) -> float:
-        """Part of the budget that is spent, 0 to 1 and more."""
+        """Part of the budget that is spent: from 0, and above 1 if it is overspent."""
         if self._budget.evaluations is not None:
             return self.evaluations / self._budget.evaluations
         assert self._budget.seconds is not None
@@ -185,7 +185,7 @@ class Spending:
     def limits(self) -> Iterator[None]:
         """A block that ends, without an error, at the first evaluation after time is up.
 
-        What was found until then is handed over after the block.
+        Whatever was found until then is handed over after the block.
         """
         outer = self._evaluator.poll
 
@@ -197,7 +197,7 @@ class Spending:
         try:
             yield
         except TimeUp as up:
-            if up.spending is not self:  # a search around this one is to end
+            if up.spending is not self:  # a search around this one has to end
                 raise
         finally:
             self._evaluator.poll = outer
@@ -206,8 +206,8 @@ class Spending:
 class Purse:
     """Divides a budget among searches that run one after another.
 
-    Each gets an equal part, whatever ran before it. What one leaves over, the later ones share;
-    what one spends too much is not taken from them, unless time is up before they had their parts.
+    Each gets an equal part, whatever ran before it. Later searches share what one leaves over;
+    overspending is not taken from them, unless time is up before they had their parts.
 
     >>> purse = Purse(Budget(evaluations=30), 3)
     >>> purse.next_part()
@@ -231,11 +231,11 @@ class Purse:
         self._given = 0.0
 
     def next_part(self, left_s: float = math.inf) -> Budget:
-        """What the next search may spend.
+        """The budget of the next search.
 
         Args:
-            left_s: seconds that this search and all later ones have. Where their parts are more
-                than that, they are all shortened, but to no less than half.
+            left_s: Seconds that this search and all later ones have. If their parts are longer in
+                all, each is shortened, but to no less than half.
         """
         extra = self._spare / max(self._left, 1)
         self._spare -= extra
@@ -247,7 +247,7 @@ class Purse:
         return self._whole.part(self._given)
 
     def settle(self, spent: float) -> None:
-        """Tell what it spent, in seconds or evaluations as the budget is."""
+        """Record what the search spent, in seconds or evaluations as the budget is."""
         whole = self._whole.seconds if self._whole.evaluations is None else self._whole.evaluations
         assert whole is not None
         self._spare += max(self._given - spent / whole, 0.0)
@@ -255,12 +255,12 @@ class Purse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A strategy with the order that its method runs it in.
+    """A strategy with the orders that its method runs it in.
 
     Attributes:
-        strategy: the decisions.
-        orders: that the method allows. Of a baseline the best of them counts; a search's
-            candidates are judged in all orders of its problem.
+        strategy: The strategy.
+        orders: Orders that the method allows. Of a baseline's the best one counts; a search's
+            candidates are judged in all orders of the problem.
         judged: The referee's result for the first order, if it was asked already.
     """
 
@@ -271,14 +271,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanResult:
-    """What a planner found.
+    """The result of a planner.
 
     Attributes:
-        candidates: its best strategies, best first by its own evaluations; the referee chooses
+        candidates: Its best strategies, best first by its own evaluations; the referee chooses
             among them. Empty if the method does not apply; ``reason`` then says why.
-        num_evaluations: simulations it asked for.
-        search_seconds: seconds it searched.
-        reason: why there is no candidate.
+        num_evaluations: Number of simulations it asked for.
+        search_seconds: Seconds it searched.
+        reason: Reason why there is no candidate.
         note: Remark about the search, for example that a beam cut it short.
     """
 
@@ -295,21 +295,21 @@ _RESUMED = "resumed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What a planner is asked to do, beyond graph and cluster, which the evaluator knows.
+    """A planner's task; the evaluator knows its graph and cluster.
 
     Attributes:
-        evaluator: scores strategies; holds graph, cluster and cost model.
+        evaluator: Evaluator that scores strategies; it has graph, cluster and cost model.
         budget: Time or evaluations that the search may spend.
         seed: Seed of all random choices.
-        step_barrier: whether a step ends with all updates.
-        orders: the orders that a searching method may choose from.
-        seeds: strategies of other methods to start from.
-        proposals: decisions of every group in strategies that a policy drew; a search may take
-            parts of them over.
-        report: called with (fraction of the budget spent, best seconds so far).
-        stop: asks the search to hand over its best so far.
-        clock: seconds, by which a budget in seconds is kept.
-        memory: Storage of one method, handed back whenever it is asked again, so that it can
+        step_barrier: Whether a step ends with all updates.
+        orders: Orders that a searching method may choose from.
+        seeds: Strategies of other methods to start from.
+        proposals: Decisions of every group in strategies that a policy drew; a search may use
+            parts of them.
+        report: Function called with (fraction of the budget spent, best seconds so far).
+        stop: Switch that asks the search to hand over its best so far.
+        clock: Function that returns the seconds by which a budget in seconds is kept.
+        memory: Storage of one method, passed to it again at every later call so that it can
             resume.
     """
 
@@ -327,13 +327,13 @@ class Problem:
 
     @property
     def first_order(self) -> Order:
-        """The order that a search scores its starts in: the second of those that it may choose."""
+        """Order that a search scores its starts in: the second of those that it may choose."""
         return self.orders[min(1, len(self.orders) - 1)]
 
     def resumed(self, make: Callable[["Problem"], Search]) -> Search:
-        """What a method works with: as it left it in the memory, or made anew.
+        """A method's search, either from the memory as it was left or newly made.
 
-        What it left for another evaluator is of no use: its channels have other numbers.
+        One for another evaluator is dropped, because that numbers its channels differently.
         """
         evaluator, known = self.memory.get(_RESUMED, (None, None))
         if evaluator is not self.evaluator:
@@ -348,33 +348,33 @@ class Problem:
 
 
 OUTCOMES = ("ok", "out_of_memory", "cannot_run", "too_large", "not_applicable")
-"""What can become of a method; a plan's file with another word is refused."""
+"""Possible outcomes of a method; plan files with other words are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRow:
-    """What one method reached, judged by the referee: a row of every comparison.
+    """Result of one method, judged by the referee: a row of every comparison.
 
     Attributes:
-        method: name of the planner.
+        method: Name of the planner.
         stage: ``"baseline"``, ``"search"``, ``"zero_shot"`` or ``"finetuned"``.
-        outcome: one of ``OUTCOMES``.
-        step_time_s: seconds per step; ``None`` unless ``ok``.
-        order: name of the order it ran in.
+        outcome: One of ``OUTCOMES``.
+        step_time_s: Seconds per step; ``None`` unless ``ok``.
+        order: Name of the order it ran in.
         peak_memory_bytes: Predicted peak memory of each device.
-        num_evaluations: simulations spent.
-        search_seconds: seconds spent.
-        shortage: why it is not ``ok``, in words.
-        overflow_bytes: bytes missing on the worst device, 0 if it fits, infinite if it cannot run.
-        candidate: the strategy itself; ``None`` if the method does not apply.
-        noisy_step_times_s: seconds per step when devices and links are not as fast as predicted,
+        num_evaluations: Number of simulations spent.
+        search_seconds: Seconds spent.
+        shortage: Reason why it is not ``ok``, in words.
+        overflow_bytes: Bytes missing on the worst device: 0 if it fits, infinite if it cannot run.
+        candidate: The strategy; ``None`` if the method does not apply.
+        noisy_step_times_s: Seconds per step when devices and links are not as fast as predicted,
             one for each draw of ``simulator.noise``; the same draws for every method. Empty for
-            rows that no gain is quoted between.
-        is_rehearsed: the strategy was played through on all ranks without data; where it was not,
-            ``ok`` is what the simulator says.
+            rows between which no gain is quoted.
+        is_rehearsed: Whether the strategy was played through on all ranks without data; otherwise
+            ``ok`` is only the simulator's judgement.
         note: Remark, for example that the method was starved or that a beam cut its search.
-        is_starved: whether its part of the budget was over after a few evaluations: another budget
-            would let it find better ones.
+        is_starved: Whether its part of the budget was over after a few evaluations: a larger
+            budget would let it find better ones.
     """
 
     method: str
@@ -395,19 +395,19 @@ class MethodRow:
 
     @property
     def preference(self) -> tuple[float, float]:
-        """Smaller is better, as ``Evaluation.preference``."""
+        """Sort key, as ``Evaluation.preference``; smaller is better."""
         return self.overflow_bytes, self.step_time_s or 0.0
 
 
 STAGES = ("baseline", "zero_shot", "search")
-"""Stages in the order in which methods run: searches start from what the others found."""
+"""Stages in the order in which methods run: searches start from what earlier ones found."""
 
 
 class Planner(Protocol):
     """A method: turns a problem into candidate strategies."""
 
     name: str
-    """What the command line, tables and plans call the method."""
+    """Name of the method on the command line, in tables and in plans."""
     stage: str
     """``"baseline"`` for methods without search, ``"zero_shot"`` for a policy alone, ``"search"``
     for others."""
@@ -415,12 +415,12 @@ class Planner(Protocol):
     def plan(self, problem: Problem) -> PlanResult:
         """Find strategies for the problem's graph and cluster.
 
-        A planner with a method ``prepare(evaluator)`` does there what no budget counts: imports,
-        reading a policy. One with an attribute ``resumes`` that is true goes on where it was when
-        it is asked about a problem with the same ``memory`` again. One with a method
-        ``joins_auto(graph, cluster)`` says where ``auto`` need not ask it, one whose
-        ``comes_last`` is true runs after all others, and one whose ``is_random`` is true finds
-        other strategies with another seed, so that several workers may ask it.
+        A planner may have a method ``prepare(evaluator)`` for work that no budget counts: imports,
+        reading a policy. One with an attribute ``resumes`` that is true resumes its search when it
+        gets a problem with the same ``memory`` again. One with a method ``joins_auto(graph,
+        cluster)`` can tell ``auto`` not to ask it, one whose ``comes_last`` is true runs after all
+        others, and one whose ``is_random`` is true finds other strategies with another seed, so
+        that several workers may run it.
         """
 
 
@@ -428,10 +428,10 @@ _REGISTRY: dict[str, Planner] = {}
 
 
 def register(planner: Planner) -> Planner:
-    """Make a planner known by its name; ``auto`` and the command line find it there.
+    """Register a planner under its name, for ``auto`` and the command line.
 
     Raises:
-        ValueError: the name is none; see ``heterog.names``.
+        ValueError: the name is not allowed; see ``heterog.names``.
     """
     if (fault := name_fault(planner.name)) is not None:
         raise ValueError(f"the method's name {planner.name!r} {fault}.")

@@ -2,8 +2,8 @@
 
 Every method is judged in the same way: the referee re-scores each of its candidates, a baseline's
 in the orders of its definition, a search's in all orders that are allowed, and the best counts.
-Searches are given the strategies that earlier methods found, to start from (``local_search``
-does). ``auto`` looks at all rows, the baselines' too, so it is never worse than any of them by the
+Searches get the strategies that earlier methods found, to start from (``local_search`` does).
+``auto`` looks at all rows, the baselines' too, so it is never worse than any of them by the
 referee.
 """
 
@@ -61,11 +61,11 @@ from heterog.workers import Seats
 
 AUTO = "auto"
 Rank = Callable[[MethodRow], tuple[float, ...]]
-"""A few numbers for a method's row; the row with the smallest is the best."""
+"""Function from a method's row to a few numbers; the row with the smallest is the best."""
 
 
 def by_time(row: MethodRow) -> tuple[float, ...]:
-    """The shortest step of those that fit; the nearest to fitting if none does."""
+    """Rank by the shortest step among those that fit; by nearness to fitting if none does."""
     return row.preference
 
 
@@ -90,28 +90,28 @@ def run_methods(
 
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
     seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
-    rest but for what ``promise`` keeps back: ``FIRST_ROUND`` of it in equal parts (``Purse``), the
-    other part in rounds to whom it pays (``rounds``). A budget in evaluations is divided among the
+    rest, except what ``promise`` keeps back: ``FIRST_ROUND`` of it in equal parts (``Purse``), the
+    rest in rounds where it pays (``rounds``). A budget in evaluations is divided among the
     searches in equal parts; baselines do not count.
 
     Args:
-        evaluator: of the graph and cluster.
-        methods: names; ``auto`` means all that have something to find on the cluster.
-        budget: of each method that searches; ``auto`` divides it among its searches.
-        seed: of everything random.
-        step_barrier: whether a step ends with all updates.
-        orders: orders that searching methods may choose from.
-        without: names that ``auto`` leaves out.
-        given: a person's own strategy, judged first beside the baselines; searches start from it,
+        evaluator: Evaluator of the graph and cluster.
+        methods: Names of methods; ``auto`` means all that have something to find on the cluster.
+        budget: Budget of each method that searches; ``auto`` divides it among its searches.
+        seed: Seed of everything random.
+        step_barrier: Whether a step ends with all updates.
+        orders: Orders that searching methods may choose from.
+        without: Names that ``auto`` leaves out.
+        given: A person's own strategy, judged first beside the baselines; searches start from it,
             too.
-        seeds: strategies that are known already, likewise; see ``planners.seeds``.
-        progress: told about every method's progress.
-        stop: ends the methods early; the first that has a strategy is finished.
-        clock: seconds, by which a budget in seconds is kept.
-        promise: what else a budget in seconds is for; all methods then share it, also where
-            ``auto`` is not asked, by its clock.
-        seats: workers that remember, who then run the methods that share a budget, several at a
-            time; see ``planners.together``.
+        seeds: Strategies that are known already, likewise; see ``planners.seeds``.
+        progress: Function that gets every method's progress.
+        stop: Switch that ends the methods early; the first that has a strategy is finished.
+        clock: Function that returns the seconds by which a budget in seconds is kept.
+        promise: What else a budget in seconds is for; all methods then share it by its clock,
+            even without ``auto``.
+        seats: Workers that keep their state, which then run the methods that share a budget,
+            several at a time; see ``planners.together``.
 
     Returns:
         One row per method, in the order they ran: baselines first.
@@ -179,7 +179,7 @@ def prepare(
     """Import, read and compile what methods need, which no budget counts.
 
     Raises:
-        KeyboardInterrupt: it was asked to stop while it compiled: there is nothing to hand over.
+        KeyboardInterrupt: a stop was requested during compilation: nothing to hand over.
     """
 
     def tell(name: str, part: float) -> None:
@@ -187,7 +187,7 @@ def prepare(
             raise KeyboardInterrupt
         progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
 
-    # Methods import it where they use it: ranks, which import methods, too, need not wait for it.
+    # Methods import it where they use it, because ranks import methods and need not wait for it.
     import_module("scipy.interpolate")
     progress("load kernels", 0.0, math.inf)
     with compilation_told(tell):
@@ -205,11 +205,11 @@ def with_noise(
     spending: Spending | None = None,
     rank: Rank = by_time,
 ) -> list[MethodRow]:
-    """The rows, with seconds under noise for those that a gain is quoted between.
+    """The rows, with seconds under noise for those between which a gain is quoted.
 
     These are the winner, the best data parallelism, ``tuned_uniform`` and a given layout, as far
-    as they fit. With a spending that is over before all of them are through, none has any: gains
-    are then quoted without a range.
+    as they fit. If the spending is over before all of them are done, none gets any: gains are
+    then quoted without a range.
     """
     quoted = [best_row(rows, rank), best_data_parallel(rows)]
     quoted += [row for row in rows if row.method in (TUNED_UNIFORM, GIVEN)]
@@ -228,8 +228,8 @@ def best_row(rows: Sequence[MethodRow], rank: Rank = by_time) -> MethodRow:
     """The winner: the shortest step of those that fit; the nearest to fitting if none does.
 
     Args:
-        rows: of methods.
-        rank: how they compare, if not by their steps; see ``Objective.rank``.
+        rows: Rows of methods.
+        rank: Function that ranks them, by default by their steps; see ``Objective.rank``.
 
     Raises:
         StrategyError: no method has a strategy at all; says why of each.
@@ -250,15 +250,15 @@ def rehearsed(
     spending: Spending | None = None,
     rank: Rank = by_time,
 ) -> list[MethodRow]:
-    """The rows, best first played through until one is known to run.
+    """The rows, rehearsed from the best one on until one is known to run.
 
     Args:
-        issued: orders of candidates.
-        rows: of methods.
-        rehearse: says why a strategy could not be executed.
-        every: go through all rows that fit, not only up to the winner.
-        spending: what all of it may take. The row that is not reached says so.
-        rank: which rows are best.
+        issued: Programs and orders of candidates.
+        rows: Rows of methods.
+        rehearse: Function that says why a strategy could not be executed.
+        every: Whether to go through all rows that fit, not only up to the winner.
+        spending: Limit of all rehearsals together. The row that is not reached says so.
+        rank: Function that ranks the rows.
 
     Returns:
         The rows in their order; ``cannot_run`` with the reason where a rehearsal failed.
@@ -309,7 +309,7 @@ UNWRITTEN = (
 def _said_of(
     issued: IssuedSteps, candidate: Candidate, rehearse: Rehearse, spending: Spending | None
 ) -> str | None:
-    """What a rehearsal says; ``None`` if time was up before it had ended."""
+    """Result of a rehearsal; ``None`` if time was up before it had ended."""
     step = issued.of(candidate)
     assert step is not None
     if spending is None:
@@ -321,12 +321,12 @@ def _said_of(
 
 
 def use_op_rules(rows: Sequence[MethodRow]) -> bool:
-    """Whether a method's strategy gives ops rules of their own: the lower bound is another one."""
+    """Whether any strategy gives ops rules of their own, so that another lower bound holds."""
     return any(row.candidate is not None and row.candidate.strategy.op_rules for row in rows)
 
 
 def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
-    """No row may beat the lower bound of a step with barrier: a search finds holes in metrics."""
+    """Check that no row beats the lower bound of a step: a search finds holes in metrics."""
     for row in rows:
         assert row.step_time_s is None or row.step_time_s >= bound_s * (1.0 - 1e-9), (
             f"{row.method} claims {row.step_time_s} s, below the lower bound of {bound_s} s"
@@ -344,6 +344,6 @@ def _chosen(methods: Sequence[str], evaluator: Evaluator) -> list[Planner]:
 
 
 def _joins_auto(planner: Planner, evaluator: Evaluator) -> bool:
-    """Whether ``auto`` runs a method here; all but those that say otherwise."""
+    """Whether ``auto`` runs a method here, as it does unless the method refuses."""
     joins: Callable[[OpGraph, Cluster], bool] | None = getattr(planner, "joins_auto", None)
     return joins is None or joins(evaluator.graph, evaluator.cluster)

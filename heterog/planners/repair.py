@@ -1,4 +1,4 @@
-"""Repair of strategies that do not fit: the least loss of speed for the memory that is missing.
+"""Repair of strategies that do not fit: the least loss of speed for the missing memory.
 
 Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
 strongly as it takes to fit or as it can: groups recompute their activations (those with the most
@@ -10,7 +10,7 @@ strategy is the result; otherwise the next round starts from the one that lost t
 per byte of overflow that it removed.
 
 Memory is judged by the fast engine and confirmed by the referee, whose schedule may need more;
-what it needed more is then asked for from the start.
+that excess is then asked for from the start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,16 +47,16 @@ from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_ROUNDS = 8
-_MOST_MOVES = 6  # of samples, each time by what the last one has shown to be missing
+_MOST_MOVES = 6  # of samples, each by the shortage that the last one has shown
 _SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
 
 
 class Repaired(NamedTuple):
-    """A strategy and what was changed to get it.
+    """A strategy and the changes that led to it.
 
     Attributes:
-        strategy: the repaired strategy, or the given one.
-        changed: in words, ``""`` if nothing was.
+        strategy: The repaired strategy, or the given one.
+        changed: Description of the changes; ``""`` if there are none.
     """
 
     strategy: Strategy
@@ -69,10 +69,10 @@ def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Bu
     The result depends on nothing but the arguments if the budget is in evaluations.
 
     Args:
-        evaluator: of its graph and cluster.
-        strategy: any; one that fits comes back as it is.
-        order: that it runs in.
-        budget: evaluations or seconds that may be spent.
+        evaluator: Evaluator of its graph and cluster.
+        strategy: Any strategy; one that fits is returned unchanged.
+        order: Order that it runs in.
+        budget: Evaluations or seconds that may be spent.
 
     Returns:
         The fastest strategy found that fits, else the nearest to fitting; it never overflows by
@@ -82,12 +82,12 @@ def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Bu
 
 
 class _BudgetOver(Exception):
-    """Ends a search wherever it is."""
+    """Ends a search from anywhere inside it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """A strategy and what the engine says about it."""
+    """A strategy and the engine's results for it."""
 
     strategy: Strategy
     seconds: float
@@ -103,7 +103,7 @@ class _Repair:
         self.spending = spending
         usable = [device.usable_memory_bytes for device in self.cluster.devices]
         self.limits = np.array(usable, np.float64)
-        self.usable = self.limits.copy()  # less what the referee was seen to need more
+        self.usable = self.limits.copy()  # less the excess that the referee has shown
         self.tried: dict[Strategy, _Tried] = {}
 
     def run(self, strategy: Strategy) -> Repaired:
@@ -131,7 +131,7 @@ class _Repair:
                 current = self._round(current)
 
     def _best(self) -> _Tried:
-        """The fastest that fits, else the nearest to fitting."""
+        """The fastest strategy that fits, else the nearest to fitting."""
         return min(self.tried.values(), key=self._preference)
 
     # --- judging ---------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class _Repair:
         return self.tried[strategy]
 
     def _is_confirmed(self, tried: _Tried) -> bool:
-        """Whether the referee agrees that it fits; otherwise all must leave more room."""
+        """Whether the referee agrees that it fits; otherwise leave more room from now on."""
         judged = np.array(self.evaluator.referee(tried.strategy, self.order).peak_memory_bytes)
         if self._shortage(judged) <= 0.0:
             return True
@@ -180,7 +180,7 @@ class _Repair:
     # --- rounds ----------------------------------------------------------------------------------
 
     def _round(self, current: _Tried) -> _Tried | None:
-        """The best that one kind of repair makes of a strategy, ``None`` if none helps."""
+        """The best result of one kind of repair of a strategy; ``None`` if none helps."""
         found = [
             tried
             for kind in (
@@ -207,9 +207,9 @@ class _Repair:
         return min(found, key=price, default=None)
 
     def _fewest(self, make: Callable[[int], Strategy], most: int, first: int) -> Iterator[_Tried]:
-        """The smallest number of changes that fits: doubled from ``first``, then bisected.
+        """Strategies with the smallest number of changes that fits: doubled, then bisected.
 
-        If no number does, the one that overflows least.
+        If no number fits, the one that overflows least.
         """
         if most == 0:
             return
@@ -234,7 +234,7 @@ class _Repair:
     # --- kinds of repair -------------------------------------------------------------------------
 
     def _recompute(self, current: _Tried) -> Iterator[_Tried]:
-        """Groups recompute, those with the most bytes per second first."""
+        """Recompute groups, those with the most bytes per second first."""
         strategy = current.strategy
         over = self._over(current) > 0.0
         worth: list[tuple[float, int]] = []
@@ -258,7 +258,7 @@ class _Repair:
         yield from self._fewest(make, len(ranked), len(ranked))
 
     def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
-        """Whole layers recompute, the first ones first: only what others read of them is kept."""
+        """Recompute whole layers from the first on: only what others read of them is kept."""
         strategy, over = current.strategy, self._over(current) > 0.0
         blocks = strategy.blocks or layer_blocks(self.graph)
         layers = [range(*bounds) for bounds in pairwise((*blocks, len(strategy.decisions)))]
@@ -284,9 +284,9 @@ class _Repair:
 
     @cached_property
     def _saved_per_sample(self) -> FloatArray:
-        """Bytes that each group lets go per sample if it recomputes.  # [num_groups]
+        """Bytes that each group frees per sample if it recomputes.  # [num_groups]
 
-        That is what the group makes again and no other group reads.
+        These are the values that the group makes again and no other group reads.
         """
         tables = self.evaluator.tables
         saved = np.zeros(tables.num_groups)
@@ -314,14 +314,14 @@ class _Repair:
         return found
 
     def _again(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """Ops that each group runs again if it recomputes."""
+        """Groups with the ops that each runs again if it recomputes."""
         tables = self.evaluator.tables
         for group in range(tables.num_groups):
             span = slice(tables.recompute_start[group], tables.recompute_start[group + 1])
             yield group, tables.recompute_op[span].tolist()
 
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
-        """More micro-batches: twice as many until it fits, or until that does not help."""
+        """Double the number of micro-batches until it fits, or until that does not help."""
         strategy, batch = current.strategy, self.graph.batch_size
         crossing = axis_plan(self.graph, strategy.op_rules).crossing()
         if crossing is not None or micro_batches_refused(self.graph, 2):
@@ -343,7 +343,7 @@ class _Repair:
         yield last
 
     def _hold_fewer(self, current: _Tried) -> Iterator[_Tried]:
-        """Fewer micro-batches under way at a time, halved until it fits or does not help."""
+        """Halve the number of micro-batches under way until it fits or does not help."""
         strategy, last = current.strategy, current
         cap = strategy.num_micro_batches
         devices = [decision.devices for decision in strategy.decisions]
@@ -357,7 +357,7 @@ class _Repair:
         yield last
 
     def _move_samples(self, current: _Tried) -> Iterator[_Tried]:
-        """Samples go from devices that overflow to devices of the same groups with room."""
+        """Move samples from devices that overflow to devices of the same groups with room."""
         last = current
         for _ in range(_MOST_MOVES):
             over, rate = self._over(last), self._bytes_per_sample(last)
@@ -375,7 +375,7 @@ class _Repair:
         yield last
 
     def _bytes_per_sample(self, tried: _Tried) -> FloatArray:
-        """What a sample takes on each device, from what the present ones take."""
+        """Bytes that a sample takes on each device, from those of the present ones."""
         evaluator = self.evaluator
         resident = resident_bytes(evaluator.tables, evaluator.encode(tried.strategy))
         samples = np.zeros(self.cluster.num_devices)
@@ -384,11 +384,11 @@ class _Repair:
                 samples[device] = max(samples[device], share)
         used = np.maximum(tried.peak - resident, 1.0)
         most = float((used / np.maximum(samples, 1.0)).max())
-        # An idle device is expected to need what the hungriest one does.
+        # An idle device is assumed to need as much as the one that needs most.
         return np.where(samples > 0.0, used / np.maximum(samples, 1.0), most)
 
     def _move_groups(self, current: _Tried) -> Iterator[_Tried]:
-        """Whole groups leave the devices that overflow: the last, the first, the largest ones."""
+        """Move whole groups off the devices that overflow: the last, first or largest ones."""
         strategy, over = current.strategy, self._over(current)
         leaving = {device for device in range(len(over)) if over[device] > 0.0}
         rest = [device for device in range(len(over)) if device not in leaving]
@@ -412,7 +412,7 @@ class _Repair:
     def _without(
         self, strategy: Strategy, groups: Sequence[int], leaving: set[int], roomiest: int
     ) -> Strategy:
-        """Some groups without some devices; alone on ``roomiest`` where no other is left."""
+        """The strategy with some groups off some devices; on ``roomiest`` if no other is left."""
         changes = {
             group: without_devices(strategy.decisions[group], leaving, roomiest)
             for group in groups
@@ -427,7 +427,7 @@ class _Repair:
         return replace(with_decisions(strategy, changes), homes=tuple(homes))
 
     def _shard_updates(self, current: _Tried) -> Iterator[_Tried]:
-        """Each replica keeps a part of the optimizer's state, of gradients, of parameters."""
+        """Have each replica keep a part of the optimizer's state, gradients, parameters."""
         for sync in _SHARDING:
             sliced = [
                 replace(decision, sync=sync, slices=(), slice_groups=())
@@ -446,7 +446,7 @@ class _Repair:
                 return  # the optimizer cannot update a part of a parameter
 
     def _form_teams(self, current: _Tried) -> Iterator[_Tried]:
-        """Replicas on the hosts of devices that overflow become teams, each with a part of all."""
+        """Make teams of replicas on the hosts of devices that overflow, to divide everything."""
         strategy, over = current.strategy, self._over(current) > 0.0
         groups = [
             group
@@ -461,5 +461,5 @@ class _Repair:
 
 
 def _shares_of(decision: Decision) -> Iterator[tuple[int, int]]:
-    """(device, samples) of a decision."""
+    """Pairs (device, samples) of a decision."""
     return zip(decision.devices, decision.shares, strict=True)

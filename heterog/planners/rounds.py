@@ -1,10 +1,10 @@
-"""Who searches with the time that is left when every method has had its part.
+"""The division of the remaining time among methods once every one has had its part.
 
 Time goes where it pays, in rounds: first to methods that were starved, then to the one whose last
-rounds improved its own best plan most per second, as a bandit would; the further that is behind
-the best of all, the less it counts. Who brought nothing for a while is tried again when the others
-bring nothing either. Only methods that go on where they were take part (``Planner.resumes``), and
-one that ended before its part was over has seen all it wants to see.
+rounds improved its own best plan most per second, as a bandit would; the farther that plan is
+behind the best of all, the less this counts. Methods without recent gain are tried again when the
+others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one that
+ended before its part was over has nothing left to try.
 """
 
 import math
@@ -14,33 +14,33 @@ from dataclasses import dataclass, field
 from heterog.planners.planner import Planner
 
 STARVED = 20
-"""A search that was cut before it had made so many evaluations was starved."""
+"""A search that was cut before it had made this many evaluations was starved."""
 _MOST_STARVED = 4
 """Rounds after which a method that still makes few evaluations is no longer preferred."""
 _FORGOTTEN = 0.5
-"""How much a method's gain counts in the next round if that brings nothing."""
+"""Factor on a method's gain in each round that brings nothing."""
 _FIRST_GAIN = 0.1
-"""What the first plan that fits counts as: more may follow."""
+"""Gain that the first plan that fits counts as: more may follow."""
 _BEHIND = 8.0
-"""A method that is half as fast again as the best counts as 1.5^-8, a 25th."""
+"""Exponent for plans behind the best: one 1.5 times as long counts as 1.5^-8, a 25th."""
 _ENDED_EARLY = 0.8
-"""Of its part: who spends less was done."""
+"""Part of the part given below which a method that stopped by itself has nothing left to try."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Contender:
-    """A method and what its rounds have brought.
+    """A method and the results of its rounds.
 
     Attributes:
-        planner: the method.
-        memory: what it goes on from; see ``Problem.memory``.
-        evaluations: of all rounds.
-        seconds: of all rounds.
-        rounds: that it has had.
-        step_time_s: of its best plan; infinite if none fits.
-        gain_per_s: relative improvements of that plan per second, those of earlier rounds counted
-            less and less.
-        is_done: it has nothing left to try.
+        planner: The method.
+        memory: State that it resumes from; see ``Problem.memory``.
+        evaluations: Evaluations of all rounds.
+        seconds: Seconds of all rounds.
+        rounds: Number of its rounds.
+        step_time_s: Step time of its best plan; infinite if none fits.
+        gain_per_s: Relative improvements of that plan per second; earlier rounds count less and
+            less.
+        is_done: Whether it has nothing left to try.
     """
 
     planner: Planner
@@ -61,14 +61,14 @@ class Contender:
         step_time_s: float,
         best_s: float,
     ) -> None:
-        """What a round came to.
+        """Record the result of a round.
 
         Args:
-            given_s: what it might have spent.
-            seconds: what it spent.
-            evaluations: that it made.
-            step_time_s: of the best plan of all its rounds; infinite if none fits.
-            best_s: the same of all methods.
+            given_s: Seconds that it was allowed.
+            seconds: Seconds that it took.
+            evaluations: Number of its evaluations.
+            step_time_s: Step time of the best plan of all its rounds; infinite if none fits.
+            best_s: Step time of the best plan of all methods.
         """
         gain = 0.0
         if step_time_s < self.step_time_s:
@@ -84,12 +84,12 @@ class Contender:
 
     @property
     def is_starved(self) -> bool:
-        """Whether it had no time to show what it can do."""
+        """Whether it has had too little time to be judged."""
         return self.evaluations < STARVED and not self.is_done
 
 
 def next_of(contenders: Sequence[Contender]) -> Contender | None:
-    """Whose turn it is; ``None`` if nobody can use more time.
+    """The contender whose turn it is; ``None`` if none can use more time.
 
     >>> class Method:
     ...     name, stage, resumes = "a", "search", True
@@ -108,5 +108,5 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     starved = [each for each in able if each.is_starved and each.rounds < _MOST_STARVED]
     if starved:
         return min(starved, key=lambda each: each.evaluations)
-    # Of those that gained as much, the one that was tried least.
+    # Of those with equal gains, the one with the fewest rounds.
     return max(able, key=lambda each: (each.gain_per_s, -each.seconds))

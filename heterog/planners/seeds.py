@@ -1,4 +1,4 @@
-"""Strategies that are known before a search, as a method that the others start from."""
+"""A method that hands over strategies known before a search, for the others to start from."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from heterog.strategy.strategy import Strategy
 
 
 class SeedPlanner:
-    """Hands over strategies that are already there; the referee judges them like all others.
+    """Hands over strategies that are known already; the referee judges them like all others.
 
     Args:
-        name: of its row.
-        candidates: for the graph and cluster that it will be asked about.
-        note: where they come from, in words.
+        name: Name of its row.
+        candidates: Strategies for the graph and cluster that it will be asked about.
+        note: Where they come from, in words.
     """
 
     stage = "baseline"
@@ -34,7 +34,7 @@ class SeedPlanner:
         )
 
     def on(self, subset: HostSubset) -> "SeedPlanner | None":
-        """Those that need no other hosts, for these hosts alone; ``None`` if there is none."""
+        """The strategies that need no other hosts, for these hosts alone; ``None`` if none."""
         kept: list[Candidate] = []
         for candidate in self.candidates:
             strategy: Strategy | None = subset.lowered(candidate.strategy)

@@ -34,13 +34,13 @@ from heterog.strategy.sequence_split import (
 from heterog.strategy.strategy import Sync
 
 NUM_RETURNED = 3
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 NUM_REFINED = 2
-"""Of the best ones units are moved."""
+"""Number of the best points whose units are moved."""
 UNITS_PER_DEVICE = 4
-"""At least, where the length allows it: shares are then off by an eighth at most."""
+"""Least units for each device, if the length allows: shares are then off by at most an eighth."""
 LEAST_LENGTH = 512
-"""Positions from which on ``auto`` asks: shorter sequences do not fill a device."""
+"""Positions from which on ``auto`` uses it: shorter sequences do not fill a device."""
 _SYNCS = (Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3)
 
 _Point = UnitPoint[SequenceSplit]
@@ -54,7 +54,7 @@ class Sequences:
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Where there are long sequences that have to be cut."""
+        """Whether there are long sequences that have to be cut."""
         is_long = max(lengths(graph), default=0) >= LEAST_LENGTH
         return is_long and not why_needless(graph, cluster)
 
@@ -85,7 +85,7 @@ class Sequences:
 
 
 def _split(graph: OpGraph, cluster: Cluster) -> SequenceSplit | None:
-    """The cut with the most units that are worth telling apart."""
+    """The cut with the most units that are worth distinguishing."""
     most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
     for units in unit_counts(graph, most):
         found = sequence_split(graph, units)
@@ -108,7 +108,7 @@ class _Search(UnitSearch[SequenceSplit]):
         self.costs = _costs(problem, split)
 
     def run(self) -> None:
-        """All teams with balanced runs first, then units of the best."""
+        """Try all teams with balanced runs first, then move units of the best."""
         for teams in dict.fromkeys(self._teams()):
             units = self._balanced(teams)
             if units is None:
@@ -122,7 +122,7 @@ class _Search(UnitSearch[SequenceSplit]):
             self.refine(point)
 
     def _teams(self) -> Iterator[Teams]:
-        """One team of all devices, of the fastest kinds alone; or teams of some hosts each."""
+        """One team of all devices, or of the fastest kinds alone, or teams of some hosts each."""
         for least in sorted({round(speed, 9) for speed in self.speeds}):
             fast = [d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least]
             if len(fast) > 1:
@@ -149,7 +149,7 @@ class _Search(UnitSearch[SequenceSplit]):
 
 
 def _costs(problem: Problem, split: SequenceSplit) -> list[RunCost]:
-    """What runs of positions of the whole batch cost each device."""
+    """Cost of runs of positions of the whole batch on each device."""
     evaluator, units = problem.evaluator, split.units
     graph, plan = evaluator.graph, axis_plan(evaluator.graph, split.op_rules)
     computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]

@@ -1,4 +1,4 @@
-"""Who gets which part of a budget, when several methods run; see ``portfolio.run_methods``."""
+"""The division of a budget when several methods run; see ``portfolio.run_methods``."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,33 +12,33 @@ from heterog.planners.rounds import STARVED, Contender, next_of
 from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal, is_random
 
 BASELINE_PART = 0.25
-"""Of a budget in seconds, for all baselines of ``auto`` together."""
+"""Part of a budget in seconds for all baselines of ``auto`` together."""
 LEAST_SEARCHED = 0.25
-"""Of a budget in seconds, for all searches of ``auto`` together, whatever else there is to do."""
+"""Part of a budget in seconds for all searches of ``auto`` together, whatever else there is."""
 FIRST_ROUND = 0.4
-"""Of the searches' seconds, in equal parts; the rest goes to whom it pays."""
+"""Part of the searches' seconds that is divided equally; the rest goes where it pays."""
 ROUND = 0.3
-"""Of the seconds that are left, for the next round."""
+"""Part of the seconds that are left for the next round."""
 LEAST_ROUND = 0.03
-"""Of a budget in seconds: a shorter round is not begun."""
+"""Part of a budget in seconds below which no round is begun."""
 LAST_PART = 0.05
-"""Of a budget in seconds, kept for each method that comes last: to improve the winner."""
+"""Part of a budget in seconds kept for each method that comes last, to improve the winner."""
 _TASKS_PER_S = 50_000
 _LEAST_TASKS = 200_000
-"""Tasks of the largest program for each second of a budget: to lower and simulate it takes two or
-three percent of the time."""
+"""Most tasks of a program for each second of a budget, and at least: lowering and simulating that
+takes two or three percent of the time."""
 Progress = Callable[[str, float, float], None]
-"""Called with (method, fraction of its budget spent, best seconds so far)."""
+"""Function called with (method, fraction of its budget spent, best seconds so far)."""
 
 
 class Shares:
     """Runs methods, each on its share of a budget, and keeps their rows.
 
     Args:
-        asked: what all are asked, with the budget of all.
-        running: methods, those first that run first.
-        promise: what else the budget is for.
-        progress: told about every method's progress.
+        asked: Problem of all methods, with the budget of all.
+        running: Methods in the order in which they run.
+        promise: What else the budget is for.
+        progress: Function that gets every method's progress.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Shares:
         self._contenders = {planner.name: Contender(planner=planner) for planner in running}
 
     def give_each(self) -> None:
-        """Every method may spend the whole budget."""
+        """Let every method spend the whole budget."""
         for planner in self._running:
             if not self._is_stopped:
                 self._run(planner, self._asked.budget)
 
     def divide(self) -> None:
-        """Baselines share one part equally, searches another; see ``Purse``."""
+        """Give baselines equal shares of one part and searches of another; see ``Purse``."""
         budget = self._asked.budget
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
@@ -74,9 +74,9 @@ class Shares:
                 purse.settle(evaluations if budget.seconds is None else seconds)
 
     def go_on(self, planners: Sequence[Planner]) -> None:
-        """Some methods go on with the seconds that are left; see ``rounds``.
+        """Let some methods resume with the seconds that are left; see ``rounds``.
 
-        Those that come last have their turn after the others, on what these have found.
+        Those that come last run after the others, on what these have found.
         """
         last = [planner for planner in planners if comes_last(planner)]
         contenders = [self._contenders[each.name] for each in planners if each not in last]
@@ -97,7 +97,7 @@ class Shares:
 
     @property
     def _is_stopped(self) -> bool:
-        """Whether somebody asked to stop, and there is something to hand over."""
+        """Whether a stop was requested, and there is something to hand over."""
         return self._asked.stop.is_requested and bool(self._candidates)
 
     @property
@@ -105,7 +105,7 @@ class Shares:
         return self._promise.search_s(self._candidates)
 
     def _run(self, planner: Planner, part: Budget) -> float:
-        """Let a method spend a part; returns the seconds that it took."""
+        """Let a method spend a part; return the seconds that it took."""
         contender, seeds = self._contenders[planner.name], tuple(self._candidates)
         self._progress(planner.name, 0.0, math.inf)
         problem = replace(
@@ -117,7 +117,7 @@ class Shares:
             memory=contender.memory,
         )
         spending = problem.spend()
-        if planner.name != GIVEN:  # a person's own layout is always told
+        if planner.name != GIVEN:  # a person's own layout always gets it
             self._asked.evaluator.most_tasks = self._most_tasks
         try:
             row = run_method(planner, problem)
@@ -128,13 +128,13 @@ class Shares:
 
     @property
     def _most_tasks(self) -> float:
-        """Of a program that is simulated: no single evaluation may eat up what all have."""
+        """Most tasks of a program that is simulated, so that no evaluation uses up the budget."""
         if self._asked.budget.seconds is None:
             return math.inf
         return max(_TASKS_PER_S * self._asked.budget.seconds, _LEAST_TASKS)
 
     def _keep(self, contender: Contender, part: Budget, ran: Ran) -> None:
-        """A method has run: its row, and what its contender is told."""
+        """Keep the row of a method that has run, and tell its contender."""
         row, seconds = ran
         self.rows[row.method] = _joined(self.rows.get(row.method), row)
         contender.tell(
@@ -154,11 +154,11 @@ class SharesTogether(Shares):
     their stage.
 
     Args:
-        asked: what all are asked, with the budget of all.
-        running: methods, those first that run first.
-        promise: what else the budget is for.
-        progress: told about every method's progress.
-        together: runs them.
+        asked: Problem of all methods, with the budget of all.
+        running: Methods in the order in which they run.
+        promise: What else the budget is for.
+        progress: Function that gets every method's progress.
+        together: Seats that run the methods.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SharesTogether(Shares):
         ]
 
     def divide(self) -> None:
-        """Stage by stage, as alone: what is dealt out may take as much longer as there are seats.
+        """Divide by stage, as for one; on n seats, methods dealt out may take n times as long.
 
         Of evaluations, a method that runs on every seat gets one method's part on all together.
         """
@@ -206,10 +206,10 @@ class SharesTogether(Shares):
                 )
             self._take(parts)
         if self._asked.stop.is_requested and not self._candidates:
-            super().divide()  # seats that are asked to stop begin nothing more
+            super().divide()  # seats that were asked to stop begin nothing more
 
     def go_on(self, planners: Sequence[Planner]) -> None:
-        """Every seat goes on with its own methods; after each round all know the best plans."""
+        """Let every seat resume its own methods; after each round all know the best plans."""
         last = [planner for planner in planners if comes_last(planner)]
         rest = {planner.name for planner in planners if planner not in last}
         budget_s = self._asked.budget.seconds or 0.0
@@ -229,19 +229,19 @@ class SharesTogether(Shares):
             self._take(parts)
 
     def _times(self, planner: Planner, num_seats: int) -> int:
-        """Seats that divide a method's evaluations among them."""
+        """Number of seats that divide a method's evaluations among them."""
         is_divided = is_random(planner) and self._asked.budget.seconds is None
         return num_seats if is_divided else 1
 
     def _next(
         self, seat: dict[str, Contender], names: set[str], part: Budget
     ) -> list[tuple[Planner, Budget]]:
-        """What a seat goes on with."""
+        """The method that a seat resumes, with its budget."""
         contender = next_of([each for name, each in seat.items() if name in names])
         return [] if contender is None else [(contender.planner, part)]
 
     def _take(self, parts: Sequence[Sequence[tuple[Planner, Budget]]]) -> None:
-        """A turn of all seats; rows are joined in the order of the seats."""
+        """Take a turn on all seats; rows are joined in the order of the seats."""
         names = sorted({planner.name for seat in parts for planner, _ in seat})
         if not names:
             return
@@ -269,7 +269,7 @@ def _best_s(rows: Iterable[MethodRow]) -> float:
 
 
 def _joined(before: MethodRow | None, row: MethodRow) -> MethodRow:
-    """The better one of a method's rows, with what all its rounds took."""
+    """The better one of a method's rows, with the effort of all its rounds."""
     if before is None:
         return row
     rows = [each for each in (before, row) if each.candidate is not None] or [row]
@@ -286,7 +286,7 @@ def _joined(before: MethodRow | None, row: MethodRow) -> MethodRow:
 
 
 def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
-    """What all baselines or all searches may spend together."""
+    """Budget of all baselines or all searches together."""
     if budget.seconds is None:
         return budget
     if is_baselines:

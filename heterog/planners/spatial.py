@@ -27,11 +27,11 @@ from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
 from heterog.strategy.strategy import Sync
 
 NUM_RETURNED = 3
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 NUM_REFINED = 2
-"""Of the best ones rows are moved."""
+"""Number of the best points whose rows are moved."""
 LARGE_PART = 0.5
-"""Of a device's memory: a sample whose activations take more than that is a large one."""
+"""Part of a device's memory from which on the activations of a sample make it a large one."""
 
 _Point = UnitPoint[SpatialSplit]
 
@@ -44,7 +44,7 @@ class Spatial:
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Where there are convolutions, or a graph, and samples that have to be cut."""
+        """Whether there are convolutions, or a graph, and samples that have to be cut."""
         has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
         return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
 
@@ -74,7 +74,7 @@ class Spatial:
 
 
 def why_needless(graph: OpGraph, cluster: Cluster) -> str:
-    """Why samples need not be cut; empty if they should be."""
+    """Reason why samples need not be cut; empty if they should be."""
     devices = cluster.devices
     if len(devices) < 2:
         return "there is one device only"
@@ -94,7 +94,7 @@ def why_needless(graph: OpGraph, cluster: Cluster) -> str:
 
 class _Search(UnitSearch[SpatialSplit]):
     def run(self) -> None:
-        """All ways in their proportions first, then rows of the best."""
+        """Try all ways in proportion to speed first, then move rows of the best."""
         graph = self.graph
         splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
         ways = [(split, False) for split in splits]
@@ -111,7 +111,7 @@ class _Search(UnitSearch[SpatialSplit]):
             self.refine(point)
 
     def _teams(self) -> Iterator[Teams]:
-        """One team of all devices, of the fastest kinds alone, and one on each host."""
+        """One team of all devices, one of the fastest kinds alone, and one on each host."""
         rates = sorted({round(speed, 9) for speed in self.speeds})
         for least in rates:
             fast = [d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least]
@@ -124,7 +124,7 @@ class _Search(UnitSearch[SpatialSplit]):
     def _proportional(
         self, split: SpatialSplit, teams: Teams, sync: Sync, *, by_entries: bool
     ) -> _Point | None:
-        """Rows, or entries of a sparse matrix, by speed; ``None`` if there are too few units."""
+        """Rows, or entries of a sparse matrix, by speed; ``None`` if units are too few."""
         if any(len(team) > split.units for team in teams):
             return None
         speeds = [[self.speeds[device] for device in team] for team in teams]
@@ -138,7 +138,7 @@ class _Search(UnitSearch[SpatialSplit]):
 
 
 def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
-    """Units of which every device has one at least: a device without rows would do nothing."""
+    """Units with at least one for every device: a device without rows would do nothing."""
     found = list(units)
     for place, count in enumerate(found):
         if count == 0:

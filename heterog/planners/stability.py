@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from heterog.planners.planner import MethodRow
 
 DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
-"""The methods whose best is what speed-ups are quoted against."""
+"""The methods whose best is the reference of speed-ups."""
 TUNED_UNIFORM = "tuned_uniform"
-"""The one that a search has to beat; speed-ups are quoted against it too."""
+"""The method that a search has to beat; speed-ups are quoted against it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """A speed-up and what becomes of it under noise.
+    """A speed-up and its range under noise.
 
     Attributes:
-        over: the method that it is measured against.
-        speedup: as predicted.
-        low: least over all draws.
-        high: largest over all draws.
+        over: Name of the method that it is measured against.
+        speedup: Predicted speed-up.
+        low: Least speed-up over all draws.
+        high: Largest speed-up over all draws.
     """
 
     over: str
@@ -34,7 +34,7 @@ class Gain:
 def gain(row: MethodRow, baseline: MethodRow) -> Gain:
     """Speed-up of one row over another; both must be ``ok``.
 
-    Draw by draw: the two were replayed with the same factors on devices and links.
+    Compared draw by draw: the two were replayed with the same factors on devices and links.
     """
     assert row.step_time_s is not None
     assert baseline.step_time_s is not None

@@ -1,8 +1,8 @@
 """Teams inside machines: neighbours that share every matrix product, beside other such teams.
 
-What crosses the network is then what teams have in common (data parallelism between them, or the
-next stage of a pipeline), and the sums inside layers stay on the fast links of a machine. Samples
-are shared out among teams, and units (heads, columns) inside a team, in proportion to speed; so a
+Only what teams have in common then crosses the network (data parallelism between them, or the next
+stage of a pipeline), and the sums inside layers stay on the fast links of a machine. Samples are
+shared out among teams, and units (heads, columns) inside a team, in proportion to speed; so a
 machine of four fast devices and one of two slow ones can be replicas of each other.
 """
 
@@ -24,12 +24,12 @@ from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 Teams = tuple[tuple[int, ...], ...]
 _RESOLUTION = 100
-"""Parts of a team's fastest member: units of an axis are seldom more than that."""
+"""Parts of a team's fastest member: axes rarely have more units than that."""
 
 
 @lru_cache(maxsize=16)
 def rules_of_model(graph: OpGraph) -> TeamRules | None:
-    """Rules by which a team shares any layer; ``None`` where teams have nothing to share.
+    """Rules by which a team shares any layer; ``None`` if teams have nothing to share.
 
     Rules that would cut across samples have no meaning on the part of the batch that a team has,
     so that a model with such rules has no teams either.
@@ -46,9 +46,9 @@ def rules_of_model(graph: OpGraph) -> TeamRules | None:
 
 
 def team_sizes(cluster: Cluster, rules: TeamRules | None) -> list[int]:
-    """The largest teams worth trying: powers of two and whole hosts, the largest first.
+    """Sizes of teams worth trying: powers of two and whole hosts, the largest first.
 
-    Empty where no host has two devices, or nothing can be split.
+    Empty if no host has two devices, or nothing can be split.
     """
     return [] if rules is None else host_sizes(cluster, rules.least_units)
 
@@ -83,7 +83,7 @@ def in_teams(
     """A decision on the same devices in teams; samples and parts in proportion to speed.
 
     ZeRO becomes ``REDUCE_SCATTER_ALL_GATHER`` where teams cut parameters unlike each other, and
-    teams of one device each are said as no teams.
+    ZeRO becomes ``REDUCE_SCATTER_ALL_GATHER`` if teams cut parameters differently, and
     """
     devices, batch = decision.devices, sum(decision.shares)
     if all(len(team) == 1 for team in teams):
@@ -107,9 +107,9 @@ def in_teams(
 
 
 def has_one_owner(decision: Decision) -> bool:
-    """Whether ZeRO, if that is how it is synchronised, finds one owner for every slice.
+    """Whether a decision with ZeRO has one owner for every slice; true without ZeRO.
 
-    Where teams cut parameters alike it does.
+    With ZeRO it has if teams cut parameters alike.
     """
     if not decision.sync.is_sharded or not decision.teams:
         return True
@@ -118,14 +118,14 @@ def has_one_owner(decision: Decision) -> bool:
 
 
 def _plain(decision: Decision, speeds: Sequence[float]) -> Decision:
-    """The same without teams, samples in proportion to speed."""
+    """The same without teams, with samples in proportion to speed."""
     own = [speeds[device] for device in decision.devices]
     shares = split_in_proportion(sum(decision.shares), own)
     return replace(decision, shares=shares, teams=(), parts=())
 
 
 def parts_of(speeds: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to speeds, as small as they are for equal ones.
+    """Whole numbers in proportion to speeds, and the smallest ones for equal speeds.
 
     >>> parts_of((2.0, 2.0)), parts_of((4.0, 2.0, 1.0)), parts_of((3.0, 2.0))
     ((1, 1), (4, 2, 1), (100, 67))
@@ -144,7 +144,7 @@ def apart(decision: Decision) -> Decision:
 
 
 def without_teams(decision: Decision) -> Decision:
-    """A decision whose devices are no teams; each keeps its samples."""
+    """A decision without its teams; each device keeps its samples."""
     return replace(decision, teams=(), parts=()) if decision.teams else decision
 
 
@@ -164,7 +164,7 @@ def strategy_in_teams(
     """A strategy in which some groups run in teams of up to ``size`` devices inside hosts.
 
     Returns:
-        ``None`` where teams have nothing to share, or ops have rules already that are not those of
+        ``None`` if teams have nothing to share, or ops already have rules that are not those of
         teams.
     """
     rules = rules_of_model(graph)
@@ -188,15 +188,15 @@ def strategy_in_teams(
 
 
 def without_needless_rules(graph: OpGraph, strategy: Strategy) -> Strategy:
-    """The same without rules where every device is a team of its own: they change nothing there.
+    """The same without rules where every device is a team of its own, for which they mean nothing.
 
     Args:
-        graph: one training step.
-        strategy: of it; its decisions say teams wherever ops have rules.
+        graph: Graph of one training step.
+        strategy: Strategy of the graph; its decisions have teams wherever ops have rules.
     """
     if not strategy.op_rules:
         return strategy
-    # What rules shard has no home, and would need one without them where a group is served.
+    # Sharded parameters have no home, and would need one without rules if a group is served.
     alone = {
         group
         for group, each in enumerate(strategy.decisions)

@@ -1,8 +1,8 @@
-"""Methods that search at the same time, each on a seat of its own, and tell each other.
+"""Methods that search at the same time, each on a seat of its own, and share their plans.
 
 A search has *turns*: in each, every seat runs a few methods one after another, which start from
-the best plans of all seats and go on from where they were on that seat. With a budget in
-evaluations, what a turn gives does not depend on which seat was done first.
+the best plans of all seats and resume from their state on that seat. With a budget in evaluations,
+what a turn gives does not depend on which seat was done first.
 
 Methods that draw at random (``is_random``) run on every seat with a seed of its own. All others
 would do the same work everywhere; they are dealt out.
@@ -21,19 +21,19 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, is_asked_to_stop
 
 Ran = tuple[MethodRow, float]
-"""What a method came to, and the seconds that it took."""
+"""Row of a method, and the seconds that it took."""
 
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Question:
-    """What all seats are asked, sent to each once.
+    """The question for all seats, sent to each once.
 
     Attributes:
-        graph: one training step.
-        cluster: devices and links.
-        cost_model: seconds of tasks.
-        step_barrier: whether a step ends with all updates.
-        orders: that searching methods may choose from.
+        graph: Graph of one training step.
+        cluster: Devices and links.
+        cost_model: Cost model with the seconds of tasks.
+        step_barrier: Whether a step ends with all updates.
+        orders: Orders that searching methods may choose from.
     """
 
     graph: OpGraph
@@ -45,13 +45,13 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one seat does next.
+    """The next work of one seat.
 
     Attributes:
-        methods: methods with their budgets, in the order in which they run.
-        seeds: strategies to start from, beside what the methods find.
-        seed: of everything random on this seat.
-        most_tasks: of a program that is simulated.
+        methods: Methods with their budgets, in the order in which they run.
+        seeds: Strategies to start from, beside those that the methods find.
+        seed: Seed of everything random on this seat.
+        most_tasks: Most tasks of a program that is simulated.
     """
 
     methods: tuple[tuple[Planner, Budget], ...]
@@ -64,8 +64,8 @@ class Together:
     """Seats that search the same graph and cluster.
 
     Args:
-        seats: workers that remember.
-        question: what they are asked.
+        seats: Workers that keep their state.
+        question: Question for all of them.
     """
 
     def __init__(self, seats: Seats, question: Question) -> None:
@@ -73,7 +73,7 @@ class Together:
 
     @property
     def num_seats(self) -> int:
-        """Methods that run at a time."""
+        """Number of methods that run at a time."""
         return len(self._seats)
 
     def prepare(self, planners: Sequence[Planner]) -> None:
@@ -81,7 +81,7 @@ class Together:
         self._seats.run(_prepare, self._question, [tuple(planners)] * len(self._seats))
 
     def take(self, turns: Sequence[Turn]) -> list[list[Ran]]:
-        """One turn of each seat; what its methods came to, in their order.
+        """Run one turn on each seat; return the results of its methods, in their order.
 
         A seat that was asked to stop hands over what it has.
         """
@@ -93,7 +93,7 @@ class Together:
 
 
 def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
-    """Which seat runs which methods, in their order: those that draw at random on every seat.
+    """Methods of each seat, in their order; those that draw at random are on every seat.
 
     >>> class Method:
     ...     def __init__(self, name, is_random=False): self.name, self.is_random = name, is_random
@@ -109,18 +109,18 @@ def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
 
 
 def is_random(planner: Planner) -> bool:
-    """Whether another seed makes another search of it that is worth its time."""
+    """Whether another seed gives another search by the method that is worth its time."""
     return bool(getattr(planner, "is_random", False))
 
 
 def can_be_sent(planner: Planner) -> bool:
-    """Whether a seat has the code of a method: it has all of this package, and no user's file."""
+    """Whether a seat has the code of a method: it has this package, but no user's file."""
     return type(planner).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 @dataclass(slots=True, kw_only=True)
 class _Desk:
-    """What a seat keeps between turns: an evaluator, and what its methods go on from."""
+    """State of a seat between turns: an evaluator, and what its methods resume from."""
 
     question: Question
     evaluator: Evaluator
@@ -165,7 +165,7 @@ def _take(question: Question, turn: Turn) -> list[Ran]:
         if stop.is_requested and seeds:
             break
         memory = desk.memories.setdefault(planner.name, {})
-        # Somebody must have a strategy: until then nobody is stopped.
+        # There must be some strategy: until then nobody is stopped.
         asked = stop if seeds else Stop()
         part = replace(problem, budget=budget, seeds=seeds, memory=memory, stop=asked)
         spending = part.spend()

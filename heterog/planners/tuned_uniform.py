@@ -20,11 +20,11 @@ from heterog.strategy.space import device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 3
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 
 
 def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
-    """Device sets that are whole machines, the largest first; at most 256 (see ``space``)."""
+    """Device sets of whole machines, the largest first; at most 256 (see ``space``)."""
     hosts = [set(cluster.host_devices(index)) for index in range(cluster.num_hosts)]
     whole = [
         devices
@@ -37,7 +37,7 @@ def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
 def tuned_decision(
     evaluator: Evaluator, devices: tuple[int, ...], speeds: tuple[float, ...]
 ) -> Decision:
-    """Replicas on some devices with shares and slices in proportion."""
+    """Replicas on some devices, with shares and slices in proportion."""
     batch = evaluator.graph.batch_size
     if len(devices) == 1:
         return Decision(devices=devices, shares=(batch,))

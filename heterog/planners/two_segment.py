@@ -1,7 +1,7 @@
 """Two contiguous ranges of layers, each uniform on its own subset of machines, by enumeration.
 
 Every pair of subsets is tried at a few boundaries first, then the boundaries around the best pairs
-are refined. It carries most of the gain of a search in a second or two.
+are refined. That gives most of the gain of a search in a second or two.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 _NUM_CUTS = 7  # of the first round
 _NUM_REFINED = 6
-_MOST_SUBSETS = 24  # those that are best on their own, on clusters with more
+_MOST_SUBSETS = 24  # the best on their own, on clusters with more
 
 
 class TwoSegment:
@@ -51,7 +51,7 @@ class _Enumeration(Enumeration[_Point]):
         ]
 
     def search(self) -> None:
-        """Each decision alone, pairs at a few cuts, then finer cuts and other settings."""
+        """Try each decision alone, pairs at a few cuts, then finer cuts and other settings."""
         order = self.problem.first_order
         alone = [
             _Point(number, number, self.num_groups, DEFAULT_BUCKET_BYTES, order)

@@ -1,7 +1,7 @@
 """Rows or positions of samples for each device of a team: a few ways at first, then moves.
 
-What ``spatial`` and ``sequences`` have in common once they know how samples can be cut: who gets
-how many units, and whether a step gets shorter with one unit less here and one more there.
+The common part of ``spatial`` and ``sequences``, which know how samples can be cut: which device
+gets how many units, and whether moving a unit between devices makes a step shorter.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 MOST_MOVES = 48
-"""Moves of units that are tried for a point: a few times the pairs of a host's devices."""
+"""Most moves of units that are tried for a point: a few times the pairs of a host's devices."""
 
 Teams = tuple[tuple[int, ...], ...]
 
@@ -33,7 +33,7 @@ class Cut(Protocol):
 
     @property
     def units(self) -> int:
-        """Into which a sample is cut."""
+        """Number of units that a sample is cut into."""
         ...
 
 
@@ -42,14 +42,14 @@ AnyCut = TypeVar("AnyCut", bound=Cut)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitPoint(Generic[AnyCut]):
-    """A way to cut samples, and who gets how much.
+    """A way to cut samples, and the units of each device.
 
     Attributes:
-        split: the way and its units.
-        teams: of devices, each with some samples.
-        units: of each device, in the order of the teams.
-        sync: of the gradients.
-        recompute: activations are made again in the backward pass.
+        split: The way and its units.
+        teams: Teams of devices, each with some samples.
+        units: Number of units of each device, in the order of the teams.
+        sync: Synchronisation of the gradients.
+        recompute: Whether activations are computed again in the backward pass.
     """
 
     split: AnyCut
@@ -60,12 +60,12 @@ class UnitPoint(Generic[AnyCut]):
 
 
 class UnitSearch(Generic[AnyCut]):
-    """Points of a problem, and what they came to.
+    """Points of a problem, with their evaluations and strategies.
 
     Args:
-        problem: to find a strategy for.
-        spending: ends the search.
-        least_units: that a device may be left with.
+        problem: Problem to find a strategy for.
+        spending: Spending that ends the search.
+        least_units: Least units that a device may be left with.
     """
 
     def __init__(self, problem: Problem, spending: Spending, *, least_units: int) -> None:
@@ -83,9 +83,9 @@ class UnitSearch(Generic[AnyCut]):
         return [(found, point, strategy) for point, (found, strategy) in ranked[:count]]
 
     def try_until_it_fits(self, point: UnitPoint[AnyCut]) -> None:
-        """Simulate a point, and if it does not fit also with recomputation.
+        """Simulate a point, and if it does not fit, with recomputation.
 
-        Sums that have two levels are left out where there is one host.
+        Two-level sums are left out if there is one host.
         """
         hosts = {self.cluster.host_of[device] for team in point.teams for device in team}
         if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
@@ -111,7 +111,7 @@ class UnitSearch(Generic[AnyCut]):
             point = better
 
     def _try(self, point: UnitPoint[AnyCut]) -> Evaluation | None:
-        """Simulate a point; ``None`` for one that makes no sense."""
+        """Simulate a point; ``None`` if it is impossible."""
         if point in self.found:
             return self.found[point][0]
         evaluator = self.problem.evaluator
@@ -132,7 +132,7 @@ class UnitSearch(Generic[AnyCut]):
         return evaluation
 
     def _decision(self, point: UnitPoint[AnyCut]) -> Decision:
-        """Samples by the teams' speeds, all of a team's with its first device; parts as units."""
+        """A point's decision: samples by the teams' speeds, all with a team's first device."""
         rates = [sum(self.speeds[device] for device in team) for team in point.teams]
         samples = split_in_proportion(self.graph.batch_size, rates)
         share: dict[int, int] = {}
@@ -151,7 +151,7 @@ class UnitSearch(Generic[AnyCut]):
         )
 
     def _moves(self, point: UnitPoint[AnyCut]) -> Iterator[UnitPoint[AnyCut]]:
-        """A unit less on one device and one more on another, those with the most units first."""
+        """Moves of a unit from one device to another, from those with the most units first."""
         for number, units in enumerate(point.units):
             by_units = sorted(range(len(units)), key=lambda place: -units[place])
             for giver in by_units:

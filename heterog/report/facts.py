@@ -1,4 +1,4 @@
-"""The facts of an explanation as tables and bars of the report: where, limits, memory, changes."""
+"""Facts of an explanation as tables and bars of the report: places, limits, memory, changes."""
 
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -54,14 +54,14 @@ _MEMORY_COLOURS = {kind: f"c{number}" for number, kind in enumerate(MemoryKind)}
 
 
 def coloured(explanation: Explanation) -> dict[int, int]:
-    """Number of the colour of each range that has one: the longest, in their order."""
+    """Number of each coloured range's colour: the longest ranges, in their order."""
     ranges = explanation.decided.ranges
     longest = sorted(range(len(ranges)), key=lambda i: -ranges[i].num_groups)[:NUM_COLOURS]
     return {index: colour for colour, index in enumerate(sorted(longest))}
 
 
 def ranges_table(explanation: Explanation, *, is_narrow: bool = False) -> str:
-    """What runs where: a row per range of modules, with the colour of the diagram."""
+    """A table with a row per range of modules and its devices, in the colours of the diagram."""
     ranges, colours = explanation.decided.ranges, coloured(explanation)
     shown = list(enumerate(ranges))[:_MOST_RANGES]
     names = range_names(ranges)
@@ -93,7 +93,7 @@ def _range_row(explanation: Explanation, each: Range, name: str, colour: int) ->
 
 
 def _devices(explanation: Explanation, each: Range) -> str:
-    """Names and types of devices with work; of many the ends."""
+    """Names and types of devices with work; only the ends of long lists."""
     cluster = explanation.plan.cluster
     working = [d for d, share in zip(each.devices, each.shares, strict=True) if share > 0]
     by_type: dict[str, list[str]] = {}
@@ -124,7 +124,7 @@ def _told(found: Sequence[str]) -> str:
 
 
 def left_out_table(explanation: Explanation) -> str:
-    """Devices without work, and the step if they get some."""
+    """Devices without work, and the step time if they get some."""
     cluster = explanation.plan.cluster
     rows = []
     for left in explanation.left_out:
@@ -142,7 +142,7 @@ def left_out_table(explanation: Explanation) -> str:
 
 
 def limits_bar(explanation: Explanation) -> str:
-    """What the critical path is spent on, as one bar with its key."""
+    """The parts of the critical path as one bar with its key."""
     whole = explanation.step_time_s
     by_limit = {
         limit: sum(piece.seconds for piece in explanation.pieces if piece.limit == limit)
@@ -163,7 +163,7 @@ def limits_bar(explanation: Explanation) -> str:
 
 
 def limits_section(explanation: Explanation) -> str:
-    """What the critical path is spent on, as one bar and as a table."""
+    """The parts of the critical path as one bar and as a table."""
     return section(
         "limits",
         "What limits the step",
@@ -201,7 +201,7 @@ def _limit_rows(explanation: Explanation) -> Iterator[list[str]]:
 
 
 def comparison_table(explanation: Explanation) -> str:
-    """The plan beside what people would do without it, and the bound, as bars."""
+    """The plan compared with methods that people would use without it, and the bound, as bars."""
     quality, plan = explanation.quality, explanation.plan
     named = [(f"this plan ({plan.method})", explanation.step_time_s, "accent")]
     if quality.data_parallel_s is not None:
@@ -227,7 +227,7 @@ def comparison_table(explanation: Explanation) -> str:
 
 
 def memory_section(explanation: Explanation) -> str:
-    """What fills every device at its fullest moment, against what it has."""
+    """The memory of every device at its fullest moment by use, compared with its limit."""
     devices = explanation.fit.devices
     most = max(max(d.peak_bytes, d.usable_bytes) for d in devices)
     alike: dict[tuple[object, ...], list[DeviceMemory]] = {}
@@ -290,7 +290,7 @@ _REMEDIES = {
 
 
 def remedies_table(explanation: Explanation) -> str:
-    """What makes the plan fit, if it does not."""
+    """Changes that make the plan fit, if it does not."""
     rows = []
     for remedy in explanation.remedies:
         if remedy.kind == RemedyKind.MEMORY:
@@ -303,7 +303,7 @@ def remedies_table(explanation: Explanation) -> str:
 
 
 def changes_section(explanation: Explanation) -> str:
-    """What buying something would save, most first."""
+    """Savings by every possible purchase, most first."""
     rows = []
     for change in explanation.changes:
         before = "does not fit" if change.before_s is None else format_seconds(change.before_s)
@@ -330,7 +330,7 @@ def changes_section(explanation: Explanation) -> str:
 
 
 def words_section(explanation: Explanation) -> str:
-    """The same in words, folded away."""
+    """The same in words, folded."""
     paragraphs = "\n".join(f"<p>{escape(text)}</p>" for text in explanation.paragraphs)
     return (
         f'<details class="prose card"><summary>The same in words</summary>{paragraphs}</details>'

@@ -38,22 +38,22 @@ from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _PAGE = files("heterog.report") / "page"
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
-# At first the tree is open as far as it shows at most this many modules.
+# At first the tree is open as far as it then shows at most this many modules.
 _OPEN_MODULES = 24
-# More are not shown, so that the page stays small: the deepest are left out.
+# Most modules shown, so that the page stays small: the deepest are left out.
 _MOST_MODULES = 3000
 _NONE = "-"
 _SAME = 1e-3
-"""Relative difference of two predictions of one plan that is none."""
+"""Relative difference of two predictions of one plan that counts as none."""
 
 
 def write_report(path: str | Path, plan: Plan, *, explanation: Explanation | None = None) -> None:
     """Write a plan as one self-contained HTML file.
 
     Args:
-        path: the file.
-        plan: what to show.
-        explanation: of the plan; one without the value of changes if ``None``.
+        path: Path of the file.
+        plan: Plan to show.
+        explanation: Explanation of the plan; one without savings by purchases if ``None``.
 
     Raises:
         InputFileError: the file cannot be written; no half of it is left behind.
@@ -95,7 +95,7 @@ def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
             f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
             for name, value in _provenance(plan)
         ),
-        # Inside a script element only "</" and "<!--" mean anything.
+        # Inside a script element only "</" and "<!--" have a meaning.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
         "script": script,
     }
@@ -103,7 +103,7 @@ def report_html(plan: Plan, *, explanation: Explanation | None = None) -> str:
 
 
 def outdated(explanation: Explanation) -> list[str]:
-    """What to say where this version of heterog predicts another step than the plan's file."""
+    """A note if this version of heterog predicts another step time than the plan's file."""
     told, now = explanation.plan.step_time_s, explanation.step_time_s
     if told is None or abs(now - told) <= _SAME * told:
         return []
@@ -132,7 +132,7 @@ def fill_page(template: str, slots: Mapping[str, str]) -> str:
 
 
 def facts_html(explanation: Explanation) -> str:
-    """What the page says before the timeline: what to do, where, and what limits it."""
+    """The part of the page before the timeline: advice, places, and limits."""
     plan = explanation.plan
     lead = f'<p class="lead">{escape(explanation.recommendation)}</p>'
     where = section(
@@ -199,7 +199,7 @@ def _alert(plan: Plan) -> str:
 
 
 def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
-    """(what, value, remark, whether it is bad)."""
+    """Tiles as (what, value, remark, whether it is bad)."""
     step = plan.step_time_s
     yield (
         "outcome",
@@ -235,7 +235,7 @@ def _peak_tile(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
 
 
 def _gain(found: Gain | None) -> tuple[str, str]:
-    """A speed-up and what it is over; the range where devices and links vary."""
+    """A speed-up and its reference; with its range under noise if there is one."""
     if found is None:
         return _NONE, "was not tried, or does not fit"
     span = f", {found.low:.2f}x to {found.high:.2f}x under noise" * (found.low < found.high)
@@ -280,7 +280,7 @@ def _opened(root: ModuleNode) -> set[int]:
 
 
 def _deepest(root: ModuleNode) -> int:
-    """How deep the tree may go so that it has at most ``_MOST_MODULES`` rows."""
+    """Largest depth of the tree at which it has at most ``_MOST_MODULES`` rows."""
     depth, level, shown = 0, [root], 1
     while level:
         below = [child for node in level for child in node.children.values()]
@@ -354,7 +354,7 @@ def _placement(node: ModuleNode, plan: Plan) -> str:
 
 
 def _synchronisation(node: ModuleNode) -> str:
-    """How gradients meet; of several servers their names, or how many where they are many."""
+    """How gradients meet; with the servers' names, or their number if there are many."""
     if not node.parameter_bytes:
         return _NONE
     places: dict[str, list[str]] = {}
@@ -399,7 +399,7 @@ def _methods(plan: Plan) -> Iterator[str]:
 
 
 def _fullest(row: MethodRow, plan: Plan) -> str:
-    """The device that is fullest by its own limit."""
+    """The device that is fullest relative to its own limit."""
     devices = plan.cluster.devices
     if len(row.peak_memory_bytes) != len(devices):
         return _NONE

@@ -30,13 +30,13 @@ CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (
     ("scatter, gather", frozenset({"reduce-scatter", "all-gather"})),
     ("other", frozenset()),
 )
-"""What tasks are coloured by: a name, and the ``Timeline.kind`` words that it covers."""
+"""Colours of tasks: a name, and the ``Timeline.kind`` words that it covers."""
 MAX_MEMORY_POINTS = 2000
-"""Of the line of one device; fewer where there are very many devices."""
+"""Most points of the line of one device; fewer if there are very many devices."""
 MAX_PIECES = 60_000
-"""Tasks beyond which the short ones are drawn together, so that the page stays small."""
+"""Number of tasks beyond which short ones are drawn together, so that the page stays small."""
 _ALL_MEMORY_POINTS = 64_000
-# What overlaps on one link is drawn in this many rows at most.
+# Overlapping tasks on one link are drawn in this many rows at most.
 _MAX_ROWS = 5
 
 
@@ -46,11 +46,11 @@ class ViewLane:
 
     Attributes:
         name: ``"A:0 V100-16GB"`` or ``"A nic out"``.
-        device: index of the device, -1 for a link.
-        host: index of the host.
-        tasks: its tasks by start.  # [num_lane_tasks]
-        rows: where each is drawn, so that what overlaps lies side by side.  # [num_lane_tasks]
-        busy: part of the whole time in which it does something, 0 to 1.
+        device: Index of the device, -1 for a link.
+        host: Index of the host.
+        tasks: Its tasks by start.  # [num_lane_tasks]
+        rows: Row of each task, so that overlapping ones are side by side.  # [num_lane_tasks]
+        busy: Part of the whole time in which it is busy, 0 to 1.
     """
 
     name: str
@@ -85,9 +85,9 @@ def view_lanes(timeline: Timeline) -> list[ViewLane]:
 
 
 def view_data(timeline: Timeline) -> dict[str, Any]:
-    """All that the canvas draws, as JSON values.
+    """Everything that the canvas draws, as JSON values.
 
-    Of a program with very many tasks the short ones are drawn together: those of one row of one
+    In a program with very many tasks the short ones are drawn together: those of one row of one
     lane, of one category, that begin within the same short span.
     """
     program = timeline.program
@@ -139,17 +139,17 @@ def view_data(timeline: Timeline) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Pieces:
-    """What is drawn: tasks, or several short ones as one piece.
+    """The pieces that are drawn: tasks, or several short ones together.
 
     Attributes:
-        first: the first task of each piece, which speaks for it.  # [num_pieces]
-        counts: tasks of each piece.  # [num_pieces]
-        start: seconds.  # [num_pieces]
-        finish: seconds.  # [num_pieces]
-        num_bytes: of all tasks of each piece.  # [num_pieces]
-        tasks: pieces of each lane, by start.
-        rows: where each of them is drawn.
-        of_task: a piece that holds each task.  # [num_tasks]
+        first: First task of each piece, which represents it.  # [num_pieces]
+        counts: Number of tasks of each piece.  # [num_pieces]
+        start: Start in seconds.  # [num_pieces]
+        finish: End in seconds.  # [num_pieces]
+        num_bytes: Bytes of all tasks of each piece.  # [num_pieces]
+        tasks: Pieces of each lane, by start.
+        rows: Row of each of these pieces.
+        of_task: A piece that contains each task.  # [num_tasks]
     """
 
     first: npt.NDArray[np.int64]
@@ -162,7 +162,7 @@ class _Pieces:
     of_task: npt.NDArray[np.int64]
 
     def pieces_of(self, tasks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The pieces that hold some tasks, each once, in their order."""
+        """The pieces that contain some tasks, each once, in their order."""
         found: npt.NDArray[np.int64] = self.of_task[tasks]
         _, places = np.unique(found, return_index=True)
         return found[np.sort(places)]
@@ -199,7 +199,7 @@ def _merged(
     categories: npt.NDArray[np.int64],
     span_s: float,
 ) -> _Pieces:
-    """Tasks shorter than a span become one piece with others that begin in the same span."""
+    """Pieces in which tasks shorter than a span are joined with others that begin in the span."""
     program = timeline.program
     firsts, counts, starts, finishes, sizes, tasks, rows = [], [], [], [], [], [], []
     of_task = np.zeros(program.num_tasks, np.int64)
@@ -238,7 +238,7 @@ def _merged(
 
 
 def _extended(names: list[str], more: Sequence[str]) -> tuple[list[str], npt.NDArray[np.int64]]:
-    """Names with others behind them, and the places of the others."""
+    """Names with others appended, and the places of the others."""
     distinct, index = _indexed(more)
     return names + distinct, len(names) + np.array(index, np.int64)
 
@@ -254,9 +254,9 @@ def task_categories(timeline: Timeline) -> npt.NDArray[np.int64]:
 def thinned(
     times_s: FloatArray, num_bytes: FloatArray, most: int = MAX_MEMORY_POINTS
 ) -> tuple[FloatArray, FloatArray]:
-    """A stepped line in fewer points, nowhere below the true one and with the same maximum.
+    """A stepped line with fewer points, nowhere below the original and with the same maximum.
 
-    Of several values at one instant only the last is kept; where there are still too many points,
+    Of several values at one instant only the last is kept; if there are still too many points,
     each run of neighbours becomes its first time and its largest value.
 
     >>> thinned(np.array([0.0, 1.0, 1.0, 2.0]), np.array([5.0, 9.0, 7.0, 1.0]))
@@ -307,7 +307,7 @@ def _covered(start: FloatArray, finish: FloatArray) -> float:
 
 
 def _labels(timeline: Timeline) -> tuple[dict[tuple[int, ...], int], npt.NDArray[np.int64]]:
-    """A task that speaks for all of the same kind, subject and channel; and which, by task."""
+    """A task for all with the same kind, subject and channel; and the number of that, by task."""
     program = timeline.program
     keys = np.stack([program.kind, program.subject, program.channel], axis=1)
     found, first, label = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -330,7 +330,7 @@ def _category(kind: str) -> int:
 def _memory(timeline: Timeline, device: int) -> dict[str, Any]:
     most = min(MAX_MEMORY_POINTS, max(_ALL_MEMORY_POINTS // timeline.cluster.num_devices, 100))
     times_s, num_bytes = thinned(*timeline.memory(device), most)
-    # What is compared with the limit holds the margin as well.
+    # The values that are compared with the limit include the margin.
     num_bytes = num_bytes * (1.0 + MEMORY_MARGIN)
     place = timeline.cluster.devices[device]
     return {

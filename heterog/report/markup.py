@@ -1,6 +1,6 @@
-"""Small pieces of the report's HTML; every text that goes in is escaped here.
+"""Small pieces of the report's HTML; every text that is inserted is escaped here.
 
-Pictures stretch with the page, so they hold no text: labels stand beside them as HTML, which keeps
+Pictures stretch with the page, so they hold no text: labels are beside them as HTML, which keeps
 its size on every screen.
 """
 
@@ -26,7 +26,7 @@ def element(tag: str, content: str, **attributes: str) -> str:
 
 
 def section(identity: str, title: str, *content: str, note: str = "") -> str:
-    """A card of the page; nothing without content."""
+    """A card of the page; empty without content."""
     inner = "\n".join(filter(None, content))
     if not inner:
         return ""
@@ -39,7 +39,7 @@ def section(identity: str, title: str, *content: str, note: str = "") -> str:
 
 
 def beside_each_other(*sections: str) -> str:
-    """Sections beside each other where the screen is wide enough."""
+    """Sections side by side if the screen is wide enough."""
     kept = [each for each in sections if each]
     if len(kept) < 2:
         return "".join(kept)
@@ -50,9 +50,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Seque
     """A table that scrolls sideways if it has to.
 
     Args:
-        heads: texts of the first row.
-        rows: cells as HTML.
-        numbers: columns that are set like numbers.
+        heads: Texts of the first row.
+        rows: Cells as HTML.
+        numbers: Columns that are set like numbers.
     """
     head = "".join(_cell("th", escape(text), i in numbers) for i, text in enumerate(heads))
     body = "\n".join(
@@ -99,7 +99,7 @@ def stacked(parts: Iterable[tuple[float, str, str]], label: str) -> str:
 
 
 def percent(part: float) -> str:
-    """Whole percent; a decimal where there is little.
+    """Whole percent; with a decimal for small parts.
 
     >>> percent(0.416), percent(0.0163)
     ('42 %', '1.6 %')
@@ -108,5 +108,5 @@ def percent(part: float) -> str:
 
 
 def range_colour(index: int) -> str:
-    """Name of the colour of the range with this number among those that are told apart."""
+    """Name of the colour of the range with this number among the coloured ones."""
     return f"r{index}" if 0 <= index < NUM_COLOURS else "rest"

@@ -1,4 +1,4 @@
-"""Where a strategy puts things, by module: parameters, ops, devices, shares, synchronisation."""
+"""A strategy by module: parameters, ops, devices, shares, synchronisation."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ from heterog.strategy.sync import TRAITS
 
 @dataclass(slots=True)
 class ModuleNode:
-    """One module with all that is below it.
+    """One module with everything below it.
 
     Attributes:
-        name: last part of the path, or several parts where a module only holds another.
-        children: submodules in the order in which they first run.
-        parameter_bytes: of it and what is below.
-        num_ops: ops that cost something, likewise.
-        weight: FLOPs under each decision, likewise; what mixed shares are weighed by.
-        recomputed: whether what its ops make is made again for the backward pass, likewise.
-        syncs: how its parameters are synchronised, in words, likewise.
+        name: Last part of the path, or several parts if a module only contains another.
+        children: Submodules in the order in which they first run.
+        parameter_bytes: Bytes of parameters in the module and below it.
+        num_ops: Number of ops that cost something, likewise.
+        weight: FLOPs under each decision, likewise: the weights of mixed shares.
+        recomputed: Whether outputs of its ops are made again for the backward pass, likewise.
+        syncs: Synchronisations of its parameters, in words, likewise.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ModuleNode:
     syncs: dict[str, None] = field(default_factory=dict)
 
     def shares(self, num_devices: int) -> list[float]:
-        """Mean samples on each device, weighed by FLOPs.  # [num_devices]"""
+        """Mean samples on each device, weighted by FLOPs.  # [num_devices]"""
         total = sum(self.weight.values())
         mean = [0.0] * num_devices
         for (devices, shares), weight in self.weight.items():
@@ -45,7 +45,7 @@ class ModuleNode:
 
 
 def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleNode:
-    """The modules of a graph as a tree, each with the decisions for what it holds."""
+    """The modules of a graph as a tree, each with the decisions for its ops."""
     root = ModuleNode("(root)")
     group = group_ops(graph).group.tolist()
     for index, op in enumerate(graph.ops):
@@ -56,7 +56,7 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
         for node in _path(root, op.module):
             node.num_ops += 1
             node.recomputed.add(decision.recompute)
-            # Something, also for an op without FLOPs: it is placed as well.
+            # Not zero, also for an op without FLOPs: it is placed as well.
             node.weight[placed] = node.weight.get(placed, 0.0) + op.flops + 1.0
     ways = Lowered(lower(graph, cluster, strategy, num_steps=1), strategy, graph).ways
     for (op_index, tensor, _), home, way in zip(graph.updates, strategy.homes, ways, strict=True):
@@ -70,7 +70,7 @@ def module_tree(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> ModuleN
 
 
 def _path(root: ModuleNode, module: str) -> Iterator[ModuleNode]:
-    """The nodes from the root to a module, made where they are missing."""
+    """The nodes from the root to a module, created if missing."""
     node = root
     yield node
     for part in filter(None, module.split(".")):
@@ -79,7 +79,7 @@ def _path(root: ModuleNode, module: str) -> Iterator[ModuleNode]:
 
 
 def _owner(graph: OpGraph, tensor: int, module: str) -> str:
-    """The module that a parameter is an attribute of; the op's where the name does not say."""
+    """The module that a parameter is an attribute of; the op's if the name does not tell."""
     return graph.tensors[tensor].name.rpartition(".")[0] or module
 
 
@@ -93,7 +93,7 @@ def _sync(decision: Decision, home: int, cluster: Cluster) -> str:
 
 
 def _join_chains(node: ModuleNode) -> None:
-    """Join a module that only holds another with it: ``encoder`` and ``layer`` become one row."""
+    """Join modules that only contain one other: ``encoder`` and ``layer`` become one row."""
     for key, child in list(node.children.items()):
         while len(child.children) == 1:
             only = next(iter(child.children.values()))

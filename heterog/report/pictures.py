@@ -88,7 +88,7 @@ def _devices_svg(
 def _device_square(
     explanation: Explanation, device: int, told: Sequence[tuple[str, str]], number: int
 ) -> str:
-    """A square in stripes; how busy the device is, is the height of the dark bar at its right."""
+    """A square in stripes, with a dark bar at its right as high as the device is busy."""
     x, y = number % _PER_ROW * (_SIZE + _GAP), number // _PER_ROW * (_SIZE + _GAP)
     place, busy = explanation.plan.cluster.devices[device], explanation.busy[device]
     colours = list(dict.fromkeys(colour for colour, _ in told))
@@ -175,7 +175,7 @@ def history_picture(histories: Sequence[MethodHistory], chosen: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """What a plot of a search shows: seconds to the right, seconds per step upwards."""
+    """The frame of a plot of a search: seconds to the right, seconds per step upwards."""
 
     end_s: float
     best_s: float
@@ -200,7 +200,7 @@ def _frame(histories: Sequence[MethodHistory]) -> _Frame:
 
 
 def _steps(each: MethodHistory, frame: _Frame) -> str:
-    """A falling staircase from a method's first value to its end; a dot if that is at once."""
+    """A falling staircase from a method's first value to its end; a dot if both are at once."""
     seconds, _, value = each.points[0]
     drawn = [f"M{frame.x(seconds)} {frame.y(value)}"]
     drawn += [f"H{frame.x(at_s)}V{frame.y(step_s)}" for at_s, _, step_s in each.points[1:]]
@@ -208,7 +208,7 @@ def _steps(each: MethodHistory, frame: _Frame) -> str:
 
 
 def _so_far(histories: Sequence[MethodHistory], frame: _Frame) -> str:
-    """The best of all methods until each moment."""
+    """The best of all methods up to each moment."""
     found = sorted((point[0], point[2]) for each in histories for point in each.points)
     best = found[0][1]
     drawn = [f"M{frame.x(found[0][0])} {frame.y(best)}"]
@@ -223,11 +223,11 @@ def _so_far(histories: Sequence[MethodHistory], frame: _Frame) -> str:
 
 
 def small_timeline(timeline: Timeline, end_s: float) -> str:
-    """What every device computes, and when, in a picture of bounded size.
+    """The compute of every device over time, in a picture of bounded size.
 
     Args:
-        timeline: of a plan.
-        end_s: seconds at the right edge, so that several pictures can share a scale.
+        timeline: Timeline of a plan.
+        end_s: Seconds at the right edge, so that several pictures can share a scale.
     """
     lanes = [lane for lane in view_lanes(timeline) if lane.device >= 0][:_MOST_LANES]
     categories = task_categories(timeline)
@@ -248,13 +248,13 @@ def small_timeline(timeline: Timeline, end_s: float) -> str:
 def _most_used(
     timeline: Timeline, tasks: IntArray, kinds: npt.NDArray[np.int64], end_s: float
 ) -> list[int]:
-    """For each of ``_BINS`` equal spans the category that fills most of it, -1 for idle."""
+    """For each of ``_BINS`` equal spans, the category that fills most of it, -1 for idle."""
     edges = np.linspace(0.0, end_s, _BINS + 1)
     filled = np.zeros((len(CATEGORIES), _BINS))
     start, finish = timeline.start[tasks], timeline.finish[tasks]
     for category in np.unique(kinds):
         some = kinds == category
-        # Tasks of one device do not overlap, so their seconds until a moment grow in pieces.
+        # Tasks of one device do not overlap, so their seconds up to a moment grow in pieces.
         times = np.stack([start[some], finish[some]], axis=1).reshape(-1)
         done = np.cumsum(finish[some] - start[some])
         seconds = np.stack([done - (finish - start)[some], done], axis=1).reshape(-1)
@@ -265,7 +265,7 @@ def _most_used(
 
 
 def _runs(used: Sequence[int], top: int) -> Iterator[str]:
-    """Neighbouring spans of one category as one rectangle."""
+    """Rectangles, each of neighbouring spans of one category."""
     first = 0
     for index in range(1, len(used) + 1):
         if index == len(used) or used[index] != used[first]:

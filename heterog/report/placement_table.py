@@ -1,6 +1,6 @@
-"""Where things sit, as a small table: ranges of modules by devices, in samples or units.
+"""The placement as a small table: ranges of modules by devices, in samples or units.
 
-Devices stand in columns by host, or by type where there are too many hosts. A cell says what each
+Devices are in columns by host, or by type if there are too many hosts. A cell tells what each
 device of its column works on; ``-`` is nothing.
 """
 
@@ -15,7 +15,7 @@ from heterog.strategy.division import split_in_proportion
 from heterog.strategy.sync import TRAITS
 
 SHORT_SYNCS = {traits.words: traits.short for traits in TRAITS.values()}
-"""How gradients are aggregated, short enough for a column."""
+"""Short names of aggregations of gradients, for a column."""
 
 _MOST_IN_FULL = 4
 _WIDEST_CELL = 11
@@ -28,9 +28,9 @@ class DeviceColumn:
     """Devices that share a column.
 
     Attributes:
-        head: the host's name, or how many of which type.
-        kind: how many of which type.
-        devices: their indices.
+        head: Name of the host, or number and type of the devices.
+        kind: Number and type of the devices.
+        devices: Indices of the devices.
     """
 
     head: str
@@ -39,7 +39,7 @@ class DeviceColumn:
 
 
 def columns_by_host(cluster: Cluster) -> tuple[DeviceColumn, ...]:
-    """A column per host; several where a host holds several types."""
+    """A column per host; several if a host has several types."""
     columns = []
     for index, host in enumerate(cluster.hosts):
         by_type = _by_type(cluster, cluster.host_devices(index))
@@ -72,7 +72,7 @@ def _by_type(cluster: Cluster, devices: Iterable[int]) -> dict[str, tuple[int, .
 
 
 def legend(columns: Sequence[DeviceColumn]) -> str:
-    """What the columns hold: ``"A: 2 V100-16GB; B, C: 2 T4 each"``."""
+    """The devices of the columns: ``"A: 2 V100-16GB; B, C: 2 T4 each"``."""
     alike: dict[str, list[str]] = {}
     for column in columns:
         alike.setdefault(column.kind, []).append(column.head)
@@ -86,7 +86,7 @@ def _hosts(names: Sequence[str]) -> str:
 
 
 def range_name(each: Range) -> str:
-    """A range by the blocks of modules at its ends: ``"encoder.layer.1-5"``.
+    """Name of a range by the blocks of modules at its ends: ``"encoder.layer.1-5"``.
 
     >>> range_name(Range(first_group=0, num_groups=2, first="h.1.a", last="h.5.b", devices=(0,),
     ...                  shares=(8,)))
@@ -112,7 +112,7 @@ def _without_common(first: str, last: str) -> str:
 
 
 def amounts(each: Range) -> tuple[str, ...]:
-    """What each device of a range works on: samples, or units or percent where rules split ops.
+    """Work of each device of a range: samples, or units or percent if rules split ops.
 
     >>> amounts(Range(first_group=0, num_groups=1, first="a", last="a", devices=(0, 1),
     ...               shares=(6, 2), units=(512,), by_batch=False))
@@ -129,7 +129,7 @@ def amounts(each: Range) -> tuple[str, ...]:
 
 
 def cell(each: Range, column: DeviceColumn) -> str:
-    """What the devices of a column work on: one by one, or how many and what."""
+    """Work of the devices of a column: one by one, or how many and what."""
     of_device = dict(zip(each.devices, amounts(each), strict=True))
     told = [of_device.get(device, "-") for device in column.devices]
     working = [amount for amount in told if amount != "-"]
@@ -144,7 +144,7 @@ def cell(each: Range, column: DeviceColumn) -> str:
 
 
 def split_name(each: Range) -> str:
-    """What a range is split along: the batch, units of other axes, or both."""
+    """Axes along which a range is split: the batch, units of other axes, or both."""
     if not each.units:
         return "batch" if len(each.devices) > 1 else "-"
     units = "/".join(map(str, each.units[:2])) + "/..." * (len(each.units) > 2)
@@ -152,18 +152,18 @@ def split_name(each: Range) -> str:
 
 
 def sync_name(each: Range) -> str:
-    """How a range's gradients are aggregated, short."""
+    """Short name of the aggregation of a range's gradients."""
     return ", ".join(SHORT_SYNCS[name] for name in each.syncs) or "-"
 
 
 def placement_lines(plan: Plan, decided: Decided, width: int, most: int) -> list[str]:
-    """The table as lines of text: which devices, headings, a line per range.
+    """The table as lines of text: devices, headings, a line per range.
 
     Args:
-        plan: made or loaded.
-        decided: what its strategy says.
-        width: of every line at most.
-        most: lines at most, at least three; the last one counts ranges that are not shown.
+        plan: Plan, made or loaded.
+        decided: Decisions of its strategy.
+        width: Most columns of a line.
+        most: Most lines, at least three; the last one counts ranges that are not shown.
     """
     ranges, cluster = decided.ranges, plan.cluster
     if len(ranges) == 1 and len(ranges[0].devices) == 1:
@@ -241,7 +241,7 @@ def _width(table: Sequence[Sequence[str]]) -> int:
 
 
 def _narrowed(table: list[list[str]], width: int) -> list[list[str]]:
-    """Without the last devices, and names cut, where the table is wider than asked."""
+    """The table without the last devices, and with names cut, if it is wider than asked."""
     names = [row[0] for row in table]
     others = [row[1:] for row in table]
     is_cut = False
@@ -254,7 +254,7 @@ def _narrowed(table: list[list[str]], width: int) -> list[list[str]]:
 
 
 def _cut(text: str, room: int) -> str:
-    """A text without its middle where it is too long: ends tell modules apart."""
+    """A text without its middle if it is too long: modules differ at the ends."""
     if len(text) <= room:
         return text
     ahead = (room - 3) // 2

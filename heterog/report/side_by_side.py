@@ -19,17 +19,17 @@ from heterog.report.pictures import cluster_picture, small_timeline, stages_pict
 from heterog.units import format_seconds
 
 MOST_PLANS = 8
-"""Plans on one page."""
+"""Most plans on one page."""
 _NONE = "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPlan:
-    """A plan and what it is called on the page.
+    """A plan with its name on the page.
 
     Attributes:
-        name: of its file, say.
-        plan: to show.
+        name: Name to show, for instance that of its file.
+        plan: Plan to show.
     """
 
     name: str
@@ -69,7 +69,7 @@ def comparison_html(plans: Sequence[NamedPlan]) -> str:
 
 
 def _differences(plans: Sequence[NamedPlan]) -> list[str]:
-    """What to keep in mind where the plans answer different questions."""
+    """Remarks for plans that answer different questions."""
     first = plans[0].plan
     notes = []
     if any(each.plan.graph.name != first.graph.name for each in plans):

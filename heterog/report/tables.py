@@ -19,16 +19,16 @@ from heterog.planners.planner import MethodRow
 from heterog.planners.stability import best_data_parallel
 from heterog.units import GIB, format_bytes, format_seconds
 
-# More device types than this do not fit beside each other; then only the fullest device is shown.
+# More device types than this do not fit side by side; then only the fullest device is shown.
 _MAX_MEMORY_COLUMNS = 4
 
 
 class ModelEntry(Protocol):
-    """What a table of models shows; the zoo's entries have it."""
+    """An entry of a table of models, as the zoo's are."""
 
     @property
     def name(self) -> str:
-        """What users type."""
+        """Name that users type."""
 
     @property
     def family(self) -> str:
@@ -36,23 +36,23 @@ class ModelEntry(Protocol):
 
     @property
     def default_batch_size(self) -> int:
-        """Samples in the global batch."""
+        """Number of samples in the global batch."""
 
     @property
     def num_parameters(self) -> int:
-        """Trainable scalars."""
+        """Number of trainable scalars."""
 
     @property
     def description(self) -> str:
-        """One line."""
+        """Description in one line."""
 
 
 def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "") -> Table:
-    """What every method reached on one cluster, the best in bold.
+    """Results of every method on one cluster, the best in bold.
 
     Speed-ups are over the best data parallelism that can run; there are none if no such row is
-    ``ok``. Memory is that of the fullest device of each type. Where hosts have prices, there is a
-    column of what a step costs. Why a method cannot run is said below the table.
+    ``ok``. Memory is that of the fullest device of each type. If hosts have prices, there is a
+    column with the cost of a step. Reasons why a method cannot run are below the table.
     """
     best = best_data_parallel(rows)
     baseline = None if best is None else best.step_time_s
@@ -96,7 +96,7 @@ def _cost_cells(row: MethodRow, cluster: Cluster) -> list[str]:
 
 
 def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:
-    """The models that are built in."""
+    """The built-in models."""
     table = _table(title)
     table.add_column("model", no_wrap=True)
     table.add_column("family", no_wrap=True)
@@ -171,7 +171,7 @@ def _numbered(sources: Iterable[str]) -> dict[str, int]:
 
 
 def links_table(kinds: Sequence[LinkKind]) -> Table:
-    """Links inside a host: what is simulated beside what the data sheet says."""
+    """Links inside a host: the simulated rate beside that of the data sheet."""
     table = _table("intra: between the devices of a host, GB/s per direction")
     table.add_column("name", no_wrap=True)
     for header in ("used", "sheet", "source"):
@@ -202,7 +202,7 @@ def networks_table(kinds: Iterable[NetworkKind]) -> Table:
 
 
 def planners_table(methods: Iterable[MethodNote], *, title: str = "") -> Table:
-    """Methods in a line each."""
+    """Methods, one line each."""
     table = _table(title)
     table.add_column("method", no_wrap=True)
     table.add_column("stage", no_wrap=True)
@@ -214,7 +214,7 @@ def planners_table(methods: Iterable[MethodNote], *, title: str = "") -> Table:
 
 
 def _table(title: str) -> Table:
-    """An empty table whose lines cost little width."""
+    """An empty table whose lines take little width."""
     return Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
 
 
@@ -229,7 +229,7 @@ def _network(cluster: Cluster) -> str:
 
 
 def _memory_columns(cluster: Cluster) -> tuple[list[str], list[list[int]]]:
-    """Headers of the memory columns and the devices that each speaks for."""
+    """Headers of the memory columns, and the devices of each."""
     if len(cluster.device_types) > _MAX_MEMORY_COLUMNS:
         return ["peak"], [list(range(cluster.num_devices))]
     members = [
@@ -255,7 +255,7 @@ def _reasons(rows: Iterable[MethodRow]) -> Text | None:
 
 
 def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
-    """What each arriving job got: devices, start and end, or why it was blocked."""
+    """Result of each arriving job: devices, start and end, or why it was blocked."""
     table = _table(title)
     table.add_column("job", overflow="fold")
     for header in ("arrives", "starts", "ends"):
@@ -275,5 +275,5 @@ def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
 
 
 def _clock(time_s: float) -> str:
-    """Seconds since the first moment: ``0 s`` is no measurement in microseconds."""
+    """Seconds since the first moment: ``0 s``, not in microseconds, at that moment."""
     return format_seconds(time_s) if time_s else "0 s"

@@ -25,10 +25,10 @@ def write_trace(
     """Write a trace; compressed if the name ends in ``.gz``, which Perfetto reads as well.
 
     Args:
-        path: the file.
-        timeline: what to show.
-        title: kept in the file's metadata.
-        memory: counters of memory: ``True`` for the timeline's own, or (seconds, bytes) by device
+        path: Path of the file.
+        timeline: Timeline to show.
+        title: Title kept in the file's metadata.
+        memory: Counters of memory: ``True`` for the timeline's own, or (seconds, bytes) by device
             index, or ``False`` for none.
 
     Raises:
@@ -67,9 +67,9 @@ def write_comparison(path: str | Path, predicted: Timeline, measured: Timeline) 
     """Write predicted and measured lanes of the same program into one trace.
 
     Args:
-        path: the file.
-        predicted: by the simulator.
-        measured: on real devices; tasks whose times are NaN are left out.
+        path: Path of the file.
+        predicted: Timeline of the simulator.
+        measured: Timeline on real devices; tasks whose times are NaN are left out.
 
     Raises:
         InputFileError: the file cannot be written.
@@ -82,7 +82,7 @@ def write_comparison(path: str | Path, predicted: Timeline, measured: Timeline) 
             if event["name"] == "process_name":
                 event["args"] = {"name": f"{event['args']['name']}, {what}"}
             elif event["name"] == "process_sort_index":
-                # Predicted and measured lanes of a host one below the other.
+                # Predicted and measured lanes of a host, one below the other.
                 place = 2 * event["args"]["sort_index"] + (what == "measured")
                 event["args"] = {"sort_index": place}
     for event in others:
@@ -119,9 +119,9 @@ def _threads_and_tasks(timeline: Timeline) -> Iterator[dict[str, Any]]:
 
 
 def _without_overlap(timeline: Timeline, lane: Lane) -> Sequence[Sequence[int]]:
-    """A lane's tasks on as many rows as it takes: events of one thread must not overlap.
+    """A lane's tasks on as many rows as necessary: events of one thread must not overlap.
 
-    Transfers of one pair do, by their latency.
+    Transfers of one pair do overlap, by their latency.
     """
     rows: list[list[int]] = [[]]
     free_from = [0]
@@ -139,7 +139,7 @@ def _without_overlap(timeline: Timeline, lane: Lane) -> Sequence[Sequence[int]]:
 
 
 def _nanoseconds(timeline: Timeline, task: int) -> tuple[int, int]:
-    """Begin and end in whole nanoseconds, Perfetto's resolution: neighbours then touch exactly."""
+    """Start and end in whole nanoseconds, Perfetto's resolution: neighbours then touch exactly."""
     return round(float(timeline.start[task]) * 1e9), round(float(timeline.finish[task]) * 1e9)
 
 
@@ -176,7 +176,7 @@ def _counters(
     for device, (times_s, num_bytes) in memory.items():
         points = list(zip(times_s.tolist(), num_bytes.tolist(), strict=True))
         for index, (time_s, amount) in enumerate(points):
-            # Of several changes at one instant only the last can be seen.
+            # Of several changes at one instant only the last is visible.
             if index + 1 < len(points) and points[index + 1][0] == time_s:
                 continue
             yield {

@@ -27,7 +27,7 @@ _WIDTH = 100
 
 
 def explanation_text(explanation: Explanation) -> Group:
-    """The paragraphs of an explanation and, first, what to do."""
+    """The paragraphs of an explanation, with the advice first."""
     first = Text.assemble(("In short: ", "bold"), explanation.recommendation)
     parts = [first, *map(Text, explanation.paragraphs)]
     return Group(*(_wrapped(part) for part in parts))
@@ -41,7 +41,7 @@ def _wrapped(text: Text) -> Padding:
 
 
 def memory_table(fit: Fit, *, title: str = "Memory of each device at its fullest (GiB)") -> Table:
-    """What fills each device, in GiB; kinds that are nowhere 0.05 GiB are left out.
+    """Memory of each device by use, in GiB, without uses that are below 0.05 GiB everywhere.
 
     Devices that are equal to the last digit shown share a row.
     """

@@ -1,4 +1,4 @@
-"""The one place that knows accelerators: what torch calls them, and how their ranks communicate.
+"""The one place that knows accelerators: their names in torch, and how their ranks communicate.
 
 Everything else asks here for a device, a stream, a clock or a generator and gets torch's own for
 the accelerator of this machine, or those of the CPU. A new kind of accelerator is a row of
@@ -20,7 +20,7 @@ from heterog.errors import HeterogError
 
 CPU = torch.device("cpu")
 CPU_BACKEND = "gloo"
-"""Of ``torch.distributed``, for tensors in the memory of a CPU."""
+"""Backend of ``torch.distributed`` for tensors in the memory of a CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class Accelerator:
     """A kind of accelerator.
 
     Attributes:
-        device_type: torch's name.
-        backend: of ``torch.distributed``, for tensors that lie on it.
-        visible_devices: environment variables that say which of them a process sees.
+        device_type: Torch's name for it.
+        backend: Backend of ``torch.distributed`` for tensors in its memory.
+        visible_devices: Environment variables that limit which of them a process sees.
     """
 
     device_type: str
@@ -39,7 +39,7 @@ class Accelerator:
 
     @property
     def module(self) -> Any:
-        """Torch's module for it, ``torch.cuda`` say."""
+        """Torch's module for it, for example ``torch.cuda``."""
         return torch.get_device_module(self.device_type)
 
 
@@ -59,9 +59,9 @@ def accelerator() -> Accelerator | None:
     """The accelerator of this machine; ``None`` if ranks run on its CPU.
 
     Raises:
-        HeterogError: torch sees one of a kind that is not known here.
+        HeterogError: torch sees an accelerator of an unknown kind.
     """
-    # Not torch's current accelerator: that is what torch was built for, there or not.
+    # Not torch's current accelerator, which is the one torch was built for, present or not.
     if not torch.accelerator.is_available():
         return None
     found = torch.accelerator.current_accelerator()
@@ -80,17 +80,17 @@ def accelerator() -> Accelerator | None:
 
 
 def has_accelerator() -> bool:
-    """Whether ranks of this machine can run on something else than its CPU."""
+    """Whether ranks of this machine can run on something other than its CPU."""
     return accelerator() is not None
 
 
 def device_count() -> int:
-    """Accelerators that this process sees."""
+    """Number of accelerators that this process sees."""
     return torch.accelerator.device_count() if has_accelerator() else 0
 
 
 def use_device(index: int) -> None:
-    """Make an accelerator the one of this process."""
+    """Select the accelerator of this process."""
     torch.accelerator.set_device_index(index)
 
 
@@ -112,7 +112,7 @@ def device_of(index: int) -> torch.device:
 def is_accelerated(where: torch.device | Tensor) -> bool:
     """Whether a device, or that of a tensor, is an accelerator: its kernels run behind a queue."""
     device = where.device if isinstance(where, Tensor) else where
-    # Not whatever is no CPU: rehearsals run on shapes, on torch's device "meta".
+    # Not everything that is no CPU: rehearsals run on shapes, on torch's device "meta".
     return any(device.type == each.device_type for each in _KNOWN)
 
 
@@ -129,7 +129,7 @@ def backends(num_local_ranks: int) -> str:
 
 
 def rank_device() -> torch.device:
-    """Where this rank computes: its accelerator, if its process group takes tensors from there."""
+    """Device on which this rank computes: its accelerator, if its process group supports that."""
     known = accelerator()
     if known is None or f"{known.device_type}:" not in dist.get_backend_config():
         return CPU
@@ -137,7 +137,7 @@ def rank_device() -> torch.device:
 
 
 def wire_device() -> torch.device:
-    """Where tensors lie that travel: on the accelerator, if its own backend carries them."""
+    """Device of tensors that are sent: the accelerator, if its own backend carries them."""
     known = accelerator()
     if known is None or f"{known.device_type}:{known.backend}" not in dist.get_backend_config():
         return CPU
@@ -151,7 +151,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def queue_mark(device: torch.device) -> Any:
-    """A mark in the queue of an accelerator: ``elapsed_time`` of a later one is milliseconds."""
+    """Record an event in an accelerator's queue; ``elapsed_time`` of a later one is in ms."""
     module = torch.get_device_module(device)
     event = module.Event(enable_timing=True)
     event.record(module.current_stream())
@@ -160,7 +160,7 @@ def queue_mark(device: torch.device) -> Any:
 
 @contextmanager
 def stream_of_priority(device: torch.device, *, high: bool) -> Iterator[None]:
-    """Kernels of the body go before, or behind, those of other streams of this process."""
+    """Run kernels of the body before, or behind, those of other streams of this process."""
     if not is_accelerated(device):
         yield
         return
@@ -183,31 +183,31 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def reset_peak_memory() -> None:
-    """From now on count the most bytes that this process's accelerator holds."""
+    """Restart the count of the most bytes that this process's accelerator holds."""
     torch.accelerator.reset_peak_memory_stats()
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes that this process's accelerator held since the count was reset."""
+    """Most bytes that this process's accelerator has held since the count was reset."""
     return int(torch.accelerator.max_memory_allocated())
 
 
 def device_label(index: int | None = None) -> str:
-    """An accelerator's name as its driver says it; by default that of this process."""
+    """Name of an accelerator as its driver reports it; by default that of this process."""
     known = accelerator()
     assert known is not None
     return str(known.module.get_device_name(index))
 
 
 def device_memory_bytes(index: int) -> int:
-    """Memory of an accelerator."""
+    """Total memory of an accelerator."""
     known = accelerator()
     assert known is not None
     return int(known.module.get_device_properties(index).total_memory)
 
 
 def computes_bfloat16() -> bool:
-    """Whether the accelerators of this machine have bfloat16."""
+    """Whether the accelerators of this machine support bfloat16."""
     known = accelerator()
     return known is not None and bool(known.module.is_bf16_supported())
 
@@ -220,7 +220,7 @@ def are_peers(index: int, other: int) -> bool:
 
 
 def why_none() -> str:
-    """That there is no accelerator, and which variables may hide one, as a clause."""
+    """A clause that says that there is no accelerator, and which variables may hide one."""
     names = [name for each in _KNOWN for name in each.visible_devices]
     hiding = [f"{name}={os.environ[name]!r}" for name in names if name in os.environ]
     return "PyTorch sees no accelerator here" + (f" ({', '.join(hiding)})" if hiding else "")

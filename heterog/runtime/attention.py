@@ -24,7 +24,7 @@ def attention(
     attn_mask: Tensor | None,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """(output, what the backward op is given and does not need)."""
+    """The output, and a placeholder for the value that the backward op gets and does not use."""
     output = scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale
     )
@@ -57,4 +57,4 @@ def attention_backward(
 ATTENTION: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {"attention": attention, "attention_backward": attention_backward}
 )
-"""What runs a canonical op, in the order of the CPU kernels' arguments."""
+"""Functions that run canonical ops; arguments are in the order of the CPU kernels'."""

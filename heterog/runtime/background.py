@@ -36,7 +36,7 @@ _LEAST_DUTY = 0.02
 _BACK_OFF = 0.5
 _SPEED_UP = 1.15
 _MARGIN = 0.5
-"""Part of the allowed slow-down that the governor aims at: steps differ."""
+"""Fraction of the allowed slow-down that the governor aims at, because steps vary."""
 _POLL_S = 0.01
 _NICEST = 19
 
@@ -45,8 +45,8 @@ class Trainer:
     """A plain training loop on one device.
 
     Args:
-        workload: what to train; its batch is what one step takes.
-        device: where.
+        workload: The workload to train; a step takes its batch.
+        device: Device to train on.
     """
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
@@ -76,14 +76,14 @@ class Trainer:
 
 
 class Governor:
-    """Decides how much the background may do.
+    """Decides how much of the time the background may use.
 
     Args:
-        limit: the largest slow-down of the foreground.
-        num_alone: steps that say how long the foreground takes alone.
+        limit: Largest allowed slow-down of the foreground, as a factor of its step time.
+        num_alone: Number of first steps that measure how long the foreground takes alone.
 
     Attributes:
-        duty: part of the time that the background may use, 0 to 1; 0 until it may begin.
+        duty: Fraction of the time that the background may use, 0 to 1; 0 until it may begin.
     """
 
     def __init__(self, limit: float, num_alone: int = ALONE_STEPS) -> None:
@@ -96,14 +96,14 @@ class Governor:
 
     @property
     def alone_s(self) -> float:
-        """Seconds of a foreground step alone; 0 before it is known."""
+        """Seconds of a foreground step alone; 0 until it is known."""
         return statistics.median(self._alone) if len(self._alone) >= self._num_alone else 0.0
 
     def observe(self, step_s: float) -> None:
-        """A foreground step is over.
+        """Take in the duration of a foreground step.
 
-        The bound is kept on the mean since the background began, not on every step: one that was
-        slow is made up for by resting.
+        The bound holds for the mean since the background began, not for every step: a slow step
+        is made up for by resting.
         """
         if len(self._alone) < self._num_alone:
             self._alone.append(step_s)
@@ -122,10 +122,10 @@ class Governor:
 
 
 class StepWatch:
-    """Sees from a rank's heartbeat file when its training steps begin.
+    """Measures the training steps of a rank from its heartbeat file.
 
     Args:
-        heartbeat: the file that the rank writes its stage to, at the begin of each step.
+        heartbeat: File to which the rank writes its stage at the start of each step.
     """
 
     def __init__(self, heartbeat: Path) -> None:
@@ -171,9 +171,9 @@ class LowPriorityThread(threading.Thread):
     """A background job inside a rank's process, on a stream of low priority.
 
     Args:
-        trainer: the job.
-        device: the rank's.
-        governor: the rank tells it how long each of its steps took.
+        trainer: Training loop of the job.
+        device: Device of the rank.
+        governor: The governor, to which the rank reports the duration of each of its steps.
     """
 
     def __init__(self, trainer: Trainer, device: torch.device, governor: Governor) -> None:
@@ -198,7 +198,7 @@ class LowPriorityThread(threading.Thread):
             self._over.wait((time.perf_counter() - begin) * (1.0 - duty) / duty)
 
     def stop(self) -> int:
-        """End it; returns the steps it did."""
+        """Stop the thread; returns the number of steps done."""
         self._over.set()
         self.join()
         return self.steps
@@ -209,7 +209,7 @@ def train_beside(
 ) -> None:
     """Train beside a rank of CPUs until this process is ended.
 
-    After every step, ``output`` says what was done so far.
+    After every step, ``output`` is rewritten with what was done so far.
     """
     trainer = Trainer(workload, torch.device("cpu"))
     governor = Governor(limit)

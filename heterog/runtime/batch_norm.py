@@ -1,7 +1,7 @@
-"""How many samples each BatchNorm sees: its statistics are those of a replica's own samples.
+"""How many samples each BatchNorm takes its statistics over.
 
-With a rule (its channels are split, or each member of a team does all of it) they are those of all
-samples of the team.
+Without a sharding rule these are a replica's own samples. With one (its channels are split, or
+each member of a team computes all of it) they are all samples of the team.
 """
 
 from heterog.graph.axis_plan import axis_plan
@@ -14,15 +14,15 @@ from heterog.strategy.strategy import Strategy
 
 
 def batch_norm_samples(graph: OpGraph, strategy: Strategy) -> dict[str, dict[int, int]]:
-    """The fewest samples over which each BatchNorm takes its statistics on each device.
+    """Find the fewest samples over which each BatchNorm takes its statistics on each device.
 
     Args:
-        graph: the captured step.
-        strategy: made for it.
+        graph: The captured step.
+        strategy: Strategy for that step.
 
     Returns:
-        By module path, then by device; the smallest micro-batch counts, and devices without
-        samples, where the statistics never change, are left out.
+        Number of samples by module path, then by device; the smallest micro-batch counts.
+        Devices without samples, where the statistics never change, are left out.
     """
     specials = batch_plan(graph).specials
     group = group_ops(graph).group

@@ -1,4 +1,4 @@
-"""Whose running statistics count: those of the first device that computes the module."""
+"""Owners of buffers: running statistics are those of the first device that runs the module."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from heterog.strategy.strategy import Strategy
 
 
 class SplitBuffer(NamedTuple):
-    """A buffer of which each member of a team steps its own units.
+    """A buffer of which each member of a team updates its own units.
 
     Attributes:
-        placement: of the units.
-        spans: units of each device.
-        members: of the owner's team, which together have all of it.
+        placement: Position of the units in the buffer.
+        spans: Units of each device.
+        members: Members of the owner's team, which together hold all units.
     """
 
     placement: Placement
@@ -25,11 +25,11 @@ class SplitBuffer(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Whose copies of buffers count, by the buffers' names.
+    """Rank whose copy of each buffer counts, by name of the buffer.
 
     Attributes:
-        owners: the rank whose copy counts.
-        split: those that rules split: their owner has its own units of them alone.
+        owners: Rank whose copy counts.
+        split: Buffers that rules split; their owner holds only its own units of them.
     """
 
     owners: dict[str, int]
@@ -37,10 +37,10 @@ class Buffers(NamedTuple):
 
 
 def buffers_of(graph: OpGraph, strategy: Strategy) -> Buffers:
-    """Whose copy of each buffer counts.
+    """Find which rank's copy of each buffer counts.
 
     A module runs where its group is, so a rank that computes none of it has statistics that never
-    change. What depends on no sample (counters) is computed wherever there are any.
+    change. Buffers that depend on no sample (counters) are updated wherever there are samples.
     """
     group = group_ops(graph).group
     plan = axis_plan(graph, strategy.op_rules)
@@ -62,5 +62,5 @@ def buffers_of(graph: OpGraph, strategy: Strategy) -> Buffers:
 
 
 def _first(spans: Spans) -> int:
-    """The first device that works on something in any micro-batch."""
+    """The first device that has work in any micro-batch."""
     return next(d for d in spans.devices if any(shares[d] for shares in spans.shares))

@@ -1,4 +1,4 @@
-"""Causal attention of some queries: the part of a sequence that one device of a team has.
+"""Causal attention of some queries: those of the part of a sequence that one device has.
 
 The queries ``[first, first + n)`` see all keys before ``first``, and of the ``n`` keys from there
 on each query sees those up to its own. So two calls of the captured kernel do it, one without a
@@ -36,13 +36,13 @@ def on_causal_rows(
     """Run causal attention, or its backward, on some of the queries and all keys.
 
     Args:
-        call: the op.
-        kernel: what runs it.
-        inputs: its tensor inputs; those that belong to queries are the local ones.
-        first: position of the first local query.
+        call: The op.
+        kernel: Function that runs the op.
+        inputs: Its tensor inputs; those that belong to queries hold only the local ones.
+        first: Position of the first local query.
 
     Returns:
-        The outputs of the op: of queries the local ones, of keys and values parts of a sum.
+        The outputs of the op: for queries the local rows, for keys and values parts of a sum.
     """
     run = _backward if "grad_out" in call.args else _forward
     return run(call, kernel, list(inputs), first)
@@ -51,13 +51,13 @@ def on_causal_rows(
 def on_masked_rows(
     call: OpCall, kernel: MaskedKernel, inputs: Sequence[Tensor], first: int
 ) -> list[Tensor]:
-    """The same with one call, of a kernel that takes masks.
+    """Do the same with one call of a kernel that takes masks.
 
     Args:
-        call: the op.
-        kernel: what runs it.
-        inputs: its tensor inputs; those that belong to queries are the local ones.
-        first: position of the first local query.
+        call: The op.
+        kernel: Function that runs the op with a mask.
+        inputs: Its tensor inputs; those that belong to queries hold only the local ones.
+        first: Position of the first local query.
     """
     (query,), (key,) = positions(call, "query"), positions(call, "key")
     num, rows = inputs[query].shape[_ROWS], inputs[key].shape[_ROWS]
@@ -99,7 +99,7 @@ def _backward(call: OpCall, kernel: Kernel, inputs: list[Tensor], first: int) ->
 
 
 def _with_keys(call: OpCall, inputs: list[Tensor], first: int, num: int) -> list[Tensor]:
-    """The inputs with some of the keys and values only."""
+    """The inputs with only some of the keys and values."""
     keys = positions(call, "key", "value")
     return [
         each.narrow(_ROWS, first, num) if where in keys else each

@@ -1,4 +1,4 @@
-"""Messages as bytes: what is encoded of a tensor, and what comes out of it again.
+"""Encoding tensors as messages of bytes, and decoding them.
 
 ``strategy.codec`` says what each codec keeps and how long its messages are. A message is one flat
 ``uint8`` tensor, its parts with the widest elements first, so that each lies where its type wants:
@@ -7,7 +7,7 @@
     int8    scales (fp32), one for each block; elements
     top_k   kept values and their indices, or kept values and a bitmap
 
-What is not finite stays not finite: training that has gone wrong must be seen to have.
+Values that are not finite stay so: training that has gone wrong must not look right.
 """
 
 import torch
@@ -20,11 +20,11 @@ _MOST_HALF = 65504.0
 
 
 def encode(tensor: Tensor, codec: Codec) -> Tensor:
-    """The message of a tensor, of ``codec.message_bytes`` bytes.
+    """Encode a tensor as a message of ``codec.message_bytes`` bytes.
 
     Args:
-        tensor: of floating-point numbers, not empty.
-        codec: one for which the tensor is not plain; see ``Codec.is_plain``.
+        tensor: Tensor of floating-point numbers, not empty.
+        codec: A codec for which the tensor is not plain; see ``Codec.is_plain``.
     """
     flat = tensor.detach().reshape(-1)
     if flat.is_meta:  # a rehearsal
@@ -38,13 +38,13 @@ def encode(tensor: Tensor, codec: Codec) -> Tensor:
 
 
 def decode(message: Tensor, num_elements: int, dtype: torch.dtype, codec: Codec) -> Tensor:
-    """The flat tensor that a message stands for.
+    """Decode a message into a flat tensor.
 
     Args:
-        message: from ``encode``.
-        num_elements: of the tensor.
-        dtype: of the tensor.
-        codec: with which it was encoded.
+        message: A message from ``encode``.
+        num_elements: Number of elements of the tensor.
+        dtype: Dtype of the tensor.
+        codec: The codec that encoded it.
     """
     if message.is_meta:
         return torch.empty(num_elements, dtype=dtype, device=message.device)
@@ -64,7 +64,7 @@ def decode(message: Tensor, num_elements: int, dtype: torch.dtype, codec: Codec)
 
 
 def add_decoded(total: Tensor, message: Tensor, codec: Codec) -> None:
-    """Add what a message stands for to a flat tensor, which a sparse one touches in few places."""
+    """Add a decoded message to a flat tensor; a sparse one changes few of its elements."""
     if message.is_meta:
         return
     if codec.kind == CodecKind.TOP_K:
@@ -75,7 +75,7 @@ def add_decoded(total: Tensor, message: Tensor, codec: Codec) -> None:
 
 
 def _halves(flat: Tensor) -> Tensor:
-    """In half precision; finite values beyond its range become the largest that it has."""
+    """Convert to half precision; finite values beyond its range become its largest ones."""
     half = flat.to(torch.float16)
     least, most = torch.aminmax(flat)
     if -_MOST_HALF <= least and most <= _MOST_HALF:
@@ -85,7 +85,7 @@ def _halves(flat: Tensor) -> Tensor:
 
 
 def _steps(flat: Tensor) -> Tensor:
-    """Scales of all blocks, then every element in steps of its block's scale."""
+    """Scales of all blocks, followed by every element in steps of its block's scale."""
     num_elements = flat.numel()
     wide = flat.to(torch.float32)
     short = -num_elements % INT8_BLOCK
@@ -100,7 +100,7 @@ def _steps(flat: Tensor) -> Tensor:
 
 
 def _largest(flat: Tensor, codec: Codec) -> Tensor:
-    """The kept values, and where they lie."""
+    """The kept values, followed by their positions."""
     num_elements = flat.numel()
     kept, has_bitmap = codec.kept(num_elements, flat.element_size())
     is_kept = _is_among_largest(flat, kept)
@@ -126,7 +126,7 @@ def _is_among_largest(flat: Tensor, kept: int) -> Tensor:
 def _kept(
     message: Tensor, num_elements: int, dtype: torch.dtype, codec: Codec
 ) -> tuple[Tensor, Tensor]:
-    """The values of a sparse message, and where they lie."""
+    """The values of a sparse message and their positions."""
     value_bytes = dtype.itemsize
     kept, has_bitmap = codec.kept(num_elements, value_bytes)
     if has_bitmap:
@@ -142,7 +142,7 @@ def _kept(
 
 
 def _bits(flags: Tensor) -> Tensor:
-    """Eight flags in each byte: those of one bit are neighbours, which processors add at once."""
+    """Pack eight flags into each byte; flags of one bit are neighbours, which packs quickly."""
     bits = flags.to(torch.uint8)
     short = -bits.numel() % 8
     if short:
@@ -155,7 +155,7 @@ def _bits(flags: Tensor) -> Tensor:
 
 
 def _places(bits: Tensor, num_elements: int) -> Tensor:
-    """Where the flags of ``_bits`` are set."""
+    """Positions of the flags that are set in the result of ``_bits``."""
     flags = torch.cat([(bits >> number) & 1 for number in range(8)])
     return flags[:num_elements].nonzero().view(-1)
 

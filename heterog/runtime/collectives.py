@@ -22,14 +22,14 @@ from heterog.runtime.recorder import Recorder
 
 
 class Pending:
-    """A tensor that is on its way.
+    """A tensor whose communication is under way.
 
     Args:
-        work: the communication, ``None`` if there is nothing to wait for.
-        finish: makes the tensor once the communication is done.
-        waited: called after the wait with its begin and its end, seconds of the process's clock.
-        forgotten: called with ``work`` and ``finish`` if this is let go before anybody has waited
-            for it. The communication goes on, and writes into tensors that ``finish`` keeps.
+        work: The communication; ``None`` if there is nothing to wait for.
+        finish: Makes the tensor once the communication is done.
+        waited: Called after the wait with its start and end, in seconds of the process's clock.
+        forgotten: Called with ``work`` and ``finish`` if this object is dropped before a wait. The
+            communication goes on, and writes into tensors that ``finish`` keeps.
     """
 
     __slots__ = ("_finish", "_forgotten", "_value", "_waited", "_work")
@@ -48,10 +48,10 @@ class Pending:
         self._value: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """The tensor; may be called any number of times."""
+        """Wait for the tensor and return it; may be called any number of times."""
         if self._finish is not None:
             work, finish = self._work, self._finish
-            self._work = self._finish = None  # waited for once, also if it fails
+            self._work = self._finish = None  # only waited for once, even if it fails
             if work is not None:
                 begin = time.perf_counter()
                 work.wait()
@@ -68,11 +68,11 @@ class Pending:
 
 
 class Sending:
-    """Sends to one rank: holds each tensor until it has been sent.
+    """Sends to one rank; holds each tensor until it has been sent.
 
-    gloo tells that a send is done only to who waits for it: a thread does, so that what was sent
-    is let go at once and not at the end of the step. An accelerator's wait orders streams and does
-    not block: its tensors are held until ``wait``.
+    gloo reports the end of a send only to the thread that waits for it. A thread does, so that
+    memory is freed at once and not at the end of the step. An accelerator's wait orders streams
+    and does not block, so its tensors are held until ``wait``.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Sending:
         self._thread: threading.Thread | None = None
 
     def add(self, work: dist.Work, tensor: Tensor) -> int:
-        """Hold a tensor until its send is done; the number of sends so far, for ``wait``."""
+        """Hold a tensor until it is sent; returns the number of sends so far, for ``wait``."""
         if is_accelerated(tensor):
             self._on_gpu.append((work, tensor))
             self._num_added += 1
@@ -99,12 +99,12 @@ class Sending:
         return self._num_added
 
     def release(self) -> None:
-        """Let go what has been sent, in the thread that made it: profilers count by thread."""
+        """Drop sent tensors in the thread that made them, because profilers count by thread."""
         with self._changed:
             self._sent.clear()
 
     def flush(self) -> None:
-        """Until all is sent.
+        """Wait until all is sent.
 
         Raises:
             RuntimeError: the connection was lost.
@@ -112,7 +112,7 @@ class Sending:
         self.wait(self._num_added)
 
     def wait(self, number: int) -> None:
-        """Until the first ``number`` sends are done; let their tensors go.
+        """Wait until the first ``number`` sends are done, and drop their tensors.
 
         Raises:
             RuntimeError: the connection was lost.
@@ -159,12 +159,12 @@ class _Works:
         self._sends = sends
 
     def wait(self) -> None:
-        """Until what is received is there."""
+        """Wait until everything to be received has arrived."""
         for work in self._works:
             work.wait()
 
     def wait_for_sends(self) -> None:
-        """Until what is sent may be let go."""
+        """Wait until the sent tensors may be dropped."""
         for sending, number in self._sends:
             sending.wait(number)
 
@@ -176,11 +176,11 @@ class Communicator:
     ``_start_all_reduce``; a subclass may replace these (``rehearsal`` does).
 
     Args:
-        rank: this rank; ranks are device indices.
-        device_sets: every set of devices that communicates; the same on all ranks.
+        rank: Number of this rank; ranks are device indices.
+        device_sets: Every set of devices that communicates; the same on all ranks.
 
     Attributes:
-        recorder: notified of every wait, if set.
+        recorder: Recorder notified of each wait, if set.
     """
 
     def __init__(self, rank: int, device_sets: Iterable[tuple[int, ...]]) -> None:
@@ -219,7 +219,7 @@ class Communicator:
     def _start_all_reduce(
         self, tensor: Tensor, group: dist.ProcessGroup | None = None
     ) -> dist.Work | None:
-        # Given a view that runs through memory in steps, gloo adds up what lies between them.
+        # For a view with strides, gloo would also add up the memory in between.
         assert tensor.is_contiguous()
         work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
         return work
@@ -229,12 +229,12 @@ class Communicator:
         return self._pending(self._start_all_reduce(tensor), lambda: tensor)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Send without waiting; ``wait_for_send`` and ``flush`` wait."""
+        """Start a send; ``wait_for_send`` and ``flush`` wait for it."""
         tensor = tensor.contiguous()
         self._sent[tag] = self._keep(self._start_send(tensor, dst, tag=tag), tensor, dst)
 
     def wait_for_send(self, tag: int) -> None:
-        """Until what was sent may be let go, if it was sent from here and not waited for yet."""
+        """Wait until a sent tensor may be dropped, if it was sent here and not waited for."""
         if tag in self._sent:
             sending, number = self._sent.pop(tag)
             sending.wait(number)
@@ -297,13 +297,13 @@ class Communicator:
         """Sum the slices of flat tensors that some of the devices have.
 
         Args:
-            tensor: this rank's; ``None`` if it is not one of ``senders``.
-            devices: each gets the sum of its slice, the others' tensors may end.
-            counts: elements of each device's slice.
-            senders: devices that have a tensor.
-            like: has the slices' dtype and device.
-            before: a slice that the sum is added to.
-            in_place: the sum may overwrite this rank's own slice of ``tensor``.
+            tensor: This rank's tensor; ``None`` if the rank is not one of ``senders``.
+            devices: Devices that each get the sum of their slice.
+            counts: Number of elements of each device's slice.
+            senders: Devices that have a tensor.
+            like: A tensor with the dtype and device of the slices.
+            before: A slice that the sum is added to.
+            in_place: Whether the sum may overwrite this rank's own slice of ``tensor``.
         """
         index, nothing = devices.index(self.rank), like.new_empty(0)
         slices = [nothing] * len(devices)
@@ -323,7 +323,7 @@ class Communicator:
                 total = before.wait()
             elif in_place and tensor is not None:
                 total = parts.pop()
-            elif not parts:  # in this slice group nobody has a gradient, in others somebody has
+            elif not parts:  # nobody has a gradient in this slice group, unlike in others
                 total = like.new_zeros(counts[index])
             else:
                 total = parts.pop(0)
@@ -351,10 +351,10 @@ class Communicator:
         counts: Sequence[int],
         receivers: Sequence[int],
     ) -> Pending | None:
-        """Bring the slices of all devices together on some of them, in a new flat tensor.
+        """Gather the slices of all devices on some of them, in a new flat tensor.
 
         Returns:
-            The whole, or ``None`` if this rank is not one of ``receivers``.
+            The whole tensor, or ``None`` if this rank is not one of ``receivers``.
         """
         nothing = own.new_empty(0)
         received = [nothing] * len(devices)
@@ -432,15 +432,15 @@ class Communicator:
         return Pending(work, finish, waited, self._keep_forgotten)
 
     def _keep_forgotten(self, work: "dist.Work | _Works", finish: Callable[[], Tensor]) -> None:
-        """Keep what is under way and what it writes into until ``flush``.
+        """Keep an abandoned communication and the memory that it writes to until ``flush``.
 
         gloo's connection hangs if the memory of a receive that is under way is let go.
         """
         self._forgotten.append((work, finish))
 
     def flush(self) -> None:
-        """Wait for everything that was sent, and for what nobody on this rank has waited for."""
-        while self._forgotten:  # what finishes one may be the last to hold another
+        """Wait for all sends, and for communication that was abandoned on this rank."""
+        while self._forgotten:  # finishing one may release the last reference to another
             work, finish = self._forgotten.pop()
             work.wait()
             del finish
@@ -486,7 +486,7 @@ def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:
 
 
 def gather_texts(text: str) -> list[str]:
-    """What every rank says, as UTF-8 bytes: objects would be pickled."""
+    """Gather a text from every rank, as UTF-8 bytes; objects would have to be pickled."""
     mine = text.encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(mine)]))

@@ -1,4 +1,4 @@
-"""Values on their way between divisions of the work: sends, joins, reductions, gathers."""
+"""Conversion of values between divisions of the work: sends, joins, reductions, gathers."""
 
 from collections.abc import Mapping
 
@@ -21,14 +21,14 @@ from heterog.strategy.program import TaskKind
 
 
 class Conversions:
-    """Plays the tasks that bring a value to where, and how, it is needed.
+    """Runs the tasks that bring a value to the devices, and into the form, that its readers need.
 
     Args:
-        part: the program as this rank sees it.
-        ops: the op of every index.
-        values: of the step.
-        losses: of the step; learns the weight of all labels.
-        communicator: talks to the other ranks.
+        part: The program as this rank sees it.
+        ops: The op of every index.
+        values: Values of the current step.
+        losses: Loss of the current step; is given the weight of all labels.
+        communicator: Communication with the other ranks.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Conversions:
         self._halos = Halos(part, values, communicator)
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
-        """Play one task."""
+        """Run one task."""
         part = self._part
         if has_window(part.tables, slot):
             self._halos.run(task, kind, slot, micro)
@@ -62,8 +62,8 @@ class Conversions:
         elif kind == TaskKind.CONCAT:
             self._concat(task, slot, micro)
         elif kind == TaskKind.SPLIT:
-            # Which device it is for is known by its reader; the piece is the one overlap that the
-            # task says, found when it is sent.
+            # Its reader determines the device; the piece is the only overlap of the task's size,
+            # found when it is sent.
             (read,) = part.reads(task)
             held = self._values.held[read]
             for buffer in part.made(task):
@@ -128,7 +128,7 @@ class Conversions:
         self._values.held[made] = Held(received, samples, units)
 
     def _encode(self, task: int, slot: int, micro: int) -> None:
-        """Make the message of a transfer."""
+        """Encode the message of a transfer."""
         part = self._part
         codec = part.program.codec_of(task)
         assert codec is not None
@@ -139,7 +139,7 @@ class Conversions:
         self._values.held[made] = Held(message)
 
     def _decode(self, task: int, slot: int, micro: int) -> None:
-        """Make what a message stands for."""
+        """Decode a received message."""
         part, tensor = self._part, self._tensor(slot)
         codec = part.program.codec_of(task)
         assert codec is not None
@@ -152,7 +152,7 @@ class Conversions:
         self._values.held[made] = Held(value, samples, units)
 
     def _places(self, slot: int) -> tuple[Placement, Placement]:
-        """Where samples, and units of the maker's axis, lie in a slot's value."""
+        """Placement of samples, and of units of the maker's axis, in a slot's value."""
         plan, tensor = self._part.plan, self._tensor(slot)
         is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
         return plan.batch_placement(tensor), plan.placements[tensor] if is_ruled else R
@@ -171,7 +171,7 @@ class Conversions:
         return shape
 
     def _piece(self, slot: int, held: Held, samples: Span, units: Span) -> Tensor:
-        """A part of what is held of a slot's value."""
+        """Cut samples and units out of a slot's value."""
         in_batch, on_axis = self._places(slot)
         value = held.tensor()
         if samples != EVERY and in_batch.kind == "S":
@@ -282,7 +282,7 @@ class Conversions:
                 self._values.held[buffer] = Held(pending, *made)
 
     def scatter(self, task: int, value: int, micro: int) -> None:
-        """Add up what members of a team have just made, each its own slice."""
+        """Sum over a team a value that its members have just made; each keeps its own slice."""
         part = self._part
         tensor = int(part.tables.value_tensor[value])
         along = part.spans_of_value(value)
@@ -319,5 +319,5 @@ def _overlap(one: Span, other: Span) -> Span:
 
 
 def _joined(pieces: list[tuple[int, Tensor]], place: Placement) -> Tensor:
-    """Pieces put together in the order of their first units."""
+    """Join pieces in the order of their first units."""
     return join([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], place)

@@ -39,8 +39,8 @@ from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.strategy import Strategy
 
 MAX_OTHER_SHAPES = 8
-"""Shapes of batches beside the planned one whose programs are kept: one for the last batch of an
-epoch, or a few lengths; a program of BERT-large takes tens of megabytes of host memory."""
+"""Number of further batch shapes whose programs are kept: one for the last batch of an epoch, or
+a few lengths; a program of BERT-large takes tens of megabytes of host memory."""
 
 
 class DeployedStep:
@@ -58,8 +58,8 @@ class DeployedStep:
         plan: Plan that is run.
         captured: Training step as it was captured on this rank.
         part: Part of the model that this rank holds.
-        optimizer: of the parameters that this rank updates; where there are none it is there all
-            the same, so that every rank can make the same scheduler. Its options may be changed at
+        optimizer: Optimizer of the parameters that this rank updates. It exists even where there
+            are none, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
             to date after ``flush``.
         averager: brings islands together after every few steps, if they average.
@@ -119,12 +119,12 @@ class DeployedStep:
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
         )
         self._by_shape = {self._planned: self._executor}
-        # When nobody has this step any more, or at exit: gloo may abort a process whose
-        # communication nobody has waited for.
+        # When this step is no longer referenced, or at exit: gloo may abort a process whose
+        # communication was not waited for.
         weakref.finalize(self, _abandon, self._by_shape)
 
     def _make_averager(self) -> Averager | None:
-        """What brings islands together, if the plan has any."""
+        """Make the object that averages islands, if the plan has any."""
         graph, strategy = self.captured.graph, self.plan.strategy
         if strategy.averaging is None:
             return None
@@ -153,7 +153,7 @@ class DeployedStep:
         task_order: Sequence[int],
         sent_before: Sequence[tuple[int, int]] = (),
     ) -> StepExecutor:
-        """What plays a program on this rank's part of the model."""
+        """Make the executor that runs a program on this rank's part of the model."""
         graph = captured.graph
         seen = RankProgram(graph, strategy, program, self.rank)
         self._communicator.open(device_sets(program, strategy))
@@ -183,7 +183,7 @@ class DeployedStep:
         )
 
     def _take_up(self, batch: Any) -> None:
-        """Go on with the executor for a batch of these shapes."""
+        """Switch to the executor for a batch of these shapes."""
         executor = self._executor_for(batch)
         if executor is not self._executor:
             self._executor.flush()
@@ -192,7 +192,7 @@ class DeployedStep:
             self._executor = executor
 
     def _executor_for(self, batch: Any) -> StepExecutor:
-        """The executor for a batch of these shapes; those used last are kept."""
+        """The executor for a batch of these shapes; the last few used are kept."""
         shape = signature(batch)
         found = self._by_shape.pop(shape, None)
         if found is None:
@@ -205,7 +205,7 @@ class DeployedStep:
             if {(name, dtype) for name, _, dtype in shape} != {
                 (name, dtype) for name, _, dtype in self._planned
             }:
-                batch_by_tensor(self.captured.graph, batch)  # says what does not fit
+                batch_by_tensor(self.captured.graph, batch)  # reports what does not fit
             step = resize(
                 self.captured.graph,
                 self._program,
@@ -241,11 +241,11 @@ class DeployedStep:
         return self.part.parameters
 
     def record(self, batch: Any) -> tuple[Tensor, FloatArray, FloatArray]:
-        """One training step in which every rank writes down when it runs its tasks.
+        """Run one training step in which every rank records when it runs its tasks.
 
         Returns:
-            The loss, and start and finish of every task of the program in seconds after the
-            step's begin, those of all ranks; NaN where none was recorded.
+            The loss, and the start and finish of every task on all ranks, in seconds since the
+            step began; NaN where none was recorded.
         """
         self._take_up(batch)
         if self.server is not None:
@@ -265,7 +265,7 @@ class DeployedStep:
 
     @property
     def num_steps(self) -> int:
-        """Steps that were called; to repeat a run from here, set it back with the weights."""
+        """Number of steps called so far; to repeat steps, set it back with the weights."""
         return self._executor.num_steps
 
     @num_steps.setter
@@ -279,7 +279,7 @@ class DeployedStep:
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """What codecs have left out of this rank's gradients so far."""
+        """Parts of this rank's gradients that codecs have left out so far."""
         return self._executor.feedback
 
     @property
@@ -291,7 +291,7 @@ class DeployedStep:
         return self._executor.grad_norm
 
     def __call__(self, batch: Any) -> Tensor:
-        """One training step on the global batch; every rank passes the same one.
+        """Run one training step on the global batch; every rank passes the same one.
 
         A batch of another size than the planned one (the last of an epoch), or of another length,
         is shared out in the plan's proportions. Its step is captured and lowered when its shapes
@@ -329,11 +329,11 @@ class DeployedStep:
         self._join_statistics()
 
     def close(self) -> None:
-        """Finish all updates and let the process groups go; every rank has to call it.
+        """Finish all updates and close the process groups; every rank has to call it.
 
-        For a process that goes on with another plan: gloo's threads look for work all the time,
-        and those of a hundred groups take a tenth of a core. Take what is needed before, from
-        ``state_dict`` or a checkpoint: the step cannot be called again.
+        For a process that goes on with another plan: gloo's threads poll all the time, those of a
+        hundred groups take a tenth of a core. Before, read what is needed from ``state_dict`` or a
+        checkpoint: the step cannot be called again.
         """
         if self.server is not None and not self._is_closed:
             self.settle()
@@ -383,7 +383,7 @@ class DeployedStep:
         """Refuse to speak of one model while islands or teams have several.
 
         Raises:
-            StrategyError: they have trained apart since the last averaging.
+            StrategyError: islands have trained apart since the last averaging.
         """
         if self.server is not None and not self.server.is_alike(self.num_steps):
             raise StrategyError(
@@ -413,7 +413,7 @@ class DeployedStep:
                 self.server.settle(self.num_steps)
 
     def _join_statistics(self) -> None:
-        """Bring buffers that are stepped in parts together where their owner is."""
+        """Gather buffers that are updated in parts on their owner."""
         if not self.buffers.split:
             return
         named = dict(self._model.named_buffers())
@@ -433,7 +433,7 @@ class DeployedStep:
                     put(own, place, spans.units, begin, part)
 
     def _bring(self, state: dict[str, Tensor], name: str, own: Tensor, owner: int) -> None:
-        """Bring the owner's copy of a tensor to rank 0."""
+        """Send the owner's copy of a tensor to rank 0."""
         if self.rank == owner:
             dist.send(own.contiguous(), 0)
         elif self.rank == 0:
@@ -441,7 +441,7 @@ class DeployedStep:
             dist.recv(state[name], owner)
 
     def _collect(self, bucket: SlicedBucket) -> list[tuple[int, Tensor]]:
-        """Bring the slices of a bucket together: on rank 0 each row and its elements, flat."""
+        """Gather the slices of a bucket on rank 0: each row with its elements, flat."""
         own = self.part.slices.own.get(bucket.number) if self.rank in bucket.devices else None
         if self.rank != 0:
             if own is not None and own.numel():
@@ -460,7 +460,7 @@ class DeployedStep:
         return list(zip(bucket.rows, torch.split(flat, list(bucket.sizes)), strict=True))
 
     def _put_together(self, row: int, found: list[tuple[int, Tensor]]) -> Tensor:
-        """A parameter of the pieces that rings have of it, by first unit."""
+        """Join the pieces of a parameter that its rings have, by first unit."""
         graph = self.captured.graph
         shape = graph.tensors[graph.updates[row][1]].shape
         if row not in self.part.sharded:
@@ -473,7 +473,7 @@ class DeployedStep:
         return join(pieces, place)
 
     def _whole(self, row: int, own: Tensor) -> Tensor | None:
-        """All slices of a sharded parameter together on rank 0, ``None`` on the others."""
+        """Gather all slices of a sharded parameter on rank 0; ``None`` on the others."""
         place, spans = self.part.sharded[row]
         shape = self.captured.graph.tensors[self.captured.graph.updates[row][1]].shape
         parts: list[tuple[int, Tensor]] = []
@@ -495,7 +495,7 @@ class DeployedStep:
     def _buffers(
         self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]
     ) -> dict[int, Tensor]:
-        """The step's inputs that are neither batch nor trained here: buffers and constants."""
+        """Inputs of the step that are neither batch nor trained here: buffers and constants."""
         graph = captured.graph
         held = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         found: dict[int, Tensor] = {}
@@ -511,12 +511,12 @@ class DeployedStep:
 def deploy(
     workload: Workload, plan: Plan, *, max_grad_norm: float | None = None, seed: int = 0
 ) -> DeployedStep:
-    """Set a plan up on every rank of a running process group.
+    """Set up a plan on every rank of a running process group.
 
     Args:
-        workload: the one that the plan was made for.
-        plan: its cluster's device ``i`` is rank ``i``.
-        max_grad_norm: scale the gradients down to this norm over all parameters, as
+        workload: Workload that the plan was made for.
+        plan: Plan to run; device ``i`` of its cluster is rank ``i``.
+        max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it, as
             ``torch.nn.utils.clip_grad_norm_`` does; updates then wait for all gradients.
         seed: Seed of dropout and other random ops. Give all ranks the same; they draw different
             masks.

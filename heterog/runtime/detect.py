@@ -1,4 +1,4 @@
-"""A first cluster file of the machine that this runs on: what it has, measured or looked up.
+"""A first cluster file for this machine: its devices and links, measured or looked up.
 
 GPUs that the catalogue knows keep the numbers of their data sheets; all others, and the CPU, get
 the rates of a large matrix product and of a large copy. Those are what a large kernel reaches, so
@@ -44,10 +44,10 @@ class FoundDevice:
     """A device of this machine.
 
     Attributes:
-        label: its name as the driver or the system says it.
-        type: of the catalogue, or measured.
-        is_listed: the type is the catalogue's.
-        usable_memory_bytes: of this very device.
+        label: Its name as the driver or the system reports it.
+        type: Device type, from the catalogue or measured.
+        is_listed: Whether the type is the catalogue's.
+        usable_memory_bytes: Memory of this device that a plan may use.
     """
 
     label: str
@@ -58,11 +58,11 @@ class FoundDevice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundLink:
-    """How the devices of this machine reach each other.
+    """The link between devices of this machine.
 
     Attributes:
         kind: ``nvlink`` or ``pcie``.
-        bandwidth_bytes_per_s: measured between neighbours, the slowest pair.
+        bandwidth_bytes_per_s: Rate measured between neighbours; that of the slowest pair.
     """
 
     kind: str
@@ -71,14 +71,14 @@ class FoundLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundMachine:
-    """What ``heterog cluster detect`` found.
+    """The result of ``heterog cluster detect``.
 
     Attributes:
-        host: name of the machine.
-        devices: GPUs, or else the CPU.
-        link: between the devices; ``None`` if there is one.
-        interface: network interface of the default route; empty if unknown.
-        nic_bytes_per_s: its line rate; ``None`` if the system does not tell.
+        host: Name of the machine.
+        devices: Its GPUs, or else its CPU.
+        link: Link between the devices; ``None`` if there is only one.
+        interface: Network interface of the default route; empty if unknown.
+        nic_bytes_per_s: Line rate of that interface; ``None`` if the system does not report it.
     """
 
     host: str
@@ -89,7 +89,7 @@ class FoundMachine:
 
 
 def detect() -> FoundMachine:
-    """Look at this machine; takes a second per device."""
+    """Examine this machine; takes a second per device."""
     host = socket.gethostname().partition(".")[0] or "machine"
     interface = default_interface()
     devices = _gpus(host) if has_accelerator() else [_cpu(host)]
@@ -103,7 +103,7 @@ def detect() -> FoundMachine:
 
 
 def local_type_name() -> str:
-    """What a cluster file made by ``detect`` calls the first device of this machine."""
+    """Name that ``detect`` gives to the type of this machine's first device."""
     if not has_accelerator():
         return "CPU"
     label, num_bytes = device_label(0), device_memory_bytes(0)
@@ -111,7 +111,7 @@ def local_type_name() -> str:
 
 
 def catalogue_name(label: str, memory_bytes: int) -> str | None:
-    """Name of the catalogue's type that a GPU is, or ``None``.
+    """Name of the catalogue's type for a GPU, or ``None``.
 
     The driver's words decide (a PCIe card is not the SXM module of the same name, which is
     faster), then the memory.
@@ -130,7 +130,7 @@ def catalogue_name(label: str, memory_bytes: int) -> str | None:
 
 
 def default_interface(routes: Path = Path("/proc/net/route")) -> str:
-    """Network interface of the default route; empty where the system does not tell."""
+    """Network interface of the default route; empty where the system does not report it."""
     if routes.exists():
         for line in routes.read_text().splitlines()[1:]:
             name, destination, *_ = line.split()
@@ -211,12 +211,12 @@ def _device_lines(device: FoundDevice, count: int) -> list[str]:
 
 
 def _gib(num_bytes: int) -> str:
-    """Rounded down: memory that is not there would be planned with."""
+    """Format as GiB, rounded down so that no plan counts on memory that is not there."""
     return f"{num_bytes * 100 // GIB / 100:g} GiB"
 
 
 def _cpu(host: str) -> FoundDevice:
-    """One device: a rank computes with one thread."""
+    """The CPU as one device, measured with one thread, as a rank computes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -329,7 +329,7 @@ def _gpu_link(num_devices: int) -> FoundLink:
 
 
 def _shortest_s(act: Callable[[], object], device: torch.device, at_least_s: float) -> float:
-    """Seconds of the fastest of several calls: what others take does not count."""
+    """Seconds of the fastest of several calls, which leaves out what other processes take."""
     shortest = float("inf")
     for phase_s in (0.0, at_least_s):  # the first call warms up
         begin = time.perf_counter()

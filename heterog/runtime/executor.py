@@ -1,4 +1,4 @@
-"""Plays a rank's part of a program: kernels, transfers, collectives, optimizer steps.
+"""Runs a rank's part of a program: kernels, transfers, collectives, optimizer steps.
 
 The program says what happens and the plan in which order; nothing here decides. A rank goes
 through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
@@ -58,7 +58,7 @@ class _Call(NamedTuple):
     near: Near
     inputs: list[tuple[int, int, int]]
     made: range
-    units: Span  # of what it makes
+    units: Span  # part of its outputs
     draws_for: int | None
     steps_buffers: tuple[int, ...]
     counts_steps: bool
@@ -84,9 +84,9 @@ class StepExecutor:
         device: where this rank computes; all tensors it is given are there.
 
     Attributes:
-        turns: what this rank does in a step, in order.
-        num_steps: steps that were called; random ops draw other numbers in each.
-        feedback: what codecs have left out of this rank's gradients so far.
+        turns: This rank's tasks in a step, in order.
+        num_steps: Number of steps called; random ops draw other numbers in each.
+        feedback: What codecs have left out of this rank's gradients so far.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class StepExecutor:
         self._step: StepUpdates | None = None
         self._summed_loss: Pending | None = None
         self._calls: dict[int, _Call] = {}
-        self._counted: set[int] = set()  # counters that have counted this step
+        self._counted: set[int] = set()  # counters that were already stepped in this step
         self._kind = part.kinds
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
@@ -173,7 +173,7 @@ class StepExecutor:
 
     @property
     def recorder(self) -> Recorder | None:
-        """Notified of every task of the next steps, if set."""
+        """Recorder notified of every task of the next steps, if set."""
         return self._updates.recorder
 
     @recorder.setter
@@ -183,7 +183,7 @@ class StepExecutor:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of all gradients together, of the step that was clipped last."""
+        """Norm of all gradients together, in the last step that was clipped."""
         return self._updates.norm
 
     def __call__(self, batch: Mapping[int, Tensor]) -> Tensor:
@@ -192,7 +192,7 @@ class StepExecutor:
         Without a step barrier its updates may still be under way when this returns.
 
         Args:
-            batch: the global batch by tensor id.
+            batch: The global batch, by tensor id.
 
         Returns:
             The loss, the same on every rank.
@@ -204,15 +204,15 @@ class StepExecutor:
             return self.end()
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
-        """Begin a step: the first part of a call, as ``rehearsal`` goes through it.
+        """Begin a step: the first part of a call, which ``rehearsal`` goes through bit by bit.
 
         Args:
-            batch: the global batch by tensor id.
+            batch: The global batch, by tensor id.
         """
         self._before, self._open = self._open, None
         self._values.begin(batch)
-        # What is sent must not change on its way, and a parameter may at the next update. What was
-        # received and not read is let go.
+        # Values must not change while they are sent, and a parameter may at the next update.
+        # Values that were received and not read are freed.
         self._communicator.flush()
         self._counted.clear()
         self._losses.begin()
@@ -228,7 +228,7 @@ class StepExecutor:
         self._summed_loss = None
 
     def take(self, turn: DueTask) -> None:
-        """Take one of ``turns``, in their order."""
+        """Run one of ``turns``; call it in their order."""
         assert self._step is not None
         task, of_step_before = turn
         if of_step_before:
@@ -267,7 +267,7 @@ class StepExecutor:
         else:
             self._updates.step()
             self._open = self._step
-        # With a barrier nobody needs the step's gradients any more.
+        # With a barrier the step's gradients are no longer needed.
         self._before = self._step = None
         if self._summed_loss is not None:
             self._summed_loss.wait()
@@ -284,12 +284,12 @@ class StepExecutor:
             self.end_flush()
 
     def take_open(self, task: int) -> None:
-        """Play a task that the last step has left open; a part of ``flush``."""
+        """Run a task that the last step has left open; a part of ``flush``."""
         assert self._open is not None
         self._play(task, self._open)
 
     def end_flush(self) -> None:
-        """Finish the updates of the last step, all tasks of which have been played."""
+        """Finish the updates of the last step once all its tasks have run."""
         self._open = None
         self._updates.finish()
 
@@ -301,7 +301,7 @@ class StepExecutor:
         self._communicator.close()
 
     def abandon(self) -> None:
-        """Wait for what has been issued, without finishing updates; needs no other rank's call.
+        """Wait for issued communication without finishing updates; needs no other rank's call.
 
         A process that ends while its communication is under way is aborted by gloo.
         """
@@ -313,7 +313,7 @@ class StepExecutor:
                 self._communicator.flush()
 
     def _play(self, task: int, step: StepUpdates) -> None:
-        """Play one task, in the state of the step that it belongs to."""
+        """Run one task, in the state of the step that it belongs to."""
         if task == NORM:
             assert self._max_grad_norm is not None
             self._updates.clip(step, self._max_grad_norm)
@@ -330,7 +330,7 @@ class StepExecutor:
         self._actions[kind](task, self._subject[task], self._micro[task], step)
 
     def _actions_by_kind(self) -> "dict[TaskKind, _Action]":
-        """How each kind of task is played: called with (task, subject, micro-batch, step)."""
+        """The function that runs each kind of task; takes (task, subject, micro-batch, step)."""
         updates = self._updates
         return {
             TaskKind.COMPUTE: self._compute,
@@ -392,7 +392,7 @@ class StepExecutor:
         step.gradients.keep_gathered(task, slot, micro)
 
     def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
-        """Gather the parameters of a bucket: for good, or for the ops that read them next."""
+        """Gather the parameters of a bucket: to keep, or for the ops that read them next."""
         if self._part.ends_update(task):
             self._updates.gather(number)
             return
@@ -438,7 +438,7 @@ class StepExecutor:
             weight = self._losses.label_weight(op, local_op, spans)
             outputs[0] = outputs[0] / weight
             if self._losses.has_all_labels(op, spans):
-                # Nobody to reduce it with, and the backward reads it.
+                # No other device to reduce with, and the backward pass reads it.
                 outputs[1] = weight
         made = made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
@@ -453,7 +453,7 @@ class StepExecutor:
                 del values.held[buffer]
 
     def _call(self, task: int, row: int, micro: int) -> _Call:
-        """What stays the same whenever an op is run; looked up once."""
+        """The parts of a task's call that never change; looked up once."""
         part = self._part
         op = self._op[row]
         spans, rank = part.spans_of_op(op), self.rank
@@ -464,7 +464,7 @@ class StepExecutor:
         if spans is not None:
             extent = Extent(reader.samples[1], reader.units[1])
             is_first_member = spans.axis == BATCH_AXIS or spans.speaks(micro, rank)
-            # The micro-batches of a step are summed up like its devices.
+            # The micro-batches of a step are summed like its devices.
             is_first = micro == 0 and (
                 spans.first(micro) == rank
                 if spans.axis == BATCH_AXIS
@@ -491,7 +491,7 @@ class StepExecutor:
         )
 
     def _units_made(self, row: int, reader: Reader) -> Span:
-        """Units of what an op makes: its own, or all where parts of a sum will be scattered."""
+        """Units that an op outputs: its own, or all where parts of a sum will be scattered."""
         if not self._part.tables.op_scatters[row]:
             return reader.units
         along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
@@ -499,7 +499,7 @@ class StepExecutor:
         return 0, along.units
 
     def _steps_buffers(self, op: int, local_op: LocalOp) -> tuple[int, ...]:
-        """Positions of the running statistics that an op steps units of, in a copy of them."""
+        """Positions of the running statistics that an op updates in a copy of their units."""
         if Special.LOCAL_STATISTICS not in local_op.specials:
             return ()
         return tuple(
@@ -513,7 +513,7 @@ class StepExecutor:
         )
 
     def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
-        """The rank whose random numbers an op draws; ``None``: every rank draws the same."""
+        """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
         own = Special.OWN_RANDOM_STREAM
         if spans is None or own in (local_op.along_axis.special, local_op.along_batch.special):
             is_split = spans is not None and (
@@ -528,7 +528,7 @@ class StepExecutor:
         return spans.speaker(micro, self.rank)
 
     def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
-        """Copies in place of the model's buffers: BatchNorm updates its statistics in them."""
+        """Copies of the inputs that are buffers: BatchNorm updates its statistics in them."""
         graph = self.graph
         kinds = [graph.tensors[graph.storage[tensor]].kind for tensor in graph.ops[op].inputs]
         return [
@@ -541,9 +541,9 @@ def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> d
     """The kernels of a captured step, by index of the op.
 
     Args:
-        captured: the step.
-        plan: its placements along the batch and the axes of a strategy's rules.
-        device: where they run.
+        captured: The step.
+        plan: Placements of its tensors along the batch and the axes of a strategy's rules.
+        device: Device on which the kernels run.
 
     Raises:
         StrategyError: an op cannot be executed on a part of the batch.
@@ -555,7 +555,7 @@ def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> d
 
 
 def _check(part: RankProgram) -> None:
-    """Refuse what cannot be executed as it stands."""
+    """Refuse micro-batches that the graph's ops do not allow."""
     refused = micro_batches_refused(part.graph, part.num_micro)
     if refused:
         raise StrategyError(refused)
@@ -573,10 +573,10 @@ def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
 
 
 def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:
-    """The tensors of a batch by their ids in the graph; those of a dict are found by key.
+    """Tensors of a batch by their ids in the graph; those of a dict are found by key.
 
     Raises:
-        StrategyError: tensors are missing, there are others, or one has another shape or dtype.
+        StrategyError: tensors are missing or unknown, or one has a wrong shape or dtype.
     """
     by_name = {name: value for _, name, value in named_leaves(batch)}
     ids = {graph.tensors[tensor].name: tensor for tensor in graph.inputs_of_kind(TensorKind.BATCH)}

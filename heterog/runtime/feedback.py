@@ -1,4 +1,4 @@
-"""Error feedback: what a codec leaves out of a gradient is kept and added to the next one.
+"""Error feedback: what a codec leaves out of a gradient is added to the next one.
 
     m_t = encode(g_t + e_t),   e_{t+1} = g_t + e_t - decode(m_t),   e_0 = 0
 
@@ -14,26 +14,26 @@ from heterog.runtime.codecs import decode, encode
 from heterog.strategy.codec import Codec
 
 Key = tuple[int, tuple[int, ...]]
-"""A bucket, or a row of ``graph.updates``, and the devices that its messages go between."""
+"""A bucket, or a row of ``graph.updates``, and the devices that exchange its messages."""
 
 
 class ErrorFeedback:
-    """What this rank's messages have left out of gradients so far.
+    """Parts of gradients that this rank's messages have left out so far.
 
     Attributes:
-        left_out: flat tensors, by what they belong to.
+        left_out: Flat tensors that were left out, by bucket or row and devices.
     """
 
     def __init__(self) -> None:
         self.left_out: dict[Key, Tensor] = {}
 
     def encode(self, key: Key, gradient: Tensor, codec: Codec) -> Tensor:
-        """The message of a gradient and what earlier messages left out of it.
+        """Encode a gradient together with what earlier messages left out of it.
 
         Args:
-            key: whose gradient it is.
-            gradient: flat; it is not changed.
-            codec: how it is encoded.
+            key: Key of the gradient: its bucket or row, and its devices.
+            gradient: Flat gradient; it is not changed.
+            codec: Codec of the message.
         """
         kept = self.left_out.get(key)
         whole = gradient if kept is None else kept.add_(gradient)

@@ -1,4 +1,4 @@
-"""The gradients of one step: kept, accumulated, put in buckets, pushed and summed over devices."""
+"""The gradients of one step: accumulated, copied into buckets, pushed and summed over devices."""
 
 from collections.abc import Mapping
 
@@ -24,15 +24,15 @@ _PUSHED = (TaskKind.PUSH, TaskKind.DECODE_SUM)
 class Gradients:
     """The gradients of one step, by row of ``graph.updates``.
 
-    They may outlive their step: without a step barrier the next step ends what this one began.
+    They may outlive their step: without a step barrier the next step finishes what this one began.
 
     Args:
-        part: the program as this rank sees it.
-        values: of the step.
-        parameters: this rank's parameters by tensor id.
-        communicator: talks to the other ranks.
-        slices: that this rank owns.
-        feedback: what codecs have left out of gradients in the steps before.
+        part: The program as this rank sees it.
+        values: Values of the step.
+        parameters: This rank's parameters, by tensor id.
+        communicator: Communication with the other ranks.
+        slices: Slices of parameters that this rank owns.
+        feedback: What codecs have left out of gradients in the steps before.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Gradients:
         self._values = values
         self._parameters = parameters
         self._communicator = communicator
-        self._own: dict[int, Tensor | Pending] = {}  # of the micro-batches so far
-        # By (row, micro-batch): a device that waits for an earlier one goes on with the next.
+        self._own: dict[int, Tensor | Pending] = {}  # sums over the micro-batches so far
+        # By (row, micro-batch): a device that waits for an earlier one continues with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
-        self._to_replicas: dict[tuple[int, int], Tensor] = {}  # that make none, by row and micro
+        self._to_replicas: dict[tuple[int, int], Tensor] = {}  # for replicas without any
         self._feedback = feedback
-        self._messages: dict[_InRing, Tensor] = {}  # that have not been sent
-        self._coming: dict[int, Pending] = {}  # what messages stand for, by their tasks
+        self._messages: dict[_InRing, Tensor] = {}  # not sent yet
+        self._coming: dict[int, Pending] = {}  # decoded messages, by their tasks
         self._pushed: dict[int, list[Pending]] = {}  # to this rank, which serves the parameter
         self._sums: dict[int, Tensor] = {}
         self._flat: dict[_InRing, Tensor] = {}
@@ -65,7 +65,7 @@ class Gradients:
         # Under ZeRO-2 and -3, which scatter each micro-batch's gradients.
         self._of_micro: dict[tuple[int, int], Tensor | Pending] = {}  # by row and micro-batch
         self._flat_of_micro: dict[tuple[int, int], Tensor] = {}  # by bucket and micro-batch
-        self._scattered: list[Pending] = []  # those that nobody has waited for
+        self._scattered: list[Pending] = []  # not waited for yet
         self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
 
@@ -79,7 +79,7 @@ class Gradients:
                     self._keep(row, {(value, whole): buffer}, spans, micro)
 
     def keep_gathered(self, task: int, slot: int, micro: int) -> None:
-        """Keep the gradients that a gather has made whole."""
+        """Keep the gradients that a gather has completed."""
         part = self._part
         value = int(part.tables.slot_value[slot])
         for buffer in part.made(task):
@@ -106,7 +106,7 @@ class Gradients:
         is_coming = isinstance(held.value, Pending)
         kept = Pending(None, gradient) if is_coming else gradient()
         if (row, micro) in self._part.given_to_replicas:
-            # Sums over devices and micro-batches change it in place, maybe before it has gone.
+            # Sums over devices and micro-batches change it in place, maybe before it is sent.
             kept = _waited(kept)
             self._to_replicas[row, micro] = kept.clone()
         bucket = self._part.sliced_bucket(row)
@@ -122,7 +122,7 @@ class Gradients:
             self._own[row] = gradient
 
     def accumulate(self, task: int, row: int) -> None:
-        """Add the gradient of a micro-batch to that of those before, in place where it may be."""
+        """Add the gradient of a micro-batch to those before, in place where possible."""
         micro = int(self._part.program.micro[task])
         own, fresh = _waited(self._own[row]), _waited(self._fresh.pop((row, micro)))
         is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
@@ -133,11 +133,11 @@ class Gradients:
             self._own[row] = own
 
     def flatten(self, task: int, bucket: int, micro: int) -> None:
-        """Copy gradients into their bucket, if there is more than one or a ring takes a part."""
+        """Copy gradients into their bucket, if it has more than one or a ring takes a part."""
         members = self._part.bucket_members[bucket]
         sliced = self._part.sliced.get(bucket)
         if sliced is not None and sliced.stage > 1:
-            # Let go what was scattered before: ranks that run ahead would keep all of it.
+            # Free what was scattered before: ranks that run ahead would keep all of it.
             while len(self._scattered) > 1:
                 self._scattered.pop(0).wait()
             if len(members) == 1:
@@ -149,7 +149,7 @@ class Gradients:
         self._flat[bucket, ring.devices] = torch.cat([self._in_ring(row, ring) for row in members])
 
     def _take_of_micro(self, row: int, micro: int) -> Tensor:
-        """A micro-batch's gradient; zeros where only others of its bucket are made here.
+        """A micro-batch's gradient; zeros where this rank makes only others of its bucket.
 
         Ops with rules run on the samples of the team, also where a device has none of its own.
         """
@@ -157,7 +157,7 @@ class Gradients:
         return self._zeros(row) if gradient is None else _waited(gradient)
 
     def _in_ring(self, row: int, ring: Ring) -> Tensor:
-        """What this rank gives to a ring of the gradient of a parameter, flat."""
+        """The part of a parameter's gradient that this rank gives to a ring, flat."""
         part = self._part
         is_last = len([each for each in part.rings(row) if part.rank in each.devices]) == 1
         own = self._take_own(row) if is_last else self._own_or_zeros(row)
@@ -183,7 +183,7 @@ class Gradients:
         self._totals[key] = self._communicator.all_gather_slices(flat, channel.devices, counts)
 
     def _gathered(self, task: int, key: _InRing, flat: Tensor) -> Pending:
-        """The sum of what all members' messages stand for, in place of this rank's gradient."""
+        """The sum of all members' decoded messages, in place of this rank's gradient."""
         message, devices = self._messages.pop(key), key[1]
         codec = self._part.program.codec_of(task)
         assert codec is not None
@@ -198,11 +198,11 @@ class Gradients:
         return self._communicator.all_gather(message, devices, counts, total)
 
     def encode(self, task: int, row: int) -> None:
-        """Make the message of a gradient that is pushed, or added up with those of others.
+        """Encode a gradient that is pushed, or summed with those of other devices.
 
         Args:
-            task: that is played.
-            row: of the parameter, or the first one of the bucket.
+            task: The encoding task.
+            row: Row of the parameter, or the first row of the bucket.
         """
         message = self._part.message_of[task]
         devices = self._part.channel(message).devices
@@ -215,7 +215,7 @@ class Gradients:
         self._messages[row, devices] = self._feedback.encode((row, devices), flat, codec)
 
     def decode(self, task: int) -> None:
-        """Make what messages stand for that have arrived."""
+        """Wait for a message and decode it."""
         self._coming.pop(self._part.message_of[task]).wait()
 
     def scatter(self, task: int, number: int, micro: int) -> None:
@@ -240,13 +240,13 @@ class Gradients:
         )
         if bucket.stage == 1:
             # A communicator's operations run one after another. Now that the next one is issued,
-            # the memory into which the one before was received is let go.
+            # the memory that the one before was received into is freed.
             last = self._last_scatter.get(bucket.devices)
             if last is not None:
                 last.wait()
             self._last_scatter[bucket.devices] = self._slices[number]
         else:
-            if flat is None:  # it has flattened nothing
+            if flat is None:  # it has not flattened anything
                 for pending in self._scattered:
                     pending.wait()
                 self._scattered.clear()
@@ -260,7 +260,7 @@ class Gradients:
         devices = self._part.sliced[number].devices
         if self._last_scatter.get(devices) is scattered:
             del self._last_scatter[devices]
-        if own.numel():  # a slice of a part of an element has none
+        if own.numel():  # a slice of a fraction of an element is empty
             over = self._part.channel(task).devices
             self._slices[number] = self._communicator.all_reduce(own, over)
 
@@ -273,9 +273,9 @@ class Gradients:
                 flat = _waited(self._of_micro.pop((bucket, micro))).reshape(-1)
             return flat
         if key not in self._flat:
-            # A replica without a gradient gives zeros to each of its rings; nobody copies those.
+            # A replica without a gradient gives zeros to each of its rings, which need no copy.
             own = self._in_ring(bucket, self._part.ring_over(bucket, key[1]))
-            # Collectives add in place: not where somebody still reads the gradient.
+            # Collectives add in place, so not if the gradient is still read.
             is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
             self._flat[key] = own.clone() if is_shared else own
         return self._flat[key]
@@ -285,7 +285,7 @@ class Gradients:
         return self._slices[bucket].wait()
 
     def push(self, task: int, row: int) -> None:
-        """Send a gradient to where it is added or missing, or receive it."""
+        """Send a gradient to the device that sums it or lacks it, or receive it there."""
         src, dst = self._part.channel(task).devices
         micro = int(self._part.program.micro[task])
         is_served = self._part.is_served_by(row, dst)
@@ -315,7 +315,7 @@ class Gradients:
             self._put(row, micro, pending)
 
     def add_pushed(self, task: int, row: int) -> None:
-        """Add what was pushed to this rank, and its own gradient if that is a part of the sum."""
+        """Add gradients pushed to this rank, and its own one if that is a part of the sum."""
         parts = [pending.wait() for pending in self._pushed[row]]
         kept = self._own.get(row)
         makers = [int(self._part.program.buffer_maker[b]) for b in self._part.reads(task)]
@@ -340,7 +340,7 @@ class Gradients:
         return self._own_or_zeros(row)
 
     def _total_of_rings(self, row: int, bucket: int) -> Tensor:
-        """What the rings of this rank have added up of a parameter's gradient."""
+        """A parameter's gradient as summed by the rings of this rank."""
         part = self._part
         pieces = []
         for ring in part.rings(row):
@@ -353,7 +353,7 @@ class Gradients:
         return pieces[0] if len(pieces) == 1 else part.join_rings(row, pieces)
 
     def let_go(self, row: int) -> None:
-        """A whole parameter was stepped: its gradient is not needed any more."""
+        """Drop the gradient of a whole parameter that has been updated."""
         for known in (self._own, self._sums, self._pushed):
             known.pop(row, None)
         bucket = int(self._part.program.bucket[row])
@@ -366,7 +366,7 @@ class Gradients:
                 self._flat.pop(key, None)
 
     def let_go_slice(self, bucket: SlicedBucket) -> None:
-        """A slice of parameters was stepped: its gradients are not needed any more."""
+        """Drop the gradients of a slice of parameters that has been updated."""
         pending = self._slices.pop(bucket.number)
         self._flat.pop((bucket.number, bucket.devices), None)
         self._scattered = [each for each in self._scattered if each is not pending]
@@ -381,7 +381,7 @@ class Gradients:
             pending.wait()
 
     def _take_own(self, row: int) -> Tensor:
-        """This rank's gradient, kept no longer: from here on there is a copy."""
+        """Take this rank's gradient out; from here on there is a copy of it."""
         gradient = self._own_or_zeros(row)
         self._own.pop(row, None)
         return gradient
@@ -400,15 +400,15 @@ class Gradients:
 def decoded(
     communicator: Communicator, like: Tensor, src: int, task: int, codec: Codec, *, into: Tensor
 ) -> Pending:
-    """Receive the message of a tensor and copy what it stands for.
+    """Receive the message of a tensor, decode it and copy the result.
 
     Args:
-        communicator: receives.
-        like: has the tensor's number of elements and dtype.
-        src: who sends.
-        task: the transfer.
-        codec: of the message.
-        into: what is copied to.
+        communicator: Receives the message.
+        like: A tensor with the number of elements and the dtype of the one encoded.
+        src: Rank that sends.
+        task: The transfer.
+        codec: Codec of the message.
+        into: Tensor that the result is copied to.
     """
     size = codec.message_bytes(like.numel(), like.element_size())
     message = torch.empty(size, dtype=torch.uint8, device=like.device)

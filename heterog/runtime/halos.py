@@ -1,4 +1,4 @@
-"""Rows on their way to neighbours whose ops read them."""
+"""Sending rows to neighbours whose ops read them."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from heterog.strategy.tables import matrix_of
 
 
 class _Slot(NamedTuple):
-    """What a slot brings: rows of a dimension of a tensor."""
+    """Rows that a slot brings, along one dimension of a tensor."""
 
     tensor: int
     dim: int
@@ -29,12 +29,12 @@ class _Slot(NamedTuple):
 
 
 class Halos:
-    """Plays the tasks that bring rows to the devices whose ops read them.
+    """Runs the tasks that bring rows to the devices whose ops read them.
 
     Args:
-        part: the program as this rank sees it.
-        values: of the step.
-        communicator: talks to the other ranks.
+        part: The program as this rank sees it.
+        values: Values of the current step.
+        communicator: Communication with the other ranks.
     """
 
     def __init__(self, part: RankProgram, values: Values, communicator: Communicator) -> None:
@@ -44,7 +44,7 @@ class Halos:
         self._patterns: dict[int, SparsePattern] = {}
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
-        """Play one task."""
+        """Run one task."""
         values, part = self._values, self._part
         if kind == TaskKind.SPLIT:
             # The piece is cut out when it is sent, as its reader is known then.
@@ -64,7 +64,7 @@ class Halos:
         return _Slot(tensor, dim, Window(step, before, after), size, self._pattern(step))
 
     def _pattern(self, step: int) -> SparsePattern | None:
-        """The sparse matrix that names the rows; ``None`` for a window."""
+        """The sparse matrix that selects the rows; ``None`` for a window."""
         if step >= 0:
             return None
         if step not in self._patterns:
@@ -109,7 +109,7 @@ class Halos:
         self._values.held[made] = Held(received, samples, rows=rows)
 
     def _piece(self, said: _Slot, held: Held, samples: Span, rows: RowSet) -> Tensor:
-        """Some samples and rows of what is held."""
+        """Cut samples and rows out of a held value."""
         place, value = self._part.plan.batch_placement(said.tensor), held.tensor()
         low, owned = held.samples
         value = cut(value, place, owned, samples[0] - low, samples[1])

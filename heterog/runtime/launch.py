@@ -1,6 +1,6 @@
-"""Starts one process per rank on this machine and sees that they end together.
+"""Starts one process per rank on this machine and makes sure that they end together.
 
-Ranks tell where they are through small files, one each, which are also how the launcher knows that
+Ranks report their stage through small files, one each, from which the launcher also sees that
 they are alive: a rank that died, that is stopped, or whose step takes too long ends the job.
 """
 
@@ -27,34 +27,34 @@ from heterog.planners.background import BackgroundPlan
 from heterog.user_code import trusted_source
 
 CHECKPOINT_INDEX = "checkpoint.json"
-"""The file of a checkpoint's folder that says what is in it."""
+"""The index file in a checkpoint's folder."""
 ALONE_STEPS = 3
-"""Measured steps of a job that a background job stays away from: how long it takes alone."""
+"""Number of measured steps before a background job begins, which give the time alone."""
 HEARTBEAT = "HETEROG_HEARTBEAT"
-"""Variable with the file where a rank says where it is."""
+"""Variable with the path of the file to which a rank writes its stage."""
 PORT_FILE = "HETEROG_PORT_FILE"
-"""Variable with the file where rank 0 says which port it chose; absent if the port is given."""
+"""Variable with the file to which rank 0 writes the port it chose; absent if it is given."""
 STEP_TIMEOUT_S = 300.0
 """Longer than the slowest step that we know of; PyTorch's own limit for gloo is 30 minutes."""
 
 _POLL_S = 0.05
-_GRACE_S = 2.0  # the first rank that fails may not be the first that is seen: let all speak
+_GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
 _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
 _END_S = 3.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Beside = Callable[[int], list[str]]
-"""Arguments of this Python for a process beside a rank, which ends with the ranks."""
+"""Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
 Wrap = Callable[[int, list[str]], list[str]]
 """Changes the command of a rank, to run it somewhere else."""
 
 
 class LaunchError(HeterogError):
-    """A rank that failed, died or did not end in time; the others were ended too.
+    """Error of a rank that failed, died or did not end in time; the others were ended too.
 
     Attributes:
-        last_words: the last line of each rank that had ended by itself, by rank.
-        lost: ranks whose process was killed or frozen from outside, for no fault of the job.
+        last_words: Last line of output of each rank that had ended by itself, by rank.
+        lost: Ranks whose process was killed or frozen from outside, for no fault of the job.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class _Rank:
     stopped_since_s: float | None = None
 
     def look(self, now_s: float) -> None:
-        """Read where it is, and whether it is stopped."""
+        """Read its stage, and whether its process is stopped."""
         stage = self.heartbeat.read_text() if self.heartbeat.exists() else ""
         if stage and stage != self.stage:
             self.stage, self.since_s = stage, now_s
@@ -92,7 +92,7 @@ class _Rank:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now."""
+    """A TCP port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -120,27 +120,27 @@ def run_ranks(
     """Run a plan on local processes.
 
     Args:
-        plan: the plan's file.
-        num_ranks: devices of its cluster.
-        model: the workload's source; the plan's own if empty.
+        plan: Path of the plan.
+        num_ranks: Number of devices of its cluster.
+        model: Source of the workload; the plan's own if empty.
         sources: Python files that may be run although only the plan names them; see
             ``user_code.trusted_source``.
-        num_steps: measured steps.
-        timeout_s: of the whole job.
-        step_timeout_s: of each step.
-        port: where the ranks meet; 0 means one that is free.
-        save: folder for a checkpoint after the last step.
-        resume: folder of a checkpoint to begin with.
-        allow_nonfinite: go on when the loss is infinite or not a number.
-        record: write down when each task ran in the last step.
-        background: a job that trains beside each rank, at the lowest priority, after the first
-            steps; what it did is added to the result.
-        wrap: changes each rank's command (to enter a namespace, say).
-        environment: more variables for each rank.
-        progress: told what rank 0 does, whenever that changes.
+        num_steps: Number of measured steps.
+        timeout_s: Seconds that the whole job may take.
+        step_timeout_s: Seconds that a step may take.
+        port: Port on which the ranks meet; 0 picks a free one.
+        save: Folder for a checkpoint after the last step.
+        resume: Folder of a checkpoint to begin with.
+        allow_nonfinite: Go on when the loss is infinite or not a number.
+        record: Record when each task ran in the last step.
+        background: A job that trains beside each rank, at the lowest priority, after the first
+            steps; its progress is added to the result.
+        wrap: Changes each rank's command (to enter a namespace, say).
+        environment: Further variables of each rank.
+        progress: Called with what rank 0 does, whenever that changes.
 
     Returns:
-        What rank 0 measured.
+        The measurements of rank 0.
 
     Raises:
         InputFileError: nothing can be saved at ``save`` or read from ``resume``, or the background
@@ -231,10 +231,10 @@ def temporary_folder() -> Iterator[Path]:
 def _background_summary(
     measured: Mapping[str, Any], background: BackgroundPlan, done: Sequence[Any]
 ) -> dict[str, Any]:
-    """What became of both jobs; see ``runtime.background`` for how it was kept."""
+    """Results of both jobs; see ``runtime.background`` for how the limit was kept."""
     times = measured["step_times_s"]
     alone, together = times[:ALONE_STEPS], times[ALONE_STEPS:]
-    # Every rank's job began when the steps alone were over.
+    # The background jobs of all ranks began after the steps without them.
     seconds = sum(together)
     return {
         "model": background.model,
@@ -340,7 +340,7 @@ def _wait(
     step_timeout_s: float,
     progress: Callable[[str], None],
 ) -> None:
-    """Until all ranks are done, one fails or stands still, or the time is over."""
+    """Wait until all ranks are done, one fails or stands still, or the time is over."""
     deadline_s = time.monotonic() + timeout_s
     told = ""
     while True:
@@ -370,7 +370,7 @@ def _wait(
 
 
 def _wait_for_all(ranks: Sequence[_Rank], limit_s: float) -> None:
-    """Until all ranks have ended by themselves, or the limit is over."""
+    """Wait until all ranks have ended by themselves, or the limit is over."""
     deadline_s = time.monotonic() + limit_s
     while time.monotonic() < deadline_s:
         if all(rank.process.poll() is not None for rank in ranks):
@@ -379,7 +379,7 @@ def _wait_for_all(ranks: Sequence[_Rank], limit_s: float) -> None:
 
 
 def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) -> None:
-    """No rank is stopped, and none has been in the same step for too long.
+    """Check that no rank is stopped, or in the same step for too long.
 
     Raises:
         LaunchError: says which rank, and where all are.
@@ -398,8 +398,8 @@ def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) ->
         for rank in ranks
     )
     if slow:
-        # Not which rank was the first to exceed it: they entered the step within moments of each
-        # other. Where each one is tells them apart.
+        # Not the rank that exceeded it first: all entered the step within moments of each other.
+        # They differ in where each one is.
         raise LaunchError(
             f"a step has taken more than {step_timeout_s:g} s ({_where(ranks)}); all ranks were "
             "ended. Raise --step-timeout if a step takes that long."
@@ -407,7 +407,7 @@ def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) ->
 
 
 def _where(ranks: Sequence[_Rank]) -> str:
-    """What every rank does, ranks that do the same together."""
+    """The stage of every rank, ranks of one stage together."""
     doing: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         stage = rank.stage or "its start"
@@ -419,7 +419,7 @@ def _where(ranks: Sequence[_Rank]) -> str:
 
 
 def _failure(ranks: Sequence[_Rank], first: Sequence[int]) -> LaunchError:
-    """Names the rank that most likely failed by itself.
+    """Make the error that names the rank that most likely failed by itself.
 
     A rank that was killed, or that has something to say of its own, comes before those that lost
     their connection to it; then those that were seen to fail first.
@@ -461,14 +461,14 @@ def _state(pid: int) -> str:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[0]  # the name before may hold spaces and brackets
+    return text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """No process survives the launcher."""
+    """Kill all processes that still run."""
     for process in processes:
         if process.poll() is None:
-            # A stopped process would not hear of anything else.
+            # A stopped process would not receive any other signal.
             stopped = _state(process.pid) == "T"
             _signal_group(process, signal.SIGKILL if stopped else signal.SIGTERM)
     deadline_s = time.monotonic() + _END_S
@@ -496,7 +496,7 @@ def signals_as_exit() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    # Whoever handles them already (a testbed does) has the same in mind.
+    # Existing handlers (a testbed's, for instance) have the same purpose.
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGHUP)

@@ -25,7 +25,7 @@ _COLLECTIVES = (
 )
 
 _LinkCase = tuple[ChannelKind, tuple[int, ...], int, bool]
-"""What is measured, between which devices, with how many bytes, and whether they compute, too."""
+"""Kind, devices, number of bytes, and whether the devices compute meanwhile."""
 
 
 def profile_links(
@@ -43,11 +43,11 @@ def profile_links(
     is not measured.
 
     Args:
-        cluster: one device per rank.
-        payloads: bytes of each transfer.
-        num_done: leave out that many at the beginning; the same on all ranks.
-        quota: share of a core that this process may use.
-        tell: called with progress in words.
+        cluster: A cluster with one device per rank.
+        payloads: Bytes of each transfer.
+        num_done: Number of measurements to skip at the beginning; the same on all ranks.
+        quota: Fraction of a core that this process may use.
+        tell: Called with progress in words.
     """
     num_ranks = dist.get_world_size()
     communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
@@ -71,7 +71,7 @@ def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
-    """In the order in which they are measured."""
+    """All measurements, in order."""
     ways = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
     cases: list[_LinkCase] = []
     for way in ways:
@@ -88,7 +88,7 @@ _NUM_ROUNDS = 5  # medians: a quota stops a process for tens of milliseconds som
 _NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
 _SMALL_BYTES = 64 * 1024
 _NUM_BURSTS = 3
-_NUM_PRODUCTS = 8  # computed meanwhile if they come one by one
+_NUM_PRODUCTS = 8  # computed meanwhile if operations come one by one
 _BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
 _BUSY_S = 0.3
 
@@ -107,11 +107,11 @@ def _repeat(act: Callable[[], None], *, takes_part: bool) -> tuple[float, float]
         rounds.append((time.perf_counter() - begin, time.process_time() - cpu))
         dist.barrier()
     elapsed, used = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
-    return elapsed, 0.0 if on_gpu else used  # a CPU that waits for its GPU is nobody's loss
+    return elapsed, 0.0 if on_gpu else used  # a CPU that waits for its GPU costs nothing
 
 
 def gathered(values: Sequence[float]) -> list[list[float]]:
-    """The values of all ranks."""
+    """Gather the values of all ranks."""
     mine = torch.tensor(values, dtype=torch.float64)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, mine)
@@ -126,7 +126,7 @@ def _point_to_point(
     payload: int,
     stretch: float,
 ) -> LinkMeasurement:
-    """A message one way and an empty answer, less half of an empty round trip."""
+    """Time a message one way and an empty answer, less half of an empty round trip."""
     rank, wire = communicator.rank, wire_device()
     results = []
     for count in (payload // 4, 1):  # the message, and next to nothing
@@ -162,7 +162,7 @@ def _collective(
     payload: int,
     stretch: float,
 ) -> LinkMeasurement:
-    """Small ones several at once: what counts is how fast they follow one another."""
+    """Time a collective; small ones several at once, to see how fast they follow one another."""
     takes_part = communicator.rank in devices
     issue = _issuer(communicator, kind, devices, payload)
     count = _NUM_OPERATIONS if payload <= _SMALL_BYTES else 1
@@ -187,7 +187,7 @@ def _collective(
 def _issuer(
     communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
 ) -> Callable[[], Pending]:
-    """What issues a collective or a transfer of a payload, for its members."""
+    """A function that issues a collective or a transfer of a payload, for its members."""
     wire = wire_device()
     count = payload // 4
     flat = torch.zeros(count, device=wire)
@@ -219,7 +219,7 @@ def _while_computing(
     payload: int,
     stretch: float,
 ) -> LinkMeasurement:
-    """Several small operations issued at once while their members compute.
+    """Time several small operations issued at once while their members compute.
 
     Every step of a collective waits until the next member lets its communication run: on a CPU
     that a quota has stopped, tens of milliseconds. And on a CPU communication takes time from the
@@ -254,8 +254,8 @@ def _while_computing(
                 begin = time.perf_counter()
                 compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
                 bursts.append((time.perf_counter() - begin) / _NUM_OPERATIONS)
-        # One after another, as gradients are born: each wakes threads of its own. Nobody waits for
-        # one of them, as no rank does either.
+        # One after another, as gradients become ready: each wakes its own threads. None is waited
+        # for, as ranks do not wait either.
         cpu, computed, pending = time.process_time(), 0.0, []
         for _ in range(_NUM_BURSTS * _NUM_OPERATIONS):
             pending.append(issue())
@@ -275,7 +275,7 @@ def _measured_while_computing(
     payload: int,
     all_ranks: Sequence[Sequence[float]],
 ) -> LinkMeasurement:
-    """What all ranks found: (seconds of an operation, its own seconds of computing) of each."""
+    """Combine the ranks' (seconds of an operation, own seconds of computing) into one row."""
     return LinkMeasurement(
         kind=kind.name.lower(),
         devices=tuple(cluster.devices[device].name for device in devices),

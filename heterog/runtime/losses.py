@@ -14,11 +14,11 @@ class Losses:
     """This rank's part of the loss.
 
     Args:
-        part: the program as this rank sees it.
-        values: of the step.
+        part: The program as this rank sees it.
+        values: Values of the step.
 
     Attributes:
-        total: this rank's part of the loss so far, a scalar.
+        total: This rank's part of the loss so far, a scalar.
     """
 
     def __init__(self, part: RankProgram, values: Values) -> None:
@@ -54,11 +54,11 @@ class Losses:
             self.total += seen.value.reshape(()) / (1 if is_sum else part.num_micro)
 
     def keep_label_weight(self, value: int, pending: Pending) -> None:
-        """The weight of all labels is on its way."""
+        """Keep the weight of all labels, which is still being summed."""
         self._label_weights[value] = pending
 
     def label_weight(self, op: int, local_op: LocalOp, spans: Spans) -> Tensor:
-        """Weight of the labels that count in the whole batch, on all devices together."""
+        """Weight of all labels of the batch that count, on all devices together."""
         value = self._part.value_of[self._part.graph.outputs(op)[1]]
         if value not in self._label_weights:
             assert self.has_all_labels(op, spans), "the program reduces the label weight first"
@@ -77,7 +77,7 @@ class Losses:
     ) -> Tensor:
         """Weight of this rank's labels over all micro-batches.
 
-        Of a team, whose members have the same labels, one speaks; or everybody, for itself.
+        Members of a team have the same labels: one counts for all, or with ``speaks`` each does.
         """
         part = self._part
         inputs = part.graph.ops[op].inputs
@@ -117,5 +117,5 @@ class Losses:
         return total + (weight[where(counts, target, 0)] * counts).sum()
 
     def _known(self, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
-        """What a loss reads that follows from the batch, before the op that makes it has run."""
+        """An input of the loss that follows from the batch, before the op that makes it runs."""
         return self._values.cut_whole(self._values.from_batch(tensor), op, position, reader)

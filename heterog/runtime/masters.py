@@ -1,4 +1,4 @@
-"""Master weights: what an optimizer steps where a model computes with fewer digits.
+"""Master weights: copies with more digits that the optimizer updates.
 
 Updates smaller than half a step between two numbers of the model's dtype would be lost, one step
 after the other. So the optimizer has a copy with more digits, and the model gets it rounded after
@@ -12,14 +12,14 @@ from torch import nn
 
 
 class Masters:
-    """The optimizer's copies of what it steps: whole parameters or slices.
+    """The optimizer's copies of the parameters and slices that it updates.
 
     Args:
-        dtype: of the copies; ``None``: there are none, and the values themselves are stepped.
-        values: what is updated; those that have the dtype already need no copy.
+        dtype: Dtype of the copies; ``None`` makes none, and the values themselves are updated.
+        values: Parameters and slices to update; those that have the dtype already need no copy.
 
     Attributes:
-        stepped: what the optimizer steps, in the order of the values.
+        stepped: Tensors of the optimizer, in the order of the values.
     """
 
     def __init__(self, dtype: torch.dtype | None, values: Sequence[nn.Parameter]) -> None:
@@ -35,15 +35,15 @@ class Masters:
         return copy
 
     def of(self, value: nn.Parameter) -> nn.Parameter:
-        """What the optimizer steps instead of a value, or the value."""
+        """The optimizer's copy of a value, or the value itself if it has none."""
         return self._copies.get(id(value), value)
 
     def value_of(self, stepped: nn.Parameter) -> nn.Parameter:
-        """The model's value of what the optimizer steps."""
+        """The model's value of one of the optimizer's tensors."""
         return self._values.get(id(stepped), stepped)
 
     def write_back(self, values: Iterable[nn.Parameter]) -> None:
-        """Round the copies of some values into them."""
+        """Round the copies of some values and store them in the values."""
         with torch.no_grad():
             for value in values:
                 if id(value) in self._copies:

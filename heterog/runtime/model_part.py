@@ -1,4 +1,4 @@
-"""What of a model lies on one rank: whole parameters, slices of them, buffers."""
+"""The part of a model that one rank holds: whole parameters, slices of them, buffers."""
 
 from collections.abc import Mapping
 
@@ -22,19 +22,19 @@ class ModelPart:
     and those that live in slices become slices.
 
     Args:
-        graph: of the step.
-        strategy: of the plan.
-        program: lowered from both.
-        rank: this rank; ranks are device indices.
-        parameters: of the model, all of them by tensor id, on the rank's device.
+        graph: Graph of the step.
+        strategy: Strategy of the plan.
+        program: Program lowered from both.
+        rank: Number of this rank; ranks are device indices.
+        parameters: All parameters of the model, by tensor id, on the rank's device.
 
     Attributes:
-        parameters: that this rank reads or updates, by tensor id.
-        updated: what this rank's optimizer steps: whole parameters and slices.
-        sharded: placement and spans of the parameters of which each rank holds its own slice, by
+        parameters: Parameters that this rank reads or updates, by tensor id.
+        updated: Whole parameters and slices that this rank's optimizer updates.
+        sharded: Placement and spans of the parameters of which each rank holds its own slice, by
             row of ``graph.updates``.
-        buckets: of parameters that are updated in slices (ZeRO), all of the program.
-        slices: what this rank owns of them.
+        buckets: All buckets of the program whose parameters are updated in slices (ZeRO).
+        slices: Slices of them that this rank owns.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ModelPart:
         }
 
     def _updated(self) -> list[int]:
-        """Parameters that this rank's optimizer steps whole."""
+        """Parameters that this rank's optimizer updates whole."""
         sliced = {row for bucket in self.buckets for row in bucket.rows}
         return [
             parameter

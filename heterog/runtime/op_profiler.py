@@ -53,20 +53,20 @@ _UPDATE_REPEATS = 5
 
 
 class LoopbackCommunicator(Communicator):
-    """A communicator of a rank that is alone: what it would receive is already there."""
+    """A communicator that sends nothing; what it would receive is already there."""
 
     def __init__(self) -> None:
         super().__init__(0, ())
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Nothing is sent."""
+        """Do nothing."""
 
     def receive(self, like: Tensor, src: int, tag: int) -> Pending:
-        """Whatever ``like`` holds."""
+        """Return ``like`` unchanged."""
         return Pending(None, lambda: like)
 
     def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
-        """The tensor itself."""
+        """Return the tensor unchanged."""
         return Pending(None, lambda: tensor)
 
 
@@ -92,25 +92,25 @@ class _Clock:
         return time.thread_time() if self._use_cpu_time else time.perf_counter()
 
     def begin_task(self, task: int) -> None:
-        """A task begins."""
+        """Note the start of a task."""
         self._begin = self._now()
 
     def end_task(self, task: int) -> None:
-        """A task ends."""
+        """Note the end of a task."""
         end = self._now()
         self.own.setdefault(task, []).append((self._begin, end))
 
     def begin_update(self, parameters: Sequence[int]) -> None:
-        """The optimizer begins; measured on its own."""
+        """Ignore the optimizer, which is measured on its own."""
 
     def end_update(self, parameters: Sequence[int]) -> None:
-        """The optimizer ends."""
+        """Ignore the optimizer, which is measured on its own."""
 
     def waiting(self) -> None:
-        """Nothing is waited for: the communicator sends nothing."""
+        """Record no wait: the communicator sends nothing."""
 
     def seconds(self) -> dict[int, list[float]]:
-        """Seconds of every call by task."""
+        """Seconds of every call, by task."""
         if self._has_queue:
             synchronize(self._device)
             return {
@@ -135,11 +135,11 @@ def profile_ops(
     Needs a process group of this process alone.
 
     Args:
-        captured: the step.
-        workload: that it was captured from.
-        samples: local share; at most the batch size.
-        device_type: name under which the rows are kept.
-        quota: share of a core that this process may use.
+        captured: The step.
+        workload: The workload that it was captured from.
+        samples: Local share; at most the batch size.
+        device_type: Name of the device type in the rows.
+        quota: Fraction of a core that this process may use.
 
     Returns:
         One row per op signature, rows of kind ``copy`` for copies and sums, and one of kind
@@ -215,7 +215,7 @@ def _data_parallel(graph: OpGraph, samples: int) -> Program:
 
 
 def _pair() -> Cluster:
-    """Two devices of no particular kind: what is lowered, not priced."""
+    """Two devices of no particular kind: the program is lowered for them, not priced."""
     kind = DeviceType(
         name="profiled",
         peak_flops_per_s={"float32": 1e12},
@@ -233,7 +233,7 @@ def _pair() -> Cluster:
 
 
 def _strategy(graph: OpGraph, samples: int) -> Strategy:
-    """Data parallelism over two devices, of which this process plays the first."""
+    """Data parallelism over two devices; this process acts as the first."""
     decision = Decision(devices=(0, 1), shares=(samples, graph.batch_size - samples))
     if samples == graph.batch_size:
         decision = Decision(devices=(0,), shares=(samples,))
@@ -303,7 +303,7 @@ def _step_row(
     samples: int,
     device_type: str,
 ) -> OpMeasurement:
-    """The whole step: its seconds, and the most bytes that tensors held in one more of it."""
+    """Row of the whole step: its seconds, and the most bytes that tensors held in one more."""
     num_bytes = peak_during(lambda: executor(batch))
     if not has_accelerator():
         state = [value for each in optimizer.state.values() for value in each.values()]
@@ -324,7 +324,7 @@ def _step_row(
 
 
 def _trimmed_mean(values: Sequence[float]) -> float:
-    """Mean without the highest tenth, which interrupts have made longer."""
+    """Mean without the highest tenth, which interrupts have lengthened."""
     kept = sorted(values)[: math.ceil(0.9 * len(values))]
     return sum(kept) / len(kept)
 
@@ -338,7 +338,7 @@ def _update_rows(
     device_type: str,
     device: torch.device,
 ) -> list[OpMeasurement]:
-    """Rows of the optimizer's steps: of each size of parameter, scaled to the step of all."""
+    """Rows of the optimizer's steps, one per parameter size, scaled to a step of all."""
     sizes: dict[int, tuple[int, list[int]]] = {}
     for op, parameter, _ in graph.updates:
         sizes.setdefault(parameters[parameter].numel(), (op, []))[1].append(parameter)

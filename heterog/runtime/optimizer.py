@@ -1,4 +1,4 @@
-"""New parameters: the user's optimizer steps them here, servers send them to the other ranks.
+"""New parameters: the user's optimizer makes them here, servers send them to the other ranks.
 
 An update of a whole parameter may be late: it is made when the first reader of its parameter
 comes, or at the end of the step, together with others that wait. Without a step barrier that is in
@@ -24,25 +24,25 @@ from heterog.runtime.recorder import Recorder
 from heterog.runtime.slices import Slices
 
 Options = list[dict[str, Any]]
-"""What each of the optimizer's parameter groups says, but for its parameters."""
+"""Options of each of the optimizer's parameter groups, without its parameters."""
 
 Push = Callable[[Sequence[int], Sequence[Tensor]], None]
 """Takes the gradients of some rows of ``graph.updates``."""
 
 _NORM_EPSILON = 1e-6
-"""As in ``torch.nn.utils.clip_grad_norm_``."""
+"""Same value as in ``torch.nn.utils.clip_grad_norm_``."""
 
 
 @dataclass(slots=True)
 class StepUpdates:
-    """What the updates of one step need.
+    """State of the updates of one step.
 
     Attributes:
-        gradients: of the step.
-        options: the optimizer's when the step was called.
-        scale: every gradient is multiplied by it, for clipping or where islands average; ``None``
-            leaves them as they are.
-        updated: by bucket that is updated in slices, how many of its parameters may be stepped.
+        gradients: Gradients of the step.
+        options: Options of the optimizer when the step was called.
+        scale: Factor of every gradient, for clipping or where islands average; ``None`` leaves
+            them as they are.
+        updated: Number of parameters that may be updated, by bucket that is updated in slices.
     """
 
     gradients: Gradients
@@ -65,8 +65,8 @@ class Updates:
         push: takes gradients that a server steps the optimizer with; ``None``: it is stepped here.
 
     Attributes:
-        recorder: notified of every call of the optimizer, if set.
-        norm: of the gradients of the step that was clipped last.
+        recorder: Recorder notified of every call of the optimizer, if set.
+        norm: Norm of the gradients in the last step that was clipped.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Updates:
         ]
 
     def read(self, tensor: int) -> nn.Parameter:
-        """A parameter, up to date."""
+        """A parameter, with all pending updates done."""
         if tensor in self._arriving:
             self._arriving.pop(tensor).wait()
         if tensor in self._waiting:
@@ -127,7 +127,7 @@ class Updates:
         return self._parameters[tensor]
 
     def gather(self, bucket: int) -> None:
-        """Bring a bucket's new slices to all devices that keep its parameters whole."""
+        """Send a bucket's new slices to all devices that keep its parameters whole."""
         sliced = self._part.sliced[bucket]
         whole = self._slices.whole[bucket]
         self._gathering[bucket] = self._communicator.all_gather_slices(
@@ -135,7 +135,7 @@ class Updates:
         )
 
     def update(self, row: int, step: StepUpdates) -> None:
-        """From now on a parameter, or this rank's slice of it, may be stepped."""
+        """Allow the update of a parameter, or of this rank's slice of it, from now on."""
         bucket = self._part.sliced_bucket(row)
         if bucket is None:
             assert not self._waiting or self._step is step
@@ -167,33 +167,33 @@ class Updates:
         self._arriving[tensor] = self._communicator.receive(like, src, task)
 
     def encode(self, task: int, row: int) -> None:
-        """Make the message of a new parameter that a replica pulls."""
+        """Encode a new parameter that a replica pulls."""
         codec = self._part.program.codec_of(task)
         assert codec is not None
         value = self.read(self._part.graph.updates[row][1]).detach()
         self._messages[self._part.message_of[task]] = encode(value, codec)
 
     def decode(self, row: int) -> None:
-        """Take over a pulled parameter's message, unless somebody has read the parameter."""
+        """Decode a pulled parameter's message, unless a reader of the parameter already has."""
         arriving = self._arriving.pop(self._part.graph.updates[row][1], None)
         if arriving is not None:
             arriving.wait()
 
     def finish(self) -> None:
-        """Step what is left, and wait for all parameters and for everything that was sent."""
+        """Run the remaining updates; wait for all parameters and for all sends."""
         self.step()
         self.wait_for_issued()
         self._communicator.flush()
 
     def wait_for_issued(self) -> None:
-        """Wait for the parameters that are on their way."""
+        """Wait for the parameters that are being received."""
         for pending in (*self._arriving.values(), *self._gathering.values()):
             pending.wait()
         self._arriving.clear()
         self._gathering.clear()
 
     def clip(self, step: StepUpdates, max_norm: float) -> None:
-        """Find by how much the gradients are scaled down to a norm over all parameters.
+        """Compute the factor that scales the gradients down to a norm over all parameters.
 
         The formula, and what happens to a norm that is not finite, are those of
         ``torch.nn.utils.clip_grad_norm_``: scale = min(1, max_norm / (norm + 1e-6)). Each
@@ -216,7 +216,7 @@ class Updates:
         step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
 
     def step(self) -> None:
-        """Step the whole parameters that wait for it, in one call where that can be."""
+        """Update the whole parameters that wait for it, in one call where possible."""
         if not self._waiting:
             return
         assert self._step is not None
@@ -238,7 +238,7 @@ class Updates:
                 gradients.let_go(row)
 
     def _is_copied(self, row: int) -> bool:
-        """Whether the optimizer gets a gradient in another dtype than it was added up in."""
+        """Whether the optimizer gets a gradient in another dtype than it was summed in."""
         stepped = self._masters.of(self._parameters[self._part.graph.updates[row][1]])
         return stepped.dtype != self._part.gradient_dtype(row)
 
@@ -248,9 +248,9 @@ class Updates:
         """Call the optimizer for parameters, or slices, with their gradients.
 
         Args:
-            step: that the gradients are of.
-            targets: what is stepped, with the sum of its gradients.
-            rows: of ``graph.updates`` that this amounts to.
+            step: The step that the gradients belong to.
+            targets: Parameters or slices, each with the sum of its gradients.
+            rows: Rows of ``graph.updates`` that are updated.
         """
         if self._push is not None:
             self._push(rows, [total for _, total in targets])
@@ -275,7 +275,7 @@ class Updates:
 
 @contextmanager
 def _only_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Take parameters without a gradient out of the optimizer, which looks at each of them.
+    """Hide parameters without a gradient from the optimizer, which looks at each of them.
 
     A step may call it once per served parameter.
     """
@@ -291,9 +291,9 @@ def _only_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextmanager
 def _with_options(optimizer: torch.optim.Optimizer, options: Options) -> Iterator[None]:
-    """Give an optimizer the options of another time, and its own ones back afterwards.
+    """Give an optimizer the options of an earlier time, and its own ones back afterwards.
 
-    Only what differs is touched: what the optimizer itself counts up in its options stays so.
+    Only options that differ are touched; counters that the optimizer keeps in them stay.
     """
     own: list[dict[str, Any]] = []
     for group, wanted in zip(optimizer.param_groups, options, strict=True):

@@ -1,4 +1,4 @@
-"""The most bytes that a rank really holds during a step."""
+"""The most bytes that a rank holds during a step, measured."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from heterog.runtime.deploy import DeployedStep
 def peak_bytes(step: DeployedStep, batch: Any) -> int:
     """Most bytes that this rank's tensors held during one more step; every rank has to call it.
 
-    Without a step barrier two steps are run and ended: the second meets what the first left open.
+    Without a step barrier two steps are run: the second finishes what the first left open.
 
     On a GPU by its allocator's own count. On a CPU by following every allocation and release of
     the tensor allocator, those inside kernels included, on top of what is there all the time:
@@ -41,7 +41,7 @@ def _run(step: DeployedStep, batch: Any) -> None:
 def peak_during(call: Callable[[], object]) -> int:
     """Most bytes that tensors held during a call.
 
-    On a GPU all that are there, on a CPU in addition to what was there before.
+    On a GPU the total; on a CPU in addition to what was there before.
     """
     if has_accelerator():
         reset_peak_memory()
@@ -63,10 +63,10 @@ def peak_during(call: Callable[[], object]) -> int:
 
 @contextmanager
 def _without_notes() -> Iterator[None]:
-    """Leave out the lines in which torch's profiler says that it begins, ends, or began late.
+    """Drop the lines in which torch's profiler says that it begins, ends, or began late.
 
-    They come from its C++ side, straight to the process's standard error. Everything else that is
-    said there meanwhile is passed on at the end.
+    They come from its C++ side, straight to the process's standard error. All other output of
+    that time is passed on at the end.
     """
     sys.stderr.flush()
     terminal = os.dup(2)
@@ -91,7 +91,7 @@ _NOTE = re.compile(
 
 
 def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
-    """(time, bytes taken or given back) of all events."""
+    """Time and number of bytes of all allocations; frees are negative."""
     for event in events:
         if event.tag == _EventType.Allocation:
             yield event.start_time_ns, event.extra_fields.alloc_size
@@ -99,7 +99,7 @@ def _allocations(events: Sequence[Any]) -> Iterator[tuple[int, int]]:
 
 
 def _resident_bytes(step: DeployedStep) -> int:
-    """Bytes of what is there between steps."""
+    """Bytes of all tensors that exist between steps."""
     graph = step.captured.graph
     tensors: list[Tensor] = [*step.model.parameters(), *step.model.buffers()]
     tensors += step.part.slices.own.values()
@@ -119,6 +119,6 @@ def _resident_bytes(step: DeployedStep) -> int:
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes behind tensors, shared memory once."""
+    """Bytes of storage of tensors; shared storage counts once."""
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     return sum(len(each) for each in storages.values())

@@ -1,4 +1,4 @@
-"""Cutting and joining tensors along an axis (the batch, mostly), wherever it lies.
+"""Cutting and joining tensors along an axis (mostly the batch), in whichever dimension it lies.
 
 A tensor placed as ``S(dim, outer)`` has ``outer x units x inner`` entries in dimension ``dim``.
 """
@@ -15,11 +15,11 @@ def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int
     """The part of a tensor that belongs to some consecutive samples.
 
     Args:
-        tensor: holds ``total`` samples.
-        placement: where the samples lie.
-        total: samples in ``tensor``.
-        begin: first wanted sample.
-        count: number of wanted samples.
+        tensor: A tensor that holds ``total`` samples.
+        placement: Position of the samples in it.
+        total: Number of samples in ``tensor``.
+        begin: First wanted sample.
+        count: Number of wanted samples.
 
     >>> cut(torch.arange(6), Placement("S"), total=3, begin=1, count=1)
     tensor([2, 3])
@@ -39,7 +39,7 @@ def cut(tensor: Tensor, placement: Placement, total: int, begin: int, count: int
 
 
 def put(tensor: Tensor, placement: Placement, total: int, begin: int, part: Tensor) -> None:
-    """Write some consecutive samples to where ``cut`` takes them from, in place.
+    """Write some consecutive samples, in place, to the position that ``cut`` reads.
 
     >>> whole = torch.zeros(6)
     >>> put(whole, Placement("S"), total=3, begin=1, part=torch.ones(2))
@@ -56,13 +56,13 @@ def put(tensor: Tensor, placement: Placement, total: int, begin: int, part: Tens
 
 
 def nested(place: Placement, other: Placement, total: int, count: int) -> Placement:
-    """Where units lie in a tensor of which only a part along another axis is there.
+    """Placement of units in a tensor that holds only a part of another axis.
 
     Args:
-        place: where the units lie in the whole tensor.
-        other: where the units of the other axis lie.
-        total: units of the other axis in the whole tensor.
-        count: units of it that are there.
+        place: Placement of the units in the whole tensor.
+        other: Placement of the units of the other axis.
+        total: Units of the other axis in the whole tensor.
+        count: Units of the other axis in the part.
 
     >>> from heterog.graph.placement import S
     >>> nested(S(0, 8), S(0), total=8, count=2)  # positions inside samples, in one dimension
@@ -75,7 +75,7 @@ def nested(place: Placement, other: Placement, total: int, count: int) -> Placem
 
 
 def join(parts: Sequence[Tensor], placement: Placement) -> Tensor:
-    """Put parts with consecutive samples together: the inverse of ``cut``."""
+    """Join parts with consecutive samples: the inverse of ``cut``."""
     dim, outer = placement.dim, placement.outer
     if len(parts) == 1:
         return parts[0]

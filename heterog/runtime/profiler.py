@@ -57,11 +57,11 @@ from heterog.simulator.calibration_files import LinkRecord, OpRecord
 from heterog.zoo import load_workload
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)
-"""Parts of the batch at which ops are measured."""
+"""Fractions of the batch at which ops are measured."""
 
 
 def environment() -> dict[str, str]:
-    """Versions and processors, for people."""
+    """Versions and processors, for people to read."""
     device = device_label() if has_accelerator() else platform.processor() or "CPU"
     return {
         "torch": torch.__version__,
@@ -72,14 +72,13 @@ def environment() -> dict[str, str]:
 
 
 class Journal:
-    """What a rank has measured so far: one line each, so that it is not measured again.
+    """Measurements of a rank so far, one line each, so that none is repeated.
 
-    A last line that was cut off is as if it had never been there; any other that is no
-    measurement is refused.
+    A last line that was cut off is ignored; any other line that is no measurement is refused.
 
     Args:
-        path: its file, which is made if it is not there.
-        of: whose measurements these are.
+        path: Path of the file, which is made if it does not exist.
+        of: Description of what is measured; a journal of something else is refused.
 
     Raises:
         InputFileError: the file is no journal, or one of other measurements.
@@ -108,11 +107,11 @@ class Journal:
         return key in self._rows
 
     def rows(self, key: str) -> list[dict[str, Any]]:
-        """The rows of something that is done."""
+        """The rows of a measurement that is done."""
         return self._rows[key]
 
     def add(self, key: str, rows: Sequence[OpMeasurement] | Sequence[LinkMeasurement]) -> None:
-        """Something is done."""
+        """Add the rows of a measurement."""
         self._rows[key] = [asdict(row) for row in rows]
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"key": key, "rows": self._rows[key]}) + "\n")
@@ -128,7 +127,7 @@ class _JournalLine(Record):
 
 
 def _whole_lines(path: Path) -> list[Any]:
-    """The values of a file of JSON lines; a last line that was cut off is as if not there."""
+    """The values of a file of JSON lines; a last line that was cut off is ignored."""
     if not path.exists():
         return []
     content = read_bytes(path, "journal", MAX_JSON_BYTES)
@@ -168,13 +167,13 @@ def profile_local(
     """Measure models on this process's device.
 
     Args:
-        sources: zoo names or ``file.py:function``.
-        journal: file of what is done; lines are added, and what it holds is not measured again.
-        device_type: name for the rows.
-        batch_size: of the workloads; their own by default.
-        quota: share of a core that this process may use.
-        of: whose measurements the journal holds; by default those of the device type.
-        tell: called with progress in words.
+        sources: Zoo names or ``file.py:function``.
+        journal: File of measurements done; lines are added, and none in it is repeated.
+        device_type: Name of the device type in the rows.
+        batch_size: Batch size of the workloads; their own by default.
+        quota: Fraction of a core that this process may use.
+        of: Description of what the journal holds; by default it names the device type.
+        tell: Called with progress in words.
 
     Returns:
         The rows of these models.
@@ -219,7 +218,7 @@ def _profiled(
     quota: float | None,
     tell: Callable[[str], None],
 ) -> list[OpMeasurement]:
-    """The rows at one share; none if it does not fit into a GPU's memory."""
+    """Rows of one share of the batch; none if it does not fit into a GPU's memory."""
     try:
         return profile_ops(captured, workload, samples, device_type, quota)
     except torch.OutOfMemoryError:
@@ -228,7 +227,7 @@ def _profiled(
 
 
 def _version_of(source: str) -> str:
-    """What changes with a user's file; empty for the zoo."""
+    """A hash that changes with a user's file; empty for the zoo."""
     path = Path(source.rpartition(":")[0])
     return hashlib.sha256(path.read_bytes()).hexdigest()[:8] if path.is_file() else ""
 
@@ -245,7 +244,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _as_many_threads_as_ranks() -> Iterator[None]:
-    """As many threads as a rank will have when it runs a plan."""
+    """Use as many threads as a rank will have when it runs a plan."""
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
@@ -265,11 +264,11 @@ def profile_here(
     """Measure the ops of models on this machine's first device, in this process.
 
     Args:
-        sources: zoo names or ``file.py:function``.
-        journal: folder of what is done.
-        device_type: what cluster files call this device.
-        batch_size: of the workloads; their own by default.
-        tell: called with progress in words.
+        sources: Zoo names or ``file.py:function``.
+        journal: Folder of the measurements done.
+        device_type: Name of this device's type in cluster files.
+        batch_size: Batch size of the workloads; their own by default.
+        tell: Called with progress in words.
 
     Raises:
         HeterogError: the type is a GPU's, and there is none.
@@ -302,13 +301,13 @@ def profile_cluster(
     All ranks measure at the same time, as they will compute at the same time.
 
     Args:
-        sources: zoo names or ``file.py:function``.
-        cluster: of the testbed.
-        journal: folder of what is done, one file per rank.
-        batch_size: of the workloads; their own by default.
-        timeout_s: of the whole job.
-        testbed: build the testbed; otherwise plain processes on this machine.
-        tell: called with what rank 0 does, in words.
+        sources: Zoo names or ``file.py:function``.
+        cluster: Cluster of the testbed.
+        journal: Folder of the measurements done, one file per rank.
+        batch_size: Batch size of the workloads; their own by default.
+        timeout_s: Seconds that the whole job may take.
+        testbed: Whether to build the testbed; otherwise plain processes on this machine.
+        tell: Called with what rank 0 does, in words.
     """
     arguments = ["-m", "heterog.runtime.profiler", *sources, "--journal", str(journal.resolve())]
     arguments += ["--timeout", str(timeout_s)]
@@ -343,17 +342,17 @@ def profile_as_rank(
 ) -> None:
     """Measure as the rank that the environment describes: its device, then links with the others.
 
-    The process group is still there when this returns; ``end_together`` ends the process.
+    The process group still exists when this returns; ``end_together`` ends the process.
 
     Args:
-        sources: zoo names or ``file.py:function``.
-        cluster: its device ``i`` is rank ``i``.
-        journal: folder of what is done.
-        output: file that rank 0 writes; it is there when the call returns.
-        batch_size: of the workloads; their own by default.
-        timeout_s: after which a rank gives up on the others.
-        throttled: ranks have the CPU quotas of the cluster's testbed.
-        tell: called with progress in words.
+        sources: Zoo names or ``file.py:function``.
+        cluster: A cluster whose device ``i`` is rank ``i``.
+        journal: Folder of the measurements done.
+        output: File that rank 0 writes; it exists when the call returns.
+        batch_size: Batch size of the workloads; their own by default.
+        timeout_s: Seconds after which a rank gives up on the others.
+        throttled: Whether ranks have the CPU quotas of the cluster's testbed.
+        tell: Called with progress in words.
 
     Raises:
         HeterogError: there is not one rank per device.

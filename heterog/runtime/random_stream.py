@@ -20,8 +20,8 @@ class RandomStream:
     """Seeds for the ops of a rank.
 
     Args:
-        seed: of the run; the same on all ranks.
-        device: where its ops draw.
+        seed: Seed of the run; the same on all ranks.
+        device: Device on which its ops draw.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -30,14 +30,14 @@ class RandomStream:
 
     @contextmanager
     def drawing(self, step: int, op: int, micro: int, *, rank: int | None) -> Iterator[None]:
-        """Random numbers drawn inside belong to an op.
+        """Draw the random numbers of the body from the stream of one op.
 
         Args:
-            step: number of the step.
-            op: the op.
-            micro: the micro-batch, of which an op that all ranks share sees nothing: it draws for
-                the whole step.
-            rank: whose numbers these are; ``None``: every rank draws the same.
+            step: Number of the step.
+            op: Index of the op.
+            micro: Number of the micro-batch. An op that all ranks share ignores it and draws for
+                whole step.
+            rank: Rank whose numbers these are; ``None`` if every rank draws the same.
         """
         own = (_EVERY_RANK, 0) if rank is None else (1 + rank, micro)
         mixed = np.random.SeedSequence((self._seed, step, op, *own)).generate_state(1, np.uint64)

@@ -53,14 +53,14 @@ _POLL_S = 0.02
 
 
 def join(timeout_s: float, *, backend: str = "") -> None:
-    """Become a rank of the job that the environment describes.
+    """Join the job that the environment describes, as one of its ranks.
 
-    The place where ranks meet listens on the address ``MASTER_ADDR`` only, not on every interface
-    as PyTorch's own does. Under torchrun it is torchrun's.
+    The store through which ranks meet listens on the address ``MASTER_ADDR`` only, not on every
+    interface as PyTorch's own does. Under torchrun it is torchrun's.
 
     Args:
-        timeout_s: seconds after which a rank gives up on the others, here and in every step.
-        backend: of ``init_process_group``; by default that of the accelerators, if every
+        timeout_s: Seconds after which a rank gives up on the others, here and in every step.
+        backend: Backend of ``init_process_group``; by default that of the accelerators, if every
             rank of this machine can have one, and gloo for everything else.
 
     Raises:
@@ -95,13 +95,13 @@ def join(timeout_s: float, *, backend: str = "") -> None:
 
 
 def tell(stage: str) -> None:
-    """Say where this rank is to the launcher, if there is one.
+    """Report the stage of this rank to the launcher, if there is one.
 
     A stage that begins with ``step`` must change within the launcher's limit for steps.
     """
     path = os.environ.get(HEARTBEAT)
     if path:
-        # Never half written: a rank that is killed meanwhile is still known by its last stage.
+        # Written whole, so that the last stage of a rank that is killed meanwhile is still known.
         draft = Path(f"{path}.new")
         draft.write_text(stage)
         draft.replace(path)
@@ -122,18 +122,18 @@ def train(
     """Train for some steps on the workload's example batch and measure them.
 
     Args:
-        plan: to run; its cluster's device ``i`` is rank ``i``.
-        model: zoo name or ``file.py:function``; the plan's own source if empty.
-        num_steps: measured steps, after one that warms up (and trains, too).
-        timeout_s: seconds after which a rank gives up on the others.
-        sources: Python files that the person named; see ``user_code.trusted_source``.
-        save: folder for a checkpoint after the last step.
-        resume: folder of a checkpoint to begin with.
-        allow_nonfinite: go on when the loss is infinite or not a number.
-        record: write down when each task ran in the last step.
+        plan: Plan to run; device ``i`` of its cluster is rank ``i``.
+        model: Zoo name or ``file.py:function``; the plan's own source if empty.
+        num_steps: Number of measured steps, after one that warms up (and trains, too).
+        timeout_s: Seconds after which a rank gives up on the others.
+        sources: Python files that the user named; see ``user_code.trusted_source``.
+        save: Folder for a checkpoint after the last step.
+        resume: Folder of a checkpoint to begin with.
+        allow_nonfinite: Go on when the loss is infinite or not a number.
+        record: Record when each task ran in the last step.
 
     Returns:
-        The deployed step, and what was measured: the same on every rank.
+        The deployed step, and the measurements, which are the same on every rank.
 
     Raises:
         HeterogError: plan, model, checkpoint or batch do not fit, or the loss is not finite.
@@ -243,7 +243,7 @@ def _all_at_once(step: DeployedStep) -> float:
 
 
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
-    """The plan's background job, if it has to share this process; it waits for its turn."""
+    """Make the plan's background job, if it has to share this process; it is not started yet."""
     background = plan.background
     if background is None or has_own_process(plan.cluster):
         return None
@@ -306,7 +306,7 @@ def as_rank(rank: int) -> Iterator[None]:
         # gloo's words for a rank that died, was ended or is frozen
         lost = any(words in first for words in ("onnection", "imed out", "roken pipe"))
         _leave(rank, f"lost the connection to another rank: {first}" if lost else first)
-    except Exception as error:  # whatever the user's model raises must end this rank, too
+    except Exception as error:  # any error of the user's model must end this rank, too
         traceback.print_exc()
         _leave(rank, f"{type(error).__name__}: {error}")
 
@@ -317,26 +317,26 @@ def end_together() -> NoReturn:
     The orderly way may hang: gloo's threads are joined with the interpreter's lock held, and one
     that lets go of a collective's tensors at that moment waits for this lock.
     """
-    dist.barrier()  # leaving while others still talk aborts them
+    dist.barrier()  # leaving while others still communicate aborts them
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def _jsonable(seconds: FloatArray) -> list[float | None]:
-    """JSON has no NaN."""
+    """Seconds as JSON values, which cannot be NaN: ``None`` instead."""
     return [None if math.isnan(value) else value for value in seconds.tolist()]
 
 
 def _leave(rank: int, why: str) -> NoReturn:
-    """Say why in one line and end with exit code 2."""
+    """Print the reason in one line and end with exit code 2."""
     print(f"heterog: rank {rank}: {why}", file=sys.stderr, flush=True)
-    # Without the others' consent there is no orderly way to leave the process group.
+    # Without the others there is no orderly way to leave the process group.
     os._exit(2)
 
 
 def _backend() -> str:
-    """Backends of this machine's ranks; takes the rank's accelerator if each can have one."""
+    """Backends of this machine's ranks; selects the rank's accelerator if each can have one."""
     local = _number("LOCAL_RANK", "RANK")
     found = backends(_number("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     if found != CPU_BACKEND:
@@ -345,7 +345,7 @@ def _backend() -> str:
 
 
 def _listen(address: str, port: int) -> socket.socket:
-    """A socket that listens on one address only; port 0 means one that is free."""
+    """A socket that listens on one address only; port 0 picks a free one."""
     family, kind, protocol, _, place = socket.getaddrinfo(
         address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]

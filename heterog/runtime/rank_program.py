@@ -23,7 +23,7 @@ from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import Domain, GraphTables, graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
-# Looked up for every task; Python 3.11 takes its time for a member of an enum.
+# Looked up for every task, and members of an enum are slow in Python 3.11.
 _GATHER_PARAMETERS, _REDUCE_VALUE = TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_VALUE
 CONVERSIONS = frozenset(
     {
@@ -31,14 +31,14 @@ CONVERSIONS = frozenset(
         *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
     }
 )
-"""Kinds of tasks that bring a value to where, and how, it is needed."""
+"""Kinds of tasks that bring a value to the devices, and into the form, that readers need."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
 _CODES = frozenset({TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM})
 
 WINDOW = -1
-"""How much of a value was made for a reader of rows that several devices own."""
+"""Marks a value that holds rows of neighbours, in place of how much of it was gathered."""
 Near = dict[tuple[int, int], int]
-"""Buffer of each value that a task reads, by (value, how much of it was made for the reader)."""
+"""Buffer of each value that a task reads, by (value, how much of it was gathered)."""
 
 
 def has_window(tables: GraphTables, slot: int) -> bool:
@@ -47,14 +47,14 @@ def has_window(tables: GraphTables, slot: int) -> bool:
 
 
 def gathered(bucket: int) -> tuple[int, int]:
-    """Stands for a value: the parameters of a bucket, gathered for some ops."""
+    """Key of the parameters of a bucket, gathered for some ops, in place of a value."""
     return -2 - bucket, EVERYTHING
 
 
 def nearest(near: Near, value: int, whole: int) -> int | None:
-    """Buffer that holds as much of a value as a reader needs; ``None`` if there is none.
+    """Find the buffer that holds as much of a value as a reader needs; ``None`` if there is none.
 
-    What needed no conversion is there as it was made.
+    A value that needed no conversion is found as it was made.
     """
     for level in _LEVELS[whole]:
         if (value, level) in near:
@@ -85,7 +85,7 @@ def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Pl
 
 
 def _messages(program: Program) -> dict[int, int]:
-    """By task that encodes or decodes, the transfer or collective of its message."""
+    """The transfer or collective of a message, by the task that encodes or decodes it."""
     if not program.codecs:
         return {}
     found: dict[int, int] = {}
@@ -106,27 +106,27 @@ class RankProgram:
     """The program of a strategy, seen from one rank.
 
     Args:
-        graph: the captured step.
-        strategy: of the plan.
-        program: lowered from both.
-        rank: this rank; ranks are device indices.
+        graph: The captured step.
+        strategy: Strategy of the plan.
+        program: Program lowered from both.
+        rank: Number of this rank; ranks are device indices.
 
     Attributes:
-        plan: placements of the graph's tensors along the batch and the axes of rules.
-        tables: the graph in flat arrays.
-        kinds: of the program's tasks.
-        num_micro: micro-batches of the step.
-        micro_begin: first sample of each micro-batch.
-        value_of: value by the tensor that owns its memory.
-        sharded: placement and spans of the parameters that live in slices, by row.
-        parameters_of_value: rows of ``graph.updates`` whose gradient a value holds.
-        accumulated: (row, micro-batch) of the gradients that this rank adds to those before.
-        given_to_replicas: (row, micro-batch) of the gradients that replicas without one get from
-            this rank.
-        bucket_members: rows of each bucket, in the order in which they lie in it.
-        sliced: buckets that are updated in slices by this rank, by number.
-        sliced_of_tensor: the same by tensor id of the parameters in them.
-        message_of: by task that encodes or decodes, the transfer or collective of its message.
+        plan: Placements of the graph's tensors along the batch and the axes of rules.
+        tables: The graph in flat arrays.
+        kinds: Kind of each task of the program.
+        num_micro: Number of micro-batches of the step.
+        micro_begin: First sample of each micro-batch.
+        value_of: Value of each tensor that owns its memory, by tensor id.
+        sharded: Placement and spans of the parameters that live in slices, by row.
+        parameters_of_value: Rows of ``graph.updates`` whose gradient a value holds, by value.
+        accumulated: Gradients, as (row, micro-batch), that this rank adds to those before.
+        given_to_replicas: Gradients, as (row, micro-batch), that this rank gives to replicas
+            without one.
+        bucket_members: Rows of each bucket, in their order in it.
+        sliced: Buckets that this rank updates in slices, by number.
+        sliced_of_tensor: The same buckets by tensor id of the parameters in them.
+        message_of: Transfer or collective of a message, by the task that encodes or decodes it.
     """
 
     def __init__(self, graph: OpGraph, strategy: Strategy, program: Program, rank: int) -> None:
@@ -172,13 +172,13 @@ class RankProgram:
         self._look_from(rank)
 
     def seen_from(self, rank: int) -> "RankProgram":
-        """The same program as another rank sees it; what all ranks see alike is shared."""
+        """The same program as another rank sees it; what does not depend on the rank is shared."""
         other = copy.copy(self)
         other._look_from(rank)
         return other
 
     def _look_from(self, rank: int) -> None:
-        """Note what depends on the rank."""
+        """Compute the fields that depend on the rank."""
         program = self.program
         self.rank = rank
         self.sliced = {each.number: each for each in self._buckets if rank in each.devices}
@@ -219,7 +219,7 @@ class RankProgram:
     def target_of_slot(self, slot: int) -> tuple[Spans, Spans]:
         """Spans of the group that a slot brings its value to.
 
-        Along the axis of the value, and along that of the reader.
+        One along the axis of the value, one along that of the reader.
         """
         tables, group = self.tables, int(self.tables.slot_group[slot])
         made = int(tables.value_axis[tables.slot_value[slot]])
@@ -237,12 +237,12 @@ class RankProgram:
         return [self.strategy.decisions[group].devices[0]]
 
     def gradient_dtype(self, row: int) -> torch.dtype:
-        """Of a parameter's gradient, which need not be the parameter's."""
+        """Dtype of a parameter's gradient, which may differ from the parameter's."""
         dtype: torch.dtype = getattr(torch, self.graph.tensors[self.graph.updates[row][2]].dtype)
         return dtype
 
     def gradient_is_converted(self, row: int) -> bool:
-        """Whether a gradient is made in parts here, and a collective makes it whole."""
+        """Whether a gradient is made in parts here, which a collective completes."""
         slot = int(self.tables.gradient_slot[row])
         return slot >= 0 and slot in self._gathered_slots
 
@@ -279,7 +279,7 @@ class RankProgram:
         return next(ring for ring in self.rings(row) if ring.devices == devices)
 
     def _find_rings_of_copies(self) -> None:
-        """Note over which devices the copies are added up: those of the task that reads them."""
+        """Note the devices over which copies are summed: those of the task that reads them."""
         program = self.program
         collective = (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER)
         for task in np.flatnonzero(np.isin(program.kind, collective)).tolist():
@@ -292,7 +292,7 @@ class RankProgram:
                     self._ring_devices.setdefault(maker, self.channel(task).devices)
 
     def cut_to_ring(self, gradient: Tensor, row: int, ring: Ring) -> Tensor:
-        """The part of this rank's gradient of a parameter that a ring adds up."""
+        """The part of this rank's gradient of a parameter that a ring sums."""
         if row not in self.sharded:
             return gradient
         place, spans = self.sharded[row]
@@ -300,7 +300,7 @@ class RankProgram:
         return cut(gradient, place, count, ring.begin - begin, ring.end - ring.begin)
 
     def join_rings(self, row: int, pieces: Sequence[Tensor]) -> Tensor:
-        """The parts of a gradient that several rings have added up, in their order."""
+        """Join the parts of a gradient that several rings have summed, in their order."""
         place, spans = self.sharded[row]
         shape = self.graph.tensors[self.graph.updates[row][1]].shape
         own = [ring for ring in self.rings(row) if self.rank in ring.devices]
@@ -311,7 +311,7 @@ class RankProgram:
         return join(shaped, place)
 
     def senders(self, task: int) -> list[int]:
-        """Devices that have gradients for a reduce-scatter, beside slices of earlier ones."""
+        """Devices that give gradients to a reduce-scatter, besides slices of earlier ones."""
         program = self.program
         found = {
             int(program.buffer_device[buffer])
@@ -323,8 +323,8 @@ class RankProgram:
     def is_served_by(self, row: int, device: int) -> bool:
         """Whether gradients of a parameter are pushed to a device because it is the server.
 
-        A server that is a replica, of which each has the whole gradient, may have made none
-        itself; then it gets each micro-batch's as any other replica.
+        A server that is also a replica, of which each has the whole gradient, may have made none
+        itself; then it gets each micro-batch's like any other replica.
         """
         if self.strategy.homes[row] != device:
             return False
@@ -338,8 +338,8 @@ class RankProgram:
     def gives(self, row: int, micro: int) -> bool:
         """Whether this rank's gradient of a parameter enters the sum over devices.
 
-        Where all devices are in one ring, of the members of a team that made the same gradient
-        the first one gives it.
+        Where all devices are in one ring, only the first of the team members that made the same
+        gradient gives it.
         """
         if not any(ring.is_once for ring in self.rings(row)):
             return True
@@ -352,11 +352,11 @@ class RankProgram:
         return spans.speaks(micro, self.rank)
 
     def is_converted(self, buffer: int) -> bool:
-        """Whether a buffer holds what a conversion has made of a value."""
+        """Whether a buffer holds the result of a conversion."""
         return self.kinds[int(self.program.buffer_maker[buffer])] in CONVERSIONS
 
     def ends_update(self, task: int) -> bool:
-        """Whether a task makes new parameters: steps them or brings them to other devices."""
+        """Whether a task makes new parameters: updates them or sends them to other devices."""
         kind = self.kinds[task]
         if kind is _GATHER_PARAMETERS:
             return self.zero_stage(int(self.program.subject[task])) < 3
@@ -365,11 +365,11 @@ class RankProgram:
         return kind in _ENDS_UPDATE
 
     def traffic(self, task: int) -> Traffic:
-        """What the message carries that a task encodes, moves or decodes."""
+        """Contents of the message that a task encodes, moves or decodes."""
         return self.program.codecs[int(self.program.codec[task]) - 1].traffic
 
     def takes_part(self, task: int) -> bool:
-        """Whether this rank has something to do in a task."""
+        """Whether this rank takes part in a task."""
         return self._takes_part[task]
 
     def channel(self, task: int) -> Channel:
@@ -412,7 +412,7 @@ class RankProgram:
         return near
 
     def value_in(self, buffer: int) -> tuple[int, int]:
-        """(value, how much of it a conversion has made) of a buffer; -1 for tokens."""
+        """The value in a buffer, and how much of it was gathered; value -1 for tokens."""
         known = self._value_in_buffer.get(buffer)
         if known is None:
             known = self._value_in_buffer[buffer] = self._look_up_value(buffer)

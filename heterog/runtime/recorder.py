@@ -1,4 +1,4 @@
-"""What a rank reports about its tasks while it runs them, and a recorder of their times."""
+"""The events that a rank reports while it runs its tasks, and a recorder of their times."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,30 +15,30 @@ class Recorder(Protocol):
     """Is notified when a rank begins and ends its tasks."""
 
     def begin_task(self, task: int) -> None:
-        """A task of the program is about to run."""
+        """Called before a task of the program runs."""
 
     def end_task(self, task: int) -> None:
-        """It has run; communication has only been issued."""
+        """Called after it has run; communication has only been issued."""
 
     def begin_update(self, parameters: Sequence[int]) -> None:
-        """The optimizer is about to step these rows of ``graph.updates``, all in one call."""
+        """Called before the optimizer updates these rows of ``graph.updates``, all in one call."""
 
     def end_update(self, parameters: Sequence[int]) -> None:
-        """It has stepped them."""
+        """Called after it has updated them."""
 
     def waiting(self) -> Callable[[float, float], None] | None:
-        """What to call, with begin and end, after a wait for the communication issued now."""
+        """A function to call with start and end of a wait for the communication issued now."""
 
 
 class TaskTimes:
-    """Writes down when this rank ran each task of one step.
+    """Records when this rank ran each task of one step.
 
-    Seconds are those of ``time.perf_counter`` since this was made. What a task waited for at its
-    beginning belongs to the communication it waited for. Communication ends when a reader has
+    Times are seconds of ``time.perf_counter`` since this object was made. A wait at the start of
+    a task counts for the communication that it waited for. Communication ends when a reader has
     waited for it, at the latest.
 
     Args:
-        update_task: task of each row of ``graph.updates`` that this rank steps.
+        update_task: Task of each row of ``graph.updates`` that this rank updates.
     """
 
     def __init__(self, update_task: dict[int, int]) -> None:
@@ -65,7 +65,7 @@ class TaskTimes:
         self._begin = time.perf_counter()
 
     def end_update(self, parameters: Sequence[int]) -> None:
-        """One call for all: each gets an equal part of the time."""
+        """Divide the time of the one call equally among the parameters."""
         part = (time.perf_counter() - self._begin) / max(len(parameters), 1)
         for number, row in enumerate(parameters):
             task = self._update_task.get(row, -1)
@@ -87,7 +87,7 @@ class TaskTimes:
 
 
 def gather_task_times(times: TaskTimes, num_tasks: int) -> tuple[FloatArray, FloatArray]:
-    """(start, finish) of all tasks on all ranks, seconds; NaN where a task was not recorded.
+    """Start and finish of all tasks on all ranks, in seconds; NaN where none was recorded.
 
     Communication starts when its last member has issued it and ends when the last one has it.
     """

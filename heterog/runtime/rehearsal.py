@@ -1,11 +1,11 @@
-"""Plays a plan through on all ranks at once, on shapes instead of data, before anybody trusts it.
+"""Runs a plan on all ranks at once, on shapes instead of data, to see whether it can run at all.
 
-What every rank would do is done by the code that ranks run (``StepExecutor`` and everything below
-it), on torch's *meta* device, where tensors have shapes and dtypes but no memory. All ranks follow
-their one common order turn by turn, so a rank that would read what it does not have, wait for what
+Each rank's part is run by the code that ranks run (``StepExecutor`` and everything below it), on
+torch's *meta* device, where tensors have shapes and dtypes but no memory. All ranks follow their
+one common order turn by turn, so a rank that would read what it does not have, wait for what
 nobody sends, or give a kernel what it refuses fails here, in words, and not on the cluster.
 
-What data decides is out of sight: values, and the memory that is really needed.
+What depends on data is not checked: values, and the memory that is really needed.
 """
 
 import gc
@@ -35,11 +35,11 @@ from heterog.strategy.strategy import Strategy
 
 META = torch.device("meta")
 _CHECKED_EVERY = 256
-"""Turns, between two looks at the time."""
+"""Number of turns between two checks of the time."""
 _NUM_STEPS = 2
-"""The second step meets what the first one has left open."""
+"""Two, because the second step finishes what the first one has left open."""
 _BEGIN, _END = -3, -4
-"""Stand for tasks: what every rank does at the begin and at the end of a step."""
+"""Take the place of tasks: what every rank does at the start and at the end of a step."""
 _MOMENTS = {_BEGIN: "begin of the step", _END: "end of the step", LOSS: "loss", NORM: "clipping"}
 _OF_SLOTS = (
     *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
@@ -49,11 +49,11 @@ _Key = tuple[int, int, tuple[int, ...] | None, int]
 
 
 class RehearsalError(Exception):
-    """Something that would go wrong between ranks; its text says what."""
+    """A failure that would happen between ranks; its text says what it is."""
 
 
 def rehearsal_of(captured: CapturedStep) -> Rehearse:
-    """What planners ask whether a strategy of a captured step can be executed."""
+    """A function that tells planners whether a strategy of a captured step can be executed."""
 
     def ask(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
         return rehearse(
@@ -78,16 +78,16 @@ def rehearse(
     clips: bool = False,
     check: Callable[[], None] = lambda: None,
 ) -> str:
-    """Play a plan through without data.
+    """Run a plan without data.
 
     Args:
-        captured: the step.
-        strategy: of the plan.
-        program: lowered from both, for one step.
-        task_order: the plan's.
-        sent_before: the plan's.
-        clips: gradients are clipped.
-        check: called again and again; a ``TimeUp`` that it raises ends the rehearsal.
+        captured: The step.
+        strategy: Strategy of the plan.
+        program: Program lowered from both, for one step.
+        task_order: Order of tasks of the plan.
+        sent_before: Pairs of tasks and sends to wait for, of the plan.
+        clips: Whether gradients are clipped.
+        check: Called again and again; a ``TimeUp`` that it raises ends the rehearsal.
 
     Returns:
         Why the plan cannot be executed; empty if it can.
@@ -105,10 +105,10 @@ def rehearse(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Leave Python's search for cycles out.
+    """Switch off Python's search for reference cycles.
 
-    A rehearsal makes hundred thousands of objects, which are counted and go by themselves; the
-    search would begin again and again, and each time look through all of torch and the graph.
+    A rehearsal makes hundreds of thousands of objects, which reference counts free; the search
+    would start again and again, and each time look through all of torch and the graph.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -187,8 +187,8 @@ class _Stage:
             for tensor in range(graph.num_inputs)
             if tensor not in part.parameters and tensor not in self.batch
         }
-        # What the user's optimizer does to a parameter it does alone; only that it gets a gradient
-        # of the right shape is looked at.
+        # The user's optimizer is not rehearsed; only that it gets a gradient of the right shape is
+        # checked.
         updated = part.updated or [nn.Parameter(torch.empty(0, device=META))]
         return StepExecutor(
             seen,
@@ -210,7 +210,7 @@ class _Stage:
         )
 
     def play(self) -> str:
-        """Play the steps and what they leave open; returns what went wrong."""
+        """Run the steps and what they leave open; returns what went wrong."""
         try:
             for _ in range(1 if self.strategy.step_barrier else _NUM_STEPS):
                 self._step()
@@ -239,7 +239,7 @@ class _Stage:
             executor.end()
 
     def _at(self, task: int) -> Iterator[StepExecutor]:
-        """Those who take part in a task, one rank after another."""
+        """Executors of the ranks that take part in a task, one after another."""
         ranks: tuple[int, ...] = self.every_rank
         if task >= 0 and self.is_local[task]:
             ranks = (self.device[task],)
@@ -250,7 +250,7 @@ class _Stage:
             yield self.executors[rank]
 
     def _where(self) -> str:
-        """Who was doing what, in words."""
+        """The current rank and task, in words."""
         rank, task = self.now
         if task < 0:
             return f"rank {rank}, {_MOMENTS[task]}"
@@ -273,10 +273,10 @@ class _Stage:
 
 
 class _Wire:
-    """What all ranks have sent, expected and reduced, in the order in which they began to.
+    """Everything that ranks have sent, expected and reduced, in order of issue.
 
-    Keys are (source, destination, group, tag), as gloo tells messages apart; those with one key
-    arrive in order.
+    Keys are (source, destination, group, tag), by which gloo tells messages apart; messages with
+    the same key arrive in order.
     """
 
     def __init__(self) -> None:
@@ -285,10 +285,10 @@ class _Wire:
         self.reduced: dict[tuple[int, ...], dict[int, list[_Parcel]]] = {}
 
     def check_all_received(self) -> None:
-        """Nothing is left on its way when a plan has been played through.
+        """Check that every message was received when a plan has been run.
 
         Raises:
-            RehearsalError: something is.
+            RehearsalError: a message is left.
         """
         for key in self.sent.keys() | self.expected.keys():
             sent, expected = len(self.sent.get(key, ())), len(self.expected.get(key, ()))
@@ -310,7 +310,7 @@ class _Sent:
         self._wire, self._key, self._number = wire, key, number
 
     def wait(self) -> None:
-        """Until it is taken."""
+        """Check that the receiver has issued its receive."""
         if len(self._wire.expected.get(self._key, ())) <= self._number:
             raise RehearsalError(f"rank {self._key[1]} has not begun to take what is sent to it")
 
@@ -322,7 +322,7 @@ class _Expected:
         self._wire, self._key, self._number = wire, key, number
 
     def wait(self) -> None:
-        """Until it is there."""
+        """Check that the sender has sent it, with the expected size and dtype."""
         sent = self._wire.sent.get(self._key, ())
         if len(sent) <= self._number:
             raise RehearsalError(f"rank {self._key[0]} has not begun to send what is waited for")
@@ -340,7 +340,7 @@ class _Reduced:
         self._wire, self._group, self._rank, self._number = wire, group, rank, number
 
     def wait(self) -> None:
-        """Until all members take part."""
+        """Check that all members have issued it, with the same size and dtype."""
         by_rank = self._wire.reduced[self._group]
         mine = by_rank[self._rank][self._number]
         for rank in self._group:
@@ -377,7 +377,7 @@ class _RehearsedSending(Sending):
 
 
 class _RehearsedCommunicator(Communicator):
-    """A communicator whose messages go no further than the wire, where they are compared."""
+    """A communicator that compares messages instead of sending them."""
 
     def __init__(self, rank: int, sets: Iterable[tuple[int, ...]], wire: _Wire, size: int) -> None:
         self._wire = wire
@@ -408,25 +408,25 @@ class _RehearsedCommunicator(Communicator):
     def sum_over_all(self, tensor: Tensor) -> Pending:
         """Sum over all ranks.
 
-        The norm of all gradients is waited for in the turn in which it is begun, before the next
-        rank of the rehearsal has its turn: that all take part is seen at the end.
+        The norm of all gradients is waited for in the turn that issues it, before the next rank of
+        the rehearsal has its turn, so whether all take part is checked at the end.
         """
         self._start_all_reduce(tensor)
         return Pending(None, lambda: tensor)
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no threads to end."""
 
     def _new_sending(self) -> Sending:
         return _RehearsedSending()
 
 
 class _RehearsedOp(LocalOp):
-    """An op that makes shapes; its kernel is tried once on each combination of input shapes.
+    """An op that makes shapes; its kernel runs once for each combination of input shapes.
 
     Args:
-        kernel: the op itself, on the meta device.
-        known: what was made already, of all ops: those of repeated layers are the same.
+        kernel: The op itself, on the meta device.
+        known: Results so far, of all ops, because repeated layers have the same ones.
     """
 
     def __init__(self, kernel: LocalOp, known: dict[str, dict[Any, list[Tensor]]]) -> None:
@@ -465,7 +465,7 @@ class _RehearsedOp(LocalOp):
         self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool, int]
     ) -> list[Tensor]:
         if self._is_as_captured(inputs, extent):
-            # It is known what it makes. Some kernels of the meta device refuse or shape what those
+            # Its outputs are known. Some kernels of the meta device refuse or shape what those
             # of devices do not (_grouped_mm, _embedding_bag).
             return [
                 torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
@@ -497,7 +497,7 @@ class _RehearsedOp(LocalOp):
 
 
 class _Parcel(NamedTuple):
-    """What is known about a message."""
+    """Size and dtype of a message."""
 
     num_elements: int
     dtype: torch.dtype
@@ -507,7 +507,7 @@ class _Parcel(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> "_Parcel":
-        """Of a tensor."""
+        """Size and dtype of a tensor."""
         return _Parcel(tensor.numel(), tensor.dtype)
 
 

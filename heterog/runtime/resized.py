@@ -22,25 +22,25 @@ Signature = tuple[tuple[str, tuple[int, ...], str], ...]
 
 
 def signature(batch: Any) -> Signature:
-    """What tells batches apart that need programs of their own."""
+    """A key that is equal for batches that can use the same program."""
     leaves = named_leaves(batch)
     return tuple(sorted((name, tuple(value.shape), str(value.dtype)) for _, name, value in leaves))
 
 
 def planned_signature(graph: OpGraph) -> Signature:
-    """The signature of batches that a step was planned for."""
+    """The signature of the batches that a step was planned for."""
     tensors = [graph.tensors[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH)]
     return tuple(sorted((each.name, each.shape, f"torch.{each.dtype}") for each in tensors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResizedStep:
-    """A plan's decisions on another batch.
+    """A plan's decisions applied to another batch.
 
     Attributes:
-        captured: the step on that batch; its groups are those of the plan's graph.
-        strategy: the plan's, on that batch.
-        program: lowered from both. Its tasks may run in program order.
+        captured: The step on that batch; its groups are those of the plan's graph.
+        strategy: The plan's strategy, for that batch.
+        program: Program lowered from both. Its tasks may run in program order.
     """
 
     captured: CapturedStep
@@ -51,15 +51,15 @@ class ResizedStep:
 def resize(
     planned: OpGraph, program: Program, workload: Workload, plan: Plan, batch: Any, *, clips: bool
 ) -> ResizedStep:
-    """Capture a step again on another batch and lower the plan's decisions in proportion.
+    """Capture a step on another batch and apply the plan's decisions in proportion.
 
     Args:
-        planned: the graph as captured here on the plan's batch.
-        program: the plan's.
-        workload: that the plan was made for.
-        plan: whose decisions are kept.
-        batch: of other shapes; only these matter.
-        clips: gradients are clipped.
+        planned: The graph as captured here on the plan's batch.
+        program: Program of the plan.
+        workload: The workload that the plan was made for.
+        plan: The plan whose decisions are kept.
+        batch: A batch of other shapes; only its shapes matter.
+        clips: Whether gradients are clipped.
 
     Raises:
         StrategyError: the model runs other ops on this batch, or the plan's decisions cannot be
@@ -101,5 +101,5 @@ def _in_words(batch: Any) -> str:
 
 
 def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:
-    """What is known by tensor id, by the tensor's name in a graph."""
+    """Change the keys of a mapping from tensor ids to the tensors' names in a graph."""
     return {graph.tensors[tensor].name: value for tensor, value in values.items()}

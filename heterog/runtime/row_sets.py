@@ -1,4 +1,4 @@
-"""Rows that are here or wanted: consecutive ones, or those that a sparse matrix reads."""
+"""Sets of rows, held or wanted: consecutive ones, or those that a sparse matrix reads."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,12 +18,12 @@ from heterog.graph.sparse_product import multiply
 from heterog.runtime.spans import Span, unit_rows
 
 RowSet = Rows | npt.NDArray[np.int64]
-"""Consecutive rows, or the numbers of any, ascending."""
+"""Consecutive rows, or an ascending array of row numbers."""
 
 
 @lru_cache(maxsize=512)  # of each pattern, the rows of a rank and of those it sends to
 def needed_rows(pattern: SparsePattern, begin: int, end: int) -> npt.NDArray[np.int64]:
-    """Rows that some rows of a sparse product read."""
+    """Rows that are read by rows ``begin`` to ``end`` of a sparse product."""
     return pattern.needed(begin, end)
 
 
@@ -31,16 +31,16 @@ def rows_of_neighbours(pattern: SparsePattern, units: Span, all_units: int) -> R
     """Rows that the rows of some units read.
 
     Args:
-        pattern: of the sparse product.
-        units: of its result.
-        all_units: of the axis.
+        pattern: Sparse pattern of the product.
+        units: Units of its result.
+        all_units: Units of the whole axis.
     """
     made = unit_rows(units, pattern.num_rows, all_units)
     return needed_rows(pattern, made.begin, made.end)
 
 
 def pattern_of_placement(graph: OpGraph, place: Placement) -> SparsePattern:
-    """The entries that a placement names by their key."""
+    """The sparse pattern that a placement names by its key."""
     return next(each for each in graph.patterns if each.key == place.pattern)
 
 
@@ -57,7 +57,7 @@ def first(rows: RowSet) -> int:
 
 
 def common(have: RowSet, want: RowSet) -> RowSet:
-    """Rows that are in both; one of them at least is consecutive, or both are equal."""
+    """Rows in both sets; at least one set is consecutive, or both are equal."""
     if isinstance(have, Rows) and isinstance(want, Rows):
         return have.overlap(want)
     if isinstance(have, Rows):
@@ -70,13 +70,13 @@ def common(have: RowSet, want: RowSet) -> RowSet:
 
 
 def take(tensor: Tensor, dim: int, have: RowSet, want: RowSet) -> Tensor:
-    """Some of the rows that a tensor holds.
+    """Select rows of a tensor.
 
     Args:
-        tensor: holds the rows ``have`` along ``dim``.
-        dim: the dimension.
-        have: rows that are there.
-        want: rows among them.
+        tensor: A tensor that holds the rows ``have`` along ``dim``.
+        dim: Dimension of the rows.
+        have: Rows that it holds.
+        want: Rows to select, a subset of ``have``.
     """
     if isinstance(want, Rows):
         assert isinstance(have, Rows)
@@ -88,7 +88,7 @@ def take(tensor: Tensor, dim: int, have: RowSet, want: RowSet) -> Tensor:
 
 
 class _Part(NamedTuple):
-    """Some rows of a sparse matrix, whose columns count the rows that they read."""
+    """Some rows of a sparse matrix, with columns numbered among the rows that they read."""
 
     row_starts: Tensor
     columns: Tensor
@@ -96,12 +96,12 @@ class _Part(NamedTuple):
 
 
 class ProductOfRows:
-    """Some rows of a sparse product, from the rows that these read and no others.
+    """Computes some rows of a sparse product from only the rows that they read.
 
     Args:
-        call: the op.
-        graph: has the entries of the matrix.
-        all_units: of the axis along which rows are cut.
+        call: The op.
+        graph: Graph with the entries of the matrix.
+        all_units: Units of the axis along which rows are cut.
     """
 
     def __init__(self, call: OpCall, graph: OpGraph, all_units: int) -> None:
@@ -111,11 +111,11 @@ class ProductOfRows:
         self._parts: dict[tuple[Span, torch.device], _Part] = {}
 
     def __call__(self, inputs: Sequence[Tensor], units: Span) -> list[Tensor]:
-        """The rows of some units of the result.
+        """Compute the rows of some units of the result.
 
         Args:
-            inputs: the rows of features that are read, and the whole matrix.
-            units: the own ones.
+            inputs: Rows of features that are read, and the whole matrix.
+            units: Units of this rank.
         """
         dense, row_starts, _, weights = inputs
         if dense.is_meta:

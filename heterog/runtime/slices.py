@@ -1,4 +1,4 @@
-"""Parameters under ZeRO: the flat buckets that they lie in, and the slice of each that is ours.
+"""Parameters under ZeRO: the flat buckets that hold them, and this rank's slice of each.
 
 The parameters of a bucket lie one after another in a flat tensor, which is cut at element
 boundaries into one slice per device. Where every device keeps whole parameters (stages 1 and 2)
@@ -25,7 +25,7 @@ from heterog.strategy.tables import graph_tables
 
 
 class RowPart(NamedTuple):
-    """What a slice holds of one parameter: elements ``begin`` to ``end`` of it, flattened."""
+    """Elements ``begin`` to ``end`` of one flattened parameter, which a slice holds."""
 
     row: int
     begin: int
@@ -34,19 +34,19 @@ class RowPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedBucket:
-    """Parameters that are updated in slices together.
+    """A bucket of parameters that are updated in slices together.
 
     Attributes:
-        number: the bucket's in the program.
-        stage: of ZeRO, 1 to 3.
-        rows: of ``graph.updates``, in the order in which they lie in the flat tensor.
-        sizes: elements of each of ``rows``.
-        devices: that own slices.
-        counts: elements of each device's slice, 0 allowed.
-        ring: the devices, which of them have a part of the sum of the gradients, and which units
+        number: Number of the bucket in the program.
+        stage: Stage of ZeRO, 1 to 3.
+        rows: Rows of ``graph.updates``, in the order in which they lie in the flat tensor.
+        sizes: Number of elements of each of ``rows``.
+        devices: Devices that own slices.
+        counts: Number of elements of each device's slice, 0 allowed.
+        ring: The devices, which of them have a part of the sum of the gradients, and which units
             of parameters that live in slices they hold.
-        is_first: no bucket of the same number before this one, among other devices, has the same
-            elements.
+        is_first: Whether no bucket of the same number before this one, among other devices, has
+            the same elements.
     """
 
     number: int
@@ -60,7 +60,7 @@ class SlicedBucket:
 
     @property
     def num_elements(self) -> int:
-        """Elements of all its parameters."""
+        """Number of elements of all its parameters."""
         return sum(self.sizes)
 
     def range(self, device: int) -> tuple[int, int]:
@@ -74,11 +74,11 @@ class SlicedBucket:
         return {row: sum(self.sizes[:index]) for index, row in enumerate(self.rows)}
 
     def size_of(self, row: int) -> int:
-        """Elements of a row that lie in the bucket."""
+        """Number of elements of a row that lie in the bucket."""
         return self.sizes[self.rows.index(row)]
 
     def pieces(self, device: int) -> Iterator[RowPart]:
-        """What a device's slice holds of each parameter, in order."""
+        """The part of each parameter that a device's slice holds, in order."""
         low, high = self.range(device)
         begin = 0
         for row, size in zip(self.rows, self.sizes, strict=True):
@@ -123,9 +123,9 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
 
 
 def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]]:
-    """The rings that add up the gradients of each parameter, by row of ``graph.updates``.
+    """The rings that sum the gradients of each parameter, by row of ``graph.updates``.
 
-    None of a parameter that a server updates; in slice groups, one ring for each of them.
+    Empty for a parameter that a server updates; in slice groups, one ring for each of them.
     """
     tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     axes = tuple(int(units) for units in tables.axis_units[1:])
@@ -142,16 +142,16 @@ def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]
 
 
 class Slices:
-    """The slices that this rank owns, made from whole parameters, which become views or nothing.
+    """The slices that this rank owns, made from whole parameters, which become views or empty.
 
     Args:
-        buckets: all of the program.
-        rank: this rank.
-        parameters: of the model, by row of ``graph.updates``.
+        buckets: All buckets of the program.
+        rank: Number of this rank.
+        parameters: Parameters of the model, by row of ``graph.updates``.
 
     Attributes:
-        own: what the optimizer steps, by bucket; it may be empty.
-        whole: the flat tensor of each bucket of stages 1 and 2.
+        own: Slices that the optimizer updates, by bucket; a slice may be empty.
+        whole: The flat tensor of each bucket of stages 1 and 2, by bucket.
     """
 
     def __init__(
@@ -180,12 +180,12 @@ class Slices:
         return [own for own in self.own.values() if own.numel()]
 
     def of_parameter(self, value: nn.Parameter) -> SlicedBucket | None:
-        """The bucket of a slice that the optimizer has; ``None`` for a whole parameter."""
+        """The bucket of one of the optimizer's slices; ``None`` for a whole parameter."""
         return next((self.buckets[n] for n, own in self.own.items() if own is value), None)
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Keep a parameter's shape and give its memory back."""
+    """Free a parameter's memory but keep its shape."""
     parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 

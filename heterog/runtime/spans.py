@@ -1,4 +1,4 @@
-"""Who has which samples and units, as ranks look it up while they run."""
+"""The samples and units of each device, for ranks to look up while they run."""
 
 from collections.abc import Sequence
 
@@ -9,30 +9,30 @@ from heterog.strategy.division import Division, batch_shares, cut_division
 from heterog.strategy.strategy import Strategy
 
 Span = tuple[int, int]
-"""(first, number) of some samples or units."""
+"""First one and number of consecutive samples or units."""
 EVERY: Span = (0, -1)
-"""All there are."""
+"""A span of everything."""
 
 
 class Spans:
-    """Which samples of the batch and units of one axis each device of a group has.
+    """Samples of the batch and units of one axis that each device of a group has.
 
-    Samples count from the begin of their micro-batch.
+    Samples count from the start of their micro-batch.
 
     Args:
-        division: of the group.
-        axis: number of the axis; 0 is the batch.
-        units: of the axis.
-        batch_size: of the step, which may be another one than the division was made for.
-        micro_batches: see ``Strategy``.
-        sizes: samples of each micro-batch.
+        division: Division of the group.
+        axis: Number of the axis; 0 is the batch.
+        units: Number of units of the axis.
+        batch_size: Batch size of the step, which may differ from the division's.
+        micro_batches: Micro-batches of the strategy; see ``Strategy``.
+        sizes: Number of samples of each micro-batch.
 
     Attributes:
-        devices: of the group, ascending.
-        axis: number of the axis; 0 is the batch.
-        units: of the whole axis.
-        num_teams: teams of the group.
-        shares: what each device works on, per micro-batch: samples of the batch, or units.
+        devices: Devices of the group, ascending.
+        axis: Number of the axis; 0 is the batch.
+        units: Number of units of the whole axis.
+        num_teams: Number of teams of the group.
+        shares: Samples or units of each device, per micro-batch.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Spans:
         ]
 
     def range(self, micro: int, device: int) -> Span:
-        """What a device works on: its own samples, or its units if its team has samples."""
+        """The work of a device: its own samples, or its units if its team has samples."""
         if self.axis == BATCH_AXIS:
             return self.own_samples(micro, device)
         begin, count = self._units.get(device, (0, 0))
         return begin, count if self.team_samples(micro, device)[1] else 0
 
     def samples(self, micro: int, device: int) -> Span:
-        """The samples that an op works on: the device's own, or with a rule all of its team."""
+        """Samples that an op works on: the device's own, or with a rule all of its team."""
         if self.axis == BATCH_AXIS:
             return self.own_samples(micro, device)
         return self.team_samples(micro, device)
@@ -95,7 +95,7 @@ class Spans:
         return self._of_team[micro].get(device, (0, 0))
 
     def size(self, micro: int) -> int:
-        """Samples of a whole micro-batch."""
+        """Number of samples of a whole micro-batch."""
         return sum(count for _, count in self._own[micro].values())
 
     def units_of(self, device: int) -> Span:
@@ -103,25 +103,25 @@ class Spans:
         return self._units.get(device, (0, 0))
 
     def first(self, micro: int) -> int:
-        """First device that works on something."""
+        """First device that has work."""
         return next(device for device, count in self.shares[micro].items() if count)
 
     def is_in_first_team(self, micro: int, device: int) -> bool:
-        """Whether a device belongs to the first team that works on something."""
+        """Whether a device belongs to the first team that has work."""
         first = min(self._team[each] for each, count in self.shares[micro].items() if count)
         return self._team.get(device) == first
 
     def speaks(self, micro: int, device: int) -> bool:
-        """Whether a device is the first of its team that works on something."""
+        """Whether a device is the first of its team that has work."""
         return device in self._team and self.speaker(micro, device) == device
 
     def speaker(self, micro: int, device: int, among: "Spans | None" = None) -> int:
-        """The first device of another's team that works on something; -1 if none does.
+        """The first device that has work in the team of a device; -1 if none does.
 
         Args:
-            micro: the micro-batch.
-            device: of the team.
-            among: it must work on something of these, too, if any of the team does.
+            micro: Number of the micro-batch.
+            device: A device of the team.
+            among: Spans in which the device must have work, too, if any of the team does.
         """
         working = [each for each in self._teams[self._team[device]] if self.shares[micro][each]]
         both = [each for each in working if among is None or among.shares[micro].get(each, 0)]
@@ -132,19 +132,19 @@ class Spans:
         return self._teams[self._team[device]]
 
     def first_team(self) -> list[int]:
-        """Members of the first team that holds what is split along the axis.
+        """Members of the first team that holds values split along the axis.
 
-        One whose members all have weight 0, as shares may be, holds nothing.
+        A team whose members all have weight 0, as shares may be, holds nothing.
         """
         return list(next(team for team in self._teams if any(self._units[d][1] for d in team)))
 
 
 def spans_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Spans]]:
-    """Spans of each group along each axis; groups that are alike have the same object.
+    """Spans of each group along each axis; equal groups share one object.
 
     Args:
-        strategy: with a decision for every group.
-        axes: units of each axis; the batch first.
+        strategy: A strategy with a decision for every group.
+        axes: Number of units of each axis; the batch first.
     """
     known: dict[tuple[Division, int], Spans] = {}
     sizes = strategy.micro_sizes
@@ -166,12 +166,12 @@ def spans_of_groups(strategy: Strategy, axes: Sequence[int]) -> list[list[Spans]
 
 
 def window_rows(place: Placement, units: Span, size: int) -> Rows:
-    """Rows that a placement with a window asks for, of a tensor with ``size`` rows.
+    """Rows that a placement with a window reads, of a tensor with ``size`` rows.
 
     Args:
-        place: a split, with a window or without one.
-        units: of the axis.
-        size: rows of the whole tensor.
+        place: A split, with a window.
+        units: Units of the axis.
+        size: Number of rows of the whole tensor.
     """
     assert place.window is not None
     if units[1] == 0:

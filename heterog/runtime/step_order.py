@@ -1,4 +1,4 @@
-"""The order in which ranks play a program, step after step: the same for all of them.
+"""The order in which ranks run a program, step after step: the same for all of them.
 
 Nothing can deadlock, because all turns of all steps form one sequence that every rank follows:
 
@@ -19,12 +19,12 @@ from heterog.runtime.rank_program import RankProgram
 from heterog.strategy.program import TaskKind
 
 LOSS = -1
-"""Stands for a task: the sum of the loss over all ranks is issued."""
+"""Takes the place of a task: the sum of the loss over all ranks is issued."""
 NORM = -2
-"""Stands for a task: the norm of all gradients together is computed, to clip them."""
+"""Takes the place of a task: the norm of all gradients is computed, to clip them."""
 
 _OF_GRADIENTS = frozenset({TaskKind.SUM, TaskKind.DECODE_SUM, TaskKind.ALL_GATHER})
-"""What has to wait for gradients, as updates do; other tasks only issue their communication."""
+"""Kinds that have to wait for gradients, as updates do; others only issue communication."""
 
 
 class DueTask(NamedTuple):
@@ -35,18 +35,18 @@ class DueTask(NamedTuple):
 
 
 class StepOrder(NamedTuple):
-    """What a step does, and how a step is ended that leaves its updates to the next one.
+    """The order of a step, and of the tasks that end one whose updates wait for the next.
 
     Attributes:
-        turns: of one step; those of the step before are left out if there is nothing open.
-        end: tasks that are still open after ``turns``.
+        turns: Turns of one step; those of the step before are skipped if nothing is open.
+        end: Tasks that are still open after ``turns``.
     """
 
     turns: list[DueTask]
     end: list[int]
 
     def for_rank(self, part: RankProgram) -> "StepOrder":
-        """What a rank takes part in."""
+        """The part of the order in which a rank takes part."""
         is_mine = part.takes_part
         return StepOrder(
             [turn for turn in self.turns if turn.task < 0 or is_mine(turn.task)],
@@ -58,9 +58,9 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     """The order of all tasks of all ranks.
 
     Args:
-        part: the program; the result does not depend on the rank.
-        task_order: the plan's.
-        clips: all updates come after the norm of all gradients.
+        part: The program; the result does not depend on the rank.
+        task_order: Order of tasks of the plan.
+        clips: Whether all updates come after the norm of all gradients.
 
     With a step barrier this is the plan's order; clipping moves the updates to the end. Without
     one, what has to wait for gradients moves into the next step: before an op that reads a
@@ -68,7 +68,7 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     that the plan updates between ops stay where they are, because it counts on the memory of their
     gradients from then on.
     """
-    # Label counts need nothing: first on every rank, so that the loss finds them there.
+    # Label counts need nothing: they come first on every rank, so that the loss finds them.
     tasks = sorted((int(task) for task in task_order), key=lambda task: not part.is_early(task))
     kinds = part.kinds
     if part.strategy.step_barrier:
@@ -109,7 +109,7 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
 
 
 def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
-    """Sum up the loss as soon as all its parts are there."""
+    """Insert the sum of the loss as soon as all its parts are there."""
     op, compute = part.loss_op(), TaskKind.COMPUTE
     parts = [
         position
@@ -148,7 +148,7 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
     done: set[int] = set()
 
     def finish(task: int) -> None:
-        """Play an open task after the open tasks that it needs."""
+        """Add an open task after the open tasks that it needs."""
         if task in done:
             return
         done.add(task)

@@ -159,7 +159,7 @@ class Testbed:
         self._is_open = False
         self._previous_handlers: dict[signal.Signals, _Handler] = {}
         _check_hosts(cluster)
-        # Elsewhere than on Linux it cannot be opened, and says so then.
+        # Other systems than Linux cannot open it, and then report that.
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
         quotas = [cluster.hosts[h].cpu_quota for h in cluster.host_of]
         self._core_of = _pin(quotas, cores)
@@ -225,8 +225,8 @@ class Testbed:
         """Lets this rank use another share of its core from now on, as a card that gets hot does.
 
         Args:
-            rank: of a host that has a ``cpu_quota``.
-            quota: share of one core, above 0 and at most 1.
+            rank: A rank of a host that has a ``cpu_quota``.
+            quota: Fraction of one core, above 0 and at most 1.
 
         Raises:
             TestbedError: There is no such rank, its host has no quota, the testbed is not open, or
@@ -244,7 +244,7 @@ class Testbed:
         _cpu_controller().set_quota(self._cgroup(rank), quota)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What the environment of this rank needs besides RANK, WORLD_SIZE and MASTER_PORT.
+        """Environment of this rank beside RANK, WORLD_SIZE and MASTER_PORT.
 
         Raises:
             TestbedError: There is no such rank.
@@ -329,7 +329,7 @@ class Testbed:
             signal.signal(*self._previous_handlers.popitem())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner_pid:  # a forked child, which dies as if nothing was here
+        if os.getpid() != self._owner_pid:  # a forked child, which ends as without a handler
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -338,11 +338,11 @@ class Testbed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuController:
-    """Where this machine keeps the cgroups that limit CPU time, and how they are written.
+    """The place of the cgroups that limit CPU time, and the way to write them.
 
     Attributes:
         root: Mount point.
-        version: Of the cgroup interface.
+        version: Version of the cgroup interface.
     """
 
     root: Path
@@ -400,7 +400,7 @@ def _cpu_controller() -> CpuController:
 
 
 def _missing_capabilities() -> list[str]:
-    """Which of the capabilities that namespaces and links need this process lacks."""
+    """Capabilities that namespaces and links need and this process lacks."""
     status = Path("/proc/self/status").read_text()
     effective = int(status.split("CapEff:")[1].split()[0], base=16)
     needed = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # <linux/capability.h>
@@ -416,7 +416,7 @@ def _run_tool(name: str, *arguments: str) -> None:
     command = [_tool(name) or name, *arguments]
     try:
         # To the end, even if Ctrl-C comes: a command that was left alone could still make
-        # something after all has been removed.
+        # something after everything has been removed.
         with _deferred_signals():
             subprocess.run(
                 command,
@@ -565,7 +565,7 @@ def _gigabytes(host: Host) -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None where it is gone or a zombie."""
+    """Start of a process, in clock ticks since boot; None if it is gone or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a rank holds during a step, and how an op's inputs are read from it."""
+"""The values that a rank holds during a step, and how an op's inputs are read from them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -38,14 +38,14 @@ _READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.SC
 
 @dataclass(slots=True)
 class Held:
-    """What a buffer holds: a tensor or one on its way, and which part of the value that is.
+    """Contents of a buffer: a tensor or one under way, and which part of the value it is.
 
     Attributes:
-        value: the tensor.
-        samples: of the micro-batch, if the value is split along the batch.
-        units: of the axis of the rule that made it, if the value is split along that.
-        rows: those that are here, if they were brought together for a reader of more than the
-            rows of its own units.
+        value: The tensor.
+        samples: Samples of the micro-batch, if the value is split along the batch.
+        units: Units of the axis of the rule that made it, if the value is split along that.
+        rows: Rows that it holds, if they were gathered for a reader of more than the rows of its
+            own units.
     """
 
     value: Tensor | Pending
@@ -54,12 +54,12 @@ class Held:
     rows: RowSet | None = None
 
     def tensor(self) -> Tensor:
-        """The tensor, waited for if it is on its way."""
+        """The tensor, after a wait if it is under way."""
         return self.value.wait() if isinstance(self.value, Pending) else self.value
 
 
 class Reader(NamedTuple):
-    """Who reads a tensor in which micro-batch, and the samples and units that it works on.
+    """The reader of a tensor in a micro-batch, and the samples and units that it works on.
 
     Without spans, a constant: it reads and makes whole tensors.
     """
@@ -77,16 +77,16 @@ class Values:
     """The values of a step on this rank.
 
     Args:
-        part: the program as this rank sees it.
-        ops: the op of every index, for the views between a value and its reader.
-        tasks: what this rank does in a step, so that a value is dropped after its last reader.
-        parameters: tensor ids of the parameters that this rank holds.
-        read_parameter: a parameter by tensor id, up to date.
-        buffers: the model's buffers and constants by tensor id.
-        device: where this rank computes.
+        part: The program as this rank sees it.
+        ops: The op of every index, for the views between a value and its reader.
+        tasks: This rank's tasks in a step; a value is dropped after its last reader.
+        parameters: Tensor ids of the parameters that this rank holds.
+        read_parameter: Returns a parameter by tensor id, with all pending updates done.
+        buffers: The model's buffers and constants, by tensor id.
+        device: Device on which this rank computes.
 
     Attributes:
-        held: what each buffer holds.
+        held: Contents of each buffer.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Values:
         self._from_batch: dict[int, Tensor] = {}
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
-        """Start a step with the global batch by tensor id."""
+        """Start a step with the global batch, by tensor id."""
         self.held = {}
         self._left = dict(self._num_reads)
         self._batch = batch
@@ -151,18 +151,18 @@ class Values:
         )
 
     def is_read(self, buffer: int) -> bool:
-        """Whether anyone on this rank still reads a buffer."""
+        """Whether a task on this rank still reads a buffer."""
         return bool(self._left.get(buffer))
 
     def is_needed_after(self, task: int, buffer: int) -> bool:
         """Whether an op or conversion on this rank reads a buffer after a task.
 
-        Updates do not count: they read what has become of a gradient.
+        Updates do not count: they read the summed gradient.
         """
         return self._last_op.get(buffer, -1) > self._position[task]
 
     def drop_read_by(self, task: int) -> None:
-        """A task has run: let go what it was the last to read."""
+        """Drop the buffers that a task that has run was the last to read."""
         for buffer in self._part.reads(task):
             self._left[buffer] -= 1
             if self._left[buffer] == 0:
@@ -183,12 +183,12 @@ class Values:
         """A tensor placed as an op on this rank needs it.
 
         Args:
-            op: that reads.
-            position: of the tensor among its inputs.
-            tensor: that is read.
-            whole: ``whole_needed`` of it.
-            near: the buffers of the task.
-            reader: this rank, as the op reads.
+            op: The op that reads.
+            position: Position of the tensor among its inputs.
+            tensor: The tensor to read.
+            whole: Result of ``whole_needed`` for it.
+            near: Buffers that the task reads.
+            reader: This rank, as the op reads.
         """
         plan = self._part.plan
         if plan.needed[op][position].kind == "H":
@@ -207,7 +207,7 @@ class Values:
             speaks = spans.speaker(micro, rank, among=seen.holders) == rank
             if seen.is_part_of_sum:
                 enters = is_ruled or not seen.is_alike_in_team or speaks
-            elif seen.is_converted:  # brought to those alone on which it enters
+            elif seen.is_converted:  # converted only for the devices on which it enters
                 enters = True
             else:
                 enters = spans.is_in_first_team(micro, rank) and (
@@ -236,7 +236,7 @@ class Values:
             return fit(seen.value, place.dim, Rows(0, size), wanted)
         buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
         in_batch = plan.batch_needed(op, position)
-        if buffer is None:  # it needs none, and has none
+        if buffer is None:  # this device needs none of it, and has none
             shape = list(part.graph.tensors[tensor].shape)
             shape = list(
                 local_shape(tuple(shape), in_batch, reader.samples[1], reader.all_samples[1])
@@ -255,7 +255,7 @@ class Values:
     def _neighbours(
         self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
     ) -> Tensor:
-        """The rows of a tensor that the own rows of a sparse product read, in their order."""
+        """Rows of a tensor that this rank's rows of a sparse product read, in their order."""
         part, plan, graph = self._part, self._part.plan, self._part.graph
         place, in_batch = plan.needed[op][position], plan.batch_needed(op, position)
         pattern = pattern_of_placement(graph, place)
@@ -284,23 +284,23 @@ class Values:
         return take(result, plan.placements[storage].dim, have, wanted).reshape(shown)
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
-        """What an op wants of a tensor that is here whole: its own samples or units."""
+        """Cut an op's own samples or units out of a whole tensor."""
         return self._cut_free(Seen(value), op, position, reader, along_axis=True).value
 
     def put_back(self, op: int, position: int, value: Tensor, reader: Reader) -> None:
-        """Write units of a buffer that an op has stepped to where they were read."""
+        """Write units of a buffer that an op has updated to the position they were read from."""
         place = self._part.plan.needed[op][position]
         buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
         put(buffer, place, reader.all_units, reader.units[0], value)
 
     def gradient(self, tensor: int, near: Near, held: Held, reader: Reader) -> Tensor:
-        """A gradient as it was made, or as it was gathered, through the views of it.
+        """A gradient, as made or as gathered, through the views of it.
 
         Args:
-            tensor: the gradient.
-            near: the buffer that it is in.
-            held: what that holds, or held.
-            reader: this rank, as the op that made the gradient.
+            tensor: The gradient.
+            near: Buffer that holds it.
+            held: Contents of that buffer now or before they were dropped.
+            reader: This rank, as the op that made the gradient.
         """
         ((_, whole),), (buffer,) = near.keys(), near.values()
         is_there = buffer in self.held
@@ -313,7 +313,7 @@ class Values:
     def _cut_free(
         self, seen: "Seen", op: int, position: int, reader: Reader, *, along_axis: bool
     ) -> "Seen":
-        """Cut what is whole where an op wants its own samples or units only."""
+        """Cut whole values where an op wants only its own samples or units."""
         if reader.spans is None:
             return seen
         plan = self._part.plan
@@ -335,7 +335,7 @@ class Values:
         return replace(seen, value=value, has_samples=has_samples, has_units=has_units)
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        """A tensor through the views between it and the value it looks at."""
+        """Read a tensor through the views between it and the value that they show."""
         graph, plan = self._part.graph, self._part.plan
         maker = int(graph.producer[tensor])
         if maker < 0:
@@ -401,7 +401,7 @@ class Values:
         )
 
     def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        """The value that a buffer holds, narrowed to the samples and units that are wanted."""
+        """The value in a buffer, narrowed to the samples and units that are wanted."""
         part, plan = self._part, self._part.plan
         value = part.value_of[tensor]
         in_batch, on_axis = plan.batch_placement(tensor), plan.placements[tensor]
@@ -411,7 +411,7 @@ class Values:
             buffer = near.get((value, AS_MADE))  # the whole sum beside it is none of its parts
         if buffer is None:
             assert "P" in (in_batch.kind, on_axis.kind), f"tensor {tensor} is not here"
-            # A whole value seen as a partial sum: it is on another device, and zero here.
+            # A whole value seen as a partial sum: it is on another device, and zero on this one.
             return self._nothing(tensor, reader)
         held = self.held[buffer]
         result = held.tensor()
@@ -451,7 +451,7 @@ class Values:
         return self._part.spans_of_op(int(self._part.graph.producer[tensor]))
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
-        """Zeros in place of a part of a sum that is elsewhere."""
+        """Zeros in place of a part of a sum that is on another device."""
         plan = self._part.plan
         shape = self._part.graph.tensors[tensor].shape
         in_batch = plan.batch_placement(tensor)
@@ -466,7 +466,7 @@ class Values:
 
 
 def rows_held(held: Held, size: int, all_units: int) -> RowSet:
-    """Rows of a tensor that are held: those brought together, of some units, or all."""
+    """Rows of a tensor that are held: those gathered, those of some units, or all."""
     if held.rows is not None:
         return held.rows
     return Rows(0, size) if held.units == EVERY else unit_rows(held.units, size, all_units)
@@ -474,18 +474,18 @@ def rows_held(held: Held, size: int, all_units: int) -> RowSet:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a reader sees of a tensor.
+    """A tensor as a reader gets it.
 
     Attributes:
-        value: the tensor.
-        has_samples: it is cut to the reader's samples.
-        has_units: it is cut to the reader's units.
-        is_part_of_sum: it is a part of a sum over the batch.
-        is_alike_in_team: all members of a team have the same part.
-        is_part_in_team: it is a part of a sum over the team (or, of no sum over the team, a
+        value: The tensor.
+        has_samples: Whether it is cut to the reader's samples.
+        has_units: Whether it is cut to the reader's units.
+        is_part_of_sum: Whether it is a part of a sum over the batch.
+        is_alike_in_team: Whether all members of a team have the same part.
+        is_part_in_team: Whether it is a part of a sum over the team (or, where there is none, a
             device's own part of one over the batch).
-        is_converted: it was a part of a sum, and has come from elsewhere as the whole.
-        holders: those who made it, if it is where it was made.
+        is_converted: Whether it was a part of a sum and has come from elsewhere as the whole.
+        holders: Spans of the devices that made it, if it is where it was made.
     """
 
     value: Tensor

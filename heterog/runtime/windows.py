@@ -1,4 +1,4 @@
-"""Ops on some of their rows: exact, given the rows that these read of their inputs.
+"""Ops on some of their rows: exact, given the rows that they read of their inputs.
 
 Each function here takes, for every tensor that is cut along ``dim``, the rows of it that are at
 hand, and makes exactly the rows that are asked for. Padding is put on at the true borders of the
@@ -29,13 +29,13 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """What is at hand of an op's inputs, and what is to be made.
+    """The rows that are at hand of an op's inputs, and the rows to make.
 
     Attributes:
-        dim: the dimension that is cut, the same in all tensors that are.
-        rows: of each tensor input, the rows of it that are here; ``None`` if it is whole.
-        made: the rows that are made of each output that is cut; ``None`` for the others.
-        own: for gradients of weights, the rows of the op's output gradient that count here.
+        dim: The dimension that is cut, the same in all tensors that are.
+        rows: Rows at hand of each tensor input; ``None`` if the input is whole.
+        made: Rows to make of each output that is cut; ``None`` for the others.
+        own: For gradients of weights, the rows of the op's output gradient that count here.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class Windows:
 
 
 def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) -> Tensor:
-    """Some rows of a tensor, of which others are here; ``value`` where none are.
+    """Make wanted rows of a tensor from those at hand; ``value`` outside of them.
 
     >>> fit(torch.ones(2), 0, have=Rows(0, 2), want=Rows(-1, 1))
     tensor([0., 1.])
@@ -64,21 +64,21 @@ def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) ->
 
 
 def run_on_windows(call: OpCall, inputs: Sequence[Tensor], windows: Windows) -> list[Tensor]:
-    """Run an op of which ``heterog.graph.sharding_rules.halo`` has a rule.
+    """Run an op that has a rule in ``heterog.graph.sharding_rules.halo``.
 
     Args:
-        call: the op, with the shapes and arguments of the whole.
-        inputs: its tensor inputs, cut as ``windows`` says.
-        windows: what is here and what is wanted.
+        call: The op, with the shapes and arguments of the whole.
+        inputs: Its tensor inputs, cut as ``windows`` says.
+        windows: Rows at hand and rows to make.
 
     Returns:
-        The outputs that the op has.
+        The outputs of the op.
     """
     return _RUN[call.kind](_Local(call, inputs, windows))
 
 
 class _Local:
-    """An op's arguments by name, with those along the cut dimension changed at will."""
+    """An op's arguments by name, adapted along the cut dimension."""
 
     def __init__(self, call: OpCall, inputs: Sequence[Tensor], windows: Windows) -> None:
         self.call = call
@@ -109,7 +109,7 @@ class _Local:
         return self.call.inputs[where].shape[self.dim]
 
     def list_of(self, name: str, rank: int, here: int | None = None) -> list[int]:
-        """An argument with one number for each dimension; ``here`` along the one that is cut."""
+        """An argument with one number per dimension; ``here`` along the one that is cut."""
         numbers = list(per_dim(self.call, name, rank))
         if here is not None:
             numbers[self.dim - 2] = here
@@ -209,9 +209,9 @@ def _input_gradient(local: _Local, made: Rows) -> Tensor:
 
 
 def _weight_gradient(local: _Local) -> Tensor:
-    """What some rows of the output give to the gradient of the weight.
+    """The part of the weight's gradient that some rows of the output give.
 
-    For a transposed convolution: what the own rows of its input give, which are all read.
+    For a transposed convolution, the part that this rank's rows of its input give.
     """
     rank, dim, call = _rank(local), local.dim, local.call
     stencil, weight = stencil_of(call, dim), local.given("weight")
@@ -247,7 +247,7 @@ def _pool_args(local: _Local) -> tuple[list[int], list[int], list[int]]:
 
 
 def _nothing(local: _Local, made: Rows) -> list[Tensor]:
-    """Outputs of the asked for number of rows, where nothing is to be computed."""
+    """Outputs with the wanted number of rows, where nothing is to be computed."""
     found = []
     for meta in local.call.outputs:
         shape = list(meta.shape)
@@ -258,7 +258,7 @@ def _nothing(local: _Local, made: Rows) -> list[Tensor]:
 
 
 def _in_places(local: _Local, rows: Rows, stencil: Stencil) -> Tensor | None:
-    """Which part of the kernel's rows counts for each output row; ``None`` if all always do.
+    """Mask of the kernel's rows that count for each output row; ``None`` if all always do.
 
     ``count_include_pad=False`` divides by the rows inside the tensor only.
     """
@@ -365,7 +365,7 @@ def _op(local: _Local) -> Callable[..., Any]:
 
 
 def _upsample(local: _Local) -> list[Tensor]:
-    """Rows are repeated or blended; what the edges of the window spoil is cut off."""
+    """Repeat or blend rows, then cut off those that the edges of the window spoil."""
     (made,) = local.windows.made
     assert made is not None
     have = local.rows("self")

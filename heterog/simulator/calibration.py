@@ -1,20 +1,20 @@
-"""The calibrated cost model: what has been measured on real devices corrects the roofline.
+"""The calibrated cost model: measurements on real devices correct the roofline.
 
-Seconds of an op at a local share come from the first of these that exists:
+Seconds of an op at a local share come from the first of these sources that exists:
 
-1. its *curve*: this very op was measured at several shares, and seconds are interpolated between
+1. its *curve*: this very op was measured at several shares; seconds are interpolated between
    them (piecewise linear over the samples);
 2. its *kind*: ops of the same kind were measured at other sizes. ``a + b FLOPs + c bytes`` with
-   a, b, c >= 0 is fitted to their relative errors, then multiplied by what the measurements
-   nearest in size (Gaussian weights in log FLOPs and log bytes) say about the fit;
+   a, b, c >= 0 is fitted to their relative errors, then multiplied by the fit's error at the
+   measurements nearest in size (Gaussian weights in log FLOPs and log bytes);
 3. the *device*: the same fit over the measurements of all kinds.
 
 2 outside the measured sizes and 3 are *extrapolated*, and ``extrapolated`` says for which ops.
 
-Links: a NIC's rate is what transfers over it reached. A collective takes ``latency x l + bytes x
-b`` where the factors l and b of its kind are fitted to measured collectives over those rates.
-Communication also takes compute time from its members: for every byte (*drag*), on a CPU the time
-of the threads that move bytes, measured while nothing else ran; and for every operation
+Links: a NIC's rate is the one that transfers over it reached. A collective takes ``latency x l +
+bytes x b`` where the factors l and b of its kind are fitted to measured collectives over those
+rates. Communication also takes compute time from its members: for every byte (*drag*), on a CPU
+the time of the threads that move bytes, measured while nothing else ran; and for every operation
 (*overhead*), measured with small ones while all members computed.
 """
 
@@ -53,13 +53,13 @@ from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.strategy import REPLICATED, Strategy
 
 SCHEMA_VERSION = 1
-_NEAR = math.log(2.0)  # sizes within a factor of 2 speak for each other
+_NEAR = math.log(2.0)  # sizes within a factor of 2 inform each other
 _FAR = math.log(3.0)  # beyond this factor from anything measured, a size is extrapolated
-_SHRINK = 0.1  # weight of "the fit is right" against that of one measurement of the same size
+_SHRINK = 0.1  # weight of "the fit is right", where one measurement of the same size has 1
 _LEAST_SECONDS = 1e-7  # no clock tells less apart
 _COPY = "copy"
 STEP = "step"
-"""Kind of the rows that hold a whole step: seconds, and as bytes the most that tensors held."""
+"""Kind of the rows of whole steps: seconds, and as bytes the most that tensors held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,15 +67,15 @@ class OpMeasurement:
     """One op (or copy) measured at one local share on one device type.
 
     Attributes:
-        device_type: name of the type.
-        model: workload that it was measured in.
-        signature: of the op at global size, see ``op_signature``.
+        device_type: Name of the device type.
+        model: Name of the workload that it was measured in.
+        signature: Hash of the op at global size; see ``op_signature``.
         kind: ATen kind, ``update.CLASS``, ``copy`` or ``step``.
-        samples: local share.
-        flops: of the share.
-        num_bytes: moved for the share; of a ``step`` the most bytes that tensors held.
-        seconds: mean over calls.
-        count: calls.
+        samples: Number of samples of the local share.
+        flops: FLOPs of the share.
+        num_bytes: Bytes moved for the share; for a ``step``, the most bytes that tensors held.
+        seconds: Mean seconds of a call.
+        count: Number of calls.
     """
 
     device_type: str
@@ -94,15 +94,15 @@ class LinkMeasurement:
     """One transfer or collective measured on a cluster.
 
     Attributes:
-        kind: ``ChannelKind`` by name, lower case.
-        devices: names; source and destination, or the members.
-        slices: relative slice of each member (reduce-scatter and all-gather).
-        num_bytes: payload.
-        seconds: median.
-        device_seconds: compute time that it took from each device, in the order of ``devices``: on
-            a CPU the process's CPU time over its quota, less what it computed itself.
-        while_computing: one of several small ones that were issued at once while all members
-            computed: what each adds to the queue.
+        kind: Name of the ``ChannelKind``, lower case.
+        devices: Names of source and destination, or of the members.
+        slices: Relative slice of each member (reduce-scatter and all-gather).
+        num_bytes: Payload.
+        seconds: Median seconds.
+        device_seconds: Compute time that it took from each device, in the order of ``devices``: on
+            a CPU the process's CPU time over its quota, less its own computing.
+        while_computing: Whether it was one of several small ones issued at once while all members
+            computed; its numbers are then what each adds to the queue.
     """
 
     kind: str
@@ -116,13 +116,13 @@ class LinkMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """What ``heterog profile`` measured.
+    """The measurements of ``heterog profile``.
 
     Attributes:
-        environment: versions and processors, for people.
-        ops: ops and copies.
-        links: transfers and collectives.
-        cluster: whose links these are, as ``Cluster.to_dict`` describes it; ``None`` if nothing
+        environment: Versions and processors, for people.
+        ops: Measured ops and copies.
+        links: Measured transfers and collectives.
+        cluster: The cluster of the links, as ``Cluster.to_dict`` describes it; ``None`` if nothing
             was measured between devices.
     """
 
@@ -165,21 +165,21 @@ class Measurements:
 
 
 def op_measurement(record: OpRecord) -> OpMeasurement:
-    """A row from its record."""
+    """Make a row from its record."""
     return OpMeasurement(**dict(record))
 
 
 def link_measurement(record: LinkRecord) -> LinkMeasurement:
-    """A row from its record."""
+    """Make a row from its record."""
     tuples = {key: tuple(getattr(record, key)) for key in ("devices", "slices", "device_seconds")}
     return LinkMeasurement(**{**dict(record), **tuples})
 
 
 def merge(parts: Sequence[Measurements]) -> Measurements:
-    """All rows of several measurements; the environment of the first.
+    """Combine the rows of several measurements; the environment is that of the first.
 
     Raises:
-        ClusterError: the links of several clusters were measured.
+        ClusterError: links of several clusters were measured.
     """
     clusters = [Cluster.from_dict(part.cluster) for part in parts if part.cluster is not None]
     for other in clusters[1:]:
@@ -198,13 +198,13 @@ def merge(parts: Sequence[Measurements]) -> Measurements:
 
 
 def op_kind(graph: OpGraph, index: int) -> str:
-    """Kind under which an op is measured: an update's is that of its optimizer."""
+    """Kind under which an op is measured; for an update it names the optimizer."""
     op = graph.ops[index]
     return f"update.{graph.optimizer}" if op.phase == Phase.UPDATE else op.kind
 
 
 def op_signature(graph: OpGraph, index: int) -> str:
-    """Hash of what an op's seconds depend on besides the device and the share."""
+    """Hash of all that determines an op's seconds, besides the device and the share."""
     op = graph.ops[index]
     plan = batch_plan(graph)
     tensors = [*op.inputs, *graph.outputs(index)]
@@ -222,7 +222,7 @@ def _signatures(graph: OpGraph) -> tuple[str, ...]:
 
 @lru_cache(maxsize=16)
 def _members(graph: OpGraph) -> Mapping[str, list[int]]:
-    """Ops of each kind."""
+    """Ops of each kind, by kind."""
     members: dict[str, list[int]] = {}
     for index in range(graph.num_ops):
         members.setdefault(op_kind(graph, index), []).append(index)
@@ -234,10 +234,10 @@ class KindFit:
     """Seconds of ops of one kind on one device type, from measurements at several sizes.
 
     Attributes:
-        coefficients: seconds, seconds per FLOP, seconds per byte.
-        log_flops: of each measurement.
-        log_bytes: of each measurement.
-        log_ratio: of each measurement to the fit.
+        coefficients: Seconds, seconds per FLOP, seconds per byte.
+        log_flops: Logarithm of 1 + FLOPs of each measurement.
+        log_bytes: Logarithm of 1 + bytes of each measurement.
+        log_ratio: Logarithm of each measurement's seconds over those of the fit.
     """
 
     coefficients: tuple[float, float, float]
@@ -246,7 +246,7 @@ class KindFit:
     log_ratio: tuple[float, ...]
 
     def seconds(self, flops: FloatArray, num_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(seconds, distance in log size to the nearest measurement) of ops."""
+        """Seconds of ops, and their distance in log size to the nearest measurement."""
         fit = _linear(self.coefficients, flops, num_bytes)
         across = np.log1p(flops)[:, None] - np.array(self.log_flops)
         down = np.log1p(num_bytes)[:, None] - np.array(self.log_bytes)
@@ -283,13 +283,13 @@ def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> K
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeFit:
-    """Everything measured about one device type.
+    """The fits to all measurements of one device type.
 
     Attributes:
-        kinds: by op kind.
-        curves: by op signature: (samples, seconds) in order of samples.
-        any_kind: fitted to ops of all kinds, for those never measured.
-        copy_s: fixed seconds and seconds per byte of copies.
+        kinds: Fit of each op kind.
+        curves: Curve of each op signature: (samples, seconds) in order of samples.
+        any_kind: Fit to ops of all kinds, for kinds never measured.
+        copy_s: Fixed seconds and seconds per byte of copies.
     """
 
     kinds: Mapping[str, KindFit]
@@ -300,7 +300,7 @@ class TypeFit:
     def work_seconds(
         self, graph: OpGraph, flops: FloatArray, num_bytes: FloatArray
     ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """(seconds by kind, whether extrapolated) of ops that do this much work."""
+        """Seconds by kind of ops that do this much work, and whether each is extrapolated."""
         is_far = np.ones(graph.num_ops, np.bool_)
         seconds = np.empty(graph.num_ops)
         for kind, indices in _members(graph).items():
@@ -313,15 +313,15 @@ class TypeFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
-    """What was measured about links and collectives.
+    """The fits to measurements of links and collectives.
 
     Attributes:
-        rates: measured bytes/s of link resources by name.
-        factors: by channel kind: (of the latency, of the bytes' time).
-        drag: by channel kind and device type: seconds of compute lost per payload byte.
-        overhead: by channel kind and device type: seconds of compute that a member loses to an
-            operation for each other member.
-        loaded: by channel kind: factor of the latency while a member computes.
+        rates: Measured bytes/s of link resources, by name.
+        factors: Factors of the latency and of the bytes' time, by channel kind.
+        drag: Seconds of compute lost per payload byte, by channel kind and device type.
+        overhead: Seconds of compute that an operation takes from a member for each other member,
+            by channel kind and device type.
+        loaded: Factor of the latency while a member computes, by channel kind.
     """
 
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -332,7 +332,7 @@ class LinkFit:
 
 
 _RUN_SPREAD = 0.05
-"""What the logarithm of a step's seconds is off by where every op is known."""
+"""Error of the logarithm of a step's seconds where every op is known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -340,10 +340,10 @@ class Calibration:
     """A cost model fitted to measurements; see the module.
 
     Attributes:
-        name: shown with every prediction.
-        types: by device type name.
-        links: of the cluster that was measured.
-        held_out_error: by device type, errors on what a first fit has not seen: of ops, and of
+        name: Name that is shown with every prediction.
+        types: Fits of each device type, by name.
+        links: Fits to the links of the measured cluster.
+        held_out_error: Errors on data unseen by a first fit, by device type: of ops, and of
             whole models; see the function ``held_out_error``.
     """
 
@@ -359,7 +359,7 @@ class Calibration:
     def extrapolated(
         self, graph: OpGraph, device_type: DeviceType, samples: int
     ) -> tuple[list[str], float]:
-        """(op kinds never measured near these sizes, their part of the predicted seconds)."""
+        """Op kinds never measured near these sizes, and their part of the predicted seconds."""
         seconds, is_far = self._op_seconds(graph, device_type, samples)
         kinds = {op_kind(graph, int(index)) for index in np.flatnonzero(is_far & (seconds > 0))}
         return sorted(kinds), float(seconds[is_far].sum() / max(seconds.sum(), 1e-300))
@@ -367,7 +367,7 @@ class Calibration:
     def _op_seconds(
         self, graph: OpGraph, device_type: DeviceType, samples: int
     ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
-        """(seconds, whether extrapolated) of every op."""
+        """Seconds of every op, and whether each is extrapolated."""
         fit = self.types.get(device_type.name)
         if fit is None:
             return Roofline().op_seconds(graph, device_type, samples), ~graph.is_view
@@ -389,7 +389,7 @@ class Calibration:
         """Seconds of parts of ops; see ``CostModel``.
 
         Always extrapolated: parts along other axes than the batch are not measured. The fit of
-        the op's kind is asked about the part's own FLOPs and bytes.
+        the op's kind is applied to the part's own FLOPs and bytes.
         """
         fit = self.types.get(device_type.name)
         if fit is None:
@@ -397,7 +397,7 @@ class Calibration:
         return np.where(graph.is_view, 0.0, fit.work_seconds(graph, flops, num_bytes)[0])
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """By the error on models that a first fit had not seen; else the roofline's."""
+        """The error on models that a first fit had not seen; else the roofline's spread."""
         errors = self.held_out_error.get(device_type.name, (math.nan, math.nan))
         known = [error for error in reversed(errors) if not math.isnan(error)]
         if not known:
@@ -468,7 +468,7 @@ def _calibration_of(value: object, where: str) -> Calibration:
 
 
 def cost_model_of(cluster: Cluster) -> CostModel:
-    """The calibration that a cluster names, the roofline if it asks for it, or device models.
+    """The cost model that a cluster names: a calibration, the roofline, or device models.
 
     Raises:
         InputFileError: the named file is missing or broken.
@@ -495,12 +495,12 @@ def calibrate(
     """Fit a cost model.
 
     Args:
-        measurements: of ops, and of links if a cluster is given.
-        cluster: whose links were measured.
-        name: of the result.
+        measurements: Measurements of ops, and of links if a cluster is given.
+        cluster: The cluster whose links were measured.
+        name: Name of the result.
 
     Raises:
-        InputFileError: there is nothing to fit.
+        InputFileError: there are no ops to fit.
     """
     if not measurements.ops:
         raise InputFileError("the measurements hold no op; run 'heterog profile' first.")
@@ -543,16 +543,16 @@ def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
 
 
 def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[float, float]:
-    """(error of ops, error of whole models) on measurements that the fit has not seen.
+    """Errors of ops and of whole models on measurements that the fit has not seen.
 
     For the first, each fold leaves out a part of the ops, by signature, and the error is the sum
     of |predicted - measured| over the sum of measured seconds. For the second each model is left
-    out whole, and the error is the mean, over models and shares, of that of the sum over a model's
+    out whole; the error is the mean, over models and shares, of that of the sum over a model's
     ops. NaN where there is only one op or model.
 
     Args:
-        rows: measurements of one device type.
-        folds: parts that the ops are divided into.
+        rows: Measurements of one device type.
+        folds: Number of parts that the ops are divided into.
     """
     rows = [row for row in rows if row.kind != _COPY]
     pairs = [
@@ -578,7 +578,7 @@ def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[fl
 def _predict_left_out(
     rows: Sequence[OpMeasurement], key: Callable[[OpMeasurement], Any], left_out: Any
 ) -> list[tuple[OpMeasurement, float]]:
-    """The rows with a key, and what a fit to the others says of their sizes."""
+    """The rows with a key, each with the seconds that a fit to the others predicts."""
     kept = [row for row in rows if key(row) != left_out]
     if not kept:
         return []
@@ -643,16 +643,16 @@ def fit_links(rows: Iterable[LinkMeasurement], cluster: Cluster) -> LinkFit:
         factors=factors,
         drag=_means(drag),
         overhead=_means(overhead),
-        # Spread over orders of magnitude: it depends on who is stopped when.
+        # A geometric mean, as values spread over orders of magnitude: who is stopped when varies.
         loaded={kind: float(np.exp(np.mean(np.log(values)))) for kind, values in loaded.items()},
     )
 
 
 def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> dict[str, float]:
-    """Bytes/s of link resources from transfers that were alone on their way.
+    """Bytes/s of link resources, from transfers that ran alone.
 
-    A transfer tells the rate of the slowest link on its way only. Links that are never the slowest
-    keep their nominal rate, times what the measured ones reach of theirs on average.
+    A transfer gives only the rate of the slowest link of its route. Links that are never the
+    slowest keep their nominal rate, times the mean fraction that measured links reach of theirs.
     """
     found: dict[str, list[float]] = {}
     for channel, seconds in seconds_per_byte.items():
@@ -680,7 +680,7 @@ def _measured_as(kind: ChannelKind) -> str:
 
 
 def _factors(latency: FloatArray, payload: FloatArray, seconds: FloatArray) -> tuple[float, float]:
-    """Factors of the seconds that latency and payload take without them.
+    """Factors of the nominal seconds of latency and payload that fit the measurements.
 
     Medians, as a process that is stopped for a moment makes single measurements meaningless: the
     payload's over the large ones, then the latency's over the small ones.
@@ -711,13 +711,13 @@ def _channel(
 
 
 def _seconds_per_byte(rows: Sequence[LinkMeasurement]) -> float:
-    """Of the largest payload: the latency of small ones is fitted with the factors."""
+    """Seconds per byte of the largest payload; latency is fitted later, with the factors."""
     largest = max(rows, key=lambda row: row.num_bytes)
     return largest.seconds / largest.num_bytes
 
 
 def _columns(rows: Sequence[OpMeasurement]) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """(FLOPs, bytes, seconds) of measurements."""
+    """FLOPs, bytes and seconds of measurements."""
     table = np.array([(row.flops, row.num_bytes, row.seconds) for row in rows], np.float64)
     return table[:, 0], table[:, 1], table[:, 2]
 
@@ -728,7 +728,7 @@ def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:
 
 
 def _means(by_kind: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, float]]:
-    """Mean of what devices lose; a clock may say that they gained, which they did not."""
+    """Mean loss of each device type, at least 0: a clock may show gains, which do not exist."""
     return {
         kind: {name: max(_mean(values), 0.0) for name, values in by_type.items()}
         for kind, by_type in by_kind.items()
@@ -762,15 +762,15 @@ def _type_fit(record: TypeRecord) -> TypeFit:
 
 
 def _number_or_nan(value: float | None) -> float:
-    """JSON has no NaN."""
+    """Read NaN, which JSON does not have, from ``None``."""
     return math.nan if value is None else value
 
 
 def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, float]:
     """Error of each kind of transfer and collective at a payload that the fit has not seen.
 
-    The largest payload but one of each kind is left out. Sum of |predicted - measured| over sum
-    of measured seconds; kinds with fewer than three payloads have none.
+    The second-largest payload of each kind is left out. Sum of |predicted - measured| over sum of
+    measured seconds; kinds with fewer than three payloads have no error.
 
     Raises:
         ClusterError: the measurements name devices that the cluster does not have.
@@ -798,12 +798,12 @@ def link_error(rows: Iterable[LinkMeasurement], cluster: Cluster) -> dict[str, f
 def extrapolated_by(
     model: Calibration, graph: OpGraph, cluster: Cluster, strategy: Strategy
 ) -> dict[str, float]:
-    """Part of a strategy's compute time that each kind of op never measured near its size takes.
+    """Fraction of a strategy's compute time in each op kind that was never measured near its size.
 
     Seconds of all devices together. Micro-batches are taken as one.
 
     Returns:
-        Shares of all compute seconds by op kind, the largest first; empty if all was measured.
+        Fractions of all compute seconds by op kind, the largest first; empty if all was measured.
     """
     group = group_ops(graph).group
     home_of = {op: home for (op, _, _), home in zip(graph.updates, strategy.homes, strict=True)}

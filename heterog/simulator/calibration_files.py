@@ -1,4 +1,4 @@
-"""The shape of measurements and calibrations on disk, and what their numbers must be."""
+"""The format of measurements and calibrations on disk, with the bounds of their numbers."""
 
 from itertools import pairwise
 from typing import Annotated, Any
@@ -21,7 +21,7 @@ from heterog.records import (
 from heterog.strategy.channels import ChannelKind
 
 WITHOUT_SIGNATURE = ("copy", "step")
-"""Kinds of rows that are about no single op."""
+"""Kinds of rows that do not belong to a single op."""
 
 
 def _checked_kind(value: str) -> str:
@@ -91,7 +91,7 @@ class LinkRecord(Record):
 
 
 class MeasurementsRecord(Record):
-    """What ``heterog profile`` writes."""
+    """The file that ``heterog profile`` writes."""
 
     schema_version: int
     environment: dict[str, Text]
@@ -155,7 +155,7 @@ _Error = Annotated[float, Field(ge=0.0, le=1e12, allow_inf_nan=False)]
 
 
 class CalibrationRecord(Record):
-    """What ``heterog calibrate`` writes."""
+    """The file that ``heterog calibrate`` writes."""
 
     schema_version: int
     name: Text

@@ -1,7 +1,7 @@
 """Seconds of transfers and collectives from the traffic of their channels (alpha-beta model).
 
-The phases of a collective work on one chunk of the payload after another, as in NCCL, so that all
-its links carry bytes at the same time and the most loaded one decides:
+The phases of a collective process one chunk of the payload after another, as in NCCL, so that all
+its links carry bytes at the same time and the most loaded one determines the time:
 
     T(S) = alpha + S max_link sum_phase (multiple / rate)
 
@@ -21,12 +21,12 @@ from heterog.strategy.channels import Channel
 def alpha_beta(
     cluster: Cluster, channel: Channel, measured: Mapping[str, float] = MappingProxyType({})
 ) -> ChannelSeconds:
-    """Seconds of a channel from the cluster's effective rates and latencies.
+    """Compute the seconds of a channel from the cluster's effective rates and latencies.
 
     Args:
-        cluster: the links.
-        channel: over them.
-        measured: bytes/s of link resources by name, instead of the cluster's own.
+        cluster: The cluster with the links.
+        channel: A channel over these links.
+        measured: Bytes/s of link resources by name, instead of the cluster's own.
     """
     held: dict[int, float] = {}
     for phase in channel.phases:

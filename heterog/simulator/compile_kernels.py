@@ -13,7 +13,7 @@ from heterog.strategy.kernels import compilation_told
 
 
 def smallest_graph() -> OpGraph:
-    """One op, its gradient and its update."""
+    """A graph of one op, its gradient and its update."""
     shape = (8, 8)
     common = {"args": {}, "module": "op", "flops": 1.0, "bytes_read": 1.0, "bytes_written": 1.0}
     ops = (
@@ -42,7 +42,7 @@ def smallest_graph() -> OpGraph:
 
 
 def main() -> None:
-    """Run every kernel that a plan needs; that of background jobs is compiled at its first use."""
+    """Run every kernel that a plan needs; that of background jobs compiles at its first use."""
     with compilation_told(_print):
         Evaluator(smallest_graph(), Cluster.load("paper_8gpu")).warm_up()
 

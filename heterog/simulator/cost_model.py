@@ -1,4 +1,4 @@
-"""What a cost model answers, and its answers as arrays for the simulator."""
+"""The interface of cost models, and their answers as arrays for the simulator."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -13,7 +13,7 @@ from heterog.strategy.channels import Channel, ChannelKind, communicators
 from heterog.strategy.program import FloatArray, IntArray
 
 _MOST_DRAG = 0.9
-"""Compute never stops altogether while bytes move."""
+"""Largest fraction of compute speed that drag takes: compute never stops while bytes move."""
 
 
 class CostModel(Protocol):
@@ -21,18 +21,18 @@ class CostModel(Protocol):
 
     @property
     def name(self) -> str:
-        """Shown with every prediction: ``"roofline"`` or the calibration it comes from."""
+        """Name shown with every prediction: ``"roofline"`` or the calibration it comes from."""
 
     def __hash__(self) -> int:
-        """What a model has priced once may be kept, so models are hashable."""
+        """Models are hashable because prices are cached by model."""
 
     def op_seconds(self, graph: OpGraph, device_type: DeviceType, samples: int) -> FloatArray:
         """Seconds of every op at a local share.
 
         Args:
-            graph: the step.
-            device_type: where it runs.
-            samples: local samples of the batch.
+            graph: The training step.
+            device_type: Device type on which it runs.
+            samples: Number of local samples of the batch.
 
         Returns:
             Seconds of each op, updates included; views are 0.  # [num_ops]
@@ -41,33 +41,33 @@ class CostModel(Protocol):
     def work_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
     ) -> FloatArray:
-        """Seconds of every op if its local part is that much work, on whatever axis it is split.
+        """Seconds of every op if its local part is this much work, on whatever axis it is split.
 
         Args:
-            graph: the step.
-            device_type: where it runs.
-            flops: of each op.  # [num_ops]
-            num_bytes: moved by each op.  # [num_ops]
+            graph: The training step.
+            device_type: Device type on which it runs.
+            flops: FLOPs of each op.  # [num_ops]
+            num_bytes: Bytes moved by each op.  # [num_ops]
 
         Returns:
             Seconds of each op; views are 0.  # [num_ops]
         """
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """How far off a step's compute time may be: deviation of log(measured / predicted)."""
+        """Standard deviation of log(measured / predicted) of a step's compute time."""
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
-        """(fixed seconds, seconds per byte moved) of copies and sums on a device."""
+        """Fixed seconds, and seconds per byte moved, of copies and sums on a device."""
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> "ChannelSeconds":
-        """What a channel costs per payload byte."""
+        """Cost of a channel per operation and payload byte."""
 
 
 class ChannelSeconds(NamedTuple):
     """Cost of a channel: ``latency(payload) + payload x seconds_per_byte`` from start to end.
 
     latency(payload) = latency_s + min(fill_s, payload x fill_s_per_byte): a collective of many
-    bytes takes its time until its pipeline is full, one of few bytes is over before.
+    bytes takes a while until its pipeline is full; one of few bytes is over before.
 
     Each link resource is held for ``payload x held`` only: a 100 Gbit/s NIC that talks to one of
     50 Gbit/s is busy half the time. Members of the channel that compute lose time to it, by
@@ -91,7 +91,7 @@ class ChannelSeconds(NamedTuple):
     weight: float = 1.0
 
     def latency(self, payload: float) -> float:
-        """Seconds of an operation before its bytes move at their rate."""
+        """Seconds of an operation before its bytes move at full rate."""
         return self.latency_s + min(self.fill_s, payload * self.fill_s_per_byte)
 
 
@@ -162,18 +162,18 @@ _Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
 
 
 class ChannelPricer:
-    """Asks a cost model about channels, once about each.
+    """Computes the prices of channels from a cost model, each channel only once.
 
     A channel may start when its *gate* is free: the resources it holds for more than half as long
-    as the one it holds longest. The others it merely loads: their next user waits longer. So two
+    as the one it holds longest. It only loads the others: their next user waits longer. So two
     transfers from a fast NIC to two slow ones run side by side, as they do in reality.
 
     All collectives over one device set belong to one *communicator*, which runs one operation at
     a time: they wait in one queue, whatever their links are.
 
     Args:
-        model: says what they cost.
-        cluster: the links.
+        model: Cost model of the channels.
+        cluster: The cluster with the links.
     """
 
     def __init__(self, model: CostModel, cluster: Cluster) -> None:
@@ -183,11 +183,11 @@ class ChannelPricer:
         self._costs: dict[_Way, _Cost] = {}
 
     def seconds(self, channel: Channel) -> ChannelSeconds:
-        """What a channel costs."""
+        """Cost of a channel."""
         return self._cost(channel).seconds
 
     def prices(self, channels: Sequence[Channel]) -> ChannelPrices:
-        """What some channels cost, numbered as they come."""
+        """Prices of some channels, numbered in their order."""
         costs = [self._cost(channel) for channel in channels]
         queues: dict[tuple[bool, tuple[int, ...]], int] = {}
         queue = [queues.setdefault(cost.queue, len(queues)) for cost in costs]
@@ -249,7 +249,7 @@ class ChannelPricer:
 
 
 class _Cost(NamedTuple):
-    """What there is to know about a channel on its own."""
+    """Everything known about a single channel."""
 
     seconds: ChannelSeconds
     queue: tuple[bool, tuple[int, ...]]  # whether of a communicator; its devices, or links
@@ -260,12 +260,12 @@ class _Cost(NamedTuple):
 
 
 def _starts_of(counts: Sequence[int]) -> IntArray:
-    """Where the entries of each begin, and where the last ones end.  # [len(counts) + 1]"""
+    """First entry of each count, and the end of the last one.  # [len(counts) + 1]"""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float]:
-    """Share of its compute speed that a device of each type loses while a channel is busy."""
+    """Fraction of compute speed that a device of each type loses while a channel is busy."""
     if cost.seconds_per_byte <= 0.0:
         return [0.0] * len(device_types)
     return [

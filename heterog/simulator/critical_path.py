@@ -1,9 +1,9 @@
-"""What limits a step: the seconds of its critical path by place, purpose and module.
+"""The limits of a step: the seconds of its critical path by place, purpose and module.
 
-``Timeline.critical_path`` is the chain of tasks that the step's time follows from. Here each of
-its tasks becomes one or two *pieces*: seconds of compute on a device, seconds in which bytes pass
+``Timeline.critical_path`` is the chain of tasks that determines the step's time. Here each of its
+tasks becomes one or two *pieces*: seconds of compute on a device, seconds in which bytes pass
 through the slowest link of a channel, seconds of latency, seconds of waiting. The pieces follow
-one another without gap from the step's begin to its end, so they add up to the step.
+one another without a gap from the start of the step to its end, so they add up to the step.
 """
 
 import re
@@ -29,7 +29,7 @@ _NUMBERED = re.compile(r"(.*?)(\d+)$")
 
 
 class Limit(StrEnum):
-    """What the seconds of a piece are spent on."""
+    """The resource that a piece's seconds are spent on."""
 
     COMPUTE = "compute"
     """A task of a compute stream."""
@@ -38,38 +38,38 @@ class Limit(StrEnum):
     LATENCY = "latency"
     """A message is on its way; more bandwidth would not help."""
     WAIT = "wait"
-    """Nothing that the schedule knows of."""
+    """A wait whose reason is not in the schedule."""
 
 
 class Purpose(StrEnum):
-    """What a piece is good for."""
+    """The purpose of a piece."""
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
-    """Forward ops once more, because their results were not kept."""
+    """Forward ops run again, because their results were not kept."""
     BACKWARD = "backward"
     UPDATE = "update"
     COPIES = "copies"
-    """Splitting, joining and adding what was or will be moved."""
+    """Splitting, joining and adding values that are or were sent."""
     GRADIENTS = "gradients"
-    """Gradients of parameters travel."""
+    """Sending of parameters' gradients."""
     PARAMETERS = "parameters"
-    """Updated parameters travel, from a server or from the devices that own slices of them."""
+    """Sending of updated parameters, from a server or from the devices that own slices."""
     ACTIVATIONS = "activations"
-    """Activations and their gradients travel."""
+    """Sending of activations and their gradients."""
     NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathPiece:
-    """Some seconds of the critical path, or a sum of such.
+    """Some seconds of the critical path, or a sum of such pieces.
 
     Attributes:
-        limit: what they are spent on.
-        place: the device, the slowest link (``"NICs of B and C"``), or ``""`` for a wait.
-        purpose: what for.
-        block: the module's path up to its first number: ``"encoder.layer.3"``.
-        seconds: of the path.
+        limit: Resource that the seconds are spent on.
+        place: The device, the slowest link (``"NICs of B and C"``), or ``""`` for a wait.
+        purpose: Purpose of the piece.
+        block: Path of the module up to its first number: ``"encoder.layer.3"``.
+        seconds: Seconds of the path.
     """
 
     limit: Limit
@@ -80,11 +80,11 @@ class PathPiece:
 
 
 def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[PathPiece, ...]:
-    """The critical path in pieces, in the order of time; their seconds add up to the step's.
+    """Cut the critical path into pieces, in the order of time; they add up to the step's seconds.
 
     Args:
-        timeline: of a simulated step.
-        cost_model: that priced it; says which link of a channel is the slowest, and the latencies.
+        timeline: Timeline of a simulated step.
+        cost_model: Cost model that priced it; gives the slowest link of a channel and latencies.
     """
     return tuple(
         piece
@@ -94,7 +94,7 @@ def critical_pieces(timeline: Timeline, cost_model: CostModel) -> tuple[PathPiec
 
 
 def totals(pieces: Iterable[PathPiece]) -> tuple[PathPiece, ...]:
-    """Pieces that differ in their seconds alone added up, the longest first."""
+    """Sum pieces that differ only in their seconds, the longest first."""
     seconds: dict[tuple[Limit, str, Purpose, str], float] = {}
     for piece in pieces:
         key = (piece.limit, piece.place, piece.purpose, piece.block)
@@ -107,7 +107,7 @@ def totals(pieces: Iterable[PathPiece]) -> tuple[PathPiece, ...]:
 
 
 def block_of(module: str) -> str:
-    """A module's path up to and with its first number, or all of it.
+    """A module's path up to and including its first number, or all of it.
 
     >>> block_of("bert.encoder.layer.3.output.dense"), block_of("cls.decoder"), block_of("")
     ('bert.encoder.layer.3', 'cls.decoder', '(root)')
@@ -120,7 +120,7 @@ def block_of(module: str) -> str:
 
 
 def merge_blocks(blocks: Iterable[str]) -> list[str]:
-    """Blocks in order, consecutive numbers as a range.
+    """Blocks in order, with consecutive numbers as a range.
 
     >>> merge_blocks(["h.2", "h.0", "h.1", "head", "h.5"])
     ['h.0-2', 'h.5', 'head']
@@ -144,7 +144,7 @@ def merge_blocks(blocks: Iterable[str]) -> list[str]:
 
 
 def slowest_links(cluster: Cluster, channel: Channel, cost_model: CostModel) -> tuple[int, ...]:
-    """Resources of a channel that its bytes need longest, with those that need about as long."""
+    """Resources of a channel that its bytes hold longest, or nearly as long."""
     held = cost_model.channel_seconds(cluster, channel).held
     longest = max(held.values(), default=0.0)
     return tuple(link for link, seconds in held.items() if seconds >= _AS_SLOW * longest > 0.0)
@@ -191,7 +191,7 @@ def _hosts(cluster: Cluster, hosts: Iterable[int]) -> str:
 
 
 def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Iterator[PathPiece]:
-    """A wait, if there is one, and the task: for communication with its latency apart."""
+    """A wait, if there is one, and the task; communication has its latency apart."""
     block = block_of(timeline.module(step.task))
     purpose = _purpose(timeline, step.task)
     if step.wait_s > 0.0:
@@ -221,10 +221,10 @@ def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Ite
 def _latency_on_path(
     step: PathStep, timeline: Timeline, channel: Channel, cost_model: CostModel
 ) -> float:
-    """The part of a communication's seconds on the path that is latency.
+    """The latency within a communication's seconds on the path.
 
-    A collective spends its latency first; that of a transfer comes last, and what the next one on
-    the path did not wait for is not on it.
+    A collective spends its latency first; that of a transfer comes last, and is not on the path
+    where the next one did not wait for it.
     """
     payload = float(timeline.program.num_bytes[step.task])
     latency_s = cost_model.channel_seconds(timeline.cluster, channel).latency(payload)

@@ -51,11 +51,11 @@ _RECOMPUTE = int(TaskKind.RECOMPUTE)
 _UPDATE = int(TaskKind.UPDATE)
 SEND = int(TaskKind.SEND)
 GIVEN_UP = -1
-"""Instead of the number of finished tasks: the end is sure to come after the limit."""
+"""Returned as the number of finished tasks if the end is sure to come after the limit."""
 
 
 class Order(IntEnum):
-    """How waiting tasks are ordered."""
+    """The order of waiting tasks."""
 
     FIFO = 0
     RANK = 1
@@ -115,7 +115,7 @@ def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: i
 
 
 class Workspace(NamedTuple):
-    """What one simulation counts with; made by ``simulate``, because kernels allocate nothing."""
+    """Working memory of a simulation; made by ``simulate``, because kernels allocate nothing."""
 
     left: FloatArray  # seconds of compute that each device still has to begin
     busy: npt.NDArray[np.uint64]  # bit set of links in use
@@ -171,7 +171,7 @@ def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
 
 @kernel
 def latency_of(prices: Prices, channel: int, payload: float) -> float:
-    """Seconds of an operation before its bytes move at their rate; see ``ChannelSeconds``."""
+    """Seconds of an operation before its bytes move at full rate; see ``ChannelSeconds``."""
     fill: float = payload * prices.channel_fill_s_per_byte[channel]
     latency: float = prices.channel_latency_s[channel]
     return latency + min(fill, float(prices.channel_fill_s[channel]))
@@ -179,7 +179,7 @@ def latency_of(prices: Prices, channel: int, payload: float) -> float:
 
 @kernel
 def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
-    """Seconds of every task on a tape."""
+    """Compute the seconds of every task on a tape."""
     for number in range(tape.counts[NUM_TASKS]):
         task = tape.tasks[number]
         if task.kind >= FIRST_LINK_KIND:
@@ -199,7 +199,7 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
                 seconds[number] = prices.op_seconds[device_type, task.samples, task.subject]
         elif task.kind == _UPDATE:
             whole = prices.update_seconds[device_type, task.subject]
-            if task.num_bytes > 0.0:  # a slice of it
+            if task.num_bytes > 0.0:  # takes a slice of it
                 whole *= task.num_bytes / prices.parameter_bytes[task.subject]
             seconds[number] = whole
         else:
@@ -243,7 +243,7 @@ def _sift_up(priority: FloatArray, items: IntArray, base: int, position: int, ta
 
 @helper
 def _remove_first(priority: FloatArray, items: IntArray, base: int, size: int) -> None:
-    """Remove the first of a heap that has ``size`` items left afterwards."""
+    """Remove the first item of a heap that has ``size`` items left afterwards."""
     task = items[base + size]
     position = 0
     while True:
@@ -306,7 +306,7 @@ def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
 def _prepare(
     tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_devices: int
 ) -> None:
-    """Successor lists, room for the queues, and the chains.
+    """Fill the successor lists, the room of the queues, and the chains.
 
     Chain ``device * num_turns + turn`` holds the ops of one turn of one device.
     """
@@ -368,7 +368,7 @@ def _prepare(
 def touch(
     which: int, touched: IntArray, is_touched: npt.NDArray[np.bool_], num_touched: int
 ) -> int:
-    """Note once that something is to be looked at; returns the new number of such."""
+    """Add an item to a list of items to look at, once; returns the new length of the list."""
     if is_touched[which]:
         return num_touched
     is_touched[which] = True
@@ -378,13 +378,13 @@ def touch(
 
 @helper
 def sender(prices: Prices, channel: int) -> int:
-    """The device from which a transfer goes."""
+    """The source device of a transfer."""
     return int(prices.member[prices.member_start[channel]])
 
 
 @helper
 def dragged(seconds: float, window: float, share: float) -> float:
-    """Seconds of work at full speed when a share of the speed is lost for a window from now on."""
+    """Seconds that work takes when a fraction of the speed is lost for a window from now on."""
     if window <= 0.0 or share == 0.0:
         return seconds
     if seconds <= window * (1.0 - share):
@@ -398,10 +398,10 @@ def simulate(
     """Run a priced program; returns (time of the last finish, number of finished tasks).
 
     ``timings.start``, ``finish`` and ``events`` hold the details afterwards. Fewer finished tasks
-    than there are means that the program cannot run: a bug in whoever made it.
+    than there are mean that the program cannot run: a bug in whatever made it.
 
     As soon as the end is sure to come after ``limit_s``, the run is given up; it returns (a lower
-    bound of the end, ``GIVEN_UP``), and the details mean nothing.
+    bound of the end, ``GIVEN_UP``), and the details are meaningless.
     """
     work = _make_workspace(tape, prices, num_devices)
     end, done = _simulate_kernel(tape, prices, timings, work, num_devices, order, limit_s)
@@ -430,7 +430,7 @@ def _simulate_kernel(
     chain_start, position = work.chain_start, work.position
     num_turns = len(position) // num_devices
     is_in_turn = tape.counts[IN_TURN] == 1
-    # Whether what happens elsewhere meanwhile may change when the next op of a device begins.
+    # Whether events elsewhere may change the time at which a device's next op begins.
     steps_alone = prices.has_drag or prices.blocks_sends
     words = prices.gate.shape[1]
     rank = timings.rank
@@ -624,7 +624,7 @@ def _simulate_kernel(
                     free_at[resource] = until
                     busy[resource // 64] |= bit
             if prices.has_drag:
-                # Moving the bytes takes it, whenever within this time they move; waiting does not.
+                # Moving the bytes takes it, at whatever moments they move; waiting does not.
                 spread = 0.0
                 if end > now:
                     spread = payload * prices.channel_s_per_byte[channel] / (end - now)
@@ -740,7 +740,7 @@ def run_program(
         (seconds, True), or (a lower bound of them above the limit, False).
 
     Raises:
-        StrategyError: the turns of its schedule wait for each other.
+        StrategyError: turns of its schedule wait for each other.
     """
     # Four kernels with memory's, not one: compiled together they ran a third slower.
     price_kernel(tape, prices, timings.seconds)

@@ -1,8 +1,8 @@
-"""Evaluations that lower what devices do alike once; see ``strategy.folding``.
+"""Evaluations that lower devices that do the same only once; see ``strategy.folding``.
 
-Twins that share no link do the same at the same time, so step time and memory are the very ones of
-all devices together. What meets on a link (the NIC of a host, say) is served one after the other,
-and sets twins apart from then on: these are not folded.
+Twins that share no link do the same at the same time, so step time and memory equal those of all
+devices together. Messages that meet on a link (the NIC of a host, say) are served one after the
+other, which sets twins apart from then on: these are not folded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ class Folded(NamedTuple):
 
 
 class Folding:
-    """Lowers choices with twins folded away wherever that is the same.
+    """Lowers choices with twins folded away where the result is the same.
 
     Args:
-        cluster: the devices.
-        pricer: knows what its links cost.
-        table: of the channels that choices name.
+        cluster: The devices.
+        pricer: Prices of the cluster's links.
+        table: Table of the channels that choices use.
     """
 
     def __init__(self, cluster: Cluster, pricer: ChannelPricer, table: ChannelTable) -> None:
@@ -55,14 +55,14 @@ class Folding:
     def lower(
         self, choice: Choice, tables: GraphTables, *, minds_position: bool = False
     ) -> Folded | None:
-        """Lower a choice on as few columns as do the same, ``None`` if that takes all devices.
+        """Lower a choice on as few columns as possible; ``None`` if that takes all devices.
 
         Args:
-            choice: the strategy.
-            tables: of its graph and rules.
-            minds_position: whether members of a team with as many units do unlike work.
+            choice: The strategy.
+            tables: Tables of its graph and rules.
+            minds_position: Whether members of a team with equally many units do different work.
         """
-        if self._cluster.sends == Sends.BLOCKING:  # who waits is found by device, not by column
+        if self._cluster.sends == Sends.BLOCKING:  # waiting is tracked by device, not by column
             return None
         for fold in folds(choice, self._cluster, minds_position=minds_position):
             folded, numbers = fold_choice(choice, fold)
@@ -86,9 +86,9 @@ class Folding:
         return self._scratch[key]
 
     def _price(self, tape: Tape, fold: Fold, numbers: IntArray) -> ChannelPrices | None:
-        """Prices of a fold's channels, ``None`` if twins are unlike or get in each other's way."""
+        """Prices of a fold's channels; ``None`` if twins differ or disturb each other."""
         tasks = tape.tasks[: tape.counts[NUM_TASKS]]
-        used = np.flatnonzero(np.bincount(tasks["channel"] + 1)[1:])  # what has none says -1
+        used = np.flatnonzero(np.bincount(tasks["channel"] + 1)[1:])  # -1: no channel
         key = b"".join(part.tobytes() for part in (fold.columns, fold.column_of, numbers, used))
         if key not in self._prices:
             if len(self._prices) >= _MOST_PRICES:
@@ -100,15 +100,15 @@ class Folding:
 
     def _new_prices(self, channels: list[Channel]) -> ChannelPrices | None:
         prices = self._pricer.prices(channels)
-        # Whom a channel slows down is listed by device, not by column.
+        # Devices that a channel slows down are listed by device, not by column.
         is_free = not (prices.drag.any() or prices.overhead_s.any() or prices.loaded_s.any())
         return prices if is_free else None
 
     def _are_apart(self, fold: Fold, channels: Sequence[Channel]) -> bool:
-        """Whether twins cost the same and no link is used by a column and a twin of another.
+        """Whether twins cost the same and no link is used by a column and another's twin.
 
         Collectives over several lanes are their own twins in each of them, as are those over
-        several positions: they meet the traffic of all of these alike.
+        several positions: they meet the traffic of all of these equally.
         """
         by_lane: dict[int, set[int]] = {}
         by_position: dict[int, set[int]] = {}
@@ -128,7 +128,7 @@ class Folding:
         return _is_apart(by_lane, fold.lane_twin) and _is_apart(by_position, fold.position_twin)
 
     def _loads_alike(self, fold: Fold, channel: Channel, cost: ChannelSeconds) -> bool:
-        """Whether a channel holds the links of all its members in a column for the same time."""
+        """Whether a channel holds the links of all its members in a column equally long."""
         of_column: dict[int, tuple[float, ...]] = {}
         for device in channel.devices:
             held = tuple(cost.held.get(link, 0.0) for link in self._cluster.links_of(device))
@@ -138,7 +138,7 @@ class Folding:
 
 
 def _is_apart(links: Mapping[int, set[int]], twin: IntArray) -> bool:
-    """Whether what is folded away uses no link of what is not."""
+    """Whether folded places use no link of those that are kept."""
     used = {link for place, own in links.items() if twin[place] == place for link in own}
     return all(twin[place] == place or used.isdisjoint(own) for place, own in links.items())
 

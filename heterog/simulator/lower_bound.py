@@ -1,4 +1,4 @@
-"""What no strategy can beat: a lower bound on the seconds of a step.
+"""A lower bound on the seconds of a step, for all strategies.
 
 Two relaxations; the larger one counts.
 
@@ -51,13 +51,13 @@ _HALVINGS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowerBound:
-    """Seconds that no strategy of a graph on a cluster can go below.
+    """Least seconds of any strategy of a graph on a cluster.
 
     Attributes:
-        seconds: the larger of both; holds with a step barrier.
-        compute_s: (a), all devices busy all the time; holds per step without a barrier as well.
-        path_s: (b), the longest chain of ops.
-        with_op_rules: whether it also holds for strategies that give ops rules of their own.
+        seconds: The larger of both bounds; holds with a step barrier.
+        compute_s: Bound (a), all devices always busy; also holds per step without a barrier.
+        path_s: Bound (b), the longest chain of ops.
+        with_op_rules: Whether it also holds for strategies that give ops rules of their own.
     """
 
     seconds: float
@@ -69,13 +69,13 @@ class LowerBound:
 def lower_bound_s(
     graph: OpGraph, cluster: Cluster, cost_model: CostModel, *, with_op_rules: bool = False
 ) -> LowerBound:
-    """The lower bound of a graph on a cluster; see the module docstring.
+    """Compute the lower bound of a graph on a cluster; see the module docstring.
 
     Args:
-        graph: one training step.
-        cluster: the devices; its links do not matter.
-        cost_model: seconds of ops, the same as the strategies are judged by.
-        with_op_rules: strategies may give ops rules of their own.
+        graph: One training step.
+        cluster: The devices; its links do not matter.
+        cost_model: Seconds of ops, from the model by which strategies are judged.
+        with_op_rules: Whether strategies may give ops rules of their own.
     """
     types = cluster.device_types
     times = [best_times(graph, device_type, cost_model) for device_type in types]
@@ -109,11 +109,11 @@ def _on_path(graph: OpGraph, shortest: FloatArray, counts: npt.NDArray[np.int64]
 
 
 def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]:
-    """(first, last) of the ranges of shares that one evaluation speaks for.
+    """First and last share of the ranges that one evaluation covers.
 
     Beyond twice ``finest_step`` samples they hold several: seconds do not fall when samples are
     added, so at any share in a range they are at least cost(first), and the throughput is at most
-    last / cost(first). A bound is lower by at most 1 / ``finest_step`` for that, and stays valid.
+    last / cost(first). That lowers a bound by at most 1 / ``finest_step``, and it stays valid.
     """
     first = 1
     while first <= batch_size:
@@ -126,7 +126,7 @@ def share_ranges(batch_size: int, finest_step: int) -> Iterator[tuple[int, int]]
 def best_times(
     graph: OpGraph, device_type: DeviceType, cost_model: CostModel
 ) -> tuple[FloatArray, FloatArray]:
-    """(whole op at its best throughput, shortest time over all shares) of every op on a type."""
+    """Seconds of every whole op at its best throughput, and its shortest over all shares."""
     plan = batch_plan(graph)
     follows_batch = (plan.flops_per_sample + plan.bytes_per_sample) > 0
     batch = graph.batch_size
@@ -154,7 +154,7 @@ def _best_times_of_parts(
     whole: FloatArray,
     shortest: FloatArray,
 ) -> tuple[FloatArray, FloatArray]:
-    """Like ``best_times``, from its result, for ops that may be split along any axis."""
+    """Extend the result of ``best_times`` to ops that may be split along any axis."""
     is_free = whole == 0.0
     is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
     found = whole
@@ -171,16 +171,16 @@ def _best_times_of_parts(
 
 
 def _balanced_seconds(whole: FloatArray, counts: npt.NDArray[np.int64]) -> float:
-    """The linear program (a) for ``whole`` seconds [num_ops, num_types], ``counts`` devices each.
+    """Solve the linear program (a) for ``whole`` seconds [num_ops, num_types].
 
-    By weak duality *any* weights give a valid bound: the solver's tolerances may cost a little of
-    it, never lift it too high.
+    ``counts`` has the number of devices of each type. By weak duality *any* weights give a valid
+    bound: the solver's tolerances may lower it a little, never lift it too high.
     """
     return float((whole * device_weights(whole, counts)).min(axis=1).sum())
 
 
 def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArray:
-    """What a second of a device of each type is worth when all are busy: the dual of (a).
+    """Value of a second on a device of each type when all are busy: the dual of (a).
 
     Devices of one type are merged exactly (spreading an op evenly over them is never worse), and
     so are ops with equal rows. Solved as its dual,
@@ -188,11 +188,11 @@ def device_weights(whole: FloatArray, counts: npt.NDArray[np.int64]) -> FloatArr
         max sum_o y_o   subject to   y_o <= w_k t[o,k],  sum_k counts_k w_k = 1,  w >= 0
 
     Args:
-        whole: seconds of the ops as a whole.  # [num_ops, num_types]
-        counts: devices of each type.  # [num_types]
+        whole: Seconds of the whole ops.  # [num_ops, num_types]
+        counts: Number of devices of each type.  # [num_types]
 
     Returns:
-        w, of one device each; they add up to 1 over all devices.  # [num_types]
+        w for one device of each type; the sum over all devices is 1.  # [num_types]
     """
     import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
     import scipy.sparse

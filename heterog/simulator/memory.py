@@ -1,9 +1,9 @@
 """Peak memory of a simulated step, by liveness.
 
 A buffer is alive from the start of the task that makes it to the end of its last reader. A rank
-issues communication and lets go of it between two ops only, so what arrives or has left while an
-op runs is there for as long as this op. What stays for the whole step (parameters, optimizer
-state, batch, room for the largest weight that a kernel reorders) comes from
+issues and frees communication only between two ops, so a message that arrives or leaves while an
+op runs stays in memory as long as this op. Memory of the whole step (parameters, optimizer state,
+batch, room for the largest weight that a kernel reorders) comes from
 ``strategy.lowering.resident_bytes``. Small workspaces and the rounding of allocators are covered
 by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``reserved_memory``.
 """
@@ -19,15 +19,15 @@ from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Prog
 def buffer_lives(
     program: Program, start: FloatArray, finish: FloatArray
 ) -> tuple[FloatArray, FloatArray]:
-    """From when until when each buffer is there; at one instant, ends come before begins.
+    """Start and end of each buffer's life; at one instant, ends come before starts.
 
     Args:
-        program: whose buffers they are.
-        start: of each task, seconds.  # [num_tasks]
-        finish: of each task, seconds.  # [num_tasks]
+        program: The program with the buffers.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
 
     Returns:
-        (begin, end), seconds.  # [num_buffers] each
+        (begin, end), in seconds.  # [num_buffers] each
     """
     makers = program.buffer_maker
     readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
@@ -49,14 +49,14 @@ def buffer_lives(
 def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray) -> None:
     """Peak bytes of each device: a buffer lives from its maker's start to its last reader's end.
 
-    Each device is followed on its own: its ops, whose order is fixed, are merged in time with the
+    Each device is processed on its own: its ops, whose order is fixed, are merged in time with the
     link and free tasks that touch its memory. At one instant, ends come before starts.
 
     Args:
-        tape: the program.
-        timings: of the engine or the referee.
-        resident: bytes that are there all the time.  # [num_devices]
-        peak: written.  # [num_devices]
+        tape: The program.
+        timings: Timings of the engine or the referee.
+        resident: Bytes that stay for the whole step.  # [num_devices]
+        peak: Output.  # [num_devices]
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
     begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 2), np.int32)
@@ -88,7 +88,7 @@ def _memory_kernel(
         is_running = False
         other = touching_start[device]
         last_other = touching_start[device + 1]
-        gone = 0.0  # what the op that runs keeps alive
+        gone = 0.0  # bytes kept alive by the running op
         while op < last_op or other < last_other:
             take_op = op < last_op
             if take_op and other < last_other:
@@ -120,8 +120,8 @@ def _memory_kernel(
             if is_end:
                 for read in range(begins[task, 1], begins[task + 1, 1]):
                     needed = tape.reads[read]
-                    # An op reads nothing that lies on another device: that it is here need not be
-                    # looked up, which for large programs is what takes the time.
+                    # An op reads nothing from other devices, so that the check can be skipped,
+                    # which for large programs takes the time.
                     if take_op or tape.buffers[needed].device == device:
                         alive[needed] -= 1
                         if alive[needed] == 0 and tape.buffers[needed].device == device:
@@ -134,9 +134,9 @@ def _memory_kernel(
 
 @helper
 def _list_events(tape: Tape, timings: Timings, num_devices: int, lists: IntArray) -> None:
-    """Starts and ends of link and free tasks that touch each device's memory, in time order.
+    """List starts and ends of link and free tasks that touch each device's memory, by time.
 
-    They go to ``timings.touching``, and where each device's begin to ``lists[0]``.
+    They go to ``timings.touching``, and the start of each device's list to ``lists[0]``.
     """
     start, seen, filled = lists[0], lists[1], lists[2]
     touching = timings.touching

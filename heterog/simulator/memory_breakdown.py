@@ -1,9 +1,9 @@
-"""What fills each device's memory at the moment when it is fullest.
+"""The contents of each device's memory at the moment when it is fullest.
 
-The same liveness as ``memory``, asked another question: of the buffers that are alive at the peak,
-how many bytes are gradients, activations, communication? What stays for the whole step is split by
-asking the lowering's own ``resident_bytes`` again with one ingredient left out at a time, so that
-nothing here needs to know how a strategy places parameters and optimizer state.
+This uses the liveness of ``memory`` for another question: of the buffers alive at the peak, how
+many bytes are gradients, activations, communication? Memory of the whole step is split by calling
+the lowering's own ``resident_bytes`` again with one ingredient left out at a time, so that nothing
+here depends on how a strategy places parameters and optimizer state.
 """
 
 from dataclasses import dataclass
@@ -23,25 +23,25 @@ from heterog.strategy.tables import GraphTables
 
 
 class MemoryKind(StrEnum):
-    """What bytes are for."""
+    """The use of some bytes of memory."""
 
     PARAMETERS = "parameters"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENTS = "gradients"
-    """Of parameters, where an op made them."""
+    """Gradients of parameters, where an op made them."""
     ACTIVATIONS = "activations"
-    """Made by forward ops, the first time or again."""
+    """Values that forward ops make, the first time or again."""
     BACKWARD = "backward"
-    """Made by backward ops, other than the gradients of parameters."""
+    """Values that backward ops make, other than the gradients of parameters."""
     COMMUNICATION = "communication"
-    """Received, gathered or copied together for sending."""
+    """Values received, gathered or copied together for sending."""
     BATCH = "batch"
     CONSTANTS = "constants"
     """The model's buffers and constants, and parameters that are not trained."""
     WORKSPACE = "workspace"
-    """What kernels need beside their inputs and outputs while they run."""
+    """Memory that kernels need besides their inputs and outputs while they run."""
     MARGIN = "margin"
-    """What is added for small workspaces and rounding of allocators."""
+    """Memory added for small workspaces and rounding of allocators."""
 
 
 _KINDS = tuple(MemoryKind)
@@ -53,12 +53,12 @@ class DeviceMemory:
     """The memory of one device at its fullest.
 
     Attributes:
-        device: name of the device.
-        device_type: name of its type.
-        peak_bytes: most bytes it needs at once; what an evaluation reports.
-        usable_bytes: bytes that a job may use there.
-        peak_at_s: when that is, seconds from the step's begin.
-        parts: bytes of each kind at that moment; they add up to ``peak_bytes``.
+        device: Name of the device.
+        device_type: Name of its type.
+        peak_bytes: Most bytes that it needs at once, as an evaluation reports.
+        usable_bytes: Bytes that a job may use there.
+        peak_at_s: Time of the peak, in seconds from the start of the step.
+        parts: Bytes of each kind at that moment; they add up to ``peak_bytes``.
     """
 
     device: str
@@ -70,7 +70,7 @@ class DeviceMemory:
 
     @property
     def lacking_bytes(self) -> int:
-        """Bytes missing, 0 if it fits."""
+        """Bytes missing; 0 if it fits."""
         return max(self.peak_bytes - self.usable_bytes, 0)
 
     def bytes_of(self, kind: MemoryKind) -> int:
@@ -83,7 +83,7 @@ class Fit:
     """Whether a strategy fits, device by device.
 
     Attributes:
-        devices: in the cluster's order.
+        devices: Memory of each device, in the cluster's order.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -100,7 +100,7 @@ class Fit:
 
     @property
     def fullest(self) -> DeviceMemory:
-        """The device that lacks most, or else the one with the least room in proportion."""
+        """The device that lacks most, or else the one with the highest fraction in use."""
         return max(
             self.devices,
             key=lambda device: (device.lacking_bytes, device.peak_bytes / device.usable_bytes),
@@ -108,15 +108,15 @@ class Fit:
 
 
 def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) -> Fit:
-    """What fills the memory of each device, as ``Evaluator.referee`` reports its peak.
+    """Break down the memory of each device at the peak that ``Evaluator.referee`` reports.
 
-    The peak is the larger one of the engine's and the referee's times; the breakdown is of those
-    that it comes from.
+    The peak is the larger one of the engine's and the referee's times; the breakdown is of the
+    same times.
 
     Args:
-        evaluator: of the graph and cluster.
-        strategy: made for them.
-        order: in which waiting tasks run.
+        evaluator: Evaluator of the graph and cluster.
+        strategy: Strategy for them.
+        order: Order in which waiting tasks run.
     """
     choice = evaluator.encode(strategy) if isinstance(strategy, Strategy) else strategy
     reported = evaluator.referee(choice, order).peak_memory_bytes
@@ -203,7 +203,7 @@ def _parts_at_peak(
     kinds: npt.NDArray[np.int64],
     resident: FloatArray,
 ) -> list[tuple[FloatArray, float]]:
-    """(bytes of each kind, moment) at the peak of each device, without margin."""
+    """Bytes of each kind and time, at the peak of each device, without margin."""
     begin, end = buffer_lives(program, start, finish)
     found = []
     for device in range(program.num_devices):

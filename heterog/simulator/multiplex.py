@@ -1,20 +1,20 @@
 """A background job in the gaps of a schedule: two jobs, two priorities, one compute stream each.
 
-The foreground is a schedule that has been simulated: tasks with their seconds, what each waits for
-and the order on every device. The background is a list of ops per device that is run round and
-round, one training step of its own after another, with a lower priority:
+The foreground is a schedule that has been simulated: tasks with their seconds, their dependencies
+and the order on every device. The background is a list of ops per device that is repeated, one
+training step of its own after another, with a lower priority:
 
 - While a device has no foreground op to run, it may begin its next background op. An op that has
   begun is not interrupted: a foreground op that gets ready meanwhile waits for its end. So one op
-  is late by less than one background op; what waits for it is late, too, on every device.
-- A background op is *issued* only if it fits into what is left of the gap, as long as that gap is
-  in the foreground alone (the runtime measures gaps while the foreground runs by itself), or if it
-  is no longer than the device's *allowance*. Allowances are how a limit on the foreground's
-  slow-down is kept (DeepPool, Park et al., MLSys 2022, section 5).
+  is late by less than one background op; ops that wait for it are late, too, on every device.
+- A background op is *issued* only if it fits into the rest of the gap, whose length is that in
+  the foreground alone (the runtime measures gaps while the foreground runs by itself), or if it
+  is no longer than the device's *allowance*. Allowances keep a limit on the foreground's slow-down
+  (DeepPool, Park et al., MLSys 2022, section 5).
 
-Transfers and collectives keep the seconds, the order and the waiting for links that they had in
-the foreground alone; the background sends nothing. Two ops never share a device, and switching
-costs nothing.
+Transfers and collectives keep the seconds, the order and the waits for links that they had in the
+foreground alone; the background sends nothing. Two ops never share a device, and switching costs
+nothing.
 """
 
 from collections.abc import Sequence
@@ -34,18 +34,18 @@ MEASURED_STEPS = 6
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Foreground:
-    """A simulated step, ready to be delayed; tasks are in the order in which they start.
+    """A simulated step, ready to be delayed; tasks are in the order of their starts.
 
     Attributes:
-        num_devices: devices of the cluster.
-        step_seconds: of the step alone.
-        device: whose compute stream runs the task, -1 for communication.  # [num_tasks]
-        seconds: of each task.  # [num_tasks]
-        lag: between the end of what a task waits for and its start alone.  # [num_tasks]
-        gap: of a compute task, how long its device is idle before it alone; the end of the step
-            before counts, too.  # [num_tasks]
-        before_start: # [num_tasks + 1]
-        before: the tasks that each task waits for.
+        num_devices: Number of devices of the cluster.
+        step_seconds: Seconds of the step alone.
+        device: Device whose compute stream runs the task, -1 for communication.  # [num_tasks]
+        seconds: Seconds of each task.  # [num_tasks]
+        lag: Seconds from the last dependency's end to the task's start alone.  # [num_tasks]
+        gap: For a compute task, seconds that its device is idle before it alone; the end of the
+            step before counts, too.  # [num_tasks]
+        before_start: First entry of each task in ``before``.  # [num_tasks + 1]
+        before: Tasks that each task waits for.
     """
 
     num_devices: int
@@ -59,7 +59,7 @@ class Foreground:
 
     @property
     def idle_share(self) -> FloatArray:
-        """Part of the step in which each device runs nothing.  # [num_devices]"""
+        """Fraction of the step in which each device runs nothing.  # [num_devices]"""
         busy = np.zeros(self.num_devices)
         on_device = self.device >= 0
         np.add.at(busy, self.device[on_device], self.seconds[on_device])
@@ -68,12 +68,12 @@ class Foreground:
 
 
 class Multiplexed(NamedTuple):
-    """What becomes of both jobs, per step of the foreground once it is steady.
+    """The result of both jobs, per step of the foreground once it is steady.
 
     Attributes:
-        step_seconds: of the foreground with the background.
-        ops: background ops done per step, by device.  # [num_devices]
-        busy_seconds: in background ops per step, by device.  # [num_devices]
+        step_seconds: Seconds of a foreground step with the background.
+        ops: Number of background ops done per step, by device.  # [num_devices]
+        busy_seconds: Seconds in background ops per step, by device.  # [num_devices]
     """
 
     step_seconds: float
@@ -82,7 +82,7 @@ class Multiplexed(NamedTuple):
 
 
 def foreground_of_program(program: Program, start: FloatArray, finish: FloatArray) -> Foreground:
-    """The foreground of a program that was simulated.
+    """Make the foreground of a simulated program.
 
     A transfer or collective also waits for the last one before it over any of its links or of its
     communicator.
@@ -109,15 +109,15 @@ def make_foreground(
     num_devices: int,
     links: Sequence[Sequence[int]] = (),
 ) -> Foreground:
-    """A foreground from start and finish of its tasks.
+    """Make a foreground from start and finish of its tasks.
 
     Args:
-        device: that runs each task, -1 for communication.
-        start: of each task, in seconds from the step's begin.
-        finish: of each task; the last one ends the step.
-        waits: for each task those whose results it needs.
-        num_devices: devices of the cluster.
-        links: for each communication task what it passes over, links or a communicator.
+        device: Device that runs each task, -1 for communication.
+        start: Start of each task, in seconds from the start of the step.
+        finish: End of each task; the last one ends the step.
+        waits: Tasks whose results each task needs.
+        num_devices: Number of devices of the cluster.
+        links: Resources of each communication task: links or a communicator.
     """
     num_tasks = len(device)
     step_seconds = float(finish.max(initial=0.0))
@@ -168,9 +168,9 @@ def multiplex(
     """Run both jobs for some steps of the foreground.
 
     Args:
-        foreground: the job that comes first.
-        background: seconds of one step's ops on each device; none where it must not run.
-        allowance: seconds that a background op may take although no gap is known to hold it.
+        foreground: The job with priority.
+        background: Seconds of one step's ops on each device; empty where it must not run.
+        allowance: Seconds that a background op may take even if it fits no known gap.
     """
     lengths = [len(ops) for ops in background]
     flat = np.concatenate([*background, np.zeros(0)]).astype(np.float64)
@@ -228,10 +228,10 @@ def multiplex_kernel(
     times: FloatArray,
     finish: FloatArray,
 ) -> None:
-    """``ends`` gets the end of the warm-up and that of all steps, ``ops`` and ``busy`` the totals.
+    """Write the end of the warm-up and of all steps to ``ends``, totals to ``ops`` and ``busy``.
 
-    The last three are working memory: the first background op of each device, three rows of zeros
-    with one entry per device, and an entry per task.
+    The last three arguments are working memory: the first background op of each device, three
+    rows of zeros with one entry per device, and one entry per task.
     """
     num_tasks = len(device)
     num_devices = len(allowance)

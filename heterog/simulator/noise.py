@@ -1,10 +1,10 @@
-"""How a schedule fares when devices and links are not quite as fast as the cost model says.
+"""The effect on a schedule when devices and links are not quite as fast as predicted.
 
-A plan is made for predicted speeds and replayed as it is on real ones. So the *order* of the
-nominal run is kept, while every device and every link gets a factor of its own, and the referee
-replays. Devices of a type share most of theirs: it is the type whose speed is predicted wrongly.
-The same draws are used for every strategy of a comparison: what helps one and hurts another is a
-difference between them, not between draws.
+A plan is made for predicted speeds and runs unchanged on real ones. So the *order* of the nominal
+run is kept, while every device and every link gets a factor of its own, and the referee replays.
+Devices of a type share most of their factor, because predictions err by type. The same draws are
+used for every strategy of a comparison, so that differences come from the strategies, not from
+the draws.
 """
 
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ from heterog.strategy.program import FIRST_LINK_KIND, FloatArray
 SPREAD = 0.10
 """Standard deviation of the logarithm of a link's speed."""
 _WITHIN_TYPE = 0.03
-"""The same of devices of one type."""
+"""The same for devices of one type."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noise:
-    """Draws of factors on seconds: 1.1 is a tenth slower than predicted.
+    """Random factors of seconds: 1.1 is a tenth slower than predicted.
 
     Attributes:
-        device: # [num_draws, num_devices]
-        resource: of each link resource.  # [num_draws, num_resources]
+        device: Factor of each device.  # [num_draws, num_devices]
+        resource: Factor of each link resource.  # [num_draws, num_resources]
     """
 
     device: FloatArray
@@ -44,13 +44,13 @@ class Noise:
 def draw_noise(
     cluster: Cluster, num_draws: int, of_types: Sequence[float], seed: int = 0
 ) -> Noise:
-    """Log-normal factors for every device and link, the median 1.
+    """Draw log-normal factors for every device and link, with median 1.
 
     Args:
-        cluster: whose devices and links these are.
-        num_draws: how many there are to be.
-        of_types: deviations of the logarithm of what each device type takes; ``CostModel.spread``.
-        seed: the same draws for the same seed.
+        cluster: The cluster with the devices and links.
+        num_draws: Number of draws.
+        of_types: Standard deviation of log seconds of each device type; ``CostModel.spread``.
+        seed: Seed of the draws.
     """
     rng = np.random.default_rng(seed)
     of_type = rng.normal(0.0, of_types, (num_draws, len(cluster.device_types)))
@@ -64,7 +64,7 @@ def draw_noise(
 def noisy_prices(prices: Prices, resource_factor: FloatArray) -> Prices:
     """Prices of channels over links that are slower or faster by a factor.
 
-    What a cost model charges beyond a channel's most loaded link grows with that link.
+    A channel's cost beyond its most loaded link grows with that link.
     """
     held = prices.resource_s_per_byte * resource_factor[prices.resource]
     before = _most_loaded(prices, prices.resource_s_per_byte)
@@ -81,11 +81,11 @@ def noisy_seconds(
     """Seconds of every task on the tape under noise.
 
     Args:
-        tape: the program.
-        prices: the nominal prices.
-        noisy: the prices under noise.
-        seconds: nominal seconds of each task.
-        device_factor: of each device.  # [num_devices]
+        tape: The program.
+        prices: The nominal prices.
+        noisy: The prices under noise.
+        seconds: Nominal seconds of each task.
+        device_factor: Factor of each device.  # [num_devices]
     """
     tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
     nominal = seconds[: len(tasks)]
@@ -100,7 +100,7 @@ def noisy_seconds(
 
 
 def _most_loaded(prices: Prices, held: FloatArray) -> FloatArray:
-    """Seconds per byte on the most loaded link of each channel, 0 where there is none."""
+    """Seconds per byte on the most loaded link of each channel; 0 where there is none."""
     most = np.zeros(len(prices.channel_s_per_byte))
     channel = np.repeat(np.arange(len(most)), np.diff(prices.resource_start))
     np.maximum.at(most, channel, held)

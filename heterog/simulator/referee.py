@@ -1,8 +1,8 @@
 """The referee: the order found by the engine, replayed under max-min fair sharing of links.
 
-The engine lets a transfer hold its links alone, which is fast and nearly right, and which a search
-can learn to exploit. The referee keeps the engine's *order* and asks what the same order takes
-when flows share links as they do in a real network:
+The engine lets a transfer hold its links alone, which is fast and nearly right, but a search can
+learn to exploit it. The referee keeps the engine's *order* and computes its time when flows share
+links as they do in a real network:
 
 - A device runs its compute tasks one at a time in the order of their starts in the engine, and so
   does a pair of devices one way, and so does a communicator (all collectives over one device set).
@@ -52,14 +52,14 @@ def replay(
     num_devices: int,
     limit_s: float = math.inf,
 ) -> tuple[float, int, Timings]:
-    """Replay what the engine has just simulated.
+    """Replay the engine's last simulation.
 
     Args:
-        tape: the program.
-        prices: what its tasks cost.
-        timings: the engine's result for this program.
-        num_devices: devices of the cluster.
-        limit_s: as for the engine, which must have run with a limit, too.
+        tape: The program.
+        prices: Prices of its tasks.
+        timings: The engine's result for this program.
+        num_devices: Number of devices of the cluster.
+        limit_s: Limit as for the engine, which must have run with a limit, too.
 
     Returns:
         Time of the last finish, number of finished tasks, and the timings with the replayed
@@ -94,14 +94,14 @@ def is_linear_extension(tape: Tape, sequence: IntArray, position: IntArray) -> b
 
 
 class ReplayWorkspace(NamedTuple):
-    """What one replay counts with; made by ``replay_order``, because kernels allocate nothing."""
+    """Working memory of a replay; made by ``replay_order``, because kernels allocate nothing."""
 
     # A server is a device's stream, a pair of devices or a communicator (numbered like its first
     # channel); each works through its own part of the sequence.
     server: IntArray  # of each task, as the following
     waiting_for: IntArray
     payload: FloatArray
-    loaded: FloatArray  # what busy members added to the latency in the engine
+    loaded: FloatArray  # latency that busy members added in the engine
     queue: IntArray  # the tasks of each server in their order
     over: IntArray  # tasks that have just ended
     position: IntArray  # of each server's next task in ``queue``, and one entry more
@@ -286,7 +286,7 @@ def _replay_kernel(
                 when, item = now, 2 * task + 1
             num_heap = push_event(heap_time, heap_item, num_heap, when, item)
         num_touched = 0
-        # What happens at this moment, else at the next one; a start above may fall on this one.
+        # Events of this moment, else of the next one; a start above may be at this one.
         if num_heap == 0 or heap_time[0] > now:
             if is_changed:
                 fair_rates(
@@ -389,15 +389,15 @@ def _hold_back(
     holds_back: IntArray,
     upcoming: IntArray,
 ) -> None:
-    """Let the next compute task of a device wait for each value that it sends.
+    """Make the next compute task of a device wait for each value that it sends.
 
     Args:
-        tape: the program.
-        prices: say which device a transfer goes from.
-        sequence: tasks in their order.
-        waiting_for: of each task, is added to.
-        holds_back: of each task, is written.
-        upcoming: working memory, -1 for each device.
+        tape: The program.
+        prices: Prices, which name the source device of a transfer.
+        sequence: Tasks in their order.
+        waiting_for: Number of unfinished dependencies of each task; is increased.
+        holds_back: Output: compute task that each task holds back.
+        upcoming: Working memory, -1 for each device.
     """
     for index in range(len(sequence) - 1, -1, -1):
         task = sequence[index]
@@ -432,17 +432,17 @@ def fair_rates(
     that still rise. All of those stop at that level.
 
     Args:
-        num_flows: active flows.
-        flow_channel: channel of each flow.
-        weight: of each channel.
-        resource_start: first entry of each channel in the next two.
-        resource: links that a channel loads.
-        held: seconds per payload byte for which it loads them.
-        rate: written: bytes per second of each flow.
-        room: working memory, one entry per link.
-        load: working memory, one entry per link.
-        users: working memory, one entry per link, zeros before and after.
-        links: working memory, one entry per link.
+        num_flows: Number of active flows.
+        flow_channel: Channel of each flow.
+        weight: Weight of each channel.
+        resource_start: First entry of each channel in the next two arrays.
+        resource: Links that a channel loads.
+        held: Seconds per payload byte for which it loads them.
+        rate: Output: bytes per second of each flow.
+        room: Working memory, one entry per link.
+        load: Working memory, one entry per link.
+        users: Working memory, one entry per link, zeros before and after.
+        links: Working memory, one entry per link.
     """
     num_links = 0
     for flow in range(num_flows):
@@ -474,7 +474,7 @@ def fair_rates(
                 lowest = room[link] / load[link]
                 full = link
             index += 1
-        # Levels only rise; rounding must not say otherwise.
+        # Levels only rise; rounding must not lower one.
         level = max(level, lowest)
         for flow in range(num_flows):
             if rate[flow] > 0.0:

@@ -42,7 +42,7 @@ class Roofline:
     def work_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
     ) -> FloatArray:
-        """Roofline seconds of parts of ops; what was measured is scaled by the work."""
+        """Roofline seconds of parts of ops; measured seconds are scaled by the work."""
         seconds = self.kernel_seconds(graph, device_type, flops, num_bytes)
         measured, _ = _measured(graph, device_type.name)
         # An op without FLOPs is scaled by its bytes, one without either is not scaled.
@@ -59,14 +59,14 @@ class Roofline:
     def kernel_seconds(
         self, graph: OpGraph, device_type: DeviceType, flops: FloatArray, num_bytes: FloatArray
     ) -> FloatArray:
-        """Seconds of the kernel of every op that does some work, nothing measured.  # [num_ops]"""
+        """Seconds of every op's kernel from its work, ignoring measurements.  # [num_ops]"""
         bandwidth = device_type.memory_bandwidth_bytes_per_s * device_type.memory_efficiency
         return device_type.launch_overhead_s + np.maximum(
             flops / attainable_flops_per_s(graph, device_type), num_bytes / bandwidth
         )
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """What steps of language models on A100, H100, MI100 and MI210 were off by."""
+        """Error on steps of language models on A100, H100, MI100 and MI210."""
         return _SPREAD
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
@@ -81,7 +81,7 @@ class Roofline:
 
 @lru_cache(maxsize=64)
 def attainable_flops_per_s(graph: OpGraph, device_type: DeviceType) -> FloatArray:
-    """What a large kernel of each op reaches, for its dtype.  # [num_ops]"""
+    """FLOP/s that a large kernel of each op reaches, for its dtype.  # [num_ops]"""
     peaks = device_type.peak_flops_per_s
     default = peaks["float32"]
     rates = [
@@ -95,7 +95,7 @@ def attainable_flops_per_s(graph: OpGraph, device_type: DeviceType) -> FloatArra
 
 @lru_cache(maxsize=64)
 def _measured(graph: OpGraph, device_type: str) -> tuple[FloatArray, FloatArray]:
-    """(measured seconds for the whole batch, 1 where they follow the share); NaN if none."""
+    """Measured seconds of the whole batch (NaN if none), and 1 where they follow the share."""
     plan = batch_plan(graph)
     batched = (plan.flops_per_sample + plan.bytes_per_sample) > 0
     columns = [_whole(dict(op.measured_s).get(device_type, np.nan)) for op in graph.ops]
@@ -109,7 +109,7 @@ def _whole(measured: float | Curve) -> float:
 
 @lru_cache(maxsize=64)
 def _curves(graph: OpGraph, device_type: str) -> tuple[tuple[int, Curve], ...]:
-    """(op, points) of the ops that were measured at several shares on a device type."""
+    """Op and points of the ops that were measured at several shares on a device type."""
     return tuple(
         (index, found)
         for index, op in enumerate(graph.ops)
@@ -121,8 +121,8 @@ def _curves(graph: OpGraph, device_type: str) -> tuple[tuple[int, Curve], ...]:
 def on_curve(curve: Curve, share: float) -> float:
     """Seconds at a share of the batch, interpolated between measured points.
 
-    Below the first point the line through the first two goes on, but not under the part of the
-    first point's seconds that the share is of its share.
+    Below the first point the line through the first two is extended, but not below the first
+    point's seconds in proportion to the share.
 
     >>> points = ((0.5, 3.0), (1.0, 5.0))
     >>> on_curve(points, 0.75), on_curve(points, 0.25), on_curve(points, 0.0)

@@ -1,4 +1,4 @@
-"""A bound that knows that kernels cost a launch, and that samples wait for one another.
+"""A bound that accounts for launches of kernels and for samples that wait for one another.
 
 The compute part (a) of ``lower_bound`` lets every part of an op run at the best throughput of any
 share: as if the whole batch were in one kernel, whose launch and weights cost next to nothing, and
@@ -72,12 +72,12 @@ def sample_path_s(
     """Seconds of a step with barrier that no strategy can go below; see the module docstring.
 
     Args:
-        graph: one training step.
-        cluster: the devices; its links do not matter.
-        cost_model: seconds of ops, the same as the strategies are judged by; more samples must
+        graph: One training step.
+        cluster: The devices; its links do not matter.
+        cost_model: Seconds of ops, from the model that judges strategies; more samples must
             not take less time.
-        with_op_rules: strategies may give ops rules of their own.
-        one_pass: only strategies without micro-batches are meant, and without such rules.
+        with_op_rules: Whether strategies may give ops rules of their own.
+        one_pass: Whether strategies have neither micro-batches nor such rules.
     """
     assert not (with_op_rules and one_pass), "an op with rules may have several kernels"
     types = cluster.device_types
@@ -114,7 +114,7 @@ def sample_path_s(
 
     found = _highest(bound, device_weights(whole.T, counts), counts) * (1.0 - _ROUNDING)
     if one_pass:
-        # What holds with micro-batches holds without, and each search ends where it likes.
+        # A bound with micro-batches holds without them, and each search may end anywhere.
         found = max(found, sample_path_s(graph, cluster, cost_model))
     return found
 
@@ -124,9 +124,9 @@ def _highest(
     by_compute: FloatArray,
     counts: npt.NDArray[np.integer],
 ) -> float:
-    """The highest bound that is found over the weight of the path and those of the devices.
+    """The highest bound found over the weight of the path and those of the devices.
 
-    Any point is a valid bound, so it does not matter whether this finds the very best one.
+    Any point is a valid bound, so finding the very best one is not necessary.
     """
     import scipy.optimize  # takes 0.3 s, which most of what imports this need not wait for
 
@@ -154,12 +154,12 @@ def _in_one_pass(
     counts: npt.NDArray[np.int64],
     tables: Sequence[tuple[FloatArray, FloatArray]],
 ) -> FloatArray:
-    """What every op counts for if it is on the path and has at most one kernel on each device.
+    """The least cost of every op on the path if it has at most one kernel on each device.
 
     Args:
-        alpha: weight of the path.
-        weights: of a device of each type.
-        counts: devices of each type.
+        alpha: Weight of the path.
+        weights: Weight of a device of each type.
+        counts: Number of devices of each type.
         tables: (seconds [num_parts, num_ops], parts [num_parts]) of the kernels on each type.
 
     Returns:
@@ -198,7 +198,7 @@ def _simplex(begin: FloatArray) -> FloatArray:
 def _kernels(
     graph: OpGraph, device_type: DeviceType, cost_model: CostModel, *, with_op_rules: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """What kernels of all sizes take at least.
+    """Least seconds of kernels of all sizes.
 
     Returns:
         (seconds of every op in a kernel that does at most a part of it [num_parts, num_ops],

@@ -1,4 +1,4 @@
-"""Closed forms about workers that share one band: who gets which parameters, and how much of it.
+"""Closed forms for workers that share one band: loads of parameters and shares of the band.
 
 Worker k keeps L_k of the parameters up to date and has the share b_k of the band. In a round it
 moves its parameters down and up and computes on them, so that its round takes
@@ -33,12 +33,12 @@ _CLOSE = 1e-15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BandShares:
-    """How a round is shared out.
+    """The division of a round among workers.
 
     Attributes:
-        round_s: seconds of a round.
-        loads: parameters of each worker (of each group, where they work in groups).
-        bands: share of the band of each worker, group by group; they add up to 1 at most.
+        round_s: Seconds of a round.
+        loads: Parameters of each worker (of each group, where they work in groups).
+        bands: Fraction of the band of each worker, group by group; the sum is at most 1.
     """
 
     round_s: float
@@ -46,7 +46,7 @@ class BandShares:
     bands: tuple[float, ...]
 
     def whole_loads(self) -> tuple[int, ...]:
-        """Loads in whole parameters, by largest remainder."""
+        """Loads rounded to whole parameters, by largest remainder."""
         return split_in_proportion(round(sum(self.loads)), self.loads)
 
 
@@ -57,13 +57,13 @@ def round_seconds(
     """Seconds of a round: those of its slowest worker.
 
     Args:
-        move_s: a_k, to move one parameter down and up with the whole band.
-        compute_s: c_k, to compute on one parameter.
-        loads: parameters of each worker.
-        bands: share of the band of each worker.
+        move_s: a_k, seconds to move one parameter down and up with the whole band.
+        compute_s: c_k, seconds to compute on one parameter.
+        loads: Parameters of each worker.
+        bands: Fraction of the band of each worker.
 
     Returns:
-        Infinity if a worker with parameters has no share of the band.
+        Seconds; infinity if a worker with parameters has no share of the band.
     """
     return max(
         0.0 if load == 0.0 else load * (math.inf if band == 0.0 else move / band + compute)
@@ -80,10 +80,10 @@ def loads_for_bands(
     2.36486
 
     Args:
-        move_s: a_k, to move one parameter down and up with the whole band.
-        compute_s: c_k, to compute on one parameter.
-        bands: share of the band of each worker; 0 leaves it out.
-        load: all parameters.
+        move_s: a_k, seconds to move one parameter down and up with the whole band.
+        compute_s: c_k, seconds to compute on one parameter.
+        bands: Fraction of the band of each worker; 0 leaves it out.
+        load: Number of all parameters.
     """
     _check(move_s, compute_s)
     rates = [
@@ -107,9 +107,9 @@ def bands_for_loads(
     2.63307
 
     Args:
-        move_s: a_k, to move one parameter down and up with the whole band.
-        compute_s: c_k, to compute on one parameter.
-        loads: parameters of each worker.
+        move_s: a_k, seconds to move one parameter down and up with the whole band.
+        compute_s: c_k, seconds to compute on one parameter.
+        loads: Parameters of each worker.
     """
     _check(move_s, compute_s)
     moves = [move * load for move, load in zip(move_s, loads, strict=True)]
@@ -135,9 +135,9 @@ def joint_shares(
     (2.20711, [0.41421, 0.58579, 0.0])
 
     Args:
-        move_s: a_k, to move one parameter down and up with the whole band.
-        compute_s: c_k, to compute on one parameter; 0 is a worker that computes in no time.
-        load: all parameters.
+        move_s: a_k, seconds to move one parameter down and up with the whole band.
+        compute_s: c_k, seconds to compute on one parameter; 0 is a worker that takes no time.
+        load: Number of all parameters.
     """
     _check(move_s, compute_s)
     sharpness = _sharpness(move_s, compute_s)
@@ -153,7 +153,7 @@ def joint_shares(
 
 
 def _sharpness(move_s: Sequence[float], compute_s: Sequence[float]) -> float:
-    """s: a worker takes part if its sqrt(a_k) is below it."""
+    """Compute s: a worker takes part if its sqrt(a_k) is below it."""
     over, under = 1.0, 0.0
     sharpness = math.inf
     for move, compute in sorted(zip(move_s, compute_s, strict=True)):
@@ -172,8 +172,8 @@ def loads_in_turn(
 ) -> BandShares:
     """The best loads where one worker after the other has the whole band.
 
-    In the order of their channels, the best first. With r_k the time that is left when worker k's
-    turn comes, L_k = r_k / (a_k + c_k), and r_k c_k / (a_k + c_k) is left to the next.
+    Workers go in the order of their channels, the best first. With r_k the time left when worker
+    k's turn comes, L_k = r_k / (a_k + c_k), and r_k c_k / (a_k + c_k) is left to the next.
 
     >>> round(loads_in_turn((1, 1, 1), (2, 1, 0.5)).round_s, 5)
     1.125
@@ -181,12 +181,12 @@ def loads_in_turn(
     1.28571
 
     Args:
-        move_s: a_k, to move one parameter with the whole band.
-        compute_s: c_k, to compute on one parameter.
-        load: all parameters.
+        move_s: a_k, seconds to move one parameter with the whole band.
+        compute_s: c_k, seconds to compute on one parameter.
+        load: Number of all parameters.
 
     Returns:
-        Loads, and for bands the part of the round for which each worker has the whole band.
+        Loads, and as bands the fraction of the round for which each worker has the whole band.
     """
     _check(move_s, compute_s)
     left, loads = 1.0, [0.0] * len(move_s)
@@ -205,7 +205,7 @@ def loads_in_turn(
 def joint_shares_of_groups(
     move_s: Sequence[Sequence[float]], compute_s: Sequence[Sequence[float]], load: float = 1.0
 ) -> BandShares:
-    """The best loads and shares where several workers train the same parameters on data of theirs.
+    """The best loads and shares where several workers train the same parameters on own data.
 
     A group g takes as long as its slowest worker, so its workers end together as well: with
     rho_g = L_g / T, worker k of it needs b_k = a_k rho_g / (1 - c_k rho_g). The sum of rho_g is
@@ -215,7 +215,7 @@ def joint_shares_of_groups(
     Args:
         move_s: a_k of the workers of each group.
         compute_s: c_k of the workers of each group.
-        load: all parameters.
+        load: Number of all parameters.
     """
     groups = list(zip(move_s, compute_s, strict=True))
     for moves, computes in groups:

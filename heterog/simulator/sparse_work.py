@@ -1,7 +1,7 @@
 """FLOPs and bytes of sparse products on a part of their rows or features.
 
 The work of a row is its number of entries: a device with a tenth of the nodes of a skewed graph
-may have half of the edges. What everything else costs follows from the number of units alone.
+may have half of the edges. All other costs follow from the number of units alone.
 """
 
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
@@ -14,8 +14,8 @@ class SparseWork:
     """Work of the sparse products of a graph that have a rule.
 
     Args:
-        graph: one training step.
-        plan: how its tensors lie.
+        graph: One training step.
+        plan: Placements of its tensors.
     """
 
     def __init__(self, graph: OpGraph, plan: AxisPlan) -> None:
@@ -32,22 +32,22 @@ class SparseWork:
 
     @property
     def by_rows(self) -> bool:
-        """Whether rows are cut, so that it matters which ones a device has."""
+        """Whether rows are cut, so that work depends on which rows a device has."""
         return any(self._plan.needed[op][0].pattern for op, _ in self._ops)
 
     def put(
         self, work: tuple[FloatArray, FloatArray], first_unit: int, units: int, samples: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Write the work of sparse products over what units alone would say of it.
+        """Replace the work of sparse products, which units alone do not determine.
 
         Args:
             work: FLOPs and bytes moved of every op; changed in place.
-            first_unit: of the device.
-            units: of the device.
-            samples: of its team.
+            first_unit: First unit of the device.
+            units: Number of units of the device.
+            samples: Number of samples of its team.
 
         Returns:
-            The work.
+            The changed work.
         """
         flops, moved = work
         graph = self._graph

@@ -1,4 +1,4 @@
-"""The timeline of a simulated step: who does what when, under names that people know.
+"""The timeline of a simulated step: what each device and link does when, with readable names.
 
 ``Timeline`` joins a program and its simulated times with the cluster and the graph: a lane for
 every device's compute stream and every channel, a name and a module for every task, busy seconds,
@@ -71,18 +71,18 @@ _COLLECTIVES = {
 
 
 class Cause(StrEnum):
-    """What a task on the critical path had to wait for."""
+    """The reason why a task on the critical path did not start earlier."""
 
     BEGIN = "begin"
-    """Nothing: it is the first one."""
+    """None: it is the first task."""
     DEPENDENCY = "dependency"
-    """What it reads was made just before."""
+    """Its input was made just before."""
     STREAM = "stream"
-    """Its device ran another task."""
+    """Its device was running another task."""
     SEND = "send"
-    """Its device sent a value; where sends block, it computes nothing meanwhile."""
+    """Its device was sending a value; where sends block, it computes nothing meanwhile."""
     LINK = "link"
-    """Its links carried something else."""
+    """Its links were carrying something else."""
     COMMUNICATOR = "communicator"
     """Its devices had another collective under way; they run one at a time."""
 
@@ -94,10 +94,10 @@ class Lane:
     Attributes:
         name: ``"A:0 V100-16GB compute"``, ``"A:0 -> B:0"``, ``"ring all-reduce A:0 B:0"`` or,
             for a communicator that runs several kinds, ``"collectives A:0 B:0"``.
-        device: index of the device whose compute stream it is, -1 for communication.
-        channel: number of the channel in the program, of a communicator the lowest; -1 for a
+        device: Index of the device whose compute stream it is, -1 for communication.
+        channel: Number of the channel in the program, the lowest one for a communicator; -1 for a
             compute stream.
-        tasks: its tasks by start.
+        tasks: Its tasks, by start.
     """
 
     name: str
@@ -111,11 +111,11 @@ class PathStep:
     """One task on the critical path.
 
     Attributes:
-        task: its number.
-        cause: why it did not start earlier.
-        wait_s: seconds of the path in which nothing known happened before its start.
-        seconds: seconds of the path spent in it: to its end, or to the start of the next step
-            where that begins earlier (a transfer leaves its links before it has arrived).
+        task: Number of the task.
+        cause: Reason why it did not start earlier.
+        wait_s: Seconds of the path before its start in which nothing known happened.
+        seconds: Seconds of the path spent in it: to its end, or to the start of the next task
+            if that is earlier (a transfer leaves its links before it has arrived).
     """
 
     task: int
@@ -126,13 +126,13 @@ class PathStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathSummary:
-    """Where the seconds of the critical path go, each list from most to least.
+    """The seconds of the critical path by category, each list from most to least.
 
     Attributes:
-        by_device: compute by device name, communication by the name of its lane.
+        by_device: Seconds of compute by device name, of communication by the name of its lane.
         by_kind: ``"forward"``, ``"backward"``, ``"update"``, ``"send"``, ``"all-reduce"``, ...
-        by_module: by module path; ``"(root)"`` is the root.
-        wait_s: seconds in which nothing known happened.
+        by_module: Seconds by module path; ``"(root)"`` is the root.
+        wait_s: Seconds in which nothing known happened.
     """
 
     by_device: tuple[tuple[str, float], ...]
@@ -145,11 +145,11 @@ class Timeline:
     """A simulated step (or several, without step barrier), ready to be shown.
 
     Args:
-        program: the tasks.
-        start: seconds from the begin at which each task starts.  # [num_tasks]
-        finish: and ends.  # [num_tasks]
-        cluster: that the program was lowered for.
-        graph: that it was lowered from.
+        program: The tasks.
+        start: Start of each task, in seconds from the begin.  # [num_tasks]
+        finish: End of each task, in seconds from the begin.  # [num_tasks]
+        cluster: The cluster that the program was lowered for.
+        graph: The graph that it was lowered from.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From the begin to the last finish."""
+        """Seconds from the start to the last finish."""
         return float(self.finish.max(initial=0.0))
 
     @cached_property
@@ -225,7 +225,7 @@ class Timeline:
         return self._kind[task] < FIRST_LINK_KIND
 
     def name(self, task: int) -> str:
-        """What a task does: ``"mm encoder.0.linear forward"``, ``"send ... A:0 -> B:1"``."""
+        """Description of a task: ``"mm encoder.0.linear forward"``, ``"send ... A:0 -> B:1"``."""
         kind, subject = TaskKind(self._kind[task]), self._subject[task]
         if kind in _OP_KINDS:
             return f"{self._op_name(self._op(task))} {self.kind(task)}"
@@ -244,12 +244,12 @@ class Timeline:
         return words
 
     def kind(self, task: int) -> str:
-        """One word for what a task does: the phase of an op, else ``"send"``, ``"update"``, ..."""
+        """One word for a task: the phase of an op, else ``"send"``, ``"update"``, ..."""
         kind = TaskKind(self._kind[task])
         return self.phase(task) if kind == TaskKind.COMPUTE else _VERBS[kind]
 
     def module(self, task: int) -> str:
-        """Path of the module that a task belongs to; of a bucket, its first parameter's."""
+        """Path of the module that a task belongs to; for a bucket, its first parameter's."""
         return self.graph.ops[self._op(task)].module
 
     def phase(self, task: int) -> str:
@@ -257,7 +257,7 @@ class Timeline:
         return self.graph.ops[self._op(task)].phase.name.lower()
 
     def makes_gradient_whole(self, task: int) -> bool:
-        """Whether a task brings a gradient of a parameter together that ops made in parts."""
+        """Whether a task completes a parameter's gradient that ops made in parts."""
         if not self._is_about_value(task):
             return False
         return self._subject[task] in self._gradient_slots
@@ -296,7 +296,7 @@ class Timeline:
         return f"{_COLLECTIVES[channel.kind]} {' '.join(names)}"
 
     def _lane_name(self, tasks: list[int]) -> str:
-        """Of a channel, or of a communicator whose operations go over several."""
+        """Name for tasks of a channel, or of a communicator with operations over several."""
         used = {int(self.program.channel[task]) for task in tasks}
         channel = self.program.channels[min(used)]
         if len(used) == 1:
@@ -304,7 +304,7 @@ class Timeline:
         return f"collectives {' '.join(self.cluster.devices[d].name for d in channel.devices)}"
 
     def memory(self, device: int) -> tuple[FloatArray, FloatArray]:
-        """(seconds, bytes) of a device: the bytes hold from each time on to the next.
+        """Seconds and bytes of a device: the bytes hold from each time on to the next.
 
         See ``buffer_lives``.
         """
@@ -323,16 +323,16 @@ class Timeline:
         )
 
     def critical_path(self) -> tuple[PathStep, ...]:
-        """The chain of tasks that the step's time follows from, first task first."""
+        """The chain of tasks that determines the step's time, first task first."""
         return self._critical_path
 
     @cached_property
     def _critical_path(self) -> tuple[PathStep, ...]:
-        """The chain of tasks that the step's time follows from, first task first.
+        """The chain of tasks that determines the step's time, first task first.
 
-        Walked back from the last finish: to what a task read last, or, if it was ready before it
-        started, to what its compute stream or its links did until then. The waits and seconds of
-        all steps add up to the whole time.
+        Traced back from the last finish: to the last input of a task or, if it was ready before
+        it started, to the task that its stream or its links ran until then. The waits and
+        seconds of all tasks add up to the whole time.
         """
         if self.program.num_tasks == 0:
             return ()
@@ -355,7 +355,7 @@ class Timeline:
         )
 
     def _predecessor(self, task: int) -> tuple[int, Cause]:
-        """The task that the start of ``task`` waited for, -1 if none."""
+        """The task that the start of ``task`` waited for, -1 if none, and the reason."""
         start = float(self.start[task])
         tolerance = _SAME_INSTANT * self.seconds
         needed = self.program.dependencies(task)
@@ -385,7 +385,7 @@ class Timeline:
         return before
 
     def _sent_until(self, task: int, start: float, tolerance: float) -> int:
-        """The value that the device of a task had sent when the task began, -1 if none."""
+        """The task that sent a value until a task of its device began, -1 if none."""
         if self.cluster.sends != Sends.BLOCKING:
             return -1
         links = self._link_tasks
@@ -396,7 +396,7 @@ class Timeline:
 
     @cached_property
     def _sender(self) -> IntArray:
-        """The device that sends a value by each task, -1 of other tasks."""
+        """The device that sends a value, by task; -1 for other tasks."""
         sources = np.array([channel.devices[0] for channel in self.program.channels], np.int32)
         is_send = self.program.kind == TaskKind.SEND
         return np.where(is_send, sources[self.program.channel], -1).astype(np.int32)
@@ -404,8 +404,8 @@ class Timeline:
     def _before_on_links(self, task: int, start: float, tolerance: float) -> int:
         """The communication whose links or communicator came free for another, -1 if none.
 
-        One that ended at its start, else the last to begin of those still under way: links come
-        free before the latency has passed, and when exactly is not part of the schedule.
+        Either one that ended at its start, or else the last to begin of those under way: links
+        come free before the latency has passed, at a time that is not part of the schedule.
         """
         links = self._link_tasks
         channels = self.program.channel[links]
@@ -430,10 +430,10 @@ class Timeline:
         return np.flatnonzero(self.program.kind >= FIRST_LINK_KIND)
 
     def _sharing(self, channel: int) -> npt.NDArray[np.bool_]:
-        """Which channels have a link or their communicator in common with one.
+        """Whether each channel shares a link or its communicator with a given one.
 
-        One at a time: of a hundred devices there are ten thousand channels, and the critical path
-        meets a few.  # [num_channels]
+        Computed for one channel at a time: a hundred devices have ten thousand channels, and the
+        critical path meets only a few.  # [num_channels]
         """
         if channel not in self._sharing_known:
             uses, communicator = self._links_of_channels, self._communicator
@@ -447,7 +447,7 @@ class Timeline:
 
     @cached_property
     def _links_of_channels(self) -> npt.NDArray[np.bool_]:
-        """Which links the channels use that tasks refer to.  # [num_channels, num_resources]"""
+        """Whether each channel in use loads each link.  # [num_channels, num_resources]"""
         num_channels = len(self.program.channels)
         uses = np.zeros((num_channels, len(self.cluster.resources)), np.bool_)
         for number in np.unique(self.program.channel[self._link_tasks]):
@@ -464,7 +464,7 @@ class Timeline:
         return bool(kind != ChannelKind.POINT_TO_POINT)
 
     def summary(self) -> PathSummary:
-        """The critical path by device, by kind and by module."""
+        """Sum the critical path by device, by kind and by module."""
         path = self.critical_path()
         return PathSummary(
             by_device=_totals((self._place(step.task), step.seconds) for step in path),

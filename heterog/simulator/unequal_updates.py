@@ -1,7 +1,7 @@
-"""Closed forms about workers of unequal speed that do not wait for each other.
+"""Closed forms for workers of unequal speed that do not wait for each other.
 
-They say what dispatch, elastic batches and one more device are worth before anything is simulated:
-Adaptive SGD (arXiv 2110.07029), CPU+GPU Hogbatch (arXiv 2004.08771).
+They give the benefit of dispatch, elastic batches and one more device before anything is
+simulated: Adaptive SGD (arXiv 2110.07029), CPU+GPU Hogbatch (arXiv 2004.08771).
 """
 
 import heapq
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MERGE_BOOST = 0.1
-"""Of the largest weight that is added to it, and of the smallest that it loses: Adaptive SGD's
-code, whose weights then do not add up to 1."""
+"""Fraction by which the largest weight grows and the smallest shrinks in Adaptive SGD's code,
+whose weights then do not add up to 1."""
 
 
 def is_worth_adding(relative_speed: float, step_s: float, extra_s: float) -> bool:
@@ -23,15 +23,15 @@ def is_worth_adding(relative_speed: float, step_s: float, extra_s: float) -> boo
     (True, False)
 
     Args:
-        relative_speed: s, of the new device beside all others together.
-        step_s: T, compute of a step without it.
-        extra_s: communication that it adds to a step.
+        relative_speed: s, speed of the new device over that of all others together.
+        step_s: T, seconds of compute of a step without it.
+        extra_s: Seconds of communication that it adds to a step.
     """
     return extra_s < step_s * relative_speed / (1.0 + relative_speed)
 
 
 def merge_weights(updates: Sequence[int], *, boost: float = 0.0) -> tuple[float, ...]:
-    """What each worker's parameters count, in proportion to its updates.
+    """Weight of each worker's parameters, in proportion to its updates.
 
     With a boost b the largest weight grows by b of itself and the smallest shrinks by b of itself,
     so that they add up to 1 + b (largest - smallest), not to 1.
@@ -40,7 +40,7 @@ def merge_weights(updates: Sequence[int], *, boost: float = 0.0) -> tuple[float,
     (0.75, 0.25)
 
     Args:
-        updates: of each worker since the last merge.
+        updates: Number of updates of each worker since the last merge.
         boost: ``MERGE_BOOST`` in Adaptive SGD while the norm of its weights grows.
     """
     weights = [each / sum(updates) for each in updates]
@@ -53,13 +53,13 @@ def merge_weights(updates: Sequence[int], *, boost: float = 0.0) -> tuple[float,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticRule:
-    """How batches follow updates after each mega-batch, as in Adaptive SGD.
+    """The rule by which batches follow updates after each mega-batch, as in Adaptive SGD.
 
     Attributes:
-        step: samples by which a batch grows or shrinks.
-        least: samples of a batch.
-        most: samples of a batch.
-        dead_band: batches by which two workers may differ without a change.
+        step: Number of samples by which a batch grows or shrinks.
+        least: Least number of samples of a batch.
+        most: Largest number of samples of a batch.
+        dead_band: Number of batches by which two workers may differ without a change.
             0 is the paper's code, which swings around the ratio of speeds for ever.
     """
 
@@ -91,10 +91,10 @@ class MegaBatch:
     """One window of dispatch.
 
     Attributes:
-        batches: samples of a batch of each worker.
-        updates: batches that each worker trained.
-        weights: of the merge.
-        seconds: until the last worker had ended.
+        batches: Number of samples of a batch of each worker.
+        updates: Number of batches that each worker trained.
+        weights: Weights of the merge.
+        seconds: Seconds until the last worker had ended.
     """
 
     batches: tuple[int, ...]
@@ -106,12 +106,12 @@ class MegaBatch:
 def dispatched(
     speeds: Sequence[float], batches: Sequence[int], mega_batch: int
 ) -> tuple[tuple[int, ...], float]:
-    """(updates of each worker, seconds) when the next batch goes to whoever is free first.
+    """Updates of each worker, and seconds, if the next batch goes to the first free worker.
 
     Args:
-        speeds: samples per second of each worker.
-        batches: samples of a batch of each worker.
-        mega_batch: samples after which nothing is handed out any more; the last batch is whole.
+        speeds: Samples per second of each worker.
+        batches: Number of samples of a batch of each worker.
+        mega_batch: Number of samples to hand out; the last batch is whole.
     """
     updates = [0] * len(speeds)
     free = [(0.0, worker) for worker in range(len(speeds))]
@@ -134,7 +134,7 @@ def elastic_schedule(
     num_rounds: int,
     rule: ElasticRule = ElasticRule(),
 ) -> list[MegaBatch]:
-    """What elastic batches come to, round after round, when a batch of b takes b/v seconds."""
+    """Simulate elastic batches round after round, where a batch of b takes b/v seconds."""
     batches, rounds = (batch,) * len(speeds), []
     for _ in range(num_rounds):
         updates, seconds = dispatched(speeds, batches, mega_batch)
@@ -151,11 +151,11 @@ class HogWorker:
     """A worker that updates a shared model whenever it has a gradient.
 
     Attributes:
-        speed: samples per second.
-        batch: samples of its next batch.
-        least: samples of a batch.
-        most: samples of a batch.
-        updates: that it has made.
+        speed: Samples per second.
+        batch: Number of samples of its next batch.
+        least: Least number of samples of a batch.
+        most: Largest number of samples of a batch.
+        updates: Number of updates made.
     """
 
     speed: float
@@ -165,7 +165,7 @@ class HogWorker:
     updates: int = 0
 
     def adapt(self, others: Sequence[int], alpha: float) -> None:
-        """Who updates least gets smaller batches, who updates most larger ones."""
+        """Shrink the batch of the worker with the fewest updates, grow that with the most."""
         if self.updates < min(others):
             self.batch = max(self.least, int(self.batch / alpha))
         elif self.updates > max(others):
@@ -173,12 +173,12 @@ class HogWorker:
 
 
 def run_hogbatch(workers: Sequence[HogWorker], seconds: float, *, alpha: float = 2.0) -> None:
-    """Let workers ask for batches for some seconds; their updates and batches are counted there.
+    """Let workers train batches for some seconds; updates their counts and batches.
 
     Args:
-        workers: at least two; changed.
-        seconds: after which no batch ends any more.
-        alpha: factor of a change; 1 leaves batches as they are.
+        workers: At least two workers; changed.
+        seconds: Time after which no batch ends any more.
+        alpha: Factor of a change; 1 leaves batches unchanged.
     """
     ready = [(worker.batch / worker.speed, number) for number, worker in enumerate(workers)]
     heapq.heapify(ready)

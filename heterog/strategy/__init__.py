@@ -1,1 +1,1 @@
-"""Strategies and what they mean."""
+"""Strategies, and their lowering to programs."""

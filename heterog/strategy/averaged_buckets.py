@@ -1,4 +1,4 @@
-"""What one averaging moves: parameters in buckets, each all-reduced over the replicas it has."""
+"""The data that one averaging moves: parameters in buckets, each all-reduced over its replicas."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AveragedBucket:
-    """Parameters that are averaged together.
+    """A bucket of parameters that are averaged together.
 
     Attributes:
-        rows: of ``graph.updates``.
-        devices: that have them, ascending.
-        weights: what the copy of each of ``devices`` counts; they add up to 1. Replicas of one
-            island are alike and share its weight.
-        num_bytes: of all its parameters.
+        rows: Rows of ``graph.updates``.
+        devices: Devices that have the parameters, ascending.
+        weights: Weight of the copy of each of ``devices``; they add up to 1. Replicas of one
+            island are equal and share its weight.
+        num_bytes: Size of all its parameters.
     """
 
     rows: tuple[int, ...]
@@ -28,9 +28,9 @@ class AveragedBucket:
 
 
 def averaged_buckets(graph: OpGraph, strategy: Strategy) -> list[AveragedBucket]:
-    """The buckets of an averaging, in the order in which all ranks take them up.
+    """The buckets of an averaging, in the order in which all ranks handle them.
 
-    Parameters of one dtype and one set of devices share buckets of up to the size that DDP's have.
+    Parameters of one dtype and one set of devices share buckets of at most DDP's bucket size.
     """
     group = group_ops(graph).group
     parts = island_parts(strategy)
@@ -68,9 +68,9 @@ def _device_weights(decision: Decision, parts: tuple[float, ...]) -> tuple[float
 
 
 def crossing_fault(program: Program, strategy: Strategy) -> str:
-    """Why a program's islands cannot train alone between averagings; empty if they can.
+    """Find why a program's islands cannot train alone between averagings; empty if they can.
 
-    An island may learn how many labels count in the whole batch, a number per micro-batch, but
+    An island may learn the number of labels that count in the whole batch, per micro-batch, but
     nothing that depends on another island's weights may reach it.
     """
     if strategy.apart is None:
@@ -89,4 +89,4 @@ def crossing_fault(program: Program, strategy: Strategy) -> str:
 
 
 _COUNT_BYTES = 8
-"""Of the number of labels that count, which a masked mean divides by."""
+"""Size of the number of labels that count, by which a masked mean divides."""

@@ -15,12 +15,12 @@ _HALVINGS = 60  # of the interval in which the time lies: to the last bit of a f
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunCost:
-    """Seconds that a device takes for a run of units.
+    """Seconds that a device takes for a run of units ``[u, v)``.
 
     Attributes:
-        fixed_s: whatever the run.
-        unit_s: for each unit.
-        rising_s: for each unit squared: of ``v^2 - u^2``.
+        fixed_s: Seconds of any run.
+        unit_s: Seconds for each unit.
+        rising_s: Seconds for each unit squared, of ``v^2 - u^2``.
     """
 
     fixed_s: float
@@ -36,7 +36,7 @@ class RunCost:
         )
 
     def end_within(self, begin: float, limit_s: float) -> float:
-        """How far a device gets from ``begin`` in some seconds."""
+        """The end that a device reaches from ``begin`` in some seconds."""
         left = limit_s - self.fixed_s
         if left <= 0.0:
             return begin
@@ -48,7 +48,7 @@ class RunCost:
 
 
 def run_cost(units: int, first_half_s: float, second_half_s: float, whole_s: float) -> RunCost:
-    """The cost that takes so long for both halves of an even number of units and for all of them.
+    """Fit a cost to the seconds for both halves of an even number of units and for all of them.
 
     >>> run_cost(4, 5.0, 13.0, 17.0)
     RunCost(fixed_s=1.0, unit_s=0.0, rising_s=1.0)
@@ -62,13 +62,13 @@ def run_cost(units: int, first_half_s: float, second_half_s: float, whole_s: flo
 
 
 def balanced_runs(costs: Sequence[RunCost], units: int) -> tuple[int, ...]:
-    """Units of each device, in the order of the sequence, that take all of them the same time.
+    """Units of each device, in the order of the sequence, such that all take the same time.
 
-    Every device gets one unit at least.
+    Every device gets at least one unit.
 
     Args:
-        costs: of each device.
-        units: of the sequence; as many as there are devices, or more.
+        costs: Cost of each device.
+        units: Units of the sequence; at least as many as there are devices.
 
     >>> from heterog.strategy.balanced_runs import RunCost
     >>> linear = [RunCost(fixed_s=0.0, unit_s=each, rising_s=0.0) for each in (1.0, 1.0, 2.0)]

@@ -32,7 +32,7 @@ from heterog.strategy.strategy import Decision, Sync
 
 
 class ChannelKind(IntEnum):
-    """What a channel carries."""
+    """The kind of communication on a channel."""
 
     POINT_TO_POINT = 0
     ALL_REDUCE_RING = 1
@@ -46,11 +46,11 @@ class Channel:
     """One transfer route or collective over a device set.
 
     Attributes:
-        kind: what it carries.
-        devices: source and destination, or the members of the collective.
-        slices: part of the payload that each device owns (reduce-scatter, all-gather).
-        phases: per phase, (link resource, bytes through it per payload byte).
-        latency_s: latencies of all steps that follow one another.
+        kind: Kind of communication.
+        devices: Source and destination, or the members of the collective.
+        slices: Fraction of the payload that each device owns (reduce-scatter, all-gather).
+        phases: For each phase, pairs of (link resource, bytes through it per payload byte).
+        latency_s: Sum of the latencies of all steps that follow one another.
     """
 
     kind: ChannelKind
@@ -87,12 +87,12 @@ def communicators(channels: Sequence[Channel]) -> npt.NDArray[np.int32]:
 
 
 class ChannelTable:
-    """All channels that strategies on one cluster have asked for, numbered.
+    """All channels that strategies on one cluster have used, numbered.
 
     Channel ``src * num_devices + dst`` is the point-to-point one from ``src`` to ``dst``, made
-    when it is first asked for: of a thousand devices there are a million. Collectives get the next
+    when it is first used: for a thousand devices there are a million. Collectives get the next
     free numbers when they are first needed. The number of a collective depends on the history of
-    calls, so ``Program.hash`` compares what channels are and not their numbers.
+    calls, so ``Program.hash`` compares the channels themselves and not their numbers.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -103,14 +103,14 @@ class ChannelTable:
         self._numbers: dict[tuple[ChannelKind, tuple[int, ...], tuple[int, ...]], int] = {}
 
     def __len__(self) -> int:
-        """Numbers in use."""
+        """Number of channel numbers in use."""
         return self.num_transfers + len(self._collectives)
 
     def __getitem__(self, number: int) -> Channel:
-        """The channel of a number.
+        """The channel with a number.
 
         Raises:
-            IndexError: there is none.
+            IndexError: there is no such channel.
         """
         if not 0 <= number < len(self):
             raise IndexError(f"there is no channel {number} among {len(self)}")
@@ -127,9 +127,9 @@ class ChannelTable:
         return self._number(kind, devices, ())
 
     def value_reduce(self, devices: tuple[int, ...]) -> int:
-        """Number of the all-reduce that makes partial values whole.
+        """Number of the all-reduce that sums partial values.
 
-        By hosts where several devices of one host take part together with others: each NIC then
+        Hierarchical where several devices of one host take part with others: each NIC then
         carries the value 2 (H-1)/H times in 2 (H-1) steps, instead of 2 (n-1)/n in 2 (n-1).
         """
         num_hosts = len({self.cluster.devices[device].host_index for device in devices})
@@ -144,14 +144,14 @@ class ChannelTable:
         return self._number(ChannelKind.ALL_GATHER, devices, slices)
 
     def alike(self, channel: Channel, devices: tuple[int, ...]) -> Channel:
-        """A channel of the same kind over as many other devices; it gets no number."""
+        """A channel of the same kind over equally many other devices; it gets no number."""
         if channel.kind == ChannelKind.POINT_TO_POINT:
             src, dst = devices
             return self[src * self.cluster.num_devices + dst]
         return self._collective(channel.kind, devices, channel.slices)
 
     def for_decision(self, decision: Decision) -> tuple[int, int]:
-        """(first, second) channel of a decision's synchronisation; -1 where there is none."""
+        """First and second channel of a decision's synchronisation; -1 where there is none."""
         if len(decision.devices) == 1 or decision.sync.is_served:
             return -1, -1
         if decision.sync.takes_slices:
@@ -219,7 +219,7 @@ class ChannelTable:
         return [tuple(sorted(load.items()))], 2.0 * (count - 1) * latency
 
     def _members(self, devices: Sequence[int]) -> dict[int, list[int]]:
-        """Those of some devices that are on each host."""
+        """The members on each host."""
         hosts: dict[int, list[int]] = {}
         for device in devices:
             hosts.setdefault(self.cluster.host_of[device], []).append(device)
@@ -228,9 +228,9 @@ class ChannelTable:
     def _load_nics(
         self, load: dict[int, float], members: Sequence[int], side: int, multiple: float
     ) -> None:
-        """Spread what a host sends (side 0) or receives (1) over the NICs of its members.
+        """Spread a host's sent (side 0) or received (1) bytes over the NICs of its members.
 
-        As several rings over the same devices do, each of which leaves a host at another one.
+        Several rings over the same devices do so: each leaves a host at another NIC.
         """
         nics = self.cluster.nics(members, side)
         for nic in nics:
@@ -239,7 +239,7 @@ class ChannelTable:
     def _load_between(
         self, load: dict[int, float], here: int, there: int, multiple: float
     ) -> None:
-        """What lies between two hosts carries what one sends the other."""
+        """Add the load from one host to another to the limits between the two."""
         for resource in self.cluster.limits_between(here, there):
             load[resource] = load.get(resource, 0.0) + multiple
 
@@ -274,7 +274,7 @@ class ChannelTable:
     def _between_hosts(
         self, kind: ChannelKind, groups: Sequence[Sequence[int]], owned: Sequence[float]
     ) -> tuple[tuple[tuple[int, float], ...], float]:
-        """One phase between hosts: groups of devices, and what each of them owns."""
+        """One phase between hosts: groups of devices, and the part that each group owns."""
         count = len(groups)
         if count == 1:
             return (), 0.0
@@ -306,7 +306,7 @@ class ChannelTable:
         hosts: Sequence[int],
         owned: Sequence[float],
     ) -> None:
-        """What goes between hosts in ``_between_hosts``: to the next one, or to all others."""
+        """Add the load of ``_between_hosts`` between pairs: to the next host, or to all others."""
         count = len(hosts)
         for index, here in enumerate(hosts):
             if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
@@ -315,21 +315,21 @@ class ChannelTable:
                 continue
             for other, there in enumerate(hosts):
                 if there != here:
-                    # Reduce-scatter: the slice of who receives; all-gather: of who sends.
+                    # Reduce-scatter: the receiver's slice; all-gather: the sender's.
                     owner = other if kind == ChannelKind.REDUCE_SCATTER else index
                     self._load_between(load, here, there, owned[owner])
 
 
 def slice_parts(decision: Decision) -> tuple[float, ...]:
-    """Part of its parameters that each device of a decision owns under ZeRO; adds up to 1."""
+    """Fraction of its parameters that each device of a decision owns under ZeRO; sums to 1."""
     weights = decision.slices or (1,) * len(decision.devices)
     return tuple(weight / sum(weights) for weight in weights)
 
 
 def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """Slices for each device in proportion to its host's NIC rate, shared by the host's devices.
+    """Slices in proportion to the rate of each device's host NIC, divided among its devices.
 
-    In parts of about a thousand per host of average rate; devices on one host get equal parts.
+    Integers of about a thousand per host of average rate; devices on one host get equal ones.
     """
     hosts = [cluster.host_of[device] for device in devices]
     rates = [cluster.nic_bandwidth_bytes_per_s(host) / hosts.count(host) for host in hosts]
@@ -338,7 +338,7 @@ def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int
 
 
 def balanced_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:
-    """Slices that load every NIC for the same time over a reduce-scatter and an all-gather.
+    """Slices for which a reduce-scatter and an all-gather load every NIC equally long.
 
     NIC h carries 1 + w_h (H - 2) payloads per direction; equal times T r_h with sum w_h = 1 give
     T = (2 H - 2) / sum r and w_h = (T r_h - 1) / (H - 2). Hosts too slow for a positive slice get

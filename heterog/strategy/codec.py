@@ -1,4 +1,4 @@
-"""Codecs: lossy encodings of what travels, by the kind of traffic and the devices it is between.
+"""Codecs: lossy encodings of messages, chosen by kind of traffic and devices.
 
 A codec changes the numbers of training, so no strategy has one unless somebody asked for it by
 name. It is a trait of a transfer or of a synchronisation: ``Strategy.codecs`` lists ``CodecRule``
@@ -26,14 +26,14 @@ from enum import IntEnum, StrEnum
 from heterog.errors import StrategyError
 
 INT8_BLOCK = 256
-"""Elements that share a scale: one in 64 bytes of the message is a scale's. A bucket mixes
-gradients of layers, whose magnitudes differ by orders; a block lies within one of them."""
+"""Number of elements that share a scale, which takes one in 64 bytes of the message. A bucket
+mixes gradients of layers, whose magnitudes differ by orders; a block lies within one layer."""
 MOST_REDUCTION = 1e6
-"""Of ``top_k``: less than one of a million elements is no training."""
+"""Limit of ``top_k``: less than one of a million elements is no training."""
 
 
 class CodecKind(StrEnum):
-    """How a message is encoded."""
+    """The encoding of a message."""
 
     FP16 = "fp16"
     INT8 = "int8"
@@ -41,7 +41,7 @@ class CodecKind(StrEnum):
 
 
 class Traffic(IntEnum):
-    """What a message carries."""
+    """The content of a message."""
 
     ACTIVATIONS = 0
     """Values of the forward pass, sent between groups on unlike devices."""
@@ -54,7 +54,7 @@ class Traffic(IntEnum):
 
     @property
     def words(self) -> str:
-        """Its name in a sentence."""
+        """Name of the traffic in a sentence."""
         return self.name.lower().replace("_", " ")
 
 
@@ -65,12 +65,12 @@ is lost. What it leaves out of a gradient is kept and added to the next one."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """How messages are encoded.
+    """An encoding of messages, with its parameters.
 
     Attributes:
-        kind: see the module.
-        reduction: of ``top_k``: bytes of the plain message over bytes of the encoded one.
-        index_bytes: of ``top_k``: 4 or 8 bytes for each index.
+        kind: Kind of encoding; see the module.
+        reduction: For ``top_k``, bytes of the plain message over bytes of the encoded one.
+        index_bytes: For ``top_k``, bytes of each index, 4 or 8.
     """
 
     kind: CodecKind
@@ -92,7 +92,7 @@ class Codec:
             raise StrategyError(f"index_bytes is {self.index_bytes}; it must be 4 or 8.")
 
     def __str__(self) -> str:
-        """As ``parse_codec`` reads it."""
+        """The text that ``parse_codec`` reads."""
         return f"{self.kind}={self.reduction:g}" if self.kind == CodecKind.TOP_K else self.kind
 
     def message_bytes(self, num_elements: int, value_bytes: int) -> int:
@@ -108,7 +108,7 @@ class Codec:
         return kept * value_bytes + where
 
     def is_plain(self, num_elements: int, value_bytes: int) -> bool:
-        """Whether a message would not become shorter, and is sent as it is."""
+        """Whether encoding would not shorten a message, which is then sent unchanged."""
         if self.kind == CodecKind.FP16:
             return value_bytes <= 2
         if self.kind == CodecKind.INT8:
@@ -119,7 +119,7 @@ class Codec:
         )
 
     def kept(self, num_elements: int, value_bytes: int) -> tuple[int, bool]:
-        """(elements that ``top_k`` keeps, whether a bitmap says which): one at least."""
+        """Number of elements that ``top_k`` keeps, at least 1, and whether a bitmap marks them."""
         room = num_elements * value_bytes / self.reduction
         by_index = int(room / (value_bytes + self.index_bytes))
         by_bitmap = int((room - -(-num_elements // 8)) / value_bytes)
@@ -129,13 +129,13 @@ class Codec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRule:
-    """Which messages are encoded, and how.
+    """A codec for one kind of messages between some devices.
 
     Attributes:
-        traffic: what they carry.
-        devices: source and destination of transfers; or the members of an all-reduce, in any
+        traffic: Content of the messages.
+        devices: Source and destination of transfers; or the members of an all-reduce, in any
             order.
-        codec: how they are encoded.
+        codec: Encoding of the messages.
     """
 
     traffic: Traffic
@@ -159,7 +159,7 @@ class CodecRule:
             )
 
     def __str__(self) -> str:
-        """For people and error messages."""
+        """A description for people and error messages."""
         between = ", ".join(map(str, self.devices))
         return f"{self.codec} on {self.traffic.words} between devices {between}"
 
@@ -168,13 +168,13 @@ CodecRules = tuple[CodecRule, ...]
 
 
 def parse_codec(text: str) -> Codec:
-    """The codec of a text: ``fp16``, ``int8``, or ``top_k=R`` with a reduction of bytes.
+    """Parse a codec: ``fp16``, ``int8``, or ``top_k=R`` with a reduction of bytes.
 
     >>> parse_codec("top_k=20").reduction
     20.0
 
     Raises:
-        StrategyError: it is none.
+        StrategyError: the text is no codec.
     """
     name, given, value = text.partition("=")
     try:
@@ -198,19 +198,19 @@ ENCODE_BYTES: dict[CodecKind, float] = {
 """Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds over
 those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/lossy_codecs.py --cost`` measures
 them.
-An accelerator's ratios are other ones, of ``top_k`` probably smaller."""
+An accelerator's ratios differ; that of ``top_k`` is probably smaller."""
 DECODE_BYTES: dict[CodecKind, float] = {
     CodecKind.FP16: 3.5,
     CodecKind.INT8: 3.5,
     CodecKind.TOP_K: 12.0,
 }
-"""The same for one payload byte that is decoded."""
+"""The same for decoding one payload byte."""
 _FEEDBACK_BYTES = 6.0
-"""Of what is kept of a gradient: a sum and a difference, each reads two and writes one."""
+"""Same for error feedback of a gradient: a sum and a difference, each reads two, writes one."""
 
 
 def encode_bytes(rule: CodecRule) -> float:
-    """Bytes of copies that take as long as encoding a payload byte; of gradients with feedback."""
+    """Bytes of copies that take as long as encoding a payload byte; gradients with feedback."""
     kind = rule.codec.kind
     if rule.traffic != Traffic.GRADIENTS:
         return ENCODE_BYTES[kind]

@@ -1,4 +1,4 @@
-"""Divisions of work: the samples of the batch, and units of other axes, that each device has.
+"""Divisions of work: samples of the batch, and units of other axes, of each device.
 
 A group's devices are cut into *teams*. A team takes one range of the batch, in the order of the
 teams. Inside a team, ops that follow the batch split the team's samples over its members, in the
@@ -20,7 +20,7 @@ IntArray = npt.NDArray[np.int32]
 
 
 class Division(NamedTuple):
-    """Devices with their shares, teams and parts, as in ``Decision``; groups share divisions."""
+    """Devices with their shares, teams and parts, as in ``Decision``; groups may share one."""
 
     devices: tuple[int, ...]
     shares: tuple[int, ...]
@@ -29,11 +29,11 @@ class Division(NamedTuple):
 
     @property
     def all_teams(self) -> tuple[tuple[int, ...], ...]:
-        """The teams; without any, one of all devices."""
+        """The teams; if none are given, one of all devices."""
         return self.teams or (self.devices,)
 
     def units(self, units: int) -> list[tuple[int, ...]]:
-        """Units of an axis for each member of each team, in proportion to parts or shares."""
+        """Units of an axis of each member of each team, in proportion to parts or shares."""
         weights = dict(zip(self.devices, self.parts or self.shares, strict=True))
         return [
             axis_shares(units, tuple(weights[device] for device in team))
@@ -44,7 +44,7 @@ class Division(NamedTuple):
 class DivisionCut(NamedTuple):
     """The samples of one division, by micro-batch and device; ranges count from a micro-batch's 0.
 
-    Devices that are not of the division have zeros, and -1 as team and position.
+    Devices outside the division have zeros, and -1 as team and position.
     """
 
     own: IntArray  # samples of each device  # [num_micro, num_devices]
@@ -64,10 +64,10 @@ def cut_division(
     """Cut the micro-batches among the devices of a division.
 
     Args:
-        division: its shares add up to the batch.
-        num_devices: of the cluster.
-        micro_batches: as in ``Strategy``; empty: the step runs in one go.
-        sizes: samples of each micro-batch; ``Strategy.micro_sizes``.
+        division: A division whose shares add up to the batch.
+        num_devices: Number of devices of the cluster.
+        micro_batches: Micro-batches of a ``Strategy``; empty if the step runs in one go.
+        sizes: Number of samples of each micro-batch; ``Strategy.micro_sizes``.
     """
     own = np.zeros((max(len(sizes), 1), num_devices), np.int32)
     own[:, list(division.devices)] = micro_shares(division, micro_batches, sizes)
@@ -91,9 +91,9 @@ def micro_shares(
 ) -> IntArray:
     """Samples of each micro-batch on each device of a division.
 
-    The columns are the strategy's own micro-batches where they add up to the division's shares.
-    Otherwise each micro-batch is cut in the proportions of what is left of the shares, so that
-    every row and column adds up: among the teams first, then inside each.
+    Rows are the strategy's own micro-batches where they add up to the division's shares.
+    Otherwise each micro-batch is cut in the proportions of the remaining shares, among the teams
+    first, then inside each, so that every row and column adds up.
 
     Returns:
         # [num_micro, devices of the division]
@@ -120,10 +120,10 @@ def micro_shares(
 def micro_sizes(
     micro_batches: tuple[tuple[int, ...], ...], divisions: Iterable[Division], batch_size: int
 ) -> tuple[int, ...]:
-    """Samples of each micro-batch of a step; nothing if it runs in one go.
+    """Number of samples of each micro-batch of a step; empty if it runs in one go.
 
-    The table may say of each device what it takes, also where several divisions have the whole
-    batch each; then the first division whose devices' samples add up to its shares counts.
+    The table may list each device's samples even where several divisions have the whole batch
+    each; then the first division whose devices' samples add up to its shares counts.
     """
     sizes = tuple(map(sum, zip(*micro_batches, strict=True)))
     if not sizes or sum(sizes) == batch_size:
@@ -155,7 +155,7 @@ def is_cut_alike(
 
 
 def batch_shares(shares: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
-    """Samples of each device of a decision, in proportion to its shares on another batch.
+    """Number of samples of each device, in proportion to its shares on another batch.
 
     >>> batch_shares((5, 2, 1), 8), batch_shares((5, 2, 1), 4)
     ((5, 2, 1), (3, 1, 0))
@@ -164,7 +164,7 @@ def batch_shares(shares: tuple[int, ...], batch_size: int) -> tuple[int, ...]:
 
 
 def axis_shares(units: int, weights: tuple[int, ...]) -> tuple[int, ...]:
-    """Units of an axis for each device, in proportion to weights.
+    """Number of units of an axis of each device, in proportion to weights.
 
     >>> axis_shares(16, (5, 2, 1)), axis_shares(EVERYWHERE, (5, 0, 3)), axis_shares(4, (0, 0))
     ((10, 4, 2), (1, 0, 1), (0, 0))
@@ -177,7 +177,7 @@ def axis_shares(units: int, weights: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:
-    """Whole numbers as equal as possible, the larger ones first.
+    """Split into whole numbers as equal as possible, the larger ones first.
 
     >>> split_evenly(10, 4)
     (3, 3, 2, 2)
@@ -187,7 +187,7 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
 
 
 def split_in_proportion(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in proportion to weights, by largest remainder; ties go to the first.
+    """Split into whole numbers in proportion to weights, by largest remainder; ties to the first.
 
     >>> split_in_proportion(10, (2.0, 1.0, 1.0))
     (5, 3, 2)
@@ -202,7 +202,7 @@ def split_in_proportion(total: int, weights: Sequence[float]) -> tuple[int, ...]
 
 
 def _taken(size: int, left: list[int]) -> tuple[int, ...]:
-    """Cut a size in proportion to what is left; what exceeds it goes to others that have some."""
+    """Cut a size in proportion to what is left, and give any excess to others that have some."""
     row = split_in_proportion(size, left)
     counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
     missing = size - sum(counts)

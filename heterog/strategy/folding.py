@@ -1,9 +1,9 @@
-"""Folding: devices that do alike are lowered once.
+"""Folding: devices that do the same are lowered only once.
 
 In a layout of today most devices have a twin: replicas run the same micro-batches of other
 samples, members of a team the same ops on other slices. A *fold* keeps one device of each class of
-twins, a *column*, and lowers what happens on the columns alone; an evaluation then costs what is
-different in a strategy and not what is repeated.
+twins, a *column*, and lowers only the columns; the cost of an evaluation then depends on what
+differs in a strategy and not on what is repeated.
 
 The devices of a division are a grid of *lanes* (its teams, each an interval of samples) and
 *positions* (the members of a team). Where divisions have other numbers of teams, several teams
@@ -35,17 +35,17 @@ from heterog.strategy.program import FloatArray, IntArray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Fold:
-    """Which devices do alike.
+    """Classes of devices that do the same.
 
     Attributes:
-        columns: the devices that are lowered, ascending.  # [num_columns]
-        column_of: the place in ``columns`` of each device's twin, -1 for devices without work.
+        columns: Devices that are lowered, ascending.  # [num_columns]
+        column_of: Index in ``columns`` of each device's twin, -1 for devices without work.
             # [num_devices]
-        grids: devices by lane and position, one for each set of divisions over the same devices.
-            # [num_lanes, num_positions] each; lanes are as many in all
-        lane_twin: first twin of each lane.  # [num_lanes]
-        position_twin: first twin of each position; each its own where grids have other numbers
-            of them.  # [most positions of a grid]
+        grids: Devices by lane and position, one grid for each set of divisions over the same
+            devices.  # [num_lanes, num_positions] each; all have equally many lanes
+        lane_twin: First twin of each lane.  # [num_lanes]
+        position_twin: First twin of each position; the position itself where grids have different
+            numbers of positions.  # [most positions of a grid]
     """
 
     columns: IntArray
@@ -63,17 +63,17 @@ class Fold:
         }
 
     def lane_of(self, devices: Sequence[int]) -> int | None:
-        """The lane of some devices, ``None`` if they are of several."""
+        """The lane of some devices; ``None`` if they are in several."""
         lanes = {self._places[device][1] for device in devices}
         return lanes.pop() if len(lanes) == 1 else None
 
     def position_of(self, devices: Sequence[int]) -> int | None:
-        """The position of some devices, ``None`` if they are of several."""
+        """The position of some devices; ``None`` if they are in several."""
         positions = {self._places[device][2] for device in devices}
         return positions.pop() if len(positions) == 1 else None
 
     def twins(self, devices: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The devices that do at the same time what some devices do, these among them."""
+        """All sets of devices that do the same as some devices, including these."""
         lane, position = self.lane_of(devices), self.position_of(devices)
         for to_lane in _alike(self.lane_twin, lane):
             for to_position in _alike(self.position_twin, position):
@@ -88,25 +88,25 @@ class Fold:
                 )
 
     def unfolded(self, of_column: FloatArray) -> FloatArray:
-        """What every device has of something that each column has, 0 without work."""
+        """Spread a value of each column to all its devices; 0 for devices without work."""
         return np.where(self.column_of >= 0, of_column[self.column_of], 0.0)
 
     @property
     def stands_for(self) -> IntArray:
-        """How many devices each column stands for.  # [num_columns]"""
+        """Number of devices that each column represents.  # [num_columns]"""
         active = self.column_of[self.column_of >= 0]
         return np.bincount(active, minlength=len(self.columns)).astype(np.int32)
 
 
 def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> Iterator[Fold]:
-    """The folds of a choice, the one with the fewest columns first: lanes and positions, or one.
+    """Find the folds of a choice, fewest columns first: of lanes and positions, or of one of both.
 
-    None if no two devices do alike, or if what they do depends on a server's place.
+    There are none if no two devices do the same, or if the work depends on a server's place.
 
     Args:
-        choice: the strategy.
-        cluster: the devices.
-        minds_position: whether members of a team with as many units do unlike work.
+        choice: The strategy.
+        cluster: The devices.
+        minds_position: Whether members of a team with equally many units do different work.
     """
     grids = _grids(choice)
     if not grids or (choice.home >= 0).any():
@@ -128,9 +128,9 @@ def folds(choice: Choice, cluster: Cluster, *, minds_position: bool = False) -> 
 def _pairs(
     says: "_Signatures", lanes: IntArray, positions: IntArray
 ) -> Iterator[tuple[IntArray, IntArray]]:
-    """Twins of lanes and positions that may be folded together; most need the first alone."""
+    """Twins of lanes and positions that can be folded together; mostly the first pair suffices."""
     yield lanes, positions
-    # Lanes that share hosts set each other apart: two of one host keep to the two of another.
+    # Lanes that share hosts differ by them: two of one host match two of another.
     ranked = _twins([(int(twin), *says.rank(lanes, lane)) for lane, twin in enumerate(lanes)])
     yield ranked, positions
     apart = np.arange(len(positions), dtype=np.int32)
@@ -140,7 +140,7 @@ def _pairs(
 
 
 def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
-    """A choice on the columns of a fold alone, and the channels that it names.
+    """Restrict a choice to the columns of a fold, and list the channels that it uses.
 
     Transfers between columns come first in the new numbering, then the collectives.
 
@@ -182,12 +182,12 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
 
 
 def _alike(twin: IntArray, place: int | None) -> Sequence[int | None]:
-    """The twins of a lane or position; those of several are their own."""
+    """The twins of a lane or position; ``None`` for several is its own only twin."""
     return [None] if place is None else np.flatnonzero(twin == twin[place]).tolist()
 
 
 def _grids(choice: Choice) -> list[IntArray]:
-    """The grids of lanes and positions, empty if divisions do not agree about them."""
+    """The grids of lanes and positions; empty if divisions have no common ones."""
     teams = choice.teams
     grids: list[IntArray] = []
     grid_of: dict[int, int] = {}
@@ -206,7 +206,7 @@ def _grids(choice: Choice) -> list[IntArray]:
         elif len(known) > 1 or not np.array_equal(grids[known.pop()], grid):
             return []
     num_lanes = gcd(*(len(grid) for grid in grids))
-    if choice.num_slice_lanes >= 0:  # what a slice group brings together stays in a lane
+    if choice.num_slice_lanes >= 0:  # members of a slice group stay in one lane
         num_lanes = gcd(num_lanes, choice.num_slice_lanes)
         if num_lanes == 0 or choice.num_slice_lanes == 0:
             return []
@@ -214,7 +214,7 @@ def _grids(choice: Choice) -> list[IntArray]:
 
 
 class _Signatures:
-    """What a strategy says of a device, but for which samples and which units they are."""
+    """The parts of a strategy that concern a device, without which samples and units it has."""
 
     def __init__(self, choice: Choice, cluster: Cluster, grids: Sequence[IntArray]) -> None:
         self._choice = choice
@@ -236,7 +236,7 @@ class _Signatures:
         self._known: dict[int, tuple[object, ...]] = {}
 
     def of_lane(self, lane: int) -> tuple[object, ...]:
-        """What is said of the devices of a lane, and which of them share a host."""
+        """The parts that concern the devices of a lane, and which of them share a host."""
         devices = self._lanes[lane]
         numbers: dict[int, int] = {}
         pattern = tuple(
@@ -245,20 +245,20 @@ class _Signatures:
         return pattern, *(self._of_device(int(device)) for device in devices)
 
     def of_position(self, position: int) -> tuple[object, ...]:
-        """What is said of the members at a position, and how many are on their hosts."""
+        """The parts that concern the members at a position, and the number on their hosts."""
         devices = np.stack(self._grids)[..., position].ravel()
         beside = self._beside[..., position]
         return beside.tobytes(), *(self._of_device(int(device)) for device in devices)
 
     @cached_property
     def _beside(self) -> IntArray:
-        """Members of its team on each device's host.  # [num_grids, num_lanes, num_positions]"""
+        """Team members on each device's host.  # [num_grids, num_lanes, num_positions]"""
         host = self._host[np.stack(self._grids)]
         found: IntArray = (host[..., :, None] == host[..., None, :]).sum(axis=-1, dtype=np.int32)
         return found
 
     def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:
-        """How many lanes before this one are its twins on its hosts, and how many in all."""
+        """Number of earlier twins of a lane on its hosts, and of all twins there."""
         hosts = self._host[self._lanes]
         there = [
             other
@@ -283,7 +283,7 @@ class _Signatures:
 
     @cached_property
     def _said(self) -> npt.NDArray[np.uint8]:
-        """What the choice's arrays say of each device, in bytes.  # [num_devices, bytes]"""
+        """The entries of the choice's arrays for each device, as bytes.  # [num_devices, bytes]"""
         choice = self._choice
         teams, rings, turns = choice.teams, choice.rings, choice.turns
         # The parts that a device adds up, in rings of whatever number; -1 where it is in none.
@@ -298,7 +298,7 @@ class _Signatures:
 
 
 def _twins(signatures: Sequence[tuple[object, ...]]) -> IntArray:
-    """The first place that says the same as each.  # [len(signatures)]"""
+    """Index of the first signature equal to each.  # [len(signatures)]"""
     first: dict[tuple[object, ...], int] = {}
     return np.array(
         [first.setdefault(each, place) for place, each in enumerate(signatures)], np.int32
@@ -324,7 +324,7 @@ def _fold(
 
 
 def _folded_teams(teams: Teams, columns: IntArray) -> Teams:
-    """The same of the columns; numbers, places and sizes stay those of whole teams."""
+    """Restrict teams to the columns; numbers, places and sizes stay those of whole teams."""
     kept = {
         name: np.ascontiguousarray(getattr(teams, name)[..., columns])
         for name in teams._fields
@@ -334,7 +334,7 @@ def _folded_teams(teams: Teams, columns: IntArray) -> Teams:
 
 
 def _folded_rings(rings: Rings, fold: Fold) -> Rings:
-    """The rings that columns belong to, each with the number of members a column stands for."""
+    """Rings of the columns, each with the number of members that a column represents."""
     one_hot = fold.column_of[:, None] == np.arange(len(fold.columns))
     member = rings.member[:, fold.columns]
     # Small whole numbers are exact in floats, whose products are a hundred times faster.

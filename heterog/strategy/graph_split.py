@@ -19,13 +19,13 @@ from heterog.graph.placement import Placement, R, S
 from heterog.strategy.spatial_split import SpatialSplit, rules_from
 
 COARSE_UNITS = 256
-"""Rows of a huge graph are moved between devices by this many units, if they divide the rows."""
+"""Number of units in which rows of a huge graph move between devices, if it divides the rows."""
 _DENSE = frozenset({"mm.default", "addmm.default", "bmm.default", "linear.default"})
 
 
 @lru_cache(maxsize=16)
 def row_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
-    """Ways to cut the nodes of a graph: at every row, and at coarser units.
+    """Find ways to cut the nodes of a graph: at every row, and at coarser units.
 
     Empty for a step without sparse products of what comes with the batch.
     """
@@ -45,7 +45,7 @@ def row_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
 
 @lru_cache(maxsize=16)
 def feature_splits(graph: OpGraph) -> tuple[SpatialSplit, ...]:
-    """Ways to cut features: as many units as a hidden layer has features.
+    """Ways to cut features: into as many units as a hidden layer has features.
 
     Empty for a step without sparse products.
     """
@@ -62,8 +62,8 @@ def row_rules(graph: OpGraph, units: int) -> OpRules:
     """Rules of all ops for a team that cuts the nodes of a graph.
 
     Args:
-        graph: one training step.
-        units: of the axis; they must divide the number of nodes.
+        graph: One training step.
+        units: Units of the axis; they must divide the number of nodes.
     """
     nodes = {pattern.num_columns for pattern in graph.patterns}
     seeds: dict[int, Placement] = {}
@@ -82,8 +82,8 @@ def feature_rules(graph: OpGraph, units: int) -> OpRules:
     one gets rows, and makes parts of a sum.
 
     Args:
-        graph: one training step.
-        units: of the axis; they must divide the features of some layer.
+        graph: One training step.
+        units: Units of the axis; they must divide the number of features of some layer.
     """
     seeds: dict[int, Placement] = {}
     while True:
@@ -110,7 +110,7 @@ def _split(graph: OpGraph, rules: OpRules, units: int) -> SpatialSplit:
 def _next_weight(
     graph: OpGraph, rules: OpRules, seeds: dict[int, Placement], units: int
 ) -> dict[int, Placement]:
-    """The first weight whose layer is not cut yet, and its bias; how each is to be cut."""
+    """The placements of the first weight whose layer is not cut yet, and of its bias."""
     parameters = set(graph.parameters)
     for op, rule in rules:
         if graph.ops[op].phase != Phase.FORWARD or graph.ops[op].kind not in _DENSE:

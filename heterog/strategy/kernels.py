@@ -1,4 +1,4 @@
-"""How kernels are compiled: two decorators, their cache on disk, and news of what is compiled.
+"""Compilation of kernels: two decorators, their cache on disk, and progress reports.
 
 A kernel is compiled when it is first called, which takes seconds, and comes from a cache on disk
 from then on: beside its file, or in the user's cache folder (``NUMBA_CACHE_DIR`` names another)
@@ -31,7 +31,7 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Report = Callable[[str, float], None]
-"""Called with (name of the kernel that is compiled now, part of all kernels that is compiled)."""
+"""Called with the name of the kernel being compiled, and the fraction of kernels compiled."""
 
 SOURCES = (
     "strategy/division.py",
@@ -50,7 +50,7 @@ SOURCES = (
 )
 """Files that define kernels, the tuples they unpack, or numbers that are compiled into them."""
 
-# Division by zero gives infinity as in numpy: no branch, no exception, shorter code.
+# Division by zero gives infinity, as in numpy: no branch, no exception, shorter code.
 _COMMON: dict[str, Any] = {
     "nogil": True,
     "error_model": "numpy",
@@ -60,9 +60,9 @@ _COMMON: dict[str, Any] = {
 
 
 def kernel(function: Function) -> Function:
-    """Compile a function that Python calls; it makes no arrays."""
+    """Compile a function that Python calls and that allocates no arrays."""
     dispatcher: Any = _compiled(function, {})
-    if dispatcher is not function:  # it is where NUMBA_DISABLE_JIT is set
+    if dispatcher is not function:  # it is the same with NUMBA_DISABLE_JIT
         try:
             dispatcher._cache = _Cache(function)
         except RuntimeError:  # no folder is writable: compiled anew in every process
@@ -71,7 +71,7 @@ def kernel(function: Function) -> Function:
 
 
 def helper(function: Function) -> Function:
-    """Compile a function that only kernels call and that makes no arrays."""
+    """Compile a function that only kernels call and that allocates no arrays."""
     compiled = _compiled(function, {"no_cpython_wrapper": True})
     if compiled is not function:
         _take_any_integer(compiled)
@@ -79,9 +79,9 @@ def helper(function: Function) -> Function:
 
 
 def part(function: Function) -> Function:
-    """Compile a function that is a part of one kernel, called from one place: copied into it.
+    """Compile a function that one kernel calls from one place: it is copied into it.
 
-    A call hands over tuples of a hundred numbers, which in the innermost loops doubled the time.
+    A call passes tuples of a hundred numbers, which in the innermost loops doubled the time.
     """
     compiled = _compiled(function, {"no_cpython_wrapper": True, "forceinline": True})
     if compiled is not function:
@@ -90,17 +90,17 @@ def part(function: Function) -> Function:
 
 
 def records(count: int, fields: np.dtype[np.void]) -> npt.NDArray[np.void]:
-    """Empty records whose fields kernels name, also where they run as Python.
+    """Empty records whose fields kernels access by name, even where they run as Python.
 
-    They do where NUMBA_DISABLE_JIT is set. Elsewhere the type would only cost time: numba knows
-    numpy's own at once.
+    They run as Python where NUMBA_DISABLE_JIT is set. Elsewhere this type would only cost time,
+    because numba recognises numpy's own at once.
     """
     is_compiled = not nb.config.DISABLE_JIT  # type: ignore[attr-defined]
     return np.empty(count, fields if is_compiled else np.dtype((_Record, fields)))
 
 
 class _Record(np.record):  # type: ignore[misc]
-    """A record whose fields are attributes, also those named like one of numpy's (``device``)."""
+    """A record whose fields are attributes, even those named like one of numpy's (``device``)."""
 
     def __getattribute__(self, name: str) -> Any:
         dtype = super().__getattribute__("dtype")
@@ -108,7 +108,7 @@ class _Record(np.record):  # type: ignore[misc]
 
 
 def _take_any_integer(dispatcher: Any) -> None:
-    """Look for versions of a function by wide types only; calls convert what they pass."""
+    """Make a function look up versions for wide types only; calls convert their arguments."""
     find = dispatcher.get_call_template
 
     def find_wide(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -131,7 +131,7 @@ _names: set[str] = set()  # of all kernels that were defined
 
 
 class _Cache(FunctionCache):
-    """numba's cache of a function, stale when any of ``SOURCES`` has changed."""
+    """numba's cache of a function; stale when any of ``SOURCES`` has changed."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)  # type: ignore[no-untyped-call]
@@ -143,9 +143,9 @@ class _Cache(FunctionCache):
 
 
 class _CacheFile(IndexDataCacheFile):
-    """The files of a cache; what cannot be read is compiled again, what cannot be written is not.
+    """The files of a cache; an unreadable one is compiled again, an unwritable one is skipped.
 
-    numba reads a whole index before it looks whether it is stale, so the file of an older version
+    numba reads a whole index before it checks whether it is stale. So a file of an older version
     that names a class that is gone would end every command; so would a file that was cut short
     when a disk was full.
     """
@@ -153,13 +153,13 @@ class _CacheFile(IndexDataCacheFile):
     def load(self, key: Any) -> Any:
         try:
             return super().load(key)  # type: ignore[no-untyped-call]
-        except Exception:  # whatever comes of unpickling a damaged or foreign file
+        except Exception:  # any error from unpickling a damaged or foreign file
             return None
 
     def save(self, key: Any, data: Any) -> None:
         try:
             super().save(key, data)  # type: ignore[no-untyped-call]
-        except OSError:  # no room, or no longer allowed: compiled anew in every process
+        except OSError:  # no space, or no longer allowed: compiled anew in every process
             pass
 
     def _load_index(self) -> Any:
@@ -171,7 +171,7 @@ class _CacheFile(IndexDataCacheFile):
 
 @cache
 def _sources_stamp() -> str:
-    """Of the contents of ``SOURCES``."""
+    """Hash of the contents of ``SOURCES``."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for source in SOURCES:
@@ -182,7 +182,7 @@ def _sources_stamp() -> str:
 
 @contextmanager
 def compilation_told(report: Report) -> Iterator[None]:
-    """Tell about every kernel whose compilation begins meanwhile; nothing if all are cached."""
+    """Report each kernel that is compiled during the body; nothing if all are cached."""
     listener = _Listener(report)
     event.register("numba:compile", listener)  # type: ignore[no-untyped-call]
     try:

@@ -25,27 +25,27 @@ from heterog.graph.sharding_rules import propagate
 from heterog.strategy.tensor_parallel import shardings
 
 WINDOW = 4
-"""Consecutive groups that a split is followed through."""
+"""Number of consecutive groups through which a split is followed."""
 LEAST_WEIGHTS = 1 / 16
-"""Bytes of weights over bytes of activations moved for them, below which a sharding is not
-looked at: it sends activations where data parallelism sends gradients."""
+"""Least ratio of weight bytes to activation bytes moved for them; below it, a sharding is not
+considered: it sends activations where data parallelism sends gradients."""
 
 LEAST_PART = 0.01
-"""Part of a model's parameters that a kind of layer must have to be sharded."""
+"""Least fraction of a model's parameters in a kind of layer, for it to be sharded."""
 MOST_FLOPS_PER_BYTE = 1.0
-"""Work over bytes read and written, up to which every device may do all of it to make a gradient
-whole: sums of rows, but no products of matrices."""
+"""Most FLOPs per byte read and written for which every device may do all of the work of making
+a gradient whole: sums of rows, but no products of matrices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSharding:
-    """One way to shard a kind of layer, at every place where the graph has that kind.
+    """A way to shard a kind of layer, at every place where the graph has that kind.
 
     Attributes:
-        places: rules of the ops of each place, disjoint, in order of the forward pass.
-        weight_bytes: of the parameters of one place whose gradients need no synchronisation: they
-            live in slices, or each device makes the whole gradient.
-        moved_bytes: of the activations of one place that are gathered or summed for it.
+        places: Rules of the ops of each place, disjoint, in order of the forward pass.
+        weight_bytes: Bytes of the parameters of one place whose gradients need no synchronisation:
+            they live in slices, or each device makes the whole gradient.
+        moved_bytes: Bytes of the activations of one place that are gathered or summed for it.
     """
 
     places: tuple[OpRules, ...]
@@ -57,9 +57,9 @@ class LayerSharding:
 def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
     """Ways to shard the layers of a graph, no two for the same op.
 
-    Of ways that exclude each other the one is taken that keeps more bytes of weights in slices for
-    each byte of activations that it moves: columns and then rows rather than columns alone. They
-    come in this order.
+    Of ways that exclude each other, the one is taken that keeps more bytes of weights in slices
+    for each byte of activations that it moves: columns and then rows rather than columns alone.
+    The ways are sorted in this order.
     """
     windows = _Windows(graph)
     found: dict[_Signature, list[OpRules]] = {}
@@ -107,9 +107,9 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
 
 
 def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[int, OpRules]]:
-    """(group, rule) of gradients that each device makes whole from gathered tensors.
+    """Pairs of group and rule for gradients that each device makes whole from gathered tensors.
 
-    Only where that is little work, because every device then does all of it.
+    Only where the work is small, because every device then does all of it.
     """
     placements = batch_plan(graph).placements
     for _, parameter, gradient in graph.updates:
@@ -128,7 +128,7 @@ def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[i
 
 
 def _read_bytes(graph: OpGraph, rules: OpRules) -> float:
-    """Bytes of the parameters that ops with rules read or make the gradient of."""
+    """Bytes of the parameters that ops with rules read, or whose gradients they make."""
     near = {int(graph.storage[tensor]) for op, _ in rules for tensor in graph.ops[op].inputs}
     made = {tensor for op, _ in rules for tensor in graph.outputs(op)}
     near |= {
@@ -157,8 +157,8 @@ def _weight_bytes(graph: OpGraph, rules: OpRules) -> float:
 def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
     """Bytes of the activations that are moved because of some rules.
 
-    What comes in from ops that follow the batch is gathered once, what is left in parts for others
-    is gathered once, and a sum is two such movements.
+    Inputs from ops that follow the batch are gathered once, outputs left in parts for others are
+    gathered once, and a sum is two such movements.
     """
     size, storage, batch = graph.tensor_bytes, graph.storage, batch_plan(graph)
     inside = {op for op, _ in rules}
@@ -179,7 +179,7 @@ def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
 
 
 _Signature = tuple[tuple[tuple[int, int, int], OpRule], ...]
-"""(offset of the group, its number among alike ones, position of the op in it) of each rule."""
+"""For each rule: offset of the group, its kind, and position of the op in it."""
 
 
 class _Windows:
@@ -202,11 +202,11 @@ class _Windows:
             self.parameters[int(grouping.group[op])].append(parameter)
 
     def kind(self, group: int) -> tuple[int, ...]:
-        """Windows of one kind run the same ops on the same shapes."""
+        """Kinds of a window's groups; equal windows run the same ops on the same shapes."""
         return tuple(self.alike[group : group + WINDOW].tolist())
 
     def is_worth_it(self, group: int) -> bool:
-        """Whether a group has weights that are large against what it makes."""
+        """Whether a group's weights are large compared with its outputs."""
         tensors = self.graph.tensors
         weights = sum(tensors[parameter].meta.num_bytes for parameter in self.parameters[group])
         largest = max(
@@ -217,7 +217,7 @@ class _Windows:
         return weights >= LEAST_WEIGHTS * largest
 
     def signature(self, rules: OpRules, first: int) -> _Signature:
-        """Rules of the window that begins with a group, wherever that window is."""
+        """Rules of the window that begins with a group, independent of its position."""
         return tuple(
             ((group - first, int(self.alike[group]), self.position[op]), rule)
             for op, rule in rules

@@ -1,4 +1,4 @@
-"""In what order devices work through micro-batches: caps, split backward passes, explicit orders.
+"""The order in which devices process micro-batches: caps, split backward passes, explicit orders.
 
 Without any of it a device does the next op of the earliest micro-batch that has one ready. That is
 fast, and keeps as many micro-batches alive as arrive before their gradients do. A *cap* bounds
@@ -17,17 +17,17 @@ from heterog.errors import StrategyError
 
 
 class Pass(IntEnum):
-    """The part of a micro-batch's work on a chunk that a turn does."""
+    """The part of a micro-batch's work on a chunk that is done in one turn."""
 
     FORWARD = 0
     BACKWARD = 1
-    """Gradients of what the chunk read from others; all gradients unless the pass is split."""
+    """Gradients of the chunk's inputs from others; all gradients unless the pass is split."""
     WEIGHTS = 2
-    """Gradients of parameters that nothing else in the backward pass waits for."""
+    """Gradients of parameters, which nothing else in the backward pass waits for."""
 
 
 class Turn(NamedTuple):
-    """One piece of a device's work."""
+    """One pass of a micro-batch on a chunk, as a unit of a device's work."""
 
     micro: int
     chunk: int
@@ -36,21 +36,21 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSchedule:
-    """In what order each device works through the micro-batches of a step.
+    """The order in which each device processes the micro-batches of a step.
 
     A *chunk* of a device is a run of consecutive groups that it takes part in. A device's chunks
     are numbered in the order of the model; ``device_chunks`` finds them.
 
     Attributes:
-        in_flight: by device and chunk, how many micro-batches may be under way there at most:
-            begun forward and not yet done with everything that reads what was kept for them. 0,
-            or nothing, is no cap.
-        splits_backward: weight gradients of a micro-batch come later than the gradients that other
-            devices wait for: whenever a device would otherwise wait (or when its turns say so).
-        turns: by device, everything it does in this order, each micro-batch that has samples
-            there and each chunk once for every pass; empty: the earliest micro-batch that can go
-            on does.
-        chunk_starts: groups at which a chunk begins on every device that takes part in them, also
+        in_flight: Caps by device and chunk: most micro-batches under way there at a time, that is,
+            begun forward and still needed by something that reads their kept values. 0, or a
+            missing entry, is no cap.
+        splits_backward: Whether weight gradients of a micro-batch come after the gradients that
+            other devices wait for: whenever a device would otherwise wait (or in stated turns).
+        turns: Turns of each device in order, with each micro-batch that has samples there and
+            each chunk once for every pass; empty lets a device take the earliest micro-batch that
+            can go on.
+        chunk_starts: Groups at which a chunk begins on every device that takes part in them, even
             on one that takes part in the group before.
     """
 
@@ -68,19 +68,19 @@ class PipelineSchedule:
 
     @property
     def is_default(self) -> bool:
-        """Whether nothing is said: the earliest micro-batch that can go on does."""
+        """Whether devices take the earliest micro-batch that can go on."""
         return self == AS_IT_COMES
 
     @property
     def device_caps(self) -> tuple[int, ...]:
-        """The smallest cap of each device that ``in_flight`` names, 0 where it has none."""
+        """The smallest cap of each device in ``in_flight``; 0 where it has none."""
         return tuple(min(filter(None, caps), default=0) for caps in self.in_flight)
 
     def fitted(self, group_devices: Sequence[Sequence[int]]) -> "PipelineSchedule":
-        """The same for other decisions: one cap for all chunks of a device, and no turns.
+        """Adapt the caps to other decisions: one cap for all chunks of a device, and no turns.
 
         Args:
-            group_devices: devices of each group's decision.
+            group_devices: Devices of each group's decision.
         """
         num_devices = max(len(self.in_flight), 1 + max(map(max, group_devices)))
         chunks = device_chunks(group_devices, num_devices, self.chunk_starts)
@@ -92,11 +92,11 @@ class PipelineSchedule:
         """Refuse caps and turns that do not fit a strategy's chunks and micro-batches.
 
         Args:
-            chunks: of each device, from ``device_chunks``.
-            samples: of each device and micro-batch: the most that any group has.
+            chunks: Chunks of each device, from ``device_chunks``.
+            samples: Most samples that any group has, by device and micro-batch.
 
         Raises:
-            StrategyError: says for which device.
+            StrategyError: a cap or turn does not fit; names the device.
         """
         for name, said in (("in_flight", self.in_flight), ("turns", self.turns)):
             if len(said) > len(chunks):
@@ -133,7 +133,7 @@ class PipelineSchedule:
 
 
 AS_IT_COMES = PipelineSchedule()
-"""Nothing is said: the earliest micro-batch that can go on does."""
+"""The default: a device takes the earliest micro-batch that can go on."""
 
 
 def device_chunks(
@@ -142,9 +142,9 @@ def device_chunks(
     """The chunks of every device: runs of consecutive groups that it takes part in.
 
     Args:
-        group_devices: devices of each group's decision.
-        num_devices: of the cluster.
-        chunk_starts: groups at which a chunk begins in any case.
+        group_devices: Devices of each group's decision.
+        num_devices: Number of devices of the cluster.
+        chunk_starts: Groups at which a chunk begins in any case.
 
     >>> device_chunks([(0,), (0, 1), (1,), (0,)], 2)
     ((range(0, 2), range(3, 4)), (range(1, 3),))

@@ -1,4 +1,4 @@
-"""A program: what a strategy means on a cluster, as arrays of tasks.
+"""A program: a lowered strategy, as arrays of tasks on a cluster.
 
 Tasks are numbered in program order, which is a topological order: a task reads only buffers that
 earlier tasks make. A *buffer* is a piece of memory on one device (or a token of no bytes that only
@@ -25,7 +25,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class TaskKind(IntEnum):
-    """What a task does; ``subject`` says to what.
+    """The kind of a task; ``subject`` is the index of the object it works on.
 
     Up to ``UPDATE`` tasks run on a device's compute stream, the others on links.
     """
@@ -62,7 +62,7 @@ _WITHOUT_CODECS = [kind for kind in TaskKind if kind not in _CODED]
 _IN_HASH = np.array(
     [100 + kind if kind in _CODED else _WITHOUT_CODECS.index(kind) for kind in TaskKind], np.uint8
 )
-"""Each kind's number in hashes: those that there were before codecs keep it, and so do plans."""
+"""Number of each kind in hashes: kinds older than codecs keep theirs, so plans' hashes do too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,38 +70,39 @@ class Program:
     """Tasks of one or more training steps on a cluster, in arrays.
 
     Attributes:
-        num_devices: devices of the cluster.
-        num_steps: unrolled training steps (1 with a step barrier).
-        kind: ``TaskKind``.  # [num_tasks] uint8
-        subject: what the task is about; see ``TaskKind``.  # [num_tasks]
-        device: device whose stream runs a compute task; destination of a transfer; -1 for
+        num_devices: Number of devices of the cluster.
+        num_steps: Number of unrolled training steps (1 with a step barrier).
+        kind: ``TaskKind`` of each task.  # [num_tasks] uint8
+        subject: Index of the object that the task works on; see ``TaskKind``.  # [num_tasks]
+        device: Device whose stream runs a compute task; destination of a transfer; -1 for
             collectives.  # [num_tasks]
-        micro: micro-batch.  # [num_tasks]
-        turn: of a compute task, which turn of its device it belongs to; tasks of a turn keep
+        micro: Number of the micro-batch.  # [num_tasks]
+        turn: For a compute task, the turn of its device to which it belongs; tasks of a turn keep
             program order.  # [num_tasks]
-        samples: that an op computes on, or of the value that a task moves; of an op with a rule
-            those of its team.  # [num_tasks]
-        units: of the axis of an op's rule that it computes on; of the value that a task moves or
-            of the parameter that it steps, where these are cut along such an axis; otherwise 0.
-            # [num_tasks]
-        channel: index into ``channels``; -1 for compute tasks.  # [num_tasks]
-        num_bytes: payload of communication; bytes moved by copies and sums; of an update, bytes
-            of the slice of the parameter that it steps, 0 for all of it.  # [num_tasks]
-        read_start: # [num_tasks + 1]
-        read_buffer: # [num_reads]
-        buffer_start: # [num_tasks + 1]
-        buffer_device: device that holds the buffer, -1 for tokens.  # [num_buffers]
-        buffer_bytes: # [num_buffers]
-        bucket: bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
-        resident_bytes: parameters, optimizer state, buffers, workspace, batch.  # [num_devices]
-        channels: the channels that tasks refer to.
-        is_in_turn: a device finishes a turn before it begins the next; otherwise the earliest turn
-            that can go on does.
-        op_rules: of the strategy; subjects are numbered in the tables of the graph under them.
-        blocks: of the strategy, likewise.
-        codec: 1 + index into ``codecs`` of the rule that a task encodes, moves or decodes by, 0
+        samples: Number of samples that an op computes on, or of the value that a task moves; for
+            an op with a rule those of its team.  # [num_tasks]
+        units: Number of units of the axis of an op's rule that it computes on; or of the value
+            that a task moves, or of the parameter that it updates, where these are cut along an
+            axis; otherwise 0.  # [num_tasks]
+        channel: Index into ``channels``; -1 for compute tasks.  # [num_tasks]
+        num_bytes: Payload of communication; bytes moved by copies and sums; for an update, bytes
+            of the slice of the parameter that it updates, 0 for all of it.  # [num_tasks]
+        read_start: First entry of each task in ``read_buffer``.  # [num_tasks + 1]
+        read_buffer: Buffers that tasks read.  # [num_reads]
+        buffer_start: First buffer that each task makes.  # [num_tasks + 1]
+        buffer_device: Device that holds the buffer, -1 for tokens.  # [num_buffers]
+        buffer_bytes: Size of each buffer.  # [num_buffers]
+        bucket: Bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
+        resident_bytes: Bytes of parameters, optimizer state, buffers, workspace and batch on each
+            device.  # [num_devices]
+        channels: Channels that tasks refer to.
+        is_in_turn: Whether a device finishes a turn before it begins the next; otherwise it takes
+            the earliest turn that can go on.
+        op_rules: Rules of the strategy; subjects are numbered in the graph's tables under them.
+        blocks: Blocks of the strategy, on which the numbering of subjects depends likewise.
+        codec: 1 + index into ``codecs`` of the rule by which a task encodes, moves or decodes, 0
             for none; empty if the strategy has no codecs.  # [num_tasks]
-        codecs: of the strategy.
+        codecs: Codec rules of the strategy.
     """
 
     num_devices: int
@@ -141,12 +142,12 @@ class Program:
         return len(self.kind)
 
     def codec_of(self, task: int) -> Codec | None:
-        """How the message of a task is encoded; ``None`` if it is not."""
+        """Codec of the message of a task; ``None`` if it has none."""
         number = int(self.codec[task]) if len(self.codec) else 0
         return self.codecs[number - 1].codec if number else None
 
     def encodes_value(self, task: int) -> bool:
-        """Whether a task encodes a value, and no gradient or parameter."""
+        """Whether a task encodes a value, not a gradient or parameter."""
         if self.kind[task] != TaskKind.ENCODE:
             return False
         return self.codecs[int(self.codec[task]) - 1].traffic in OF_VALUES
@@ -163,10 +164,10 @@ class Program:
         return sorted({int(maker) for maker in self.buffer_maker[reads]})
 
     def read_too_early(self, order: Sequence[int]) -> tuple[int, int] | None:
-        """The first (task, task that makes what it reads) in the wrong order, if there are any.
+        """The first pair (task, maker of its input) in the wrong order; ``None`` if there is none.
 
         Args:
-            order: each task once.
+            order: Order that contains each task once.
         """
         place = np.argsort(np.array(order))
         reader = np.repeat(np.arange(self.num_tasks), np.diff(self.read_start))
@@ -176,7 +177,7 @@ class Program:
 
     @cached_property
     def hash(self) -> str:
-        """Equal on every rank that lowered the same strategy of the same graph and cluster.
+        """A hash that is equal on every rank that lowered the same strategy, graph and cluster.
 
         Turns are left out: ranks follow the order that was found with them.
         """

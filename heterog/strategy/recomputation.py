@@ -1,4 +1,4 @@
-"""Which ops a group runs again, and before which, if it recomputes its activations.
+"""The ops that a group reruns to recompute its activations, and the op before which it does.
 
 Recomputation (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016) trades seconds
 for bytes: what a group's forward ops make is not kept for its backward ops, but made again from
@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 
 class Recomputation(NamedTuple):
-    """What a group does again.
+    """The ops that a group reruns.
 
     Attributes:
-        reader: op before which it happens: the first backward op of the group, or the first that
+        reader: Op before which they run: the first backward op of the group, or the first that
             makes one of its gradients, so that no update comes in between; -1 if there is none.
-        ops: the ops that run again, in program order.
+        ops: Ops that run again, in program order.
     """
 
     reader: int
@@ -33,15 +33,15 @@ def recomputations(
     gradient_makers: Sequence[int],
     num_groups: int,
 ) -> list[Recomputation]:
-    """The recomputation of every group, over compute ops by row.
+    """Find the recomputation of every group, over compute ops by row.
 
     Args:
-        group: of each op, negative for constants.
-        is_backward: whether each op belongs to the backward pass.
-        own_reads: for each op, the makers of what it reads as it lies: of its own group, or
-            constants.
-        gradient_makers: ops that make the gradients of parameters.
-        num_groups: number of groups.
+        group: Group of each op, negative for constants.
+        is_backward: Whether each op belongs to the backward pass.
+        own_reads: For each op, the makers of inputs that it reads without conversion: ops of its
+            own group, or constants.
+        gradient_makers: Ops that make the gradients of parameters.
+        num_groups: Number of groups.
     """
     readers = [-1] * num_groups
     makes_gradient = set(gradient_makers)

@@ -1,7 +1,7 @@
-"""Rings: which devices add up the gradients of a group's parameters, and which part of them.
+"""Rings: the devices that sum the gradients of a group's parameters, and which part of them.
 
-A gradient is a sum over samples. Devices that computed the same part of the sum are one holder,
-or it would count several times: the members of a team that all do the whole of an op, say. Where a
+A gradient is a sum over samples. Devices that computed the same part of the sum count as one,
+or it would count several times: the members of a team that all run a whole op, say. Where a
 parameter lives in slices, the members of different teams that hold the same interval form a ring;
 teams that are cut alike give one ring for each position, others one for each interval between the
 cuts of all teams.
@@ -16,35 +16,35 @@ from heterog.strategy.division import Division
 
 
 class Ring(NamedTuple):
-    """Devices that add up a part of each gradient of a group; see ``gradient_rings``."""
+    """Devices that sum a part of each gradient of a group; see ``gradient_rings``."""
 
     devices: tuple[int, ...]
-    """Ascending."""
+    """Members of the ring, ascending."""
     whole: tuple[int, ...]
-    """Those that hold no more of the parameter than the ring adds up."""
+    """Members that hold no more of the parameter than the ring sums."""
     begin: int = 0
     end: int = 0
-    """Units of the parameter's axis that are added up; all of a whole parameter if equal."""
+    """Range of units of the parameter's axis that are summed; all of the parameter if equal."""
     part: float = 1.0
     is_once: bool = False
-    """All members of a team have the same part of the sum; it is added up once."""
+    """Whether all members of a team have the same part of the sum, which is added once."""
 
 
 @lru_cache(maxsize=1 << 12)
 def gradient_rings(
     division: Division, axes: tuple[int, ...], within_teams: bool = False
 ) -> tuple[tuple[Ring, ...], ...]:
-    """The rings of a division for each ``Domain`` of gradients.
+    """Find the rings of a division for each ``Domain`` of gradients.
 
     Args:
-        division: devices, shares and teams.
-        axes: units of every axis but the batch.
-        within_teams: no gradient is summed between teams (``Averaging``); without op rules, which
-            do not go with it.
+        division: Devices, shares and teams.
+        axes: Number of units of every axis but the batch.
+        within_teams: Whether no gradient is summed between teams (``Averaging``); only without op
+            rules, which cannot be combined with it.
 
     Returns:
-        For ``ALL``, ``PEERS``, ``TEAM``, then for slices along each axis; rings of one device are
-        left out.
+        Rings for ``ALL``, ``PEERS``, ``TEAM``, then for slices along each axis; without rings of
+        one device.
     """
     everyone, teams = division.devices, division.all_teams
     all_ = [Ring(everyone, everyone)]
@@ -67,11 +67,11 @@ def gradient_rings(
 
 
 def slice_rings(ring: Ring, slice_groups: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
-    """The parts of a ring that keep one copy in slices each; itself without slice groups.
+    """Cut a ring into parts that each keep one copy in slices; without slice groups, itself.
 
     Args:
-        ring: of a decision.
-        slice_groups: of the decision; see there.
+        ring: A ring of a decision.
+        slice_groups: ``Decision.slice_groups``.
     """
     parts = [tuple(device for device in ring.devices if device in each) for each in slice_groups]
     return tuple(
@@ -84,7 +84,7 @@ def slice_rings(ring: Ring, slice_groups: Sequence[Sequence[int]]) -> tuple[Ring
 def _interval_rings(
     teams: Sequence[tuple[int, ...]], units: Sequence[tuple[int, ...]]
 ) -> tuple[Ring, ...]:
-    """One ring for each interval between the cuts of all teams: the members that hold it."""
+    """Make a ring of the members that hold each interval between the cuts of all teams."""
     ranges = {
         device: (sum(counts[:place]), sum(counts[: place + 1]))
         for team, counts in zip(teams, units, strict=True)

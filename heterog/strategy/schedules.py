@@ -1,4 +1,4 @@
-"""Named schedules of a pipeline: who does which pass of which micro-batch when.
+"""Named schedules of a pipeline: the turns of each rank.
 
 Stages are numbered in the order of the model. Where devices hold several stages, p *ranks* (device
 sets) hold v *chunks* each: interleaved, stage k lies on rank k mod p; in a V, rank i has stages i
@@ -17,7 +17,7 @@ _F, _B, _W = Pass
 
 
 def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> PipelineSchedule:
-    """Caps on micro-batches in flight by which a pipeline waits for nothing but its first one.
+    """Caps on micro-batches in flight with which a pipeline waits only for its first one.
 
     With ``hidden`` 0 the caps are those of 1F1B: stage s of p holds p - s micro-batches. Where
     messages take a part of a stage's time, 1F1B waits for every one of them; the caps
@@ -25,9 +25,9 @@ def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> 
     links are alike.
 
     Args:
-        stages: devices of each stage; each device is in one of them.
-        num_devices: of the cluster.
-        hidden: seconds of two messages over the seconds of a stage's forward and backward pass.
+        stages: Devices of each stage; each device is in one of them.
+        num_devices: Number of devices of the cluster.
+        hidden: Seconds of two messages over the seconds of a stage's forward and backward pass.
 
     >>> caps_of_stages([(0,), (1,), (2,)], 3).in_flight
     ((3,), (2,), (1,))
@@ -46,7 +46,7 @@ def caps_of_stages(stages: Stages, num_devices: int, *, hidden: float = 0.0) -> 
 
 
 class _Turns:
-    """The turns of one rank, written by pass and chunk; micro-batches follow by count."""
+    """Collects the turns of one rank by pass and chunk, and counts the micro-batches."""
 
     def __init__(self, num_micro: int) -> None:
         self.turns: list[Turn] = []
@@ -54,14 +54,14 @@ class _Turns:
         self._num_micro = num_micro
 
     def add(self, work: Pass, chunk: int) -> None:
-        """The next micro-batch of a pass; one that does not exist leaves a gap."""
+        """Add the next micro-batch of a pass; one that does not exist leaves a gap."""
         micro = self.count[chunk, work]
         self.count[chunk, work] += 1
         if micro < self._num_micro:
             self.turns.append(Turn(micro, chunk, work))
 
     def add_backward(self, chunk: int) -> None:
-        """Both halves of a backward pass."""
+        """Add both halves of a backward pass."""
         self.add(_B, chunk)
         self.add(_W, chunk)
 
@@ -100,7 +100,7 @@ def interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
 def interleaved_zero_bubble(
     rank: int, num_ranks: int, num_chunks: int, num_micro: int
 ) -> list[Turn]:
-    """``interleaved`` whose weight gradients come as many backward passes later as the rank."""
+    """``interleaved`` with weight gradients delayed by as many backward passes as the rank."""
     return _interleaved(rank, num_ranks, num_chunks, num_micro, zero_bubble=True)
 
 
@@ -180,7 +180,7 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
             f"needs {2 * num_ranks}."
         )
     turns = _Turns(num_micro)
-    waiting: list[int] = []  # chunks whose weight gradients are left for later
+    waiting: list[int] = []  # chunks whose weight gradients are deferred
 
     def add_inputs(chunk: int) -> None:
         turns.add(_B, chunk)
@@ -208,7 +208,7 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
         turns.add_backward(1)
         turns.add(_F, 1)
         turns.add_backward(0)
-    # The second half of what is left puts its weight gradients off.
+    # The second half of the rest defers its weight gradients.
     half = 2 * ((rank + 1) // 2) + (rank % 2 == 0)
     for number in range(2 * (rank + 1)):
         chunk = 1 - number % 2
@@ -230,7 +230,7 @@ def _check_v(num_chunks: int) -> None:
 
 
 Generator = Callable[[int, int, int, int], list[Turn]]
-"""The turns of (rank, number of ranks, chunks of each, micro-batches)."""
+"""Makes turns from (rank, number of ranks, chunks of each, number of micro-batches)."""
 SCHEDULES: dict[str, Generator] = {
     "gpipe": gpipe,
     "1f1b": one_forward_one_backward,
@@ -244,7 +244,7 @@ _IN_A_V = frozenset({"zero_bubble_v", "dual_pipe_v"})
 
 
 def stages_of(name: str, ranks: Stages, num_chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Devices of each stage, in the order of the model, as a schedule wants them.
+    """Devices of each stage, in the order of the model, as a schedule needs them.
 
     >>> stages_of("interleaved", [(0,), (1,)], 2)
     ((0,), (1,), (0,), (1,))
@@ -264,18 +264,18 @@ def stated_turns(
     num_devices: int,
     chunk_starts: tuple[int, ...] = (),
 ) -> PipelineSchedule:
-    """A named schedule with a turn for everything.
+    """A named schedule with every turn stated.
 
     Args:
-        name: one of ``SCHEDULES``.
-        ranks: devices of each rank; the stages lie on them as ``stages_of`` says.
-        num_chunks: stages of each rank.
-        num_micro: micro-batches.
-        num_devices: of the cluster.
-        chunk_starts: first group of each stage, where neighbouring stages share devices.
+        name: One of ``SCHEDULES``.
+        ranks: Devices of each rank; ``stages_of`` assigns the stages to them.
+        num_chunks: Number of stages of each rank.
+        num_micro: Number of micro-batches.
+        num_devices: Number of devices of the cluster.
+        chunk_starts: First group of each stage, where neighbouring stages share devices.
 
     Raises:
-        StrategyError: there is no such schedule, or not for these numbers.
+        StrategyError: the schedule does not exist, or not for these numbers.
     """
     if name not in SCHEDULES:
         raise StrategyError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}.")

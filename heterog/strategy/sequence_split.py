@@ -23,7 +23,7 @@ from heterog.graph.sharding_rules import RuleResult, propagate
 from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 
 MOST_UNITS = 128
-"""Runs of positions that are told apart: a share is then off by less than one per cent of all."""
+"""Most runs of positions: a share is then off by less than one per cent of all."""
 _PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
 
 
@@ -32,12 +32,12 @@ class SequenceSplit:
     """A way to cut the sequences of a batch.
 
     Attributes:
-        units: of the axis: runs of positions of equal length.
-        op_rules: of all ops.
-        flops: of the ops that are cut, of the whole step.
-        gathered_bytes: of the keys and values of the whole batch (and whatever else is needed
-            whole), which members of a team gather forward and once more backward. One layer's are
-            held at a time.
+        units: Number of units of the axis: runs of positions of equal length.
+        op_rules: Rules of all ops.
+        flops: FLOPs of the ops that are cut, in the whole step.
+        gathered_bytes: Bytes of the keys and values of the whole batch (and other values needed
+            whole), which members of a team gather forward and again backward. One layer's are held
+            at a time.
     """
 
     units: int
@@ -47,7 +47,7 @@ class SequenceSplit:
 
 
 def lengths(graph: OpGraph) -> tuple[int, ...]:
-    """Positions of the sequences that come with the batch, each length once, ascending.
+    """Lengths of the sequences in the batch, in positions, each once, ascending.
 
     Sequences are tensors of integers ``[batch, positions]`` or of numbers ``[batch, positions,
     width]``.
@@ -56,7 +56,7 @@ def lengths(graph: OpGraph) -> tuple[int, ...]:
 
 
 def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
-    """(tensor, dimension of its positions, their number) of the sequences of a batch."""
+    """Tensor, dimension of the positions, and their number, for the sequences of a batch."""
     for tensor in graph.inputs_of_kind(TensorKind.BATCH):
         meta, along = graph.tensors[tensor].meta, graph.batch_placements[tensor]
         rank = 2 if "int" in meta.dtype else 3
@@ -69,7 +69,7 @@ def _sequences(graph: OpGraph) -> Iterator[tuple[int, int, int]]:
 def unit_counts(graph: OpGraph, most: int = MOST_UNITS) -> tuple[int, ...]:
     """Numbers of units that divide all lengths of sequences, the largest first.
 
-    A number of units that is also the number of samples comes last: both axes would be one.
+    A number of units equal to the number of samples comes last: the two axes look the same.
     """
     common = gcd(*lengths(graph))
     counts = [units for units in range(2, min(common, most) + 1) if common % units == 0]
@@ -81,11 +81,11 @@ def sequence_split(graph: OpGraph, units: int) -> SequenceSplit | None:
     """Rules of all ops for teams that cut sequences.
 
     Args:
-        graph: one training step.
-        units: of the axis.
+        graph: One training step.
+        units: Number of units of the axis.
 
     Returns:
-        ``None`` if the units do not divide the sequences, or no op of them can be cut.
+        The split; ``None`` if the units do not divide the sequences, or no op can be cut.
     """
     if units not in unit_counts(graph, max(units, 2)):
         return None
@@ -106,13 +106,13 @@ class _Pass:
     """One pass through a graph.
 
     Args:
-        graph: one training step.
-        units: of the axis.
+        graph: One training step.
+        units: Number of units of the axis.
 
     Attributes:
-        places: how tensors lie; those not named are whole.
-        meant: of parts of sums, how their sum is cut.
-        gathered: values that lie in parts and are read whole.
+        places: Placements of tensors; those missing are whole.
+        meant: Placement in which the sum of partial sums shall be cut, by tensor.
+        gathered: Values that are split and read whole.
     """
 
     def __init__(self, graph: OpGraph, units: int) -> None:
@@ -145,7 +145,7 @@ class _Pass:
         return tuple(rules)
 
     def _view(self, index: int) -> None:
-        """What a view shows lies as what it looks at; or it looks at the gathered whole."""
+        """Give a view the placement of its source; or make it a view of the gathered whole."""
         graph, source = self.graph, self.graph.ops[index].inputs[0]
         for known in (self.places, self.meant):
             given = known.get(source)
@@ -183,7 +183,7 @@ class _Pass:
         )
 
     def _looked_up(self, call: OpCall, given: tuple[Placement, ...]) -> tuple[Placement, ...]:
-        """A look-up of something for every position is cut, though the positions are whole."""
+        """Placements that cut a look-up for every position, though the positions are whole."""
         indices = call.inputs[1]
         last = len(indices.shape) - 1
         if not indices.shape or indices.shape[last] not in self.lengths:
@@ -191,10 +191,10 @@ class _Pass:
         return given[0], S(last)
 
     def _of_sums(self, index: int, call: OpCall, given: tuple[Placement, ...]) -> OpRule | None:
-        """The rule of an op that reads parts of a sum which is meant to be cut.
+        """The rule of an op that reads parts of a sum which shall be cut.
 
-        If it is linear and nothing else reads the parts, it works on them, and what it makes is
-        added up in slices. Otherwise the sum is made first, and the op works on slices of it.
+        If the op is linear and nothing else reads the parts, it works on them, and its result is
+        summed in slices. Otherwise the sum is made first, and the op works on slices of it.
         """
         graph, op = self.graph, self.graph.ops[index]
         wanted = tuple(
@@ -214,7 +214,7 @@ class _Pass:
         return self._made(index, cut, None)
 
     def _slices(self, index: int, result: RuleResult) -> Placement | None:
-        """How a part of a sum that a product makes for every position is added up in slices.
+        """Placement in which partial sums of a product for every position are summed in slices.
 
         These are the gradients of keys and values where attention is written as products.
         """
@@ -228,7 +228,7 @@ class _Pass:
         return S(dims[0])
 
     def _note_meant(self, index: int, call: OpCall, result: RuleResult) -> None:
-        """Gradients of keys and values are sums over the queries, cut like keys and values."""
+        """Note that gradients of keys and values are sums over queries, cut as these are."""
         if call.kind not in ATTENTION_KINDS or result.outputs[1:] != (P, P):
             return
         for tensor in self.graph.outputs(index)[1:]:

@@ -19,13 +19,13 @@ from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 2
-"""Version 1 had no schedule and no teams; its files are read."""
+"""Version 1 had no schedule and no teams; its files can still be read."""
 
 
 def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
-    """A strategy as a JSON-ready dict.
+    """Convert a strategy to a JSON-ready dict.
 
-    ``decisions`` lists the different decisions, ``groups`` the number of the decision of each
+    ``decisions`` lists the distinct decisions, ``groups`` the number of the decision of each
     group. ``rules`` and ``op_rules`` (graph op, number of its rule) likewise; both may be missing.
     """
     numbers: dict[Decision, int] = {}
@@ -162,7 +162,7 @@ class _StrategyRecord(Record):
 
 
 def strategy_from_dict(record: object) -> Strategy:
-    """The strategy of a dict made by ``strategy_to_dict``.
+    """Read the strategy from a dict made by ``strategy_to_dict``.
 
     Raises:
         StrategyError: a field is missing or has a wrong value; names it.
@@ -251,7 +251,7 @@ def _server(record: _ServerRecord | None) -> AsynchronousServer | None:
 
 
 def _codecs_to_dict(rules: CodecRules) -> dict[str, Any]:
-    """Nothing for a strategy without codecs, whose files stay as they were before there were."""
+    """The codecs as a field; a strategy without codecs has no such field."""
     if not rules:
         return {}
     return {

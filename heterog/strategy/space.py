@@ -28,24 +28,24 @@ from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables, graph_tables
 
 MicroBatches = tuple[tuple[int, ...], ...]
-"""Samples per micro-batch of each device, as in ``Strategy``; empty: in one go."""
+"""Samples per micro-batch of each device, as in ``Strategy``; empty to run in one go."""
 MAX_DEVICE_SETS = 256
 _MOST_HOSTS_NAMED = 64
 _MOST_SINGLES = 64
-"""On larger clusters hosts and devices are named only as far as there is room."""
+"""Above these numbers, hosts and devices are listed only as far as there is room."""
 _FEW_HOSTS = 6
 _MOST_ENCODERS = 64
 _CANDIDATES = tuple(sync for sync in Sync if sync.sharded <= Sharded.STATE)
-"""ZeRO-1 saves memory and is seldom slower than all-reduce; the other stages communicate more and
-are for planners that want them (``poplar``)."""
+"""Synchronisations to try by default. ZeRO-1 saves memory and is seldom slower than all-reduce;
+the other stages communicate more and are for planners that want them (``poplar``)."""
 
 
 def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """Device sets worth naming: everything, types, hosts, unions of hosts, single devices.
+    """Device sets worth trying: everything, types, hosts, unions of hosts, single devices.
 
-    Up to six hosts: unions in order of size. On larger clusters hosts of one kind are alike
-    (``Cluster.host_kind``), so a union takes the first hosts of each kind, and those come first
-    that a person would think of: whole kinds, then halves, quarters, ... of a kind. At most 256.
+    Up to six hosts: unions in order of size. On larger clusters hosts of one kind are equal
+    (``Cluster.host_kind``), so a union takes the first hosts of each kind, and the most natural
+    ones come first: whole kinds, then halves, quarters, ... of a kind. At most 256.
     """
     hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
     everything = tuple(range(cluster.num_devices))
@@ -66,7 +66,7 @@ def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 
 def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
-    """Hosts of unions worth naming, of two and more but not all; made one by one as asked for."""
+    """Unions of hosts worth trying, of two or more but not all; generated one by one."""
     everything = range(cluster.num_hosts)
     if cluster.num_hosts <= _FEW_HOSTS:
         for size in range(2, cluster.num_hosts):
@@ -91,7 +91,7 @@ def _halves(hosts: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]:
-    """Unions of so many hosts, for each kind its first ones."""
+    """Unions of a given number of hosts, with the first ones of each kind."""
     if not kinds:
         yield from [()] * (size == 0)
         return
@@ -105,12 +105,12 @@ class StrategySpace:
     """Encodes rows of candidate numbers into strategies and kernel arrays, and back.
 
     Args:
-        graph: the step.
-        cluster: devices and links.
-        tables: the graph's tables.
-        channels: the evaluator's channel table; candidates register their channels there.
-        speeds: samples per second of each device, for proportional shares.
-        decisions: the candidates to begin with; by default those on all named device sets.
+        graph: The training step.
+        cluster: Devices and links.
+        tables: Tables of the graph.
+        channels: The evaluator's channel table; candidates register their channels there.
+        speeds: Samples per second of each device, for proportional shares.
+        decisions: Candidates to begin with; by default those on all device sets worth trying.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class StrategySpace:
         return decisions
 
     def add(self, decision: Decision) -> int:
-        """Number of a candidate, new or known."""
+        """Number of a candidate, which is added if it is new."""
         if decision in self._numbers:
             return self._numbers[decision]
         number = len(self.candidates)
@@ -188,19 +188,19 @@ class StrategySpace:
         tables: GraphTables | None = None,
         schedule: PipelineSchedule = AS_IT_COMES,
     ) -> Choice:
-        """The kernel's arrays of a row.
+        """Encode a row as the kernel's arrays.
 
         Args:
-            row: candidate number of each group.  # [num_groups]
-            bucket_bytes: see ``Strategy``.
-            num_steps: unrolled steps.
-            micro_batches: see ``Strategy``; by default the step runs in one go.
-            tables: of the graph under op rules and with blocks; the caller sets the choice's
+            row: Candidate number of each group.  # [num_groups]
+            bucket_bytes: See ``Strategy``.
+            num_steps: Number of unrolled steps.
+            micro_batches: See ``Strategy``; by default the step runs in one go.
+            tables: Tables of the graph with op rules and blocks; the caller sets the choice's
                 ``rule_set``.
-            schedule: see ``Strategy``.
+            schedule: See ``Strategy``.
         """
         tables = tables or self._tables
-        # By the few candidates in use: a search adds thousands of others.
+        # Only for the few candidates in use: a search adds thousands of others.
         numbers, of_group = np.unique(row, return_inverse=True)
         decisions = [self.candidates[number] for number in numbers]
 
@@ -215,7 +215,7 @@ class StrategySpace:
         )
 
     def _encoder(self, tables: GraphTables) -> Encoder:
-        """The encoder for some tables; few are kept."""
+        """The encoder for some tables; few encoders are kept."""
         known = self._encoders.get(id(tables))
         if known is None:
             if len(self._encoders) > _MOST_ENCODERS:
@@ -227,7 +227,7 @@ class StrategySpace:
     def homes(self, row: IntArray, tables: GraphTables | None = None) -> IntArray:
         """Homes of the parameters: served ones balanced over their own group's devices.
 
-        Those that op rules cut into slices (by ``tables``) have none.
+        Parameters that op rules cut into slices (by ``tables``) have none.
         """
         homes = np.full(len(self._tables.parameter_bytes), REPLICATED, np.int32)
         group = self._tables.parameter_group
@@ -241,7 +241,7 @@ class StrategySpace:
         return homes
 
     def _balanced(self, devices: tuple[int, ...]) -> IntArray:
-        """For each parameter a server among ``devices``, balanced over all parameters."""
+        """A server for each parameter among ``devices``, balanced over all parameters."""
         if devices not in self._homes:
             sizes = self._tables.parameter_bytes
             load = np.zeros(len(devices))
@@ -264,7 +264,7 @@ class StrategySpace:
         schedule: PipelineSchedule = AS_IT_COMES,
         blocks: tuple[int, ...] = (),
     ) -> Strategy:
-        """The strategy of a row."""
+        """Decode a row to its strategy."""
         homes = self.homes(row, graph_tables(self.graph, op_rules))
         return Strategy(
             graph=self.graph.fingerprint,
@@ -280,9 +280,9 @@ class StrategySpace:
         )
 
     def row_of(self, strategy: Strategy) -> IntArray:
-        """The row of a strategy's decisions, which are added.
+        """The row of a strategy; decisions that are no candidates yet are added.
 
-        Served parameters get the space's own homes. What holds for the whole step, its
-        micro-batches and the rules of its ops, is no part of a row.
+        Served parameters get the space's own homes. Settings of the whole step, micro-batches and
+        rules of its ops, are not part of a row.
         """
         return np.array([self.add(decision) for decision in strategy.decisions], np.int32)

@@ -26,11 +26,11 @@ class SpatialSplit:
     """A way to cut a network along space, or along the nodes or features of a graph.
 
     Attributes:
-        dim: dimension of the activations that is cut; 2 is the first after the channels.
-        units: of the axis: rows of the coarsest activation that is still cut, or a divisor.
-        op_rules: of all ops.
-        flops: of the ops that are cut, of the whole step.
-        entries: of the sparse matrix whose rows are cut, if any: what rows cost.
+        dim: Dimension of the activations that is cut; 2 is the first after the channels.
+        units: Number of units: rows of the coarsest activation that is still cut, or a divisor.
+        op_rules: Rules of all ops.
+        flops: FLOPs of the ops that are cut, in the whole step.
+        entries: Pattern of the sparse matrix whose rows are cut, if any, for the cost of rows.
     """
 
     dim: int
@@ -42,16 +42,16 @@ class SpatialSplit:
 
 @lru_cache(maxsize=16)
 def spatial_splits(graph: OpGraph, most_units: int = 256) -> tuple[SpatialSplit, ...]:
-    """Ways to cut a network along space, those that cut most work first.
+    """Ways to cut a network along space, those that cut the most work first.
 
     Args:
-        graph: one training step.
-        most_units: more rows than this are not told apart.
+        graph: One training step.
+        most_units: Largest number of units.
 
     Returns:
-        For each dimension and each number of units that cuts other ops than the last; of those
-        that cut the same ops the one with the most units. Empty for a network that has no
-        convolution on what comes with the batch.
+        One split for each dimension and each number of units that cuts other ops than the last; of
+        those that cut the same ops the one with the most units. Empty for a network without a
+        convolution on a tensor of the batch.
     """
     found: list[SpatialSplit] = []
     for dim in _dims(graph):
@@ -91,7 +91,7 @@ def _seed_shapes(graph: OpGraph) -> list[tuple[int, ...]]:
 
 
 def _seeds(graph: OpGraph) -> list[int]:
-    """Tensors of the batch that look like what the first convolution reads."""
+    """Tensors of the batch with as many dimensions as the first convolution's input."""
     ranks = [len(graph.tensors[op.inputs[0]].shape) for op in graph.ops if op.kind == CONVOLUTION]
     if not ranks:
         return []
@@ -103,9 +103,9 @@ def spatial_rules(graph: OpGraph, dim: int, units: int) -> OpRules:
     """Rules of all ops for a team that cuts one dimension of space.
 
     Args:
-        graph: one training step.
-        dim: the dimension.
-        units: of the axis.
+        graph: One training step.
+        dim: The dimension.
+        units: Number of units of the axis.
     """
     seeds = {
         tensor: S(dim) for tensor in _seeds(graph) if graph.tensors[tensor].shape[dim] % units == 0
@@ -114,12 +114,12 @@ def spatial_rules(graph: OpGraph, dim: int, units: int) -> OpRules:
 
 
 def rules_from(graph: OpGraph, units: int, seeds: Mapping[int, Placement]) -> OpRules:
-    """Rules of all ops that keep cut what is cut, as far as nothing large has to be gathered.
+    """Rules of all ops that keep tensors cut as long as nothing large has to be gathered.
 
     Args:
-        graph: one training step.
-        units: of the axis.
-        seeds: inputs of the step that are cut, and how; they follow from nothing else.
+        graph: One training step.
+        units: Number of units of the axis.
+        seeds: Placements of the step's inputs that are cut; they follow from nothing else.
     """
     uncut: set[int] = set()
     while True:
@@ -133,10 +133,10 @@ class _Pass:
     """One pass through a graph.
 
     Args:
-        graph: one training step.
-        units: of the axis.
-        seeds: inputs of the step that are cut, and how.
-        uncut: ops that are done whole.
+        graph: One training step.
+        units: Number of units of the axis.
+        seeds: Placements of the step's inputs that are cut.
+        uncut: Ops that run whole.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class _Pass:
         self.places = dict(seeds)
 
     def run(self) -> tuple[OpRules, set[int]]:
-        """The rules, and makers of local statistics that a reader cannot take."""
+        """The rules, and the makers of local statistics that a reader cannot use."""
         graph, group = self.graph, group_ops(self.graph).group
         rules: list[tuple[int, OpRule]] = []
         unlike: set[int] = set()
@@ -198,7 +198,7 @@ class _Pass:
 
 
 def _is_near(given: Placement, wanted: Placement) -> bool:
-    """Whether a device has what it needs of a tensor, but for neighbours' rows and small sums."""
+    """Whether a device has all it needs of a tensor, except neighbours' rows and small sums."""
     if wanted.kind == "H":
         return given in (R, S(wanted.dim))
     if given == R:

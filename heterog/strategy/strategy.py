@@ -36,24 +36,24 @@ DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What one group of ops does.
+    """The decision about one group of ops.
 
     Attributes:
-        devices: device indices that hold the group's parameters, ascending.
-        shares: samples of the global batch for each of ``devices``; 0 is allowed. One device with
-            the whole batch is model parallelism.
+        devices: Indices of the devices that hold the group's parameters, ascending.
+        shares: Number of samples of the global batch for each of ``devices``; 0 is allowed. One
+            device with the whole batch is model parallelism.
         sync: Way in which gradients are summed; unused on a single device.
-        slices: for ``REDUCE_SCATTER_ALL_GATHER`` and ZeRO, relative slice of each of ``devices``;
+        slices: For ``REDUCE_SCATTER_ALL_GATHER`` and ZeRO, relative slice of each of ``devices``;
             empty means equal slices. Under ZeRO it is the device's part of the optimizer's state
             (2, 3: and of the gradients; 3: and of the parameters), 0 is allowed.
-        slice_groups: for ZeRO, a partition of ``devices`` into groups as large as each other, each
-            of which keeps one copy in slices (FSDP's hybrid sharding): gradients are scattered
-            inside groups, the slices added up between them, parameters gathered inside. ``slices``
-            are alike in all groups. Empty means one group of all devices.
-        recompute: what the group's forward ops made is let go after the forward pass; what its
-            backward ops read of it is made again, from the values of other groups, just before.
-        teams: a partition of ``devices``; see ``division``. Empty means one team of all of them.
-        parts: weight of each of ``devices`` when its team splits the units of a rule's axis;
+        slice_groups: For ZeRO, a partition of ``devices`` into groups of equal size, each of which
+            keeps one copy in slices (FSDP's hybrid sharding): gradients are scattered in groups,
+            the slices summed between them, parameters gathered inside. ``slices`` are equal in all
+            groups. Empty means one group of all devices.
+        recompute: Whether activations of the group's forward ops are dropped after the forward
+            pass and recomputed, just before its backward ops, from the values of other groups.
+        teams: A partition of ``devices``; see ``division``. Empty means one team of all of them.
+        parts: Weight of each of ``devices`` when its team splits the units of a rule's axis;
             empty means in proportion to the shares.
     """
 
@@ -129,19 +129,19 @@ class Decision:
 
     @property
     def division(self) -> Division:
-        """Which samples and units each device has."""
+        """The division of samples and units among the devices."""
         return Division(self.devices, self.shares, self.teams, self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Decisions for every group, homes for every parameter, and what holds for the whole step.
+    """Decisions for every group, homes for every parameter, and settings of the whole step.
 
     Attributes:
-        graph: fingerprint of the graph it was made for.
-        cluster: fingerprint of the cluster it was made for.
-        decisions: one per group of the graph.
-        homes: device that updates each parameter (in the order of ``OpGraph.updates``), or
+        graph: Fingerprint of the graph it was made for.
+        cluster: Fingerprint of the cluster it was made for.
+        decisions: One decision per group of the graph.
+        homes: Device that updates each parameter (in the order of ``OpGraph.updates``), or
             ``REPLICATED``. A group that synchronises by parameter server needs homes; on a single
             device a home elsewhere means push and pull.
         micro_batches: samples per micro-batch for each device of the cluster, all tuples of one
@@ -182,7 +182,7 @@ class Strategy:
     codecs: CodecRules = ()
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
-        """The same with other decisions; a block ends where they no longer agree."""
+        """Replace the decisions; a block ends where they no longer agree."""
         blocks = self.blocks
         if blocks:
             cuts = {g for g in range(1, len(decisions)) if decisions[g] != decisions[g - 1]}
@@ -204,19 +204,19 @@ class Strategy:
 
     @property
     def micro_sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch; empty if the step runs in one go."""
+        """Number of samples of each micro-batch; empty if the step runs in one go."""
         divisions = (decision.division for decision in self.decisions)
         return micro_sizes(self.micro_batches, divisions, sum(self.decisions[0].shares))
 
     def resized(self, graph: OpGraph) -> "Strategy":
-        """The same decisions for the same step on another batch; see ``lower_resized``.
+        """Keep the decisions for the same step on another batch; see ``lower_resized``.
 
-        Its micro-batches have the proportions of this one's, but none is empty. Shares stay as
-        they are: they say in which proportions samples are shared out. Rules of ops keep their
-        units.
+        Its micro-batches have the proportions of this one's, but none is empty. Shares stay
+        unchanged: they state the proportions in which samples are distributed. Rules of ops keep
+        their units.
 
         Args:
-            graph: the step on the other batch, ``grouped_like`` the one of this strategy.
+            graph: The step on the other batch, ``grouped_like`` the one of this strategy.
         """
         sizes = self.micro_sizes
         counts = split_in_proportion(graph.batch_size, sizes) if sizes else ()
@@ -225,7 +225,7 @@ class Strategy:
         micro = (counts, *(idle for _ in self.micro_batches[1:])) if len(counts) > 1 else ()
         schedule = self.schedule
         if len(micro) != len(self.micro_batches) or len(counts) != self.num_micro_batches:
-            schedule = replace(schedule, turns=())  # they name micro-batches that are gone
+            schedule = replace(schedule, turns=())  # they name micro-batches that no longer exist
         rules, planned = self.op_rules, graph.grouped_like
         return replace(
             self,
@@ -239,7 +239,7 @@ class Strategy:
         """Refuse a graph or cluster that the strategy was not made for, or an illegal strategy.
 
         Raises:
-            StrategyError: says what does not fit.
+            StrategyError: something does not fit; says what.
         """
         if self.graph != graph.fingerprint:
             raise StrategyError(
@@ -257,7 +257,7 @@ class Strategy:
                 f"the strategy has {len(self.decisions)} decisions and {len(self.homes)} homes; "
                 f"the graph has {grouping.num_groups} groups and {len(graph.updates)} parameters."
             )
-        # Many groups share a decision, which is looked at once.
+        # Many groups share a decision, which is checked only once.
         distinct: dict[int, tuple[str, Decision]] = {}
         for name, decision in zip(grouping.names, self.decisions, strict=True):
             distinct.setdefault(id(decision), (name, decision))
@@ -424,7 +424,7 @@ def _check_rings(name: str, decision: Decision, axes: tuple[int, ...]) -> None:
 
 
 def _check_slice_rings(name: str, decision: Decision, ring: Ring) -> None:
-    """Refuse slice groups whose copies are cut unlike each other."""
+    """Refuse slice groups whose copies are cut differently."""
     weight = dict(
         zip(decision.devices, decision.slices or (1,) * len(decision.devices), strict=True)
     )

@@ -1,6 +1,6 @@
-"""How gradients become the same everywhere, and what replicas keep in slices: one table.
+"""Synchronisation of gradients, and the state that replicas keep in slices: one table.
 
-A synchronisation has two sides that nothing else has to know apart: how sums travel, and how much
+A synchronisation has two sides, which only this table combines: how sums travel, and how much
 of the training state each replica keeps a slice of instead of the whole. What the framework asks
 about a synchronisation it asks ``TRAITS``, so a new one is a row here and, if its sums travel in a
 new way, a channel (``channels``), its price (``simulator.collectives``) and the call that moves it
@@ -21,7 +21,7 @@ class Aggregation(IntEnum):
 
 
 class Sharded(IntEnum):
-    """What each replica keeps only a slice of; each level includes those before it.
+    """State of which each replica keeps only a slice; each level includes those before it.
 
     The numbers are the stages of ZeRO (Rajbhandari et al. 2020, section 5).
     """
@@ -33,7 +33,7 @@ class Sharded(IntEnum):
 
 
 class Sync(IntEnum):
-    """How the gradients of a group become the same everywhere."""
+    """The synchronisation of the gradients of a group."""
 
     RING = 0
     """All-reduce on one ring over all devices."""
@@ -47,7 +47,7 @@ class Sync(IntEnum):
     """Reduce-scatter of the gradients; each device updates its slice and keeps the optimizer's
     state of it alone; all-gather of the parameters (Rajbhandari et al. 2020, stage 1)."""
     ZERO2 = 5
-    """As ``ZERO1``, and of the gradient of each micro-batch only the own slice is kept."""
+    """Like ``ZERO1``, and each device keeps only its own slice of each micro-batch's gradient."""
     ZERO3 = 6
     """As ``ZERO2``, and the parameters live as slices too: gathered before the forward and again
     before the backward ops that read them, dropped after."""
@@ -59,17 +59,17 @@ class Sync(IntEnum):
 
     @property
     def sharded(self) -> Sharded:
-        """What each replica keeps only a slice of."""
+        """State of which each replica keeps only a slice."""
         return TRAITS[self].sharded
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each replica updates a slice of every parameter and keeps its state alone."""
+        """Whether each replica updates only its slice of every parameter and keeps that state."""
         return TRAITS[self].sharded > Sharded.NOTHING
 
     @property
     def takes_slices(self) -> bool:
-        """Whether a decision may say how large each device's slice is."""
+        """Whether a decision may set the size of each device's slice."""
         return TRAITS[self].aggregation == Aggregation.SLICES
 
     @property
@@ -84,13 +84,13 @@ class Sync(IntEnum):
 
 
 class Traits(NamedTuple):
-    """What there is to know about a synchronisation.
+    """Properties of a synchronisation.
 
     Attributes:
-        aggregation: how the sum of gradients reaches all replicas.
-        sharded: what each replica keeps only a slice of.
-        words: its name in a sentence.
-        short: its name in a column.
+        aggregation: How the sum of gradients reaches all replicas.
+        sharded: State of which each replica keeps only a slice.
+        words: Name in a sentence.
+        short: Name in a column.
     """
 
     aggregation: Aggregation

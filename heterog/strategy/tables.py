@@ -1,4 +1,4 @@
-"""What the lowering kernel knows about a graph, in flat integer arrays, computed once.
+"""The graph in flat integer arrays for the lowering kernel, computed once.
 
 Views are gone here: a tensor is named by the *value* that owns its memory, an output of a compute
 op. A *slot* is one way in which a value is needed somewhere else than where it was made: by
@@ -31,14 +31,13 @@ FloatArray = npt.NDArray[np.float64]
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
 
 ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
-"""Readers of a slot: all; or those of one pass, where a team gathers what lies in slices of sums
-or the keys and values of all positions.
-The backward pass then gathers it again, so that nobody keeps the whole in between (Korthikanti et
-al. 2022, section 4.2.2)."""
+"""Readers that a slot serves: all; or those of one pass, where a team gathers slices of sums or
+the keys and values of all positions. The backward pass then gathers them again, so that nobody
+keeps the whole in between (Korthikanti et al. 2022, section 4.2.2)."""
 
 
 class Domain(IntEnum):
-    """Over which devices the gradients of a parameter are added up."""
+    """The devices over which the gradients of a parameter are summed."""
 
     NOBODY = -1
     """Each device has the whole gradient already."""
@@ -56,7 +55,7 @@ class Domain(IntEnum):
 class SparseTables(NamedTuple):
     """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
 
-    A matrix has a number for each axis along which its rows are cut.
+    A matrix has one number for each axis along which its rows are cut.
     """
 
     axis: IntArray  # [num_matrices]
@@ -111,7 +110,7 @@ class GraphTables(NamedTuple):
     slot_group: IntArray
     slot_whole: IntArray  # AS_MADE, IN_TEAM or EVERYTHING
     slot_axis: IntArray  # of the reader
-    slot_pass: IntArray  # whose readers it is for; see ``ANY_PASS``
+    slot_pass: IntArray  # pass of the readers that it is for; see ``ANY_PASS``
     slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
     sparse: "SparseTables"
     # Parameters, in the order of OpGraph.updates.
@@ -144,12 +143,12 @@ class GraphTables(NamedTuple):
 def graph_tables(
     graph: OpGraph, op_rules: OpRules = (), blocks: tuple[int, ...] = ()
 ) -> GraphTables:
-    """Build the tables of a graph whose ops run by some rules, and whose groups form blocks.
+    """Build the tables of a graph under some op rules, with groups that form blocks.
 
     Args:
-        graph: one training step.
-        op_rules: see ``Strategy``.
-        blocks: see ``Strategy``.
+        graph: One training step.
+        op_rules: See ``Strategy``.
+        blocks: See ``Strategy``.
     """
     return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph), blocks).build()
 
@@ -157,11 +156,11 @@ def graph_tables(
 WindowRow = tuple[int, int, int, int]
 NO_WINDOW: WindowRow = (0, 0, 0, 0)
 _Slot = tuple[int, int, int, int, int, WindowRow]
-"""(value, reading group, how much of it is needed, the reader's axis, the readers' pass, rows)."""
+"""Value, reading group, how much of it is needed, axis and pass of the readers, and rows."""
 
 
 def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
-    """A window as the kernel sees it: its three numbers, and the rows that there are.
+    """Convert a window to the kernel's form: its three numbers, and the total number of rows.
 
     All 0 for slots that need no rows of others. For the rows that a sparse matrix names, the first
     number is -1 minus that of the matrix in ``SparseTables``.
@@ -224,7 +223,7 @@ class _Builder:
         self.slot_number = {slot: number for number, slot in enumerate(self.slots)}
 
     def _gathered_views(self) -> list[int]:
-        """How much of a value the views need through which each tensor looks at it."""
+        """How much of a value is needed by the views through which each tensor shows it."""
         graph, plan = self.graph, self.plan
         gathered = [AS_MADE] * len(graph.tensors)
         for index, op in enumerate(graph.ops):
@@ -277,7 +276,7 @@ class _Builder:
         }
 
     def _recomputation_tables(self) -> dict[str, Any]:
-        """The recomputation of each block where the kernel looks for it: its reader's group."""
+        """Recomputation of each block, stored at its reader's group for the kernel."""
         found = recomputations(
             [self.block[group] if group >= 0 else group for group in self.op_group],
             self.is_backward,
@@ -388,7 +387,7 @@ class _Builder:
         }
 
     def _batch_tables(self) -> dict[str, Any]:
-        """What stays on a device: what every device holds, and what comes with the batch."""
+        """Bytes that stay on a device: those that every device holds, and those of the batch."""
         graph = self.graph
         batch_bytes = float(
             sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
@@ -472,7 +471,7 @@ class _Builder:
         return window_row(graph, tensor, needed)
 
     def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
-        """Which readers take what is made of a value for one of them."""
+        """The passes whose readers share the conversion of a value for one reader."""
         graph, plan = self.graph, self.plan
         is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
         axis = int(plan.tensor_axis[storage])
@@ -486,15 +485,15 @@ class _Builder:
         return BACKWARD_PASS if is_backward else FORWARD_PASS
 
     def _makes_weights_only(self) -> list[int]:
-        """Ops of the backward pass whose results lead to gradients of their own group alone."""
-        # Values that another group reads, or an op that is not such a one.
+        """Flags of backward ops whose results lead only to gradients of their own group."""
+        # Whether a value is read by another group, or by an op without this flag.
         leads_on = [False] * len(self.values)
         gradients = set(self.gradient_values)
         flags = [0] * len(self.ops)
         for row in range(len(self.ops) - 1, -1, -1):
             made = [self.value_of[tensor] for tensor in self.graph.outputs(self.ops[row])]
             if self.is_backward[row] and not any(leads_on[value] for value in made):
-                # An op that nothing reads but that makes no gradient either is left where it is.
+                # An op without readers that makes no gradient either is left where it is.
                 flags[row] = int(any(value in gradients or self._is_read(value) for value in made))
             for value, _ in self.reads[row]:
                 if not flags[row] or self.op_group[self.value_op[value]] != self.op_group[row]:
@@ -505,7 +504,7 @@ class _Builder:
         return bool(self.graph.consumers[self.values[value]])
 
     def _gradient_slot(self, parameter: int, gradient: int) -> _Slot | None:
-        """Where the gradient of a whole parameter is whole that was made in parts."""
+        """The slot that gathers the gradient of a whole parameter that was made in parts."""
         storage = int(self.graph.storage[gradient])
         made = self.plan.placements[storage]
         if made.kind != "S" or parameter in self.plan.sharded or storage not in self.value_of:
@@ -528,7 +527,7 @@ class _Builder:
         return Domain.SLICES + parameter_axis - 1 if parameter_axis >= 0 else Domain.PEERS
 
     def _batch_is_read_whole(self) -> bool:
-        """Whether an op needs samples that it has no share of."""
+        """Whether an op needs samples of which its device has no share."""
         graph, plan = self.graph, self.plan
         inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
         return any(
@@ -563,7 +562,7 @@ class _Builder:
         )
 
     def _moved_fraction(self, storage: int) -> float:
-        """Part of a value that readers outside its group look at (a slice of it, say)."""
+        """Fraction of a value that readers outside its group use (a slice of it, say)."""
         seen = sum(
             int(self.graph.tensor_bytes[tensor]) for tensor in self.outside.get(storage, ())
         )
@@ -572,7 +571,7 @@ class _Builder:
 
 
 def matrix_of(sparse: SparseTables, number: int) -> SparsePattern:
-    """The entries of one of the matrices."""
+    """The pattern of one of the matrices."""
     rows = slice(*sparse.first_row[number : number + 2].tolist())
     entries = slice(*sparse.first_entry[number : number + 2].tolist())
     return SparsePattern(
@@ -616,7 +615,7 @@ def block_of_groups(num_groups: int, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _item_bytes(graph: OpGraph, tensor: int) -> int:
-    """Bytes of each element of a tensor, 0 if these are no floating-point numbers."""
+    """Bytes of each element of a tensor; 0 if it has no floating-point numbers."""
     meta = graph.tensors[tensor]
     if "float" not in meta.dtype or not meta.meta.num_elements:
         return 0

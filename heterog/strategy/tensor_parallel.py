@@ -26,14 +26,14 @@ _OUTERS = (1, 2, 3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """A way to shard a region.
+    """A way to shard a region of ops.
 
     Attributes:
-        parameter: tensor id of the weight whose split was followed.
-        placement: of that weight.
-        units: units of the axis.
-        op_rules: of all ops that are split.
-        flops: of these ops, on all devices together.
+        parameter: Tensor id of the weight whose split was followed.
+        placement: Placement of that weight.
+        units: Number of units of the axis.
+        op_rules: Rules of all ops that are split.
+        flops: FLOPs of these ops, on all devices together.
     """
 
     parameter: int
@@ -46,17 +46,17 @@ class Sharding:
 def shardings(
     graph: OpGraph, groups: Iterable[int], *, parameters: Collection[int] | None = None
 ) -> tuple[Sharding, ...]:
-    """Ways to shard the ops of some groups, the one that splits most work first.
+    """Ways to shard the ops of some groups, the one that splits the most work first.
 
     Args:
-        graph: one training step.
-        groups: that are sharded together: they should have the same devices and shares.
-        parameters: whose splits are followed; by default all that these groups read.
+        graph: One training step.
+        groups: Groups to shard together; they should have the same devices and shares.
+        parameters: Parameters whose splits are followed; by default all that these groups read.
 
     Returns:
-        One sharding for each different set of ops, along the axis with the most units (they can be
-        shared out most exactly), the most work first; empty if nothing can be split. Rules of
-        different regions may be put together: ``merge_rules``.
+        One sharding for each different set of ops, along the axis with the most units (it can be
+        divided most exactly), the most work first; empty if nothing can be split. Rules of
+        different regions can be combined with ``merge_rules``.
     """
     region = ops_of_groups(graph, groups)
     # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head.
@@ -93,7 +93,7 @@ def shardings(
 
 
 def ops_of_groups(graph: OpGraph, groups: Iterable[int]) -> list[int]:
-    """Ops of some groups but for constants and updates, in program order."""
+    """Ops of some groups, except constants and updates, in program order."""
     chosen = set(groups) - {CONSTANT_GROUP}
     group = group_ops(graph).group
     return [
@@ -104,7 +104,7 @@ def ops_of_groups(graph: OpGraph, groups: Iterable[int]) -> list[int]:
 
 
 def merge_rules(*parts: OpRules) -> OpRules:
-    """Rules of several regions together; an op keeps the first rule it is given."""
+    """Combine rules of several regions; an op keeps the first rule it is given."""
     merged: dict[int, OpRule] = {}
     for rules in parts:
         for op, rule in rules:
@@ -118,10 +118,10 @@ def follow_split(
     """Rules of the ops of a region that a split of some parameters leads to.
 
     Args:
-        graph: one training step.
-        region: op indices.
-        splits: placement of the parameters that are split at first.
-        units: units of the axis.
+        graph: One training step.
+        region: Op indices.
+        splits: Placement of the parameters that are split at first.
+        units: Number of units of the axis.
     """
     return _Follower(graph, sorted(region), splits, units).run()
 
@@ -139,7 +139,7 @@ class _Follower:
         self.pulled: dict[int, RuleResult] = {}
 
     def run(self) -> OpRules:
-        """Follow forward and pull backward until nothing changes."""
+        """Follow splits forward and pull them backward until nothing changes."""
         rules: dict[int, RuleResult] = {}
         for _ in range(_MOST_ROUNDS):
             before = dict(self.splits), dict(self.pulled)
@@ -181,7 +181,7 @@ class _Follower:
         return rules
 
     def _split_gradients(self, rules: dict[int, RuleResult]) -> None:
-        """Let the gradients of split parameters come out split, so that these live in slices."""
+        """Make the gradients of split parameters split, so that these live in slices."""
         for _, parameter, gradient in self.graph.updates:
             if parameter in self.splits:
                 maker = int(self.graph.producer[self.graph.storage[gradient]])
@@ -189,12 +189,12 @@ class _Follower:
                     self._pull(gradient, self.splits[parameter], from_slices=True)
 
     def _pull(self, tensor: int, wanted: Placement, *, from_slices: bool = False) -> bool:
-        """Split what makes a tensor, if that needs slices of parameters only.
+        """Split the maker of a tensor, if that needs only slices of parameters.
 
         Args:
-            tensor: that is to be split.
-            wanted: how.
-            from_slices: slices of activations, which are gathered for it, may be needed too.
+            tensor: The tensor to split.
+            wanted: Its placement.
+            from_slices: Whether it may also need slices of activations, which are gathered.
         """
         graph = self.graph
         if tensor in self.parameters:
@@ -244,7 +244,7 @@ class _Follower:
 def _propagated(
     graph: OpGraph, op: int, given: tuple[Placement, ...], units: int
 ) -> RuleResult | None:
-    """``propagate``, asked again for every weight whose split reaches an op."""
+    """Cached ``propagate``, called again for every weight whose split reaches an op."""
     return propagate(graph.call(op), given, units)
 
 
@@ -254,7 +254,7 @@ def _legal_rules(graph: OpGraph, op: int, units: int, outer: int) -> tuple[RuleR
 
 
 def _keeps(given: tuple[Placement, ...], result: RuleResult) -> bool:
-    """Whether a rule converts nothing but whole tensors, by slices."""
+    """Whether a rule converts only whole tensors, by taking slices."""
     split = any(place.kind == "S" for place in result.inputs)
     return split and needs_no_transfer(given, result.inputs)
 

@@ -57,15 +57,15 @@ def skewed_graph(
     """A graph with communities whose degrees fall as a power of a node's rank.
 
     Ends of edges are drawn in proportion to ``rank ** -skew`` (the model of Chung and Lu 2002),
-    where ranks are dealt out at random; no edge is there twice, and none leads to its own node.
+    where ranks are assigned at random; no edge occurs twice, and none leads to its own node.
 
     Args:
-        num_nodes: nodes of the graph.
-        mean_degree: edges of a node that are drawn, in the mean; a few are drawn twice.
-        community: nodes of a community, the last one may have fewer.
-        outside: part of the edges that lead to any node instead of one of the same community.
+        num_nodes: Number of nodes of the graph.
+        mean_degree: Mean number of edges drawn for a node; a few are drawn twice.
+        community: Number of nodes of a community; the last one may have fewer.
+        outside: Part of the edges that lead to any node instead of one of the same community.
         skew: 0 for nodes that are alike, towards 1 for a few nodes with most edges.
-        seed: same seed, same graph.
+        seed: Seed of the graph.
     """
     random = np.random.default_rng(seed)
     weight = (1.0 + random.permutation(num_nodes)) ** -skew
@@ -88,8 +88,8 @@ class GraphConvolutions(nn.Module):
     """Layers ``act(A H W + b)`` with one normalised matrix ``A`` of the whole graph.
 
     Args:
-        edges: of the graph.
-        widths: features of the nodes, of each hidden layer, and the classes.
+        edges: Edges of the graph.
+        widths: Features of the nodes, of each hidden layer, and number of classes.
     """
 
     def __init__(self, edges: Edges, widths: tuple[int, ...]) -> None:
@@ -109,8 +109,8 @@ class GraphSage(nn.Module):
     """Layers ``act(H V + mean of neighbours' H W + b)``.
 
     Args:
-        edges: of the graph.
-        widths: features of the nodes, of each hidden layer, and the classes.
+        edges: Edges of the graph.
+        widths: Features of the nodes, of each hidden layer, and number of classes.
     """
 
     def __init__(self, edges: Edges, widths: tuple[int, ...]) -> None:
@@ -149,16 +149,16 @@ def full_batch(
     widths: tuple[int, ...] = (NUM_FEATURES, HIDDEN, NUM_CLASSES),
     labelled: float = 0.5,
 ) -> Workload:
-    """Classes of the nodes of a generated graph, learned from those nodes that have labels.
+    """Classification of a generated graph's nodes, learned from the nodes that have labels.
 
     Args:
-        name: of the workload.
-        network: makes the model from edges and widths.
-        batch_size: sets of features on the same graph; one for an ordinary graph.
-        num_nodes: nodes of the graph.
-        mean_degree: edges of a node, in the mean.
-        widths: features of the nodes, of each hidden layer, and the classes.
-        labelled: part of the nodes that have labels.
+        name: Name of the workload.
+        network: Function that makes the model from edges and widths.
+        batch_size: Number of sets of features on the same graph; one for an ordinary graph.
+        num_nodes: Number of nodes of the graph.
+        mean_degree: Mean number of edges of a node.
+        widths: Features of the nodes, of each hidden layer, and number of classes.
+        labelled: Part of the nodes that have labels.
     """
     community = min(COMMUNITY, max(num_nodes // 8, 1))
 
@@ -185,8 +185,8 @@ def node_loss(scores: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy, the mean over nodes with labels.
 
     Args:
-        scores: of the classes.  # [samples, nodes, classes]
-        labels: ``UNLABELLED`` for nodes without one.  # [samples, nodes]
+        scores: Scores of the classes.  # [samples, nodes, classes]
+        labels: Class of each node; ``UNLABELLED`` for those without.  # [samples, nodes]
     """
     return functional.cross_entropy(
         scores.flatten(0, 1), labels.flatten(), ignore_index=UNLABELLED

@@ -29,12 +29,12 @@ BALANCE_WEIGHT = 0.01
 
 
 class MoeOutput(NamedTuple):
-    """What the model returns.
+    """Output of the model.
 
     Attributes:
-        logits: ``[batch, tokens, vocabulary]``.
-        balance: ``[batch]``, summed over the mixture layers; a layer that spreads a sequence
-            evenly over its experts adds one.
+        logits: Scores ``[batch, tokens, vocabulary]``.
+        balance: Balance losses ``[batch]``, summed over the mixture layers; a layer that spreads a
+            sequence evenly over its experts adds one.
     """
 
     logits: Tensor
@@ -56,9 +56,9 @@ class MixtureOfExperts(nn.Module):
     """Feed-forward experts of which every token uses two.
 
     Args:
-        width: size of a token's vector.
-        inner_width: hidden size of each expert.
-        num_experts: number of experts, E.
+        width: Size of a token's vector.
+        inner_width: Hidden size of each expert.
+        num_experts: Number of experts, E.
     """
 
     def __init__(self, width: int, inner_width: int, num_experts: int) -> None:

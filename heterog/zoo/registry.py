@@ -29,15 +29,15 @@ class BatchSizeError(HeterogError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZooEntry:
-    """One built-in workload: what ``heterog models`` shows, and how to make it.
+    """One built-in workload: its row in ``heterog models``, and how to make it.
 
     Attributes:
-        name: what users type.
+        name: Name that users type.
         family: ``"vision"``, ``"language"``, ``"moe"`` or ``"graph"``.
-        default_batch_size: global batch size, in samples, used when the user gives none.
-        num_parameters: number of trainable scalars, a tied tensor counted once.
-        description: one line for tables.
-        build: makes the workload for a batch size; imports torch only when it is called.
+        default_batch_size: Global batch size, in samples, used when the user gives none.
+        num_parameters: Number of trainable scalars, a tied tensor counted once.
+        description: One line for tables.
+        build: Function that makes the workload for a batch size; imports torch only when called.
     """
 
     name: str
@@ -109,10 +109,10 @@ def load_workload(
     function's unless the workload has one.
 
     Args:
-        source: of the workload.
-        batch_size: of its example batch; by default its own.
-        must_take: whether a function that takes no batch size is refused one. Who runs a plan
-            passes the one that it was made for, and the batches are compared later.
+        source: Source of the workload.
+        batch_size: Batch size of its example batch; by default its own.
+        must_take: Whether a batch size is an error for a function that takes none. To run a plan,
+            its batch size is passed, and the batches are compared later.
 
     Raises:
         UnknownNameError: ``source`` is not a path and the zoo has no such entry.
@@ -139,7 +139,7 @@ def _check_batch_size(batch_size: int) -> None:
 
 
 def _call(path: Path, function: object, name: str, batch_size: int | None) -> Workload:
-    """What the user's function returns, checked to be a workload."""
+    """The result of the user's function, checked to be a workload."""
     from heterog.graph.workload import Workload
 
     assert callable(function)

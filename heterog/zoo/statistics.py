@@ -1,7 +1,7 @@
-"""BatchNorm over all there is, wherever its parts are: an explicit choice beside the usual one.
+"""BatchNorm over the whole batch, however it is cut: an explicit alternative to the usual one.
 
 Where a batch or its samples are cut, ``nn.BatchNorm`` normalises each part by its own mean and
-variance, as data-parallel training does. ``whole_statistics`` puts modules in its place that
+variance, as data-parallel training does. ``whole_statistics`` replaces it by modules that
 compute the same from sums, which are added up over devices like any other sum: the numbers of one
 device, for two small all-reduces forward and two backward in each layer, and with one more
 activation kept (what ``SyncBatchNorm`` is to data-parallel training).
@@ -46,7 +46,7 @@ class WholeBatchNorm(_BatchNorm):
         return normalised * self.weight.view(shape) + self.bias.view(shape)
 
     def _keep(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Step the running statistics, of which the variance is the unbiased one."""
+        """Update the running statistics, with the unbiased variance."""
         assert self.running_mean is not None
         assert self.running_var is not None
         if self.num_batches_tracked is not None:
@@ -61,10 +61,10 @@ def whole_statistics(model: nn.Module) -> nn.Module:
     """The same model with every ``nn.BatchNorm`` normalising by statistics of the whole.
 
     Args:
-        model: is changed in place, unless it is a BatchNorm itself.
+        model: Model, which is changed in place unless it is a BatchNorm itself.
 
     Returns:
-        The model, or what stands in its place.
+        The model, or its replacement.
     """
     if isinstance(model, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d):
         whole = WholeBatchNorm(

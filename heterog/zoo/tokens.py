@@ -1,4 +1,4 @@
-"""What the workloads on token sequences share: the example batch and the loss."""
+"""Common parts of the workloads on token sequences: the example batch and the loss."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def token_cross_entropy(output: Any, labels: Tensor) -> Tensor:
     """The mean cross-entropy over all positions whose label is not -100.
 
     Args:
-        output: logits ``[batch, tokens, vocabulary]``, or an object that has them as ``logits``.
-        labels: wanted tokens ``[batch, tokens]``.
+        output: Logits ``[batch, tokens, vocabulary]``, or an object that has them as ``logits``.
+        labels: Wanted tokens ``[batch, tokens]``.
     """
     logits: Tensor = getattr(output, "logits", output)
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -37,12 +37,12 @@ def token_workload(
     """A workload on random tokens, trained with Adam.
 
     Args:
-        name: the workload's name.
-        model: makes the model; it is called with the inputs by name.
-        batch_size: sequences in a batch.
-        vocabulary: number of different tokens.
-        num_tokens: length of each input, and of ``"labels"``.
-        loss: ``loss(output, labels)``.
+        name: Name of the workload.
+        model: Function that makes the model, which is called with the inputs by name.
+        batch_size: Number of sequences in a batch.
+        vocabulary: Number of different tokens.
+        num_tokens: Length of each input, and of ``"labels"``.
+        loss: Loss function, ``loss(output, labels)``.
     """
 
     def example_batch() -> Batch:

@@ -1,4 +1,4 @@
-"""Networks that sort images into 1000 classes, written out in plain torch.
+"""Networks that classify images into 1000 classes, written out in plain torch.
 
 Every network has the parameters of its publication, batch normalisation included, with two
 deviations. There is no dropout, so that a training step is deterministic. Inception and NASNet
@@ -329,7 +329,7 @@ class MobileNetV2(nn.Sequential):
 
 
 class ReluConvNorm(nn.Sequential):
-    """ReLU, a 1 x 1 convolution and batch normalisation: NASNet's way to set a width."""
+    """ReLU, a 1 x 1 convolution and batch normalisation, with which NASNet sets a width."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(
@@ -381,10 +381,10 @@ class NormalCell(nn.Module):
     """NASNet-A's normal cell (figure 4, left), on the outputs of the last two cells.
 
     Args:
-        last_channels: channels of the last cell's output.
-        before_channels: channels of the output of the cell before it.
-        width: channels that both inputs are set to, and of each of the six results.
-        halve: the older input has twice the resolution.
+        last_channels: Channels of the last cell's output.
+        before_channels: Channels of the output of the cell before it.
+        width: Channels to which both inputs are set, and of each of the six results.
+        halve: Whether the older input has twice the resolution.
     """
 
     def __init__(
@@ -421,11 +421,11 @@ class ReductionCell(nn.Module):
     """NASNet-A's reduction cell (figure 4, right); it halves the resolution.
 
     Args:
-        last_channels: channels of the last cell's output.
-        before_channels: channels of the output of the cell before it.
-        width: channels of each of the cell's four results.
-        first: the first stem cell, which takes the older input as it is.
-        halve: the older input has twice the resolution.
+        last_channels: Channels of the last cell's output.
+        before_channels: Channels of the output of the cell before it.
+        width: Channels of each of the cell's four results.
+        first: Whether this is the first stem cell, which takes the older input as it is.
+        halve: Whether the older input has twice the resolution.
     """
 
     def __init__(

@@ -47,10 +47,10 @@ def cosmoflow(
     """CosmoFlow on cubes of any width, with any number of channels.
 
     Args:
-        batch_size: volumes in the global batch.
-        width: of the cubes; a power of two, 16 or more.
-        channels: of the first convolution; each next one has twice as many, up to 256.
-        hidden: features of the linear layers.
+        batch_size: Number of volumes in the global batch.
+        width: Width of the cubes; a power of two, 16 or more.
+        channels: Channels of the first convolution; each next one has twice as many, up to 256.
+        hidden: Features of the linear layers.
     """
 
     def example_batch() -> Batch:
@@ -77,11 +77,11 @@ def segmentation(
     """A 3D U-Net on cubes of any width, with any channels.
 
     Args:
-        batch_size: volumes in the global batch.
-        width: of the cubes; halved once less than there are levels.
-        channels: of the two convolutions of each level, the last of them the bottom.
-        whole: where samples are cut, BatchNorm normalises by statistics of the whole, and not each
-            part by its own.
+        batch_size: Number of volumes in the global batch.
+        width: Width of the cubes; halved once less than there are levels.
+        channels: Channels of the two convolutions of each level, the last of them the bottom.
+        whole: Whether BatchNorm, if samples are cut, normalises by statistics of the whole, not
+            each part by its own.
     """
 
     def example_batch() -> Batch:
@@ -140,7 +140,7 @@ class UNet3d(nn.Module):
     """A 3D U-Net: levels joined by poolings, deconvolutions of stride 2 and concatenations.
 
     Args:
-        channels: of the two convolutions of each level, the last of them the bottom.
+        channels: Channels of the two convolutions of each level, the last of them the bottom.
     """
 
     def __init__(self, channels: tuple[tuple[int, int], ...] = UNET_CHANNELS) -> None:

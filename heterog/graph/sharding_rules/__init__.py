@@ -1,8 +1,8 @@
-"""What each ATen op does to placements: the sharding rules along one mesh axis.
+"""The effect of each ATen op on placements: the sharding rules along one mesh axis.
 
-``propagate`` answers for the placements at hand, ``legal_rules`` lists all ways to run an op, and
+``propagate`` finds the rule for given placements, ``legal_rules`` lists all ways to run an op, and
 ``local_args`` rewrites the sizes among an op's arguments for one device. The table ``RULES`` is
-filled by one module per family of ops; the rules know shapes and arguments only, and no torch.
+filled by one module per family of ops; the rules use only shapes and arguments, and no torch.
 """
 
 from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the table

@@ -54,11 +54,11 @@ def _attention_backward(
 
 
 def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
-    """Splittable dims of the query, with where keys and the mask carry them.
+    """Splittable dims of the query, with the dims in which keys and the mask have the same axis.
 
-    Neighbouring heads share keys in grouped-query attention: they split into as many units as
-    there are heads of keys, or fewer. Queries split so only without a causal mask, which depends
-    on their position; see ``_has_causal_rows``.
+    Neighbouring heads share keys in grouped-query attention: they split into at most as many
+    units as there are heads of keys. Queries split in this way only without a causal mask, which
+    depends on their position; see ``_has_causal_rows``.
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     scores = (*query[:3], key[2])
@@ -74,13 +74,13 @@ def _independent(call: OpCall) -> Iterator[tuple[int, Entry, Entry]]:
 def _has_causal_rows(call: OpCall, placements: tuple[Placement, ...], *names: str) -> bool:
     """Whether queries with a causal mask may be split: each part one run of positions.
 
-    Which keys a query sees follows from its position, so a device has to know where its part
-    begins (``Special.CAUSAL_ROWS``). Queries and keys are as many, and no part is made of strides.
+    The keys that a query sees depend on its position, so a device has to know where its part
+    begins (``Special.CAUSAL_ROWS``). There are as many keys as queries, and no part has strides.
 
     Args:
-        call: the op.
-        placements: of its inputs.
-        names: of the arguments that say how the queries are split.
+        call: The op.
+        placements: Placements of its inputs.
+        names: Names of the arguments that tell how the queries are split.
     """
     query, key = shape_of(call, "query"), shape_of(call, "key")
     given = [placements[where] for where in positions(call, *names)]

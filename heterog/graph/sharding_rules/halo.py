@@ -1,12 +1,12 @@
 """Rules of ops whose parts read rows that their neighbours own: a split with halo.
 
 A tensor is cut along a dimension of space (or time, in one-dimensional models) into the parts
-that the devices of a team own. The rules say which rows of each input the own rows of the output
-need, as a ``Window`` that grows with the units of the axis. They are asked for by ``halo_rule``
-alone, so that searches over plain splits do not meet them.
+that the devices of a team own. The rules state the rows of each input that a device's rows of
+the output need, as a ``Window`` that grows with the units of the axis. Only ``halo_rule`` returns
+them, so that searches over plain splits do not meet them.
 
-A rule with a window that is no wider than what is owned needs no rows of others. BatchNorm has
-such a one: each part is normalised by statistics of its own (``Special.LOCAL_STATISTICS``).
+A rule whose window is no wider than the owned rows needs no rows of others. BatchNorm has one
+like that: each part is normalised by statistics of its own (``Special.LOCAL_STATISTICS``).
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ def per_dim(call: OpCall, name: str, rank: int) -> tuple[int, ...]:
 
 
 def stencil_of(call: OpCall, dim: int) -> Stencil:
-    """What a convolution or a pooling, or the one it is the backward of, reads along a dimension.
+    """The stencil of a convolution or pooling, or of the one it is the backward of.
 
-    Of a transposed convolution: what the convolution reads whose input gradient it computes.
+    For a transposed convolution, that of the convolution whose input gradient it computes.
     """
     rank, at = len(call.inputs[0].shape) - 2, dim - 2
     if call.kind.startswith("convolution"):
@@ -57,7 +57,7 @@ def stencil_of(call: OpCall, dim: int) -> Stencil:
 
 
 def read_window(stencil: Stencil, rows: int) -> Window:
-    """Rows that are read for ``rows`` rows of the output per unit.
+    """Window of input rows that is read for ``rows`` output rows per unit.
 
     >>> read_window(Stencil(kernel=3, padding=1), rows=4)
     Window(step=4, before=1, after=1)
@@ -67,9 +67,9 @@ def read_window(stencil: Stencil, rows: int) -> Window:
 
 
 def readers_window(stencil: Stencil, rows: int) -> Window | None:
-    """Rows of the output that read any of ``rows`` rows of the input per unit.
+    """Window of output rows that read any of ``rows`` input rows per unit.
 
-    ``None`` if the stride does not divide these.
+    ``None`` if the stride does not divide ``rows``.
     """
     if rows % stencil.stride:
         return None
@@ -79,21 +79,21 @@ def readers_window(stencil: Stencil, rows: int) -> Window | None:
 
 
 def widened(window: Window, rows: int, units: int) -> Window:
-    """A window that has the own rows, ``rows`` per unit, of each of ``units`` units as well."""
+    """Widen a window to include the own rows, ``rows`` per unit, of each of ``units`` units."""
     drift = units * (window.step - rows)
     return Window(window.step, max(window.before, 0, drift), max(window.after, 0, -drift))
 
 
 def halo_rule(call: OpCall, dim: int, units: int) -> RuleResult | None:
-    """How to run an op whose tensors are cut along a dimension of space.
+    """Find the rule of an op whose tensors are cut along a dimension of space.
 
     Args:
-        call: the op.
-        dim: the dimension, counted in the op's first output; 2 is the first after channels.
-        units: units of the axis; they must divide the rows of every tensor that is cut.
+        call: The op.
+        dim: Dimension, counted in the op's first output; 2 is the first after channels.
+        units: Number of units of the axis; they must divide the rows of every tensor that is cut.
 
     Returns:
-        The rule, or ``None``: the op has none, or the units divide something that they should not.
+        The rule; ``None`` if the op has none, or the units divide something that they must not.
     """
     found = _RULES.get(call.kind)
     first = 0 if call.kind == SPARSE_PRODUCT else 2
@@ -236,9 +236,9 @@ _RULES: dict[str, _HaloRule] = {
 }
 
 RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
-"""Ops that a rule of this module cannot run by themselves; ``heterog.runtime.windows`` does."""
+"""Ops that a rule of this module cannot run alone; ``heterog.runtime.windows`` runs them."""
 
 
 def halo_dim(placements: tuple[Placement, ...]) -> int | None:
-    """The dimension along which some inputs have halos; ``None`` if none has."""
+    """The dimension along which some inputs have halos; ``None`` if no input has."""
     return next((place.dim for place in placements if place.kind == "H"), None)

@@ -132,20 +132,20 @@ INDEXED = frozenset(
 def split_by_own_rows(
     call: OpCall, placements: tuple[Placement, ...], axis_size: int, rows: int
 ) -> RuleResult | None:
-    """The rule of an op in which every sample looks into its own row alone.
+    """Find the rule of an op in which every sample reads only its own row.
 
     ``x[torch.arange(batch), lengths]`` takes one element of each sample, and attention masks of
-    ``transformers`` are made so. An index says nothing about its values; that this one counts the
-    samples is the caller's knowledge.
+    ``transformers`` are made so. The values of an index are not known here; the caller knows that
+    this one counts the samples.
 
     Args:
-        call: one of ``INDEXED``.
-        placements: of its inputs.
-        axis_size: samples of the batch.
-        rows: position of an input that is 0, 1, ... ``axis_size - 1`` in the order of samples.
+        call: One of ``INDEXED``.
+        placements: Placements of its inputs.
+        axis_size: Number of samples of the batch.
+        rows: Position of an input that is 0, 1, ... ``axis_size - 1`` in the order of samples.
 
     Returns:
-        ``None`` if no input is split, or the index goes into another dimension than the samples'.
+        The rule; ``None`` if no input is split, or the index is not for the samples' dimension.
     """
     refs = _index_refs(call)
     source = shape_of(call, "self")
@@ -185,7 +185,7 @@ def _masks(call: OpCall) -> bool:
 
 
 def _index_layout(call: OpCall) -> tuple[tuple[int, ...], int, list[int]]:
-    """Broadcast shape of the indices, where it stands in the region, and the dims not indexed."""
+    """Broadcast shape of the indices, its position in the region, and the dims not indexed."""
     refs = _index_refs(call)
     shapes = [call.inputs[ref.index].shape for ref in refs if ref]
     rank = max(len(shape) for shape in shapes)
@@ -201,7 +201,7 @@ def _index_layout(call: OpCall) -> tuple[tuple[int, ...], int, list[int]]:
 
 
 def _region(call: OpCall) -> tuple[int, ...]:
-    """Shape of what the indices pick out of ``self``."""
+    """Shape of the elements of ``self`` that the indices select."""
     if _masks(call) or not any(_index_refs(call)):
         return ()
     broadcast, at, kept = _index_layout(call)
@@ -210,9 +210,9 @@ def _region(call: OpCall) -> tuple[int, ...]:
 
 
 def _indexed_dims(call: OpCall) -> list[tuple[int, Entry, tuple[Entry, ...]]]:
-    """Per splittable dim of the region: the dim, where ``self`` and where the indices carry it.
+    """For each splittable dim of the region: itself, and the dims of ``self`` and the indices.
 
-    None are splittable under a mask: how many elements it picks is known only when it runs.
+    Empty with a mask: the number of elements it selects is known only when it runs.
     """
     if _masks(call) or not any(_index_refs(call)):
         return []

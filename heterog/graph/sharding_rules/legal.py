@@ -1,4 +1,4 @@
-"""From placements to a rule, and from an op to all of its rules."""
+"""Finding the rule of an op for given placements, and all of its rules."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, product
@@ -11,17 +11,17 @@ from heterog.graph.sharding_rules.table import RULES, RuleResult, positions
 def propagate(
     call: OpCall, placements: tuple[Placement, ...], axis_size: int
 ) -> RuleResult | None:
-    """How to run an op whose inputs are placed so along one mesh axis.
+    """Find how to run an op whose inputs have given placements along one mesh axis.
 
     Args:
-        call: the op.
-        placements: where each tensor input is.
-        axis_size: number of units (batch rows, say) the axis shares out.
+        call: The op.
+        placements: Placement of each tensor input.
+        axis_size: Number of units (batch rows, say) that the axis divides.
 
     Returns:
         The rule that fits the placements with the fewest elements moved: split if an input is
-        split on a dimension the op treats as a batch, partial if the op is linear in what is
-        partial, and everything replicated otherwise. None if the table does not know the op:
+        split on a dimension the op treats as a batch, partial if the op is linear in the partial
+        inputs, and everything replicated otherwise. ``None`` if the table does not know the op:
         then only running it replicated is right, and for an op that draws random numbers not
         even that.
     """
@@ -38,12 +38,12 @@ def legal_rules(
     """All rules of an op, for searches over programs.
 
     Tries R, P and every split S(dim, outer) whose dimension ``outer x axis_size`` divides on one
-    and on two inputs at a time, all others R, and keeps what the rules do not convert.
+    and on two inputs at a time, all others R, and keeps those that need no conversion.
 
     Args:
-        call: the op.
-        axis_size: number of units the axis shares out.
-        outers: the outer factors to try.
+        call: The op.
+        axis_size: Number of units that the axis divides.
+        outers: Outer factors to try.
     """
     found: dict[RuleResult, None] = {}
     for placements in _trials(call, axis_size, outers):
@@ -61,7 +61,7 @@ def legal_rules(
 
 
 _MOST_PAIRED = 6
-"""Inputs up to which pairs are tried; longer lists (of cat, say) are uniform or one split."""
+"""Most inputs for which pairs are tried; longer lists (of cat, say) are uniform or one split."""
 
 
 def _trials(

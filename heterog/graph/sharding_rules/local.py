@@ -5,13 +5,13 @@ from heterog.graph.sharding_rules.table import RuleResult, dimension, positions
 from heterog.graph.sharding_rules.view import slice_start
 
 _SIZE_ARGS = ("size", "shape", "sizes", "input_sizes", "input_size")
-"""Arguments that spell out the shape of the output (``shape`` in ``reshape``)."""
+"""Arguments that state the shape of the output (``shape`` in ``reshape``)."""
 
 
 def local_shape(
     shape: tuple[int, ...], placement: Placement, share: int, axis_size: int
 ) -> tuple[int, ...]:
-    """Shape of what a device with ``share`` of ``axis_size`` units holds.
+    """Shape of the part that a device with ``share`` of ``axis_size`` units holds.
 
     >>> from heterog.graph.placement import S
     >>> local_shape((6, 4), S(0), share=2, axis_size=3)
@@ -24,10 +24,10 @@ def local_shape(
 
 
 def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dict[str, Arg]:
-    """The op's arguments for a device that owns ``share`` of the axis's ``axis_size`` units.
+    """Make the op's arguments for a device that owns ``share`` of ``axis_size`` units.
 
-    Only counts and sizes change, and only where ``result`` splits what they count: sizes of the
-    output, bounds of a slice and sizes of the pieces along the split dimension, groups of a
+    Only counts and sizes change, and only where ``result`` splits the counted dimension: sizes of
+    the output, bounds of a slice and sizes of the pieces along the split dimension, groups of a
     convolution, the counts of group norm.
 
     Not every op accepts a share of 0. Torch runs batches of size 0, but it refuses images without
@@ -38,13 +38,13 @@ def local_args(call: OpCall, result: RuleResult, share: int, axis_size: int) -> 
     split by input channels) has to come from another device.
 
     Args:
-        call: the op with its global arguments.
-        result: the rule it runs under.
-        share: units this device owns.
-        axis_size: units of the axis.
+        call: The op with its global arguments.
+        result: The rule it runs under.
+        share: Number of units that this device owns.
+        axis_size: Number of units of the axis.
     """
     args = dict(call.args)
-    if not result.outputs:  # a check
+    if not result.outputs:  # only checks
         return args
     output, target = result.outputs[0], call.outputs[0].shape
     if output.kind == "S":
@@ -78,7 +78,7 @@ def _along_split(call: OpCall, result: RuleResult, share: int, axis_size: int) -
 
 
 def _counts(call: OpCall, result: RuleResult, share: int, axis_size: int) -> dict[str, Arg]:
-    """Counts that convolution and group norm are told besides their tensors' shapes."""
+    """Counts that convolution and group norm take in addition to their tensors' shapes."""
 
     def part(name: str, argument: str, dim: int) -> dict[str, Arg]:
         """Scale the count ``name`` if ``argument`` is split in ``dim``."""

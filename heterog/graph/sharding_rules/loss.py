@@ -1,6 +1,6 @@
 """Losses: a sum or mean over the batch becomes a partial sum.
 
-The divisors that autograd bakes into backward nodes are global already; only ops that count
+The divisors that autograd puts into backward nodes are global already; only ops that count
 their own elements need a ``Special``.
 """
 

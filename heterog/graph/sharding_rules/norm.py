@@ -1,4 +1,4 @@
-"""Normalisation layers: what they normalise over cannot be split, all else can.
+"""Normalisation layers: the normalised dimensions cannot be split, all others can.
 
 BatchNorm is the exception: a split batch is normalised part by part
 (``Special.LOCAL_STATISTICS``), and the statistics are L.

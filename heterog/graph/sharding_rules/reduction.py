@@ -1,4 +1,4 @@
-"""Reductions, scans, orderings and softmax: what is reduced is P or blocked, the rest splits."""
+"""Reductions, scans, orderings, softmax: reduced dimensions are P or blocked, the rest splits."""
 
 from heterog.graph.placement import OpCall, P, Placement
 from heterog.graph.sharding_rules.table import (

@@ -1,6 +1,6 @@
 """Products with a constant sparse matrix: samples and features split, or rows with neighbours.
 
-The matrix is whole on every device. Along features nothing travels at all; along rows a device
+The matrix is whole on every device. Along features nothing is sent at all; along rows a device
 reads the rows that its own entries name (``neighbours``), which others may own.
 """
 
@@ -23,9 +23,9 @@ def product_of_rows(call: OpCall, dim: int, units: int) -> RuleResult | None:
     """The rule of a sparse product whose rows are cut; ``None`` along other dimensions.
 
     Args:
-        call: the op.
-        dim: the dimension that is cut, of the features and of the result.
-        units: of the axis.
+        call: The op.
+        dim: Dimension that is cut, of the features and of the result.
+        units: Number of units of the axis.
     """
     if dim != len(call.outputs[0].shape) - 2:
         return None

@@ -70,7 +70,7 @@ _PLANAR_LINEAR = (
 
 @rule(*_PLANAR, *_PLANAR_LINEAR)
 def _planar(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    """Ops on every image plane by itself: all dimensions before the plane may be split."""
+    """Ops that treat each image plane separately: all dimensions before the plane may be split."""
     plane = next(rank for rank in (1, 2, 3) if f"{rank}d" in call.kind)
     leading = range(len(call.inputs[0].shape) - plane)
     axes = [Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in leading]
@@ -79,7 +79,7 @@ def _planar(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
 
 @rule("pixel_shuffle.default", "pixel_unshuffle.default", "im2col.default", "col2im.default")
 def _blocks(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    """Ops that mix channels and positions: only what stands before them may be split."""
+    """Ops that mix channels and positions: only dimensions before them may be split."""
     shape = call.inputs[0].shape
     # im2col maps [C, H, W] to [blocks, positions], col2im the other way.
     item = 2 if call.kind == "col2im.default" else 3

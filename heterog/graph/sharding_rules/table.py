@@ -1,9 +1,9 @@
 """The table of sharding rules, and the one function that picks a rule for given placements.
 
-A rule names the *axes* of its op: the indices that may be split, and where each lives in every
-input and output. ``mm`` (``[m, k] x [k, n]``) has three: ``m`` is dimension 0 of the first input
-and of the output, ``n`` dimension 1 of the second and of the output, ``k`` is summed away, so
-splitting it leaves a partial sum. Which axis is used follows from the placements at hand:
+A rule names the *axes* of its op: the indices that may be split, and the dimension of each in
+every input and output. ``mm`` (``[m, k] x [k, n]``) has three: ``m`` is dimension 0 of the first
+input and of the output, ``n`` dimension 1 of the second and of the output, ``k`` is summed away,
+so splitting it leaves a partial sum. Which axis is used follows from the given placements:
 ``choose`` takes the one that needs the fewest elements moved.
 """
 
@@ -16,7 +16,7 @@ from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta, T
 
 
 class Special(StrEnum):
-    """How the op on a device's part must differ from the op itself to stay exact.
+    """The change that keeps an op exact when it runs on a device's part.
 
     Attributes:
         MEAN_TO_SUM: the op divides by the number of elements it sees. Multiply every output by
@@ -66,11 +66,11 @@ class RuleResult:
     """One legal way to run an op along one mesh axis.
 
     Attributes:
-        inputs: what each tensor input must be placed as. Where it differs from the placement at
-            hand the caller converts: R to S slices, S to R gathers, P to R all-reduces; P to S
-            and S to another S go through R. L is never asked of an input that is not L already.
-        outputs: what each output then is placed as.
-        special: how the op on a part differs from the op itself; None if it does not.
+        inputs: Needed placement of each tensor input. Where it differs from the given placement
+            the caller converts: R to S slices, S to R gathers, P to R all-reduces; P to S and S to
+            another S go through R. L is never required of an input that is not L already.
+        outputs: Resulting placement of each output.
+        special: Change of the op on a part; ``None`` if it needs none.
     """
 
     inputs: tuple[Placement, ...]
@@ -104,10 +104,10 @@ class Axis:
     """One index of an op that may be split.
 
     Attributes:
-        inputs: per tensor input, the dimension that carries the index, or R (or L).
-        outputs: per output likewise; P where the index was summed away.
-        special: see ``Special``.
-        units: a count that must be cut evenly as well, such as the groups of a convolution.
+        inputs: For each tensor input, the dimension that carries the index, or R (or L).
+        outputs: The same for each output; P where the index was summed away.
+        special: Change of the op on a part; see ``Special``.
+        units: A count that must be cut evenly as well, such as the groups of a convolution.
     """
 
     inputs: tuple[Entry, ...]
@@ -124,7 +124,7 @@ def axis(
     /,
     **inputs: Entry,
 ) -> Axis:
-    """An ``Axis`` with inputs by argument name; those not named, or absent from the call, are R.
+    """Make an ``Axis`` with inputs by argument name; those not named, or absent, are R.
 
     ``outputs`` may list one entry for each output the op can have: those masked out by the
     call's ``output_mask`` are dropped.
@@ -155,21 +155,21 @@ def choose(
     extra: Iterable[RuleResult] = (),
     replicated: Special | None = None,
 ) -> RuleResult:
-    """The legal rule that moves the fewest elements, given where the inputs are.
+    """Choose the legal rule that moves the fewest elements for given placements of the inputs.
 
-    A rule that splits the op goes before one that does not: moving less now would be paid for by
-    every op that follows and finds its inputs whole.
+    A rule that splits the op is preferred to one that does not: moving less now would cost every
+    op that follows and finds its inputs whole.
 
     Args:
-        call: the op.
-        placements: where its tensor inputs are.
-        axis_size: number of units the mesh axis shares out.
-        axes: the indices of the op that may be split.
-        linear: sets of inputs (by position) the op is jointly linear in: if just these are P and
-            all others R, the outputs are P.
-        summand: the input among them that is only added; it may be R too, if it enters once.
-        extra: splits that hold for these very placements and are no plain axis.
-        replicated: special of the rule in which everything is R.
+        call: The op.
+        placements: Placements of its tensor inputs.
+        axis_size: Number of units that the mesh axis divides.
+        axes: Indices of the op that may be split.
+        linear: Sets of inputs (by position) in which the op is jointly linear: if just these are P
+            and all others R, the outputs are P.
+        summand: The input among them that is only added; it may be R too, if it enters once.
+        extra: Splits that hold only for these placements and are no plain axis.
+        replicated: Special of the rule in which everything is R.
     """
 
     def moved(candidate: RuleResult) -> float:

@@ -21,13 +21,13 @@ from heterog.graph.sharding_rules.table import (
 def split_after_view(
     shape: tuple[int, ...], to: tuple[int, ...], split: Placement, axis_size: int
 ) -> Placement | None:
-    """Where a split of ``shape`` lands when its elements are read in order as shape ``to``.
+    """Placement of a split of ``shape`` when its elements are read in order as shape ``to``.
 
     A split is a factorisation of all elements as ``before x axis_size x after``; it survives if
     some dimension of ``to`` starts within ``before`` and ends beyond ``before x axis_size``.
 
     Returns:
-        The split of ``to``, or None if the parts are no longer evenly strided there.
+        The split of ``to``, or ``None`` if the parts are no longer evenly strided there.
 
     >>> str(split_after_view((8, 6, 4), (48, 4), S(1), 6))  # [B, T, D] -> [B*T, D], T split
     'S(0,8)'
@@ -198,7 +198,7 @@ def _slice(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
 
 
 def slice_start(call: OpCall) -> int:
-    """First index a slice (or its backward) takes of the sliced dimension, counted from 0."""
+    """First index that a slice (or its backward) takes of the dimension, counted from 0."""
     whole = (call.outputs if call.kind == "slice_backward.default" else call.inputs)[0].shape
     size = whole[dimension(call, "dim", len(whole))]
     start = integer(call, "start")

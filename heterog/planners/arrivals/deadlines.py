@@ -16,10 +16,10 @@ _SKEWNESS = {"B": 5.0, "C": 0.0, "D": -5.0}
 _LEAST_FACTOR = 0.1
 _DECIMALS = 2
 _NUM_SAMPLES, _NUM_BINS = 50_000, 1_000
-"""Of the authors' ``CustomSkewNorm``: a histogram of samples, whose upper edges are drawn."""
+"""Size of the authors' ``CustomSkewNorm``: a histogram of samples, whose upper edges are drawn."""
 SPACING_S = 1_000.0
 EPISODE_S = 1e6
-"""Between arrivals, and how long they go on: 1001 jobs."""
+"""Seconds between arrivals, and seconds for which they go on: 1001 jobs."""
 
 Factors = npt.NDArray[np.float64]
 
@@ -54,14 +54,14 @@ def draw_requests(
     spacing_s: float = SPACING_S,
     episode_s: float = EPISODE_S,
 ) -> list[JobRequest]:
-    """An episode: the kinds of a cluster in equal numbers and random order, one each spacing.
+    """An episode: a cluster's kinds in equal numbers and random order, one job each spacing.
 
     Args:
-        cluster: knows the kinds and their times alone.
-        deadlines: ``A`` to ``D``.
-        seed: of order and deadlines.
+        cluster: Cluster that knows the kinds and their times alone.
+        deadlines: Name of a distribution: ``A`` to ``D``.
+        seed: Seed of the order and the deadlines.
         spacing_s: Seconds between arrivals.
-        episode_s: Time of the last arrival at most.
+        episode_s: Latest time at which a job arrives.
     """
     if not 0.0 < spacing_s <= 1e12 or not 0.0 <= episode_s <= 1e6 * spacing_s:
         raise HeterogError(

@@ -1,4 +1,4 @@
-"""Jobs on a cluster of unequal GPUs, as long as heterog's own evaluator predicts.
+"""Jobs on a cluster of unequal GPUs, which take as long as heterog's own evaluator predicts.
 
 A job that gets k devices is planned on just these by cheap methods, and takes its steps times the
 step that the referee vouches for. So twice the devices are worth what they are worth: links, slow
@@ -21,19 +21,19 @@ from heterog.planners.portfolio import run_methods
 from heterog.simulator.evaluator import Evaluator
 
 METHODS = ("cp_ar", "ddp_accumulate")
-"""Without search: a fraction of a second for each set of devices."""
+"""Methods without search: a fraction of a second for each set of devices."""
 IF_TOO_LARGE = ("pipeline",)
 _SEARCHED = Budget(evaluations=100)
-"""Asked where no baseline fits into memory."""
+"""Budget of a method with search, which is asked where no baseline fits into memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """What a job of a kind trains.
+    """What jobs of one kind train.
 
     Attributes:
-        graph: one training step.
-        num_steps: how many.
+        graph: Graph of one training step.
+        num_steps: Number of training steps.
     """
 
     graph: OpGraph
@@ -41,7 +41,7 @@ class TrainingJob:
 
     @property
     def features(self) -> JobFeatures:
-        """What a scheduler may see of it: FLOPs for compute, written bytes for memory."""
+        """What a scheduler may see of the job: FLOPs as compute, written bytes as memory."""
         ops = self.graph.ops
         edges = [
             float(self.graph.tensors[tensor].meta.num_bytes) for op in ops for tensor in op.inputs
@@ -53,7 +53,7 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """A step on some devices: its seconds and the method; ``None`` if it runs in no way."""
+    """A step on some devices: its seconds and method; ``None`` seconds if no method can run it."""
 
     seconds: float | None
     method: str = ""
@@ -63,9 +63,9 @@ class EvaluatedCluster:
     """Training jobs on a cluster, as ``queueing.JobCluster``.
 
     Args:
-        cluster: the devices.
-        jobs: by the names of their kinds.
-        methods: baselines that plan each job; the fastest that fits counts.
+        cluster: The cluster.
+        jobs: Training jobs by the names of their kinds.
+        methods: Names of baselines that plan each job; the fastest that fits counts.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EvaluatedCluster:
         return tuple(self.jobs)
 
     def alone_s(self, kind: str) -> float:
-        """Seconds of a job on the fastest device; where none holds it, of the fewest, added up.
+        """Seconds of a job on the fastest device; if none holds it, device seconds on the fewest.
 
         Raises:
             HeterogError: not even all devices hold it.
@@ -131,7 +131,7 @@ class EvaluatedCluster:
         )
 
     def described(self, devices: Sequence[int]) -> str:
-        """Devices by type and host: ``2 x V100-16GB (A), 1 x P100-12GB (B)``."""
+        """Devices in words, by type and host: ``2 x V100-16GB (A), 1 x P100-12GB (B)``."""
         counts: dict[tuple[str, str], int] = {}
         for device in devices:
             each = self.cluster.devices[device]
@@ -157,7 +157,7 @@ class EvaluatedCluster:
 
         def by_speed(device: int) -> tuple[float, int, int]:
             host = cluster.devices[device].host_index
-            # A host that is filled leaves whole hosts to others.
+            # Filling a host leaves whole hosts to other jobs.
             return (
                 -speeds[device],
                 room[host] if room[host] >= degree else 10**6 - room[host],
@@ -178,9 +178,9 @@ class EvaluatedCluster:
         return self._steps[key]
 
     def _likeness(self, devices: tuple[int, ...]) -> tuple[object, ...]:
-        """Equal for sets of devices that no job can tell apart."""
+        """A key that is equal for sets of devices that no job can tell apart."""
         cluster = self.cluster
-        if cluster.pairs:  # what lies between hosts is their own
+        if cluster.pairs:  # the lines between hosts are individual
             return devices
         hosts: dict[int, list[object]] = {}
         for device in devices:
@@ -218,7 +218,7 @@ def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
 
 
 def _degrees(num_devices: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, ... and all of them."""
+    """Numbers of devices to choose from: 1, 2, 3, 4, 6, 8, 12, 16, ... and all of them."""
     found, power = {num_devices}, 1
     while power <= num_devices:
         found |= {power, *([3 * power // 2] if power > 1 else [])}

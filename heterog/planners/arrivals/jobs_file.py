@@ -34,19 +34,19 @@ _MOST_S = 1e9
 
 
 class JobRecord(Record):
-    """One entry; see the module.
+    """One entry; see the module docstring.
 
     Attributes:
-        name: of the job.
-        model: zoo name or captured graph.
-        batch_size: ``None`` for the model's own.
-        steps: Training steps.
-        arrives: when it comes first; ``None`` at once.
-        every: between arrivals.
-        count: how often it comes.
-        deadline: longest time from arrival to end.
-        deadline_factor: the same as a part of its time on one device.
-        most_devices: ``None`` for as many as there are.
+        name: Name of the job.
+        model: Name of a zoo model, or path of a captured graph.
+        batch_size: Samples per step; ``None`` for the model's own.
+        steps: Number of training steps.
+        arrives: First arrival; ``None`` at once.
+        every: Time between arrivals.
+        count: Number of arrivals.
+        deadline: Longest time from arrival to end.
+        deadline_factor: The deadline as a part of the job's time on one device.
+        most_devices: Most devices that it may get; ``None`` for as many as there are.
     """
 
     name: Name
@@ -62,7 +62,7 @@ class JobRecord(Record):
 
     @property
     def kind(self) -> str:
-        """Jobs of one kind take equally long on equal devices."""
+        """Name of the job's kind: jobs of one kind take equally long on equal devices."""
         return f"{self.model}, batch {self.batch_size or 'as given'}, {self.steps} steps"
 
 
@@ -70,8 +70,8 @@ class JobsRecord(Record):
     """The whole file.
 
     Attributes:
-        schema_version: 1.
-        jobs: its entries.
+        schema_version: Version of the format: 1.
+        jobs: The entries.
     """
 
     schema_version: Count

@@ -14,7 +14,7 @@ from heterog.planners.arrivals.ramp import MOST_PARTS, RampNetwork
 
 NUM_STEPS = 50
 _QUANTUM = 0.01
-"""Cost of a forward op, as the profile has it, that is worth a part of its own."""
+"""Cost of a forward op, in the profile's unit, that is worth a part of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +22,12 @@ class ProfiledOp:
     """A forward op and its backward twin.
 
     Attributes:
-        forward: Time of the forward op. Profiles are in milliseconds, which the authors' simulator
-            takes for seconds; so do we, for otherwise jobs would not meet in the cluster.
-        backward: Time of its twin, likewise.
-        activation_bytes: what it hands on.
-        parameter_bytes: Of its parameters.
-        inputs: positions of the ops that it reads.
+        forward: Seconds of the forward op. Profiles are in milliseconds, which the authors'
+            simulator takes for seconds; so do we, or jobs would never be in the cluster together.
+        backward: Seconds of its twin, likewise.
+        activation_bytes: Bytes of the activations that it hands on.
+        parameter_bytes: Bytes of its parameters.
+        inputs: Positions of the ops whose outputs it reads.
     """
 
     forward: float
@@ -38,11 +38,11 @@ class ProfiledOp:
 
     @property
     def memory_bytes(self) -> int:
-        """Activations and parameters; the authors also send these when an op is split."""
+        """Bytes of activations and parameters; a split op sends both, as the authors' do."""
         return self.activation_bytes + self.parameter_bytes
 
     def parts(self, degree: int) -> int:
-        """Into how many parts it is split: max(1, min(2 ceil(ceil(cost / 0.01) / 2), degree))."""
+        """Number of parts it is split into: max(1, min(2 ceil(ceil(cost / 0.01) / 2), degree))."""
         wanted = 2 * math.ceil(math.ceil(self.forward / _QUANTUM) / 2)
         return max(1, min(wanted, degree))
 
@@ -52,8 +52,8 @@ class ProfiledJob:
     """A model to train for 50 steps.
 
     Attributes:
-        name: of the model.
-        ops: forward ops, in the order of the profile.
+        name: Name of the model.
+        ops: Forward ops, in the order of the profile.
     """
 
     name: str
@@ -77,9 +77,9 @@ class ProfiledJob:
         together is below 0.2 % of a job.
 
         Args:
-            degree: most parts of an op.
-            network: prices messages.
-            blocks: workers of each number of parts.
+            degree: Most parts of an op.
+            network: Network that prices messages.
+            blocks: Block of workers for each number of parts.
         """
         total = 0.0
         for op in self.ops:
@@ -137,8 +137,8 @@ class RampCluster:
     """Profiled jobs on RAMP, as ``queueing.JobCluster``.
 
     Args:
-        jobs: that may arrive; the paper's by default.
-        network: the paper's by default.
+        jobs: Jobs that may arrive; the paper's by default.
+        network: The network; the paper's by default.
     """
 
     def __init__(

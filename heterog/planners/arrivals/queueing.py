@@ -24,8 +24,8 @@ class Place:
     """Devices for a job, and how long it takes there.
 
     Attributes:
-        devices: one bit for each device.
-        seconds: of the whole job.
+        devices: Set of devices, one bit for each.
+        seconds: Seconds of the whole job there.
         detail: How the job runs there, for people; empty if there is nothing to say.
     """
 
@@ -39,14 +39,14 @@ class JobFeatures:
     """What a scheduler may see of a job before it decides.
 
     Attributes:
-        num_ops: ops of a training step.
-        num_edges: tensors between them.
-        memory_bytes: of all ops.
-        edge_bytes: of all tensors between ops.
-        num_steps: training steps.
-        compute_mean, compute_median: of an op, in any unit that all jobs share.
-        memory_mean, memory_median: bytes of an op.
-        edge_mean, edge_median: bytes of a tensor between ops.
+        num_ops: Number of ops of a training step.
+        num_edges: Number of tensors between them.
+        memory_bytes: Bytes of all ops.
+        edge_bytes: Bytes of all tensors between ops.
+        num_steps: Number of training steps.
+        compute_mean, compute_median: Compute of an op, in any unit that all jobs share.
+        memory_mean, memory_median: Bytes of an op.
+        edge_mean, edge_median: Bytes of a tensor between ops.
     """
 
     num_ops: float
@@ -65,7 +65,7 @@ class JobFeatures:
     def of(
         compute: Sequence[float], memory: Sequence[float], edges: Sequence[float], num_steps: int
     ) -> "JobFeatures":
-        """From the compute and memory of each op and the bytes of each edge."""
+        """Features from the compute and memory of each op and the bytes of each edge."""
         sent = edges or [0.0]
         return JobFeatures(
             num_ops=len(compute),
@@ -83,19 +83,19 @@ class JobFeatures:
 
 
 class JobCluster(Protocol):
-    """Where jobs run: which numbers of devices they may get, and how long they take there."""
+    """Where jobs run: the numbers of devices they may get, and how long they take there."""
 
     @property
     def num_devices(self) -> int:
-        """Devices of the cluster."""
+        """Number of devices of the cluster."""
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Numbers of parts, or of devices, that a job may get; ascending."""
+        """Numbers of parts, or of devices, that a job may get, ascending."""
 
     @property
     def most_degree(self) -> int:
-        """The largest action: degrees above it are never chosen."""
+        """The largest degree that may be chosen."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class JobCluster(Protocol):
         """What a scheduler may see of a job."""
 
     def place(self, kind: str, degree: int, occupied: int) -> Place | None:
-        """Devices for a job beside those that are taken; ``None`` if there are none."""
+        """Devices for a job beside those already occupied; ``None`` if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +116,11 @@ class JobRequest:
     """A job that arrives.
 
     Attributes:
-        name: of this one.
-        kind: what is trained: a name that the cluster knows.
+        name: Name of this job.
+        kind: Name of what it trains, which the cluster knows.
         arrives_s: Arrival time.
-        acceptable_s: longest time from arrival to end that its user accepts; infinite if any is.
-        most_devices: the most that it may get.
+        acceptable_s: Longest time from arrival to end that its user accepts; infinite: any.
+        most_devices: Most devices that it may get.
     """
 
     name: str
@@ -138,11 +138,11 @@ class JobRequest:
 
 
 class Outcome(StrEnum):
-    """What became of a job; the values are printed."""
+    """The outcome of a job; the values are printed."""
 
     ACCEPTED = "accepted"
     REJECTED = "rejected"
-    """By the rule: it asked for no devices."""
+    """The rule turned it away: it asked for no devices."""
     NO_ROOM = "no room"
     """No devices were free, or none in a shape that the job could use."""
     TOO_LATE = "too late"
@@ -153,16 +153,16 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was decided about a job.
+    """The decision about a job.
 
     Attributes:
-        request: the job.
-        outcome: accepted, or why not.
-        degree: what was asked for; 0 for a rejection.
-        devices: that it got; empty if it was blocked.
-        starts_s: Start time, or when it was turned away.
-        ends_s: End time; if it was too late, when it would have ended.
-        detail: how it runs, see ``Place``.
+        request: The job.
+        outcome: Whether it was accepted, or why not.
+        degree: Number of devices asked for; 0 for a rejection.
+        devices: Devices that it got; empty if it was blocked.
+        starts_s: Start time, or the time at which it was turned away.
+        ends_s: End time; if it was too late, the time at which it would have ended.
+        detail: How it runs, see ``Place``.
     """
 
     request: JobRequest
@@ -183,11 +183,11 @@ class JobQueueing:
     """Arrivals on a cluster, decided one after another in the order of arrival.
 
     Args:
-        cluster: where they run.
-        requests: the jobs.
-        waits: whether a job that finds no devices waits for others to end, as long as it would
+        cluster: Cluster on which they run.
+        requests: The jobs.
+        waits: Whether a job that finds no devices waits for others to end, as long as it would
             still be in time, and all later ones behind it. The paper's jobs do not.
-        end_s: jobs that run at this time count as blocked, as in the authors' simulator.
+        end_s: End of the simulation; jobs that still run then count as blocked, as in the paper's.
     """
 
     def __init__(
@@ -216,12 +216,12 @@ class JobQueueing:
 
     @property
     def num_free(self) -> int:
-        """Devices without a job."""
+        """Number of devices without a job."""
         return self.cluster.num_devices - self.occupied.bit_count()
 
     @property
     def num_running(self) -> int:
-        """Jobs that run now."""
+        """Number of jobs that run now."""
         return len(self._running)
 
     def legal(self) -> list[int]:
@@ -236,7 +236,7 @@ class JobQueueing:
         return [degree for degree in self.cluster.degrees if degree <= most]
 
     def place(self, degree: int) -> Place | None:
-        """Where the job at hand would run."""
+        """Place where the job at hand would run now; ``None`` if there is none."""
         request = self.request
         assert request is not None
         return self.cluster.place(request.kind, degree, self.occupied)
@@ -289,7 +289,7 @@ class JobQueueing:
         return verdict
 
     def final(self) -> list[Verdict]:
-        """All verdicts; what runs at ``end_s`` is unfinished, and so blocked."""
+        """All verdicts; jobs that run at ``end_s`` are unfinished, and so blocked."""
         return [
             _unfinished(verdict)
             if verdict.is_accepted and verdict.ends_s > self.end_s

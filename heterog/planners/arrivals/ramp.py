@@ -15,9 +15,9 @@ from heterog.errors import HeterogError
 _MEMORY_BYTES_PER_S = 2e12
 _PEAK_ADDITIONS_PER_S = 130e12
 _BYTES_PER_NUMBER = 2
-"""Of an A100 as the authors' simulator has it: memory rate, peak rate, width of a number."""
+"""An A100 in the authors' simulator: memory rate, peak rate, width of a number."""
 MOST_PARTS = 16
-"""The widest split that the paper allows."""
+"""Most parts of an op that the paper allows."""
 
 Shape = tuple[int, int, int]
 """Groups, racks and servers of a block; -1 servers means a diagonal through groups and racks."""
@@ -28,14 +28,14 @@ class RampNetwork:
     """The network and its workers; the defaults are those of the paper.
 
     Attributes:
-        num_groups: communication groups.
-        num_racks: racks of each group.
-        num_servers: servers of each rack.
-        node_bytes_per_s: rate of all channels of a worker together.
-        latency_s: of a switch.
-        io_latency_s: of reading or writing a worker's memory.
-        is_faithful: whether an all-reduce divides the rate of a channel by the number of groups a
-            second time, as the authors' code does; without, a lane has a channel's rate.
+        num_groups: Number of communication groups.
+        num_racks: Number of racks of each group.
+        num_servers: Number of servers of each rack.
+        node_bytes_per_s: Rate of all channels of a worker together.
+        latency_s: Latency of a switch.
+        io_latency_s: Latency of reading or writing a worker's memory.
+        is_faithful: Whether an all-reduce divides the rate of a channel by the number of groups a
+            second time, as the authors' code does; otherwise a lane has a channel's rate.
     """
 
     num_groups: int = 4
@@ -56,7 +56,7 @@ class RampNetwork:
 
     @property
     def num_workers(self) -> int:
-        """One for each server."""
+        """Number of workers, one for each server."""
         return self.num_groups * self.num_racks * self.num_servers
 
     @property
@@ -78,11 +78,11 @@ class RampNetwork:
         step with s > 1 takes latency + 2 io + message / (lanes rate / x) twice, and an addition.
 
         Args:
-            num_bytes: of the message.
-            nodes: different servers in their racks.
-            racks: different racks.
-            groups: different communication groups.
-            contending: racks that use the same servers of the same groups.
+            num_bytes: Bytes of the message.
+            nodes: Number of different servers in their racks.
+            racks: Number of different racks.
+            groups: Number of different communication groups.
+            contending: Number of racks that use the same servers of the same groups.
         """
         if nodes * racks * groups <= 1:
             return 0.0
@@ -119,7 +119,7 @@ class RampNetwork:
         return {}
 
     def extent(self, block: int) -> Shape:
-        """How many servers in racks, racks, and groups a block uses, in the order of costs."""
+        """How many servers in racks, racks, and groups a block uses, in the costs' order."""
         places = [divmod(bit, self.num_servers) for bit in devices_of(block)]
         return (
             len({server for _, server in places}),

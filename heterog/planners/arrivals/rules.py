@@ -9,7 +9,7 @@ from heterog.errors import UnknownNameError
 from heterog.planners.arrivals.queueing import JobCluster, JobQueueing, JobRequest, Verdict
 
 Rule = Callable[[JobQueueing], int]
-"""Asked for the degree of the job at hand; 0 rejects it."""
+"""Function that decides the degree of the job at hand; 0 rejects it."""
 
 
 def one_device(state: JobQueueing) -> int:
@@ -84,7 +84,7 @@ RULES: dict[str, Rule] = {
     "fit": fewest_that_fit,
     "fastest": fastest,
 }
-"""By the names of the command line, which also knows ``random`` and ``at_most_4`` (any number)."""
+"""Rules by their command-line names; ``random`` and ``at_most_4`` (any number) are known too."""
 
 
 _AT_MOST = "at_most_"

@@ -25,10 +25,10 @@ class OriginalPlan:
     """A plan in the unit of time of its costs.
 
     Attributes:
-        time: of one iteration.
-        device_time: sum over layers of time times devices.
-        num_devices: most devices in use at once.
-        widths: devices of each layer.
+        time: Time of one iteration.
+        device_time: Sum over layers of time times devices.
+        num_devices: Most devices in use at once.
+        widths: Number of devices of each layer.
     """
 
     time: float
@@ -43,11 +43,11 @@ def search_as_published(
     """Devices per layer by the authors' program.
 
     Args:
-        costs: of layers and transfers; its widths in ascending order.
-        chain: the layers.
-        limit: amplification limit.
-        num_devices: that the job may use.
-        is_baseline: data parallelism: report the sum of all layers as iteration time.
+        costs: Costs of layers and transfers; its widths in ascending order.
+        chain: The layers.
+        limit: Amplification limit.
+        num_devices: Number of devices that the job may use.
+        is_baseline: Whether to report the sum of all layers as iteration time: data parallelism.
     """
     program = _Program(costs, limit, num_devices, is_baseline)
     table = program.chain(chain, None, None)
@@ -65,8 +65,8 @@ def search_as_published(
 
 
 class _Entry(NamedTuple):
-    total: float  # until the layer is done
-    own: float  # of the layer, with the transfer to it
+    total: float  # time until the layer is done
+    own: float  # time of the layer, with the transfer to it
     before: int | None  # width of the layer before; of the fork for a join
     ends: tuple[int, ...] = ()  # for a join: width of the last layer of each branch
 
@@ -81,7 +81,7 @@ class _Table(NamedTuple):
 
 @dataclass(slots=True)
 class _Trace:
-    """What following the choices back finds."""
+    """The choices found by following them back."""
 
     width: dict[int, int] = field(default_factory=dict)
     entry: dict[int, _Entry] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Program:
         return 1.0
 
     def chain(self, chain: Chain, fork: int | None, start: tuple[int, _Entry] | None) -> _Table:
-        """Tables of a chain that starts after a fork with a given choice (or at the front)."""
+        """Tables of a chain, either after a fork with a given choice or at the front."""
         layers: dict[int, _Options] = {}
         before = fork
         options: _Options = {}
@@ -160,7 +160,7 @@ class _Program:
         return best
 
     def _block(self, block: Block, fork: int, starts: _Options) -> _Options:
-        """Per width of the join, the fork's width that reaches it first."""
+        """For each width of the join, the fork's width that reaches it first."""
         joined: _Options = {}
         for start in starts.items():
             reached = self._branches(block, fork, start, starts)

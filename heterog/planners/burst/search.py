@@ -29,7 +29,7 @@ _Lane: TypeAlias = tuple[int, int]
 
 
 class LayerCosts(Protocol):
-    """What the program asks about layers, in one unit of time."""
+    """The costs of layers for the program, in one unit of time."""
 
     @property
     def widths(self) -> Sequence[int]:
@@ -54,12 +54,12 @@ class LayerCosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BurstPlan:
-    """Where each layer runs.
+    """The place of each layer, and the resulting times.
 
     Attributes:
-        time: of one iteration, in the unit of the costs.
-        device_time: sum over layers of time (with the transfers to them) times devices.
-        places: of each layer.
+        time: Time of one iteration, in the unit of the costs.
+        device_time: Sum over layers of time (with the transfers to them) times devices.
+        places: Place of each layer.
     """
 
     time: float
@@ -68,7 +68,7 @@ class BurstPlan:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Devices of each layer."""
+        """Number of devices of each layer."""
         return tuple(width for _, width in self.places)
 
 
@@ -84,12 +84,12 @@ def search(
     """The fastest places under an amplification limit.
 
     Args:
-        costs: of layers and transfers.
-        chain: the layers.
-        limit: the largest amplification allowed.
-        num_devices: that there are.
-        fork: whether branches may run at the same time on devices of their own.
-        check: called at every layer; what it raises ends the search.
+        costs: Costs of layers and transfers.
+        chain: The layers.
+        limit: Largest amplification allowed.
+        num_devices: Number of devices.
+        fork: Whether branches may run at the same time on devices of their own.
+        check: Called at every layer; an exception from it ends the search.
     """
     program = _Program(costs, limit, fork, check)
     ends = program.chain(chain, (0, num_devices), None)
@@ -124,7 +124,7 @@ _Paths: TypeAlias = dict[Place, _Path]
 
 
 class _Lanes(NamedTuple):
-    """Some branches of a block, placed."""
+    """Some of a block's branches, each with its place."""
 
     front: float  # time of the branches that take turns on the lane's front
     beside: float  # time of the longest of the others
@@ -146,7 +146,7 @@ class _Program:
         self.negligible = costs.negligible
         self.limit = limit
         self.fork = fork
-        # Asked for again and again, once per lane.
+        # Asked for repeatedly, once per lane.
         self.own, self.alone = cache(costs.own), cache(costs.alone)
         self.transfer, self.weight = cache(costs.transfer), cache(costs.weight)
 
@@ -232,7 +232,7 @@ class _Program:
         """
         best: _Lanes | None = None
         sizes = [width for width in self.widths if width <= lane[1]]
-        # One branch alone (beside a skip connection) has nobody to make way for.
+        # A single branch (beside a skip connection) has no other branch to share devices with.
         forks = self.fork and sum(map(bool, block.branches)) > 1
         for front in sizes if forks else sizes[-1:]:
             kept = [_Lanes(0.0, 0.0, 0.0, front, ())]
@@ -261,7 +261,7 @@ class _Program:
     def _arrive(
         self, join: int, place: Place, start: tuple[int, Place], paths: _Paths | None
     ) -> tuple[float, float, _Path | None] | None:
-        """(time, device time, way) of the branch that reaches the join first, if any may."""
+        """(time, device time, path) of the branch that reaches the join first, if any may."""
         if paths is None:
             options: list[tuple[float, float, _Path | None]] = [
                 (self.transfer(*start, join, place), 0.0, None)
@@ -294,7 +294,7 @@ def _add(
 
 
 def _undominated(lanes: list[_Lanes]) -> list[_Lanes]:
-    """Those that no other one beats or equals in time of the front, of the others and devices."""
+    """Arrangements that no other beats or equals in the front's time, the others' and devices."""
     kept: list[_Lanes] = []
     for one in sorted(lanes, key=lambda each: (each.front, each.beside, each.used)):
         if not any(

@@ -17,9 +17,9 @@ class Block:
     """Branches between a fork (the layer before the block in its chain) and a join.
 
     Attributes:
-        branches: one chain per way from fork to join, in the order of their first layers; nothing
-            for a direct link, last.
-        join: the layer in which they all end.
+        branches: One chain for each way from fork to join, in the order of their first layers; an
+            empty one for a direct link, last.
+        join: Layer in which they all end.
     """
 
     branches: "tuple[Chain, ...]"
@@ -33,7 +33,7 @@ def fork_join(previous: Sequence[Sequence[int]]) -> Chain:
     """The chain of a whole graph.
 
     Args:
-        previous: for each layer the earlier layers that it is linked with.
+        previous: For each layer, the earlier layers that it is linked with.
 
     >>> fork_join([(), (0,), (0,), (1, 2)])
     (0, Block(branches=((1,), (2,)), join=3))
@@ -65,7 +65,7 @@ def _chain(layers: list[int], links: list[tuple[int, int]]) -> Chain:
     """The chain of some layers and the links among them."""
     position = {layer: index for index, layer in enumerate(layers)}
     links = [link for link in links if link[0] in position and link[1] in position]
-    # How many links pass over each layer: where none does, everything goes through that layer.
+    # Number of links past each layer: at 0 everything goes through that layer.
     over = [0] * (len(layers) + 1)
     for before, layer in links:
         over[position[before] + 1] += 1
@@ -89,7 +89,7 @@ def _chain(layers: list[int], links: list[tuple[int, int]]) -> Chain:
 
 
 def _parts(layers: list[int], links: list[tuple[int, int]]) -> list[list[int]]:
-    """Layers that are linked with one another, directly or not."""
+    """Sets of layers that are linked with one another, directly or not."""
     part = {layer: layer for layer in layers}
 
     def root(layer: int) -> int:

@@ -1,4 +1,4 @@
-"""What machines of several kinds make of a model together: an estimate, and a cut into stages.
+"""Machines of several kinds train a model together: an estimate, and a cut into stages.
 
 An *island* is all hosts of one kind, in teams of one size, as some consecutive stages of a
 pipeline; the teams of a stage share its micro-batches. A *pool* is a pipeline of islands; pools
@@ -22,15 +22,15 @@ from heterog.planners.model_parallel import balanced_chain
 from heterog.strategy.division import split_in_proportion
 
 MOST_KINDS = 4
-"""Of machines, of which every partition into pools is tried."""
+"""Most kinds of machines for which every partition into pools is tried."""
 MOST_STAGES = 16
-"""Of one kind of machines."""
+"""Most stages of one kind of machines."""
 RECOMPUTED = 0.12
 """Part of the activations that a stage holds if its layers recompute."""
 OVERFLOWS = 1e6
 """Seconds from which on an estimate says that something does not fit."""
 ROUNDS = 3
-"""In which samples and pools find their proportions."""
+"""Number of rounds in which samples and pools find their proportions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Island:
     """Hosts of one kind as stages of a pipeline.
 
     Attributes:
-        kind: number of it.
-        members: devices of a team.
-        stages: how many the island has; its teams are divided among them.
+        kind: Number of the kind.
+        members: Number of devices of a team.
+        stages: Number of stages, among which the island's teams are divided.
     """
 
     kind: int
@@ -49,7 +49,7 @@ class Island:
 
 
 Pool = tuple[Island, ...]
-"""Islands in the order of the layers that they have."""
+"""Islands in the order of their layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class Composition:
     """Pools that train on one batch together.
 
     Attributes:
-        pools: of them.
-        num_micro: micro-batches of a step, as many in every pool.
-        recompute: whether layers recompute.
-        zero: stage of ZeRO: 0, 1 or 3.
-        samples: of the batch for each pool.
-        layers: of each stage of each pool; in a V there are two stages on the same devices.
-        hides_messages: whether stages may hold about twice as many micro-batches as under 1F1B,
+        pools: The pools.
+        num_micro: Number of micro-batches of a step, the same in every pool.
+        recompute: Whether layers recompute.
+        zero: Stage of ZeRO: 0, 1 or 3.
+        samples: Samples of the batch for each pool.
+        layers: Layers of each stage of each pool; in a V there are two stages on the same devices.
+        hides_messages: Whether stages may hold about twice as many micro-batches as under 1F1B,
             whose caps make stages wait where forward and backward passes are not alike.
-        splits_backward: whether weight gradients wait until a device has nothing else to do.
-        in_a_v: whether a pool's layers go through its islands forth and back: each has two stages,
+        splits_backward: Whether weight gradients wait until a device has nothing else to do.
+        in_a_v: Whether a pool's layers go through its islands forth and back: each has two stages,
             in the turns of ``zero_bubble_v``.
     """
 
@@ -116,7 +116,7 @@ def islands_of(slices: Slices, kind: int) -> list[Island]:
 
 
 def partitions(items: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """All ways to put things into sets, for a handful of things.
+    """All ways to divide a few items into sets.
 
     >>> list(partitions([0, 1]))
     [((0, 1),), ((0,), (1,))]
@@ -135,7 +135,7 @@ class Estimator:
     """Seconds of compositions before they are simulated.
 
     Args:
-        slices: what layers cost.
+        slices: Costs of layers.
     """
 
     def __init__(self, slices: Slices) -> None:
@@ -144,12 +144,12 @@ class Estimator:
         self._pool_seconds: dict[object, float] = {}
 
     def pool_seconds(self, pool: Pool, samples: float, point: Composition) -> float:
-        """Seconds of a pool's part of a step; infinite where it cannot be.
+        """Seconds of a pool's part of a step; infinite if it is impossible.
 
         Args:
-            pool: of them.
-            samples: of the batch.
-            point: micro-batches and manner.
+            pool: Islands of the pool.
+            samples: Samples of the batch for the pool.
+            point: Composition with the micro-batches and the manner.
         """
         others = _kinds_beside(pool, point)
         manner = point.recompute, point.zero, point.hides_messages
@@ -177,11 +177,11 @@ class Estimator:
             gradients *= 0.5 + point.num_micro
         turn = max(each, messages) if point.hides_messages else each + messages
         seconds = (point.num_micro + len(stages) - 1) * turn + gradients
-        # What does not fit by the estimate comes behind all that does, the leanest first.
+        # Those that do not fit by the estimate rank behind all that do, the leanest first.
         return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
 
     def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
-        """(seconds of a step, samples of each pool): pools take about equally long."""
+        """(seconds of a step, samples of each pool), so that pools take about equally long."""
         pools, rest = point.pools, self.batch
         if len(pools) == 1:
             return self.pool_seconds(pools[0], rest, point), (rest,)
@@ -205,7 +205,7 @@ class Estimator:
         return best
 
     def cut(self, point: Composition) -> tuple[float, Composition] | None:
-        """(seconds, the same with layers for every stage); ``None`` if there are too few layers.
+        """(seconds, the same with layers for each stage); ``None`` if there are too few layers.
 
         Stages of whole layers are not cut in proportion, so the estimate is made again from the
         slowest stage: (m - 1) max_r T_r + sum_r T_r for T_r seconds of stage r.
@@ -238,7 +238,7 @@ class Estimator:
         return slowest, replace(point, layers=tuple(layers))
 
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
-        """Seconds of all layers of a micro-batch on a stage.  # [num_layers]"""
+        """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
         own = max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
         kind, members = stage.island.kind, stage.island.members
         return self.slices.seconds(kind, members, own, recompute=point.recompute)
@@ -287,9 +287,9 @@ class Estimator:
         """Seconds in which the slowest stage adds up its gradients.
 
         Args:
-            stages: of a pool.
-            parts: of the layers, for each of them.
-            others: kinds of machines in other pools.
+            stages: Stages of a pool.
+            parts: Part of the layers for each of them.
+            others: Kinds of machines in other pools.
         """
         size, slowest = float(self.slices.parameter_bytes.sum()), 0.0
         for stage, part in zip(stages, parts, strict=True):
@@ -312,7 +312,7 @@ def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:
 
 
 def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
-    """Layers of each stage where a cut left a slow one empty."""
+    """Layers of each stage, at least one where a cut left a slow stage empty."""
     num_layers = len(placement)
     lowest = np.arange(1, count)
     cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
@@ -322,12 +322,12 @@ def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[
 
 
 def structures(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Kinds of machines as pools, each in an order of the layers; idle kinds are in none.
+    """Kinds of machines as pools, each in the order of its layers; idle kinds are in none.
 
     All sets and partitions of up to four kinds; of more, all in one pipeline and each on its own.
 
     Args:
-        kinds: with the one first that should have the first layers.
+        kinds: Kinds, first the one that should have the first layers.
     """
     if len(kinds) > MOST_KINDS:
         yield (tuple(kinds),)

@@ -1,4 +1,4 @@
-"""Islands: unlike pipelines beside each other, a stage never larger than one kind of machines.
+"""Islands: unlike pipelines side by side, with stages of one kind of machines each.
 
 On mixed clusters a pipeline of equal stages waits for its slowest one, and replicas that are alike
 for the slowest replica. Here every kind of machines is divided on its own (teams, stages) and gets
@@ -45,17 +45,17 @@ from heterog.strategy.schedules import caps_of_stages
 from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 4
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 NUM_CUT = 300
-"""Of the estimated ones, whose layers are cut; stages of few layers are less even than hoped."""
+"""Number of estimated ones whose layers are cut: stages of few layers are never quite even."""
 NUM_REFINED = 3
-"""Of the simulated ones."""
+"""Number of simulated ones that are refined."""
 VARIETY = 1.04
-"""By how much each further composition of the same structure is taken to be slower."""
+"""Factor by which each further composition of the same structure counts as slower."""
 PASSES = 2
-"""Of a descent over all kinds."""
+"""Passes of a descent over all kinds."""
 UNTIL_ESTIMATED, UNTIL_REFINED = 0.25, 0.7
-"""Parts of the budget after which the search goes on, whatever is left to try."""
+"""Parts of the budget after which the next phase begins, whatever is left to try."""
 
 
 class Islands:
@@ -89,7 +89,7 @@ class Islands:
 
 
 class _Search:
-    """The compositions of a problem, and what they came to."""
+    """The compositions of a problem, with their estimates and evaluations."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -100,7 +100,7 @@ class _Search:
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
         self.done: set[tuple[tuple[int, ...], ...]] = set()
-        self.num_ranked, self.ranked = 0, list[Composition]()  # kept for when the search goes on
+        self.num_ranked, self.ranked = 0, list[Composition]()  # kept for a resumed search
         self.found: dict[Composition, Evaluation] = {}
         self.strategies: dict[Composition, Strategy] = {}
         self.refused: set[Composition] = set()
@@ -124,11 +124,11 @@ class _Search:
             self._refine(start)
 
     def best(self, count: int) -> list[Composition]:
-        """The best that were simulated, best first."""
+        """The best of the simulated compositions, best first."""
         return sorted(self.found, key=lambda point: self.found[point].preference)[:count]
 
     def returned(self) -> list[Composition]:
-        """The best, and the best of other divisions: the referee may judge links otherwise."""
+        """The best, and the best of other divisions: the referee may judge links differently."""
         ranked = self.best(len(self.found))
         of_division: dict[tuple[Pool, ...], Composition] = {}
         for point in ranked:
@@ -138,7 +138,7 @@ class _Search:
     # --- estimates -------------------------------------------------------------------------------
 
     def _estimate(self) -> None:
-        """Descend for every structure that there is time for, all kinds in one pipeline first."""
+        """Descend for each structure while there is time, all kinds in one pipeline first."""
         kinds = self.slices.kinds
         roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
         for structure in structures(roomy):
@@ -151,7 +151,7 @@ class _Search:
             self.done.add(structure)
 
     def _starts(self, structure: tuple[tuple[int, ...], ...]) -> Iterator[Composition]:
-        """Large teams in few stages, and single devices in as few; some micro-batches."""
+        """Large teams or single devices, in few stages, with some numbers of micro-batches."""
         for large in (True, False):
             pools: list[Pool] = []
             for kinds in structure:
@@ -166,14 +166,14 @@ class _Search:
         return next(island for island in options if island.members == members)
 
     def _bounded(self, num_micro: int) -> int:
-        """A power of two up to the batch, 1 where the model cannot be cut into micro-batches."""
+        """A power of two up to the batch; 1 if the model cannot be cut into micro-batches."""
         graph = self.evaluator.graph
         largest = 1 << (graph.batch_size.bit_length() - 1)
         num_micro = min(num_micro, largest)
         return 1 if micro_batches_refused(graph, num_micro) else num_micro
 
     def _descend(self, start: Composition) -> None:
-        """Improve one kind's division, the micro-batches and the manner, one after the other."""
+        """Improve one kind's division, the micro-batches and the manner, one after another."""
         point, seconds = start, self._estimated(start)
         for _ in range(PASSES):
             before = seconds
@@ -196,7 +196,7 @@ class _Search:
         return self.estimates[point][0]
 
     def _promising(self) -> list[Composition]:
-        """Those with the least estimates, with their samples and layers.
+        """Compositions with the least estimates, with their samples and layers.
 
         An estimate may be off for a whole structure, so that each further one of the same kinds
         in the same pools counts as a little slower than it is.
@@ -208,7 +208,7 @@ class _Search:
             if not np.isfinite(seconds) or len(cuts) >= NUM_CUT:
                 break
             division = point.pools, point.num_micro, point.recompute
-            if division not in cuts:  # other manners are tried of those that do not fit
+            if division not in cuts:  # points that do not fit are tried in other manners
                 cut = self.estimator.cut(replace(point, samples=samples))
                 cuts |= {} if cut is None else {division: cut}
         weighted = []
@@ -226,7 +226,7 @@ class _Search:
         return list(dict.fromkeys((*first, *(point for _, point in weighted))))
 
     def _plain(self) -> Iterator[Composition]:
-        """Replicas on the machines of each kind, and of all, in one go: what is hard to beat.
+        """Replicas on the machines of each kind, and of all, in one go, which are hard to beat.
 
         An estimate takes gradients to be added up behind the step; data parallelism hides them.
         """
@@ -258,7 +258,7 @@ class _Search:
         try:
             strategy = self._strategy(point)
             choice = self.evaluator.encode(strategy)
-            # Stated turns may wait for each other where a layer is not all that crosses.
+            # Stated turns may deadlock if values cross that are no layer's output.
             evaluation = self.evaluator.evaluate_choice(choice, self.problem.first_order)
         except (LayoutError, StrategyError):
             self.refused.add(point)
@@ -268,7 +268,7 @@ class _Search:
         return self.found[point]
 
     def _strategy(self, point: Composition) -> Strategy:
-        """What a composition means."""
+        """The strategy of a composition."""
         graph, cluster = self.evaluator.graph, self.evaluator.cluster
         pipelines = [
             self._pipeline(pool, layers, samples, point.num_micro)
@@ -297,7 +297,7 @@ class _Search:
             caps_of_stages(pipeline.ranks, cluster.num_devices, hidden=hidden).in_flight
             for pipeline in pipelines
         ]
-        # Each device is in one pipeline, which alone says something about it.
+        # Each device is in one pipeline, and only that sets its caps.
         in_flight = tuple(
             next((each for each in of_device if each), ()) for of_device in zip(*caps, strict=True)
         )
@@ -373,7 +373,7 @@ class _Search:
                     yield replace(point, samples=tuple(samples))
 
     def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
-        """So many times the micro-batches, where the model can be cut into them."""
+        """Variants with some times as many micro-batches, where the model can be cut into them."""
         for factor in times:
             num_micro = int(factor * point.num_micro)
             if num_micro and num_micro == self._bounded(num_micro):
@@ -381,7 +381,7 @@ class _Search:
 
 
 class _Vary:
-    """Other values of one thing about a composition."""
+    """Variants of a composition in one respect."""
 
     def __init__(self, search: _Search) -> None:
         self.search = search
@@ -417,7 +417,7 @@ class _ByIsland(_Vary):
 
 
 def in_a_v(point: Composition) -> Composition:
-    """The same devices with two stages each, forth and back, of as many layers together.
+    """The same devices with two stages each, forth and back, with as many layers together.
 
     >>> point = Composition((), 2, recompute=False, zero=0, layers=((5, 3),))
     >>> in_a_v(point).layers

@@ -1,4 +1,4 @@
-"""What a slice of the model costs on a team of devices of one kind.
+"""Costs of a slice of the model on a team of devices of one kind.
 
 A slice is a run of *layers*: the repeated modules of a model, what lies before the first with it
 and what lies behind the last with that; or single groups of ops where a model repeats nothing.
@@ -32,13 +32,13 @@ class Kind:
     """Hosts of one kind.
 
     Attributes:
-        hosts: their positions in the cluster.
-        size: devices of each.
-        device_type: number of the type of all of them.
-        usable_bytes: memory of one device that a job may use.
-        nic_bytes_per_s: rate of all NICs of a host.
-        link_bytes_per_s: of the link inside.
-        link_latency_s: of the same.
+        hosts: Positions of the hosts in the cluster.
+        size: Number of devices of each host.
+        device_type: Number of the type of all devices.
+        usable_bytes: Memory of one device that a job may use.
+        nic_bytes_per_s: Rate of all NICs of a host.
+        link_bytes_per_s: Rate of the link inside a host.
+        link_latency_s: Latency of the link inside a host.
     """
 
     hosts: tuple[int, ...]
@@ -73,17 +73,17 @@ def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
 
 
 class Slices:
-    """Seconds and bytes of every layer on teams of every kind, each asked for once.
+    """Seconds and bytes of each layer on teams of each kind, computed once each.
 
     Attributes:
-        evaluator: of the graph on the cluster.
-        kinds: of the cluster's hosts.
-        layer_of_group: the layer of every group.  # [num_groups]
-        num_layers: how many there are.
-        most_members: the largest team that the model can be split for; 1 if for none.
-        state_bytes: parameters, gradients and optimizer state of each layer.  # [num_layers]
-        parameter_bytes: parameters alone.  # [num_layers]
-        kept_bytes: activations of a sample that wait for the backward pass.  # [num_layers]
+        evaluator: Evaluator of the graph on the cluster.
+        kinds: Kinds of the cluster's hosts.
+        layer_of_group: Layer of every group.  # [num_groups]
+        num_layers: Number of layers.
+        most_members: Size of the largest team that the model can be split for; 1 if for none.
+        state_bytes: Parameters, gradients and optimizer state of each layer.  # [num_layers]
+        parameter_bytes: Parameters of each layer.  # [num_layers]
+        kept_bytes: Activations of a sample that wait for the backward pass.  # [num_layers]
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -127,7 +127,7 @@ class Slices:
         return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0
 
     def between_bytes_per_s(self, first: int, second: int) -> float:
-        """What lies between hosts of two kinds beside their NICs; infinite if nothing does."""
+        """Rate of the lines between hosts of two kinds, without their NICs; infinite if none."""
         if (first, second) not in self._between:
             self._between[first, second] = self._lines_bytes_per_s(first, second)
         return self._between[first, second]
@@ -142,13 +142,13 @@ class Slices:
         return sum(rates) or np.inf
 
     def seconds(self, kind: int, members: int, samples: int, *, recompute: bool) -> FloatArray:
-        """Forward and backward of a micro-batch by each layer on one team.
+        """Seconds of each layer's forward and backward pass for a micro-batch on one team.
 
         Args:
-            kind: of the team's host.
-            members: of the team.
-            samples: of the micro-batch on this team.
-            recompute: layers are made again for the backward pass.
+            kind: Number of the kind of the team's host.
+            members: Number of devices of the team.
+            samples: Samples of the micro-batch on this team.
+            recompute: Whether layers are computed again for the backward pass.
 
         Returns:
             # [num_layers]
@@ -163,7 +163,7 @@ class Slices:
         return self._seconds[key][recompute]
 
     def _price(self, kind: Kind, members: int, samples: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of a layer's work, and of what a team adds up.
+        """Seconds of a layer's work, and of the sums of a team.
 
         Returns:
             Forward, backward, and forward again.  # [3, num_layers]
@@ -188,7 +188,7 @@ class Slices:
         return self._of_layers(of_ops, members), sums
 
     def _of_layers(self, of_ops: FloatArray, members: int) -> FloatArray:
-        """Seconds of forward and backward ops, and of those done again; updates run once a step.
+        """Seconds of forward and backward ops, and of repeated ones; updates run once a step.
 
         Returns:
             # [3, num_layers]
@@ -229,9 +229,9 @@ class Slices:
 
     @cached_property
     def _summed(self) -> tuple[FloatArray, FloatArray]:
-        """(bytes, number) of the partial results of teams that each layer adds up in each pass.
+        """(bytes, number) of the partial results that a team's devices add up, by pass and layer.
 
-        A sum of partial results is one as well: only what a reader needs whole is exchanged.
+        A sum of partial results is partial too: only what a reader needs whole is exchanged.
         """
         graph, plan = self.evaluator.graph, self._plan
         total, count = np.zeros((2, self.num_layers)), np.zeros((2, self.num_layers))

@@ -24,18 +24,18 @@ from heterog.strategy.serialize import strategy_from_dict
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 MOST_MICRO_BATCHES = 256
-"""A file that says more is not believed: simulating it could take longer than the search."""
+"""A file with more micro-batches is refused: simulating it could outlast the search."""
 _FAULTS = (HeterogError, ArithmeticError, LookupError, TypeError, ValueError)
-"""Whatever a file that was made up can lead to; none of it may end a search."""
+"""Faults that a made-up file can lead to; none of them may end a search."""
 
 
 def adapted(entry: EntryRecord, evaluator: Evaluator, *, step_barrier: bool) -> Strategy | None:
     """The strategy of a solved case for another one; ``None`` if it cannot be carried over.
 
     Args:
-        entry: the solved case, which may have been made up by anybody.
-        evaluator: of the new case.
-        step_barrier: whether a step ends with all updates.
+        entry: The solved case, which may have been made up by anybody.
+        evaluator: Evaluator of the new case.
+        step_barrier: Whether a step ends with all updates.
     """
     try:
         known = replace(strategy_from_dict(entry.strategy), step_barrier=step_barrier)
@@ -131,7 +131,7 @@ class _Adapting:
         )
 
     def _homes(self, decisions: Sequence[Decision]) -> tuple[int, ...]:
-        """Homes at the same part of the parameters' list, where parameters are served."""
+        """Homes at the same part of the list of parameters, where parameters are served."""
         group, known = group_ops(self._graph).group, self._known.homes
         updates = self._graph.updates
         homes = []
@@ -143,7 +143,7 @@ class _Adapting:
         return tuple(homes)
 
     def _micro_batches(self) -> tuple[tuple[int, ...], ...]:
-        """As many as before of one size, which groups cut in the proportions of their shares."""
+        """As many micro-batches as before, of one size, divided in proportion to the shares."""
         count = min(self._known.num_micro_batches, self._graph.batch_size)
         if count <= 1:
             return ()
@@ -172,7 +172,7 @@ def _by_speed(host_of: Sequence[int], speeds: Sequence[float]) -> list[list[int]
 
 
 def _images(old: Sequence[list[int]], new: Sequence[list[int]]) -> dict[int, list[int]]:
-    """New devices of each old one: hosts in their order, devices in theirs."""
+    """New devices for each old one: hosts in their order, devices in theirs."""
     images: dict[int, list[int]] = {}
     for host, other in _pairs(len(old), len(new)):
         for device, image in _pairs(len(old[host]), len(new[other])):
@@ -181,7 +181,7 @@ def _images(old: Sequence[list[int]], new: Sequence[list[int]]) -> dict[int, lis
 
 
 def _pairs(num_old: int, num_new: int) -> list[tuple[int, int]]:
-    """Positions that belong together, each old and each new one at least once.
+    """Pairs of positions that belong together, with each old and each new one at least once.
 
     >>> _pairs(2, 4), _pairs(3, 1)
     ([(0, 0), (0, 1), (1, 2), (1, 3)], [(0, 0), (1, 0), (2, 0)])
@@ -192,7 +192,7 @@ def _pairs(num_old: int, num_new: int) -> list[tuple[int, int]]:
 
 
 def _matched(old: Sequence[float], new: Sequence[float]) -> list[int]:
-    """The old group for each new one: in its place, or with as much work before it."""
+    """The old group for each new one: at its position, or with as much work before it."""
     if len(old) == len(new):
         return list(range(len(new)))
     ends = np.cumsum(old)

@@ -1,4 +1,4 @@
-"""What the library keeps of a solved plan, and how alike two cases are."""
+"""An entry of the library for a solved plan, and the distance between two cases."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ from heterog.strategy.serialize import strategy_to_dict
 
 SCHEMA_VERSION = 1
 LIKE_UNTIL = 3.0
-"""Distance up to which cases are alike: models of one family of up to four times the size, say, or
-clusters of twice as many devices. What starts too far away is only evaluated for nothing."""
+"""Distance up to which cases are alike, such as models of one family up to four times the size or
+clusters of twice as many devices. From starts farther away, a search gains nothing."""
 _SIZE_WEIGHT, _KINDS_WEIGHT, _TYPES_WEIGHT = 0.7, 3.0, 1.0
 _Positive = Annotated[float, Field(gt=0.0, le=1e30, allow_inf_nan=False)]
 _Part = Annotated[float, Field(ge=0.0, le=1.0 + 1e-6, allow_inf_nan=False)]
@@ -32,9 +32,9 @@ class DeviceRecord(Record):
     """A device of the solved case.
 
     Attributes:
-        host: number of its host.
-        type: name of its type.
-        samples_per_s: of the whole model.
+        host: Number of its host.
+        type: Name of its type.
+        samples_per_s: Throughput for the whole model.
     """
 
     host: Int32
@@ -46,20 +46,20 @@ class EntryRecord(Record):
     """One solved plan.
 
     Attributes:
-        schema_version: of the format.
-        model: for people.
-        graph: its fingerprint.
-        ops: hash of its ops without their shapes: models that differ in sizes only share it.
-        cluster: fingerprint.
-        num_parameters: scalars.
-        flops_per_sample: of a step.
-        batch_size: samples of a step.
-        kinds: part of the FLOPs by kind of op.
-        group_work: part of the work in each group of ops, in their order.
-        devices: in the order of the cluster.
-        step_time_s: as predicted.
-        order: of tasks.
-        strategy: its JSON.
+        schema_version: Version of the format.
+        model: Name of the model, for people.
+        graph: Fingerprint of the graph.
+        ops: Hash of the ops without their shapes, which models that differ only in sizes share.
+        cluster: Fingerprint of the cluster.
+        num_parameters: Number of scalar parameters.
+        flops_per_sample: FLOPs of a step for each sample.
+        batch_size: Samples of a step.
+        kinds: Part of the FLOPs by kind of op.
+        group_work: Part of the work in each group of ops, in their order.
+        devices: Devices in the order of the cluster.
+        step_time_s: Predicted step time.
+        order: Order of tasks.
+        strategy: JSON of the strategy.
     """
 
     schema_version: int
@@ -79,7 +79,7 @@ class EntryRecord(Record):
 
 
 def ops_hash(graph: OpGraph) -> str:
-    """Of the sequence of ops, whatever the shapes of their tensors."""
+    """Hash of the sequence of ops, whatever the shapes of their tensors."""
     ops = [[op.kind, op.module, int(op.phase)] for op in graph.ops]
     return hashlib.sha256(json.dumps(ops).encode()).hexdigest()[:16]
 
@@ -106,7 +106,7 @@ def _kinds(graph: OpGraph) -> dict[str, float]:
 
 
 def described(evaluator: Evaluator) -> dict[str, Any]:
-    """What an entry says of a case, without its solution."""
+    """The entry of a case, without its solution."""
     graph, cluster = evaluator.graph, evaluator.cluster
     return {
         "schema_version": SCHEMA_VERSION,
@@ -138,12 +138,12 @@ def entry_of(plan: Plan, evaluator: Evaluator) -> dict[str, Any] | None:
 
 
 def distance(entry: EntryRecord, case: Mapping[str, Any], cluster: Cluster) -> float:
-    """How unlike a solved case and a new one are; 0 for the same ones.
+    """Distance between a solved case and a new one; 0 if they are the same.
 
     Args:
-        entry: the solved case.
+        entry: The solved case.
         case: ``described`` of the new one.
-        cluster: of the new one.
+        cluster: Cluster of the new one.
     """
     sizes = (
         (entry.num_parameters, case["num_parameters"]),
@@ -168,6 +168,6 @@ def _parts(names: Sequence[str]) -> dict[str, float]:
 
 
 def _apart(first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Half the sum of differences of two distributions, 0 to 1."""
+    """Half the sum of the differences between two distributions, 0 to 1."""
     names = {*first, *second}
     return 0.5 * sum(abs(first.get(name, 0.0) - second.get(name, 0.0)) for name in names)

@@ -29,23 +29,23 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 
 MOST_ENTRIES = 64
-"""Files that are kept; reading all of them takes a fraction of a second."""
+"""Most files that are kept; reading all of them takes a fraction of a second."""
 MOST_ENTRY_BYTES = 1024**2
-"""Of a file; the zoo's largest plan takes a tenth of it."""
+"""Most bytes of a file; the zoo's largest plan takes a tenth of that."""
 MOST_SEEDS = 3
-"""Plans of the most alike cases that a search starts from."""
+"""Most plans that a search starts from, those of the most alike cases."""
 LIBRARY = "library"
-"""Name of their row."""
+"""Name of the row of these plans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """What the library knows about a case.
+    """The result of looking up a case in the library.
 
     Attributes:
-        seeds: the plans of like cases; ``None`` if there are none.
-        seconds: that it took to find and adapt them.
-        warning: why the folder could not be read; empty if it could.
+        seeds: Plans of like cases; ``None`` if there are none.
+        seconds: Seconds that it took to find and adapt them.
+        warning: Reason why the folder could not be read; empty if it could.
     """
 
     seeds: SeedPlanner | None
@@ -54,7 +54,7 @@ class Lookup:
 
     @property
     def num_plans(self) -> int:
-        """Plans that a search starts from."""
+        """Number of plans that a search starts from."""
         return 0 if self.seeds is None else len(self.seeds.candidates)
 
 
@@ -62,8 +62,8 @@ class PlanLibrary:
     """The plans in a folder, which need not exist.
 
     Args:
-        folder: of the files.
-        most_entries: files that are kept.
+        folder: Folder of the files.
+        most_entries: Most files that are kept.
     """
 
     def __init__(self, folder: Path, *, most_entries: int = MOST_ENTRIES) -> None:
@@ -74,8 +74,8 @@ class PlanLibrary:
         """The plans of the most alike cases, adapted to this one.
 
         Args:
-            evaluator: of the graph and cluster.
-            step_barrier: whether a step ends with all updates.
+            evaluator: Evaluator of the graph and cluster.
+            step_barrier: Whether a step ends with all updates.
         """
         begin = time.perf_counter()
         try:
@@ -100,7 +100,7 @@ class PlanLibrary:
             if strategy is None:
                 continue
             candidates.append(Candidate(strategy=strategy, orders=(Order[entry.order.upper()],)))
-            with contextlib.suppress(OSError):  # used last: kept longest
+            with contextlib.suppress(OSError):  # a recently used file is kept longest
                 os.utime(path)
             if len(candidates) == MOST_SEEDS:
                 break
@@ -111,7 +111,7 @@ class PlanLibrary:
         """Keep a plan, unless a better one of the same case is there.
 
         Returns:
-            Why it could not be kept, in words; empty if nothing is wrong.
+            Reason why it could not be kept; empty if nothing is wrong.
         """
         document = entry_of(plan, evaluator)
         if document is None:
@@ -140,14 +140,14 @@ class PlanLibrary:
         with os.scandir(self.folder) as entries:
             for each in entries:
                 if each.name.endswith(".json") and not each.name.startswith("."):
-                    with contextlib.suppress(FileNotFoundError):  # another program was faster
+                    with contextlib.suppress(FileNotFoundError):  # another program removed it
                         used_s = each.stat(follow_symlinks=False).st_mtime
                         found.append((-used_s, each.name, Path(each.path)))
         return [path for _, _, path in sorted(found)]
 
 
 def _read(path: Path) -> EntryRecord | None:
-    """An entry; ``None`` if the file is missing or says anything that it should not."""
+    """An entry; ``None`` if the file is missing or does not hold a valid one."""
     try:
         return read_record(
             path,

@@ -1,7 +1,7 @@
 """Pipette: uniform layouts and the order of hosts for links that are not equal (DATE 2024).
 
-``latency`` has the paper's six models of a step, ``communication`` what an order of hosts costs,
-``annealing`` the search for one.
+``latency`` has the paper's six models of a step, ``communication`` the cost of an order of hosts,
+``annealing`` the search for an order.
 """
 
 from heterog.planners.pipette.annealing import Annealed, anneal

@@ -27,9 +27,9 @@ class Annealed:
     """The best order of a search.
 
     Attributes:
-        order: what was permuted.
-        cost: of the order.
-        num_steps: neighbours that were priced.
+        order: The permuted order.
+        cost: Cost of the order.
+        num_steps: Number of neighbours that were priced.
     """
 
     order: tuple[int, ...]
@@ -48,11 +48,11 @@ def anneal(
     """Search for the order of the least cost.
 
     Args:
-        cost_of: what is minimised.
-        start: the order as given.
-        rng: of everything random.
-        num_steps: neighbours to price at most.
-        is_over: asked before each step; the best order so far is returned if it is.
+        cost_of: Function to minimise.
+        start: Order to start from.
+        rng: Generator of everything random.
+        num_steps: Most neighbours to price.
+        is_over: Function asked before each step whether to return the best order so far.
     """
     best, least = start.copy(), cost_of(start)
     order, cost = best, least
@@ -83,9 +83,9 @@ def scaled(difference: float) -> float:
 
 
 def moved(order: IntArray, rng: np.random.Generator) -> IntArray:
-    """A neighbour: a segment reversed, one or a segment put elsewhere, or two swapped."""
+    """A neighbour: a segment reversed, an element or segment moved, or two of them swapped."""
     count = len(order)
-    # One call for all draws: it is called for every step.
+    # One call for all draws, because this runs in every step.
     kind, first, apart, place = (int(draw) for draw in rng.random(4) * (5, count, count - 1, 1e9))
     second = (first + 1 + apart) % count
     begin, end = min(first, second), max(first, second) + 1

@@ -29,24 +29,24 @@ def ring_payloads(members: int) -> float:
 
 
 class Pricing(StrEnum):
-    """Whose communication is priced."""
+    """The communication that is priced."""
 
     PUBLISHED = "published"
-    """That of Pipette's objective."""
+    """The communication in Pipette's objective."""
     EXECUTED = "executed"
-    """That of heterog's runtime; see the module docstring."""
+    """The communication in heterog's runtime; see the module docstring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a uniform pipeline sends.
+    """Bytes that a uniform pipeline sends.
 
     Attributes:
-        num_stages: p; a pipeline takes as many hosts.
-        replicas_per_host: n, replicas that share each host.
-        message_bytes: P, one activation from stage to stage.
-        gradient_bytes: D, a stage's gradients on one member of a team.
-        team_size: members of a team, which divide a stage's gradients.
+        num_stages: p, number of stages, and of hosts of a pipeline.
+        replicas_per_host: n, number of replicas that share each host.
+        message_bytes: P, bytes of one activation from stage to stage.
+        gradient_bytes: D, bytes of a stage's gradients on one member of a team.
+        team_size: Number of members of a team, which divide a stage's gradients.
     """
 
     num_stages: int
@@ -58,12 +58,12 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Communication:
-    """Seconds of an order of hosts.
+    """Seconds of communication on an order of hosts.
 
     Attributes:
-        pipeline_s: a round trip of messages through the slowest pipeline.
-        between_s: all-reduce of gradients between hosts.
-        inside_s: the same inside of hosts.
+        pipeline_s: Round trip of messages through the slowest pipeline.
+        between_s: All-reduce of gradients between hosts.
+        inside_s: All-reduce of gradients inside hosts.
     """
 
     pipeline_s: float
@@ -72,12 +72,12 @@ class Communication:
 
     @property
     def gradients_s(self) -> float:
-        """All-reduce of gradients, between and inside of hosts."""
+        """All-reduce of gradients, between and inside hosts."""
         return self.between_s + self.inside_s
 
     @property
     def total_s(self) -> float:
-        """The objective."""
+        """The objective: all of these together."""
         return self.pipeline_s + self.gradients_s
 
 
@@ -85,7 +85,7 @@ class HostRates:
     """Seconds per byte between hosts.
 
     Args:
-        bytes_per_s: from each host (row) to each other (column), and inside hosts.
+        bytes_per_s: Rates from each host (row) to each other (column); inside hosts: the diagonal.
     """
 
     def __init__(self, bytes_per_s: FloatArray) -> None:
@@ -95,7 +95,7 @@ class HostRates:
 
     @staticmethod
     def of_cluster(cluster: Cluster) -> "HostRates":
-        """What a transfer that is alone gets between and inside hosts."""
+        """Rates of a transfer that is alone, between and inside hosts."""
         nics = np.array(
             [host.nic_line_rate_bytes_per_s * cluster.efficiency for host in cluster.hosts]
         )
@@ -108,28 +108,28 @@ class HostRates:
 
     @property
     def num_hosts(self) -> int:
-        """Rows of the matrix."""
+        """Number of hosts, which are the rows of the matrix."""
         return len(self.s_per_byte)
 
     @property
     def differ(self) -> bool:
-        """Whether some pair of hosts has another rate than some other pair."""
+        """Whether two pairs of hosts have different rates."""
         apart = self.s_per_byte[~np.eye(self.num_hosts, dtype=np.bool_)]
         return bool(len(apart) and apart.max() > apart.min() * (1.0 + 1e-9))
 
     def among(self, hosts: IntArray) -> "HostRates":
-        """The rates of some hosts, numbered anew."""
+        """The rates of some hosts, renumbered."""
         return HostRates(1.0 / self.s_per_byte[np.ix_(hosts, hosts)])
 
     def communication(
         self, order: IntArray, traffic: Traffic, pricing: Pricing = Pricing.PUBLISHED
     ) -> Communication:
-        """What an order of hosts takes.
+        """Seconds of communication on an order of hosts.
 
         Args:
-            order: hosts, row by row; the pipelines are the rows.  # [num_hosts]
-            traffic: of the layout.
-            pricing: whose communication.
+            order: Hosts, row by row; the pipelines are the rows.  # [num_hosts]
+            traffic: Traffic of the layout.
+            pricing: Communication that is priced.
         """
         rows = order.reshape(-1, traffic.num_stages)  # [num_rows, num_stages]
         return (_executed if pricing == Pricing.EXECUTED else _published)(

@@ -1,4 +1,4 @@
-"""Seconds of a step of a uniform pipeline: Pipette's six models and what 1F1B really takes.
+"""Seconds of a step of a uniform pipeline: Pipette's six models, and the exact time of 1F1B.
 
 Pipette (Yim et al., DATE 2024, arXiv 2405.18093) prices a layout of tp x pp x dp before anything
 runs. Its published code has six variants, each with one more of the paper's ideas. With p stages,
@@ -15,12 +15,12 @@ and C = 2 (p - 1) P / bandwidth:
     path+split   as +path                               as +split
     all          as +path, C of an order of hosts       of that order
 
-Where m < p, +path has E + C + (m - 1)(F + B). Four things to know, kept as published:
+Where m < p, +path has E + C + (m - 1)(F + B). Four peculiarities are kept as published:
 
 - k drops the remainder of m / p, so that a model with m = 2p - 1 costs as much as with m = p.
 - The term inside hosts has a factor 2 under +split that it lacks where an order is measured.
 - Only the gradients of the first stage are priced.
-- amp takes a backward pass for twice a forward pass, whatever B is.
+- amp takes a backward pass as twice a forward pass, whatever B is.
 
 ``one_forward_one_backward_s`` is the exact form beside them.
 """
@@ -54,19 +54,19 @@ class Variant(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UniformCosts:
-    """What the models know about a layout.
+    """A layout in the terms of the models.
 
     Attributes:
-        num_stages: p, stages of the pipeline.
-        num_replicas: of the model.
-        replicas_per_host: n, replicas that share a host.
-        num_micro: m, micro-batches of a replica.
-        forward_s: F, of one micro-batch on one stage, the team's sums included.
-        backward_s: B, likewise.
-        message_bytes: P, one activation from stage to stage.
-        gradient_bytes: D, a stage's gradients on one member of a team.
-        inside_bytes_per_s: bandwidth inside a host.
-        between_bytes_per_s: bandwidth between hosts.
+        num_stages: p, number of stages of the pipeline.
+        num_replicas: Number of replicas of the model.
+        replicas_per_host: n, number of replicas that share a host.
+        num_micro: m, number of micro-batches of a replica.
+        forward_s: F, forward pass of one micro-batch on one stage, the team's sums included.
+        backward_s: B, backward pass, likewise.
+        message_bytes: P, bytes of one activation from stage to stage.
+        gradient_bytes: D, bytes of a stage's gradients on one member of a team.
+        inside_bytes_per_s: Bandwidth inside a host.
+        between_bytes_per_s: Bandwidth between hosts.
     """
 
     num_stages: int
@@ -82,7 +82,7 @@ class UniformCosts:
 
     @property
     def hosts_per_stage(self) -> int:
-        """d, hosts that have the same stage."""
+        """d, number of hosts that have the same stage."""
         return self.num_replicas // self.replicas_per_host
 
 
@@ -92,9 +92,9 @@ def latency_s(
     """Seconds of a step by one of the models.
 
     Args:
-        variant: which one.
-        costs: of the layout.
-        measured: communication of an order of hosts; for ``+measured`` and ``all`` alone.
+        variant: The model.
+        costs: Costs of the layout.
+        measured: Communication on an order of hosts; only for ``+measured`` and ``all``.
     """
     if variant.needs_measured:
         assert measured is not None, f"variant {variant} prices an order of hosts"
@@ -105,12 +105,12 @@ def latency_s(
 
 
 def _pipeline_s(variant: Variant, costs: UniformCosts, messages_s: float) -> float:
-    """The pipeline's part.
+    """Seconds of the pipeline.
 
     Args:
-        variant: which model.
-        costs: of the layout.
-        messages_s: C, a round trip of messages through the pipeline.
+        variant: The model.
+        costs: Costs of the layout.
+        messages_s: C, round trip of messages through the pipeline.
     """
     stages, micro = costs.num_stages, costs.num_micro
     if variant == Variant.AMP:
@@ -123,7 +123,7 @@ def _pipeline_s(variant: Variant, costs: UniformCosts, messages_s: float) -> flo
 
 
 def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
-    """The part of the gradients, at fixed bandwidths."""
+    """Seconds of the gradients, at fixed bandwidths."""
     inside, between = costs.inside_bytes_per_s, costs.between_bytes_per_s
     if variant in (Variant.AMP, Variant.PATH):
         return ring_payloads(costs.num_replicas) * costs.gradient_bytes / min(inside, between)
@@ -134,18 +134,18 @@ def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
 def one_forward_one_backward_s(
     *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
 ) -> float:
-    """What 1F1B takes with equal stages and links, when sends do not hold up computing.
+    """Seconds of 1F1B with equal stages and links, if sends do not hold up computing.
 
         T = (m + p - 1)(F + B) + 2 (p - 1) c + 2c ((m - 2) - floor((m - 2)/p))
 
-    The engine takes this time (``tests/strategy/test_schedules.py``). Against it ``+path`` is low
+    The engine takes this time (``tests/strategy/test_schedules.py``). ``+path`` is below it
     by 2c (p - 2) where p divides m: a round trip for every p micro-batches is the right idea.
 
     Args:
-        num_stages: p.
-        num_micro: m.
-        forward_s: F, of one micro-batch on one stage.
-        backward_s: B, likewise.
+        num_stages: p, number of stages.
+        num_micro: m, number of micro-batches.
+        forward_s: F, forward pass of one micro-batch on one stage.
+        backward_s: B, backward pass, likewise.
         message_s: c, one activation from stage to stage.
 
     >>> one_forward_one_backward_s(
@@ -167,13 +167,13 @@ def one_forward_one_backward_s(
 def eager_order_s(
     *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
 ) -> float:
-    """What all forward passes as early as they can take: (m + p - 1)(F + B) + 2 (p - 1) c.
+    """Seconds if all forward passes run as early as possible: (m + p - 1)(F + B) + 2 (p - 1) c.
 
     Args:
-        num_stages: p.
-        num_micro: m.
-        forward_s: F, of one micro-batch on one stage.
-        backward_s: B, likewise.
+        num_stages: p, number of stages.
+        num_micro: m, number of micro-batches.
+        forward_s: F, forward pass of one micro-batch on one stage.
+        backward_s: B, backward pass, likewise.
         message_s: c, one activation from stage to stage.
     """
     passes_s = (num_micro + num_stages - 1) * (forward_s + backward_s)

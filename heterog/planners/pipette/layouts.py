@@ -1,4 +1,4 @@
-"""The uniform layouts that Pipette enumerates, and what its models know about them.
+"""The uniform layouts that Pipette enumerates, and their costs in the terms of its models.
 
 On S hosts of g devices each: tp divides g (teams stay inside hosts), pp divides S, replicas take
 the rest; a stage has whole hosts. Micro-batches are the powers of two that divide a replica's
@@ -26,7 +26,7 @@ from heterog.strategy.layouts.stages import layers_of, stage_of_groups
 from heterog.strategy.program import FloatArray, IntArray
 
 MOST_TASKS = 2_000_000
-"""Of a program that is worth its second; more and smaller micro-batches than that are left out."""
+"""Most tasks of a program, about a second's work; more and smaller micro-batches are left out."""
 _SUMS_PER_LAYER = 2
 """All-reduces of a team in each pass through a layer: behind attention and behind the rest."""
 
@@ -36,9 +36,9 @@ class Point:
     """A layout on some hosts.
 
     Attributes:
-        layout: tp, pp, dp, micro-batch.
-        hosts: of the cluster, ascending.
-        num_micro: micro-batches of a replica.
+        layout: Layout with tp, pp, dp and micro-batch.
+        hosts: Hosts of the cluster, ascending.
+        num_micro: Number of micro-batches of a replica.
     """
 
     layout: Layout
@@ -47,7 +47,7 @@ class Point:
 
 
 def host_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
-    """All hosts if they have equally many devices, and the hosts of each kind."""
+    """All hosts, if they have equally many devices, and the hosts of each kind."""
     everything = tuple(range(cluster.num_hosts))
     sizes = {len(cluster.host_devices(host)) for host in everything}
     kinds = hosts_by_kind(cluster)
@@ -97,16 +97,16 @@ def ranks(cluster: Cluster, order: IntArray, num_stages: int) -> tuple[int, ...]
     """Devices in the order in which layouts number ranks: stage by stage.
 
     Args:
-        cluster: the hosts.
-        order: hosts row by row; a row is a pipeline.  # [num_hosts]
-        num_stages: length of a row.
+        cluster: Cluster of the hosts.
+        order: Hosts row by row; a row is a pipeline.  # [num_hosts]
+        num_stages: Length of a row.
     """
     columns = order.reshape(-1, num_stages).T.ravel()
     return tuple(device for host in columns.tolist() for device in cluster.host_devices(host))
 
 
 def stage_by_stage(num_hosts: int, num_stages: int) -> IntArray:
-    """The order in which layouts take up hosts unless told otherwise: a stage has neighbours.
+    """The order in which layouts take up hosts by default: those of a stage are neighbours.
 
     >>> stage_by_stage(6, 3).reshape(-1, 3).tolist()
     [[0, 2, 4], [1, 3, 5]]
@@ -119,7 +119,7 @@ class LayoutCosts:
     """Prices layouts for the models, from the tables of one evaluator.
 
     Args:
-        evaluator: knows graph, cluster and seconds of ops.
+        evaluator: Evaluator that knows graph, cluster and seconds of ops.
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -130,7 +130,7 @@ class LayoutCosts:
         self._seconds = lru_cache(maxsize=1024)(self._group_seconds)
 
     def costs(self, point: Point) -> UniformCosts:
-        """What the models are told about a layout: its slowest stage on its slowest device."""
+        """A layout in the terms of the models: its slowest stage on its slowest device."""
         layout, cluster = point.layout, self._cluster
         per_host = len(cluster.host_devices(point.hosts[0]))
         stage, message, gradients, layers = self._by_stage(layout.pp, layout.layers)
@@ -158,7 +158,7 @@ class LayoutCosts:
         )
 
     def traffic(self, point: Point) -> Traffic:
-        """What a layout sends between hosts."""
+        """Traffic of a layout between hosts."""
         costs = self.costs(point)
         return Traffic(
             num_stages=costs.num_stages,
@@ -196,7 +196,7 @@ class LayoutCosts:
     def _stages(
         self, num_stages: int, layers: tuple[int, ...]
     ) -> tuple[tuple[int, ...], float, float, int]:
-        """Of a cut: stage of each group; message, gradients and layers of the largest stage."""
+        """Of a cut: each group's stage; message, gradients and layers of the largest stage."""
         tables = self._evaluator.tables
         layout = Layout(pp=num_stages, layers=layers)
         stage = np.array(stage_of_groups(self._evaluator.graph, layout))
@@ -213,7 +213,7 @@ class LayoutCosts:
         )
 
     def _sent_bytes(self, stage_of_group: IntArray, num_stages: int) -> FloatArray:
-        """Bytes of a sample that each stage makes going forward and a later one reads."""
+        """Bytes of a sample that each stage makes in its forward pass and a later one reads."""
         tables = self._evaluator.tables
         group = tables.op_group[tables.value_op]
         reader = tables.slot_group
@@ -229,7 +229,7 @@ class LayoutCosts:
 
     @property
     def _activation_bytes(self) -> float:
-        """Bytes of a sample between two layers: what would be sent if each were a stage."""
+        """Bytes of a sample between two layers, which would be sent if each were a stage."""
         num_layers = int(self._layers.max(initial=-1)) + 1
         if num_layers < 2:
             return 0.0

@@ -39,17 +39,17 @@ from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import Strategy
 
 NUM_TRIED = 10
-"""Layouts that fit and are simulated: as many as the paper measures."""
+"""Number of layouts that fit and are simulated: as many as the paper measures."""
 NUM_REORDERED = 3
-"""About so many of the best ones are simulated on other orders of hosts, too."""
+"""About this many of the best layouts are simulated on other orders of hosts, too."""
 NUM_RETURNED = 3
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 MOST_MISSED = 30
-"""Simulations of layouts that do not fit, after which the search ends."""
+"""Number of simulations of layouts that do not fit after which the search ends."""
 ANNEALED_PART = 0.5
-"""Of a budget in seconds, after which no order is searched for any longer."""
+"""Part of a budget in seconds after which no order is searched for any longer."""
 LEAST_KEPT = 0.5
-"""Part of the activations that is surely held: what overflows with it is not simulated."""
+"""Part of the activations that is surely held; layouts that overflow with it are skipped."""
 RECOMPUTED = 0.1
 """The same where layers recompute."""
 
@@ -74,7 +74,7 @@ class Pipette:
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` gives it a part: where pairs differ; elsewhere the grid has it all."""
+        """Whether ``auto`` gives it a part: if pairs differ; else the grid has all layouts."""
         return bool(cluster.pairs) and HostRates.of_cluster(cluster).differ
 
     def plan(self, problem: Problem) -> PlanResult:
@@ -102,7 +102,7 @@ class Pipette:
 
 
 class _Search:
-    """Trials of a problem, and what they came to."""
+    """Trials of a problem, with their evaluations."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -120,7 +120,7 @@ class _Search:
         self._ranked: tuple[Point, ...] = ()
 
     def run(self) -> None:
-        """Try the cheapest that fit, then other orders for the best of them."""
+        """Try the cheapest that fit, then other orders for the best of these."""
         self._ranked = self._ranked or tuple(
             sorted(points(self.problem.evaluator), key=self._rank)
         )
@@ -146,7 +146,7 @@ class _Search:
 
     @property
     def refusal(self) -> str:
-        """Why there is no strategy."""
+        """Reason why there is no strategy."""
         if self._refused:
             return f"no layout can be said: {next(iter(self._refused.values()))}"
         if self._ranked:
@@ -159,7 +159,7 @@ class _Search:
         )
 
     def in_words(self, trial: _Trial) -> str:
-        """The layout, the order of hosts, and what the six models say."""
+        """The layout, the order of hosts, and the predictions of the six models."""
         names = [self.cluster.hosts[host].name for host in trial.order]
         order = " ".join(names[:16]) + (f" and {len(names) - 16} more" if names[16:] else "")
         said = ", ".join(f"{variant} {self._model_s(trial, variant):.3g} s" for variant in Variant)
@@ -171,7 +171,7 @@ class _Search:
         return latency_s(variant, costs, measured if variant.needs_measured else None)
 
     def _rank(self, point: Point) -> tuple[float, int]:
-        """Seconds by the last model with hosts as given; then the shorter pipeline first."""
+        """Seconds by the last model with hosts as given; ties: the shorter pipeline first."""
         trial = _Trial(point=point, order=self._as_given(point))
         return self._model_s(trial, Variant.ALL), point.layout.tp * point.layout.pp
 
@@ -180,7 +180,7 @@ class _Search:
         return tuple(point.hosts[place] for place in places.tolist())
 
     def _dedicated(self, point: Point, pricing: Pricing) -> Order:
-        """The order of hosts of the shortest communication; as given where all are alike."""
+        """The order of hosts with the shortest communication; as given if all are alike."""
         given = self._as_given(point)
         rates = self.rates.among(np.array(sorted(given), np.int32))
         if not rates.differ:
@@ -203,13 +203,13 @@ class _Search:
         return self._orders[key]
 
     def _is_annealed(self) -> bool:
-        """Whether simulations need what is left of the seconds."""
+        """Whether simulations need the rest of the seconds."""
         spending = self.spending
         is_timed = self.problem.budget.seconds is not None
         return spending.is_cut or (is_timed and spending.fraction >= ANNEALED_PART)
 
     def _other_orders(self, point: Point) -> Iterator[Order]:
-        """By what its program sends; by neighbours in a pipeline; by the published objective."""
+        """Orders by the program's traffic, by pipeline neighbours, by the published objective."""
         if not self.rates.among(np.array(point.hosts, np.int32)).differ:
             return
         given = _Trial(point=point, order=self._as_given(point))
@@ -222,7 +222,7 @@ class _Search:
         yield self._dedicated(point, Pricing.PUBLISHED)
 
     def _counted(self, given: _Trial, traffic: HostTraffic) -> Order:
-        """The order in which what a program sends costs least."""
+        """The order on which a program's traffic costs least."""
         host_in = annealed_order(
             traffic,
             self.rates,
@@ -234,7 +234,7 @@ class _Search:
         return tuple(int(host_in[place]) for place in given.order)
 
     def _try(self, trial: _Trial) -> Evaluation | None:
-        """Simulate a trial; ``None`` for one that makes no sense or comes too late."""
+        """Simulate a trial; ``None`` if it is impossible or the budget is over."""
         if trial in self._found:
             return self._found[trial]
         if trial in self._refused or (self._found and self.spending.is_over):
@@ -260,7 +260,7 @@ class _Search:
         return evaluation
 
     def _until_it_fits(self, point: Point) -> Sequence[Point]:
-        """A layout as it is, and leaner, without what surely overflows."""
+        """A layout as it is, and leaner ones, without those that surely overflow."""
         manners = [(0, Recompute.NONE)]
         if self.graph.updates_elementwise and point.layout.dp > 1:
             manners.append((1, Recompute.NONE))
@@ -272,7 +272,7 @@ class _Search:
         return [each for each in made if self._least_bytes(each) <= self._room(each)]
 
     def _least_bytes(self, point: Point) -> float:
-        """Bytes that a device holds at least, on average over the stages."""
+        """Least bytes that a device holds, on average over the stages."""
         layout = point.layout
         parts = layout.tp * layout.pp
         ratio = self.graph.optimizer_state_ratio
@@ -283,7 +283,7 @@ class _Search:
         return static + kept * self._activations * layout.micro_batch / parts
 
     def _room(self, point: Point) -> float:
-        """Bytes of the roomiest device: what does not fit there fits nowhere."""
+        """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
         return max(
             self.cluster.devices[device].usable_memory_bytes
             for host in point.hosts

@@ -1,7 +1,7 @@
 """Poplar: ZeRO with unequal batches on unequal devices (Zhang et al., AAAI 2025).
 
-``curves`` says what each device can do, ``allocation`` shares the batch out exactly, ``zero``
-turns that into strategies, ``planner`` tries them.
+``curves`` has the limits and speeds of each device, ``allocation`` shares the batch out exactly,
+``zero`` turns that into strategies, ``planner`` tries them.
 """
 
 from heterog.planners.poplar.planner import EvenZero, Poplar

@@ -16,7 +16,7 @@ Allocation = tuple[tuple[int, ...], ...]
 
 
 def cheapest_cut(curve: FloatArray, batch: int) -> tuple[FloatArray, list[int]]:
-    """Least seconds for 0 to ``batch`` samples one micro-batch after another, and the last size.
+    """Least seconds for 0 to ``batch`` samples in micro-batches one after another, and last sizes.
 
     g(B) = min over b of curve(b) + g(B - b); among equals the larger micro-batch.
     """
@@ -42,8 +42,8 @@ def own_micro_batches(curves: Sequence[FloatArray], batch: int) -> tuple[float, 
     samples that the devices finish in it add up to the batch.
 
     Args:
-        curves: of each device.
-        batch: samples to place.
+        curves: Curve of each device.
+        batch: Number of samples to place.
 
     Returns:
         Seconds of the slowest device, and the micro-batches; ``None`` if no device can take any.
@@ -79,9 +79,9 @@ def common_steps(
     paper, micro-steps need not be alike: that is what makes the answer exact.
 
     Args:
-        curves: of each device.
-        batch: samples to place.
-        step_s: seconds of the collectives of a micro-step.
+        curves: Curve of each device.
+        batch: Number of samples to place.
+        step_s: Seconds of the collectives of a micro-step.
 
     Returns:
         Seconds of all micro-steps, and the micro-batches; ``None`` if no device can take any.
@@ -106,9 +106,9 @@ def common_steps(
 
 
 def _within_time(curves: Sequence[FloatArray], batch: int) -> list[int] | None:
-    """Samples of each device such that the slowest ends first; ``None`` if they cannot take all.
+    """Samples of each device so that the slowest ends first; ``None`` if they cannot take all.
 
-    What the devices could do more in that time is taken off the one that would end last.
+    Samples beyond the batch are taken off the device that would end last.
     """
     times = np.unique(np.concatenate(list(curves)))
     times = times[np.isfinite(times)]

@@ -1,4 +1,4 @@
-"""What Poplar knows about each device: samples that fit it, seconds over samples."""
+"""Poplar's data about each device: the samples that fit, and seconds over samples."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _KNOTS_PER_OCTAVE = 2
 
 
 def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: int) -> FloatArray:
-    """Seconds of forward and backward pass on 0 to ``most`` samples at once.
+    """Seconds of a forward and backward pass on 0 to ``most`` samples at once.
 
     Priced at two micro-batches per octave and interpolated monotonically between them.
     """
@@ -32,7 +32,7 @@ def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: in
         float(evaluator.cost_model.op_seconds(graph, device_type, int(knot))[computes].sum())
         for knot in knots
     ]
-    # More samples are never faster: measurements may say so, but a device could pad.
+    # More samples never take less: measurements may differ, but a device could pad.
     priced = np.maximum.accumulate(priced).tolist()
     samples = np.arange(1, most + 1)
     if len(knots) == 1:
@@ -47,14 +47,14 @@ def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: in
 class Liveness:
     """Bytes of values that are alive at once, over the samples that a device has at once.
 
-    While op r runs they are ``fixed[r] + samples x per_sample[r]``.
+    While op r runs they are ``fixed[r] + samples x per_sample[r]`` bytes.
     """
 
     fixed: FloatArray
     per_sample: FloatArray
 
     def most_samples(self, room_bytes: float, limit: int) -> int:
-        """The most samples whose values fit into some room, at most ``limit``."""
+        """Most samples whose values fit into some room, at most ``limit``."""
         with np.errstate(divide="ignore", invalid="ignore"):
             fits = np.where(
                 self.per_sample > 0.0,
@@ -65,7 +65,7 @@ class Liveness:
 
 
 def liveness(tables: GraphTables) -> Liveness:
-    """Values by the ops that make them and read them last; gradients of parameters apart."""
+    """Bytes from each value's maker to its last reader; gradients of parameters apart."""
     num_ops, num_values = len(tables.op_id), len(tables.value_op)
     last = tables.value_op.astype(np.int64).copy()
     reader = np.repeat(np.arange(num_ops), np.diff(tables.read_start))
@@ -87,13 +87,13 @@ def samples_that_fit(
     slices: Sequence[int] = (),
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
 ) -> npt.NDArray[np.int64]:
-    """The most samples at once on each device, if all of them accumulate gradients.
+    """Most samples at once on each device, if all devices accumulate gradients.
 
     Args:
-        evaluator: graph and cluster.
-        stage: of ZeRO.
-        slices: relative slice of each device; empty means equal ones.
-        bucket_bytes: of the collectives.
+        evaluator: Evaluator of the graph and cluster.
+        stage: Stage of ZeRO.
+        slices: Relative slice of each device; empty for equal ones.
+        bucket_bytes: Bytes of a bucket of the collectives.
     """
     whole, divided = kept_bytes(evaluator, stage, bucket_bytes)
     weights = np.array(slices or [1] * evaluator.cluster.num_devices, np.float64)
@@ -121,16 +121,16 @@ def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[flo
     largest = min(largest, size)
     divided = {0: 0.0, 1: state, 2: 1.0 + state, 3: 2.0 + state}[stage] * size
     under_way = {0: 0.0, 1: 0.0, 2: 3.0, 3: 6.0}[stage] * largest
-    # Of the batch itself an even part: who takes more is corrected when it does not fit.
+    # Of the batch itself an even part; larger parts are corrected when they do not fit.
     inputs = evaluator.graph.batch_size / cluster.num_devices * tables.input_bytes_per_sample
     return (2.0 + state) * size - divided + under_way + tables.common_bytes + inputs, divided
 
 
 def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
-    """Slices that leave all devices alike room beside their samples; empty if equal ones do.
+    """Slices that leave all devices equal room beside their samples; empty if equal ones do.
 
-    Unlike the paper, whose slices are equal. Let device d have room m_d beside what it keeps whole
-    and its samples, shared out by speed. With D bytes to divide, the room L that is left solves
+    The paper's slices are equal. Let device d have room m_d beside what it keeps whole and its
+    samples, shared out by speed. With D bytes to divide, the room L that is left solves
     sum over d of max(m_d - L, 0) = D, and max(m_d - L, 0) is the slice of d. As long as L is
     negative, there are twice as many micro-steps.
     """
@@ -163,7 +163,7 @@ def room_left(room: FloatArray, divided: float) -> float:
 
 
 def _usable_bytes(evaluator: Evaluator) -> FloatArray:
-    """Memory of each device, less what the simulator keeps free."""
+    """Memory of each device, less the simulator's margin."""
     usable = [device.usable_memory_bytes for device in evaluator.cluster.devices]
     return np.array(usable, np.float64) / (1.0 + MEMORY_MARGIN)
 

@@ -48,17 +48,17 @@ from heterog.strategy.strategy import (
 )
 
 NUM_RETURNED = 4
-"""Strategies handed to the referee."""
+"""Number of strategies handed to the referee."""
 
 _MOST_CORRECTIONS = 4
 
 
 class Poplar:
-    """Poplar; see the module docstring.
+    """ZeRO with unequal batches; see the module docstring.
 
     Args:
-        zero_stage: 0 to 3; by default the planner chooses it.
-        name: in the registry and in tables.
+        zero_stage: Stage 0 to 3; by default the planner chooses it.
+        name: Name in the registry and in tables.
     """
 
     stage = "search"
@@ -70,7 +70,7 @@ class Poplar:
         self._stages = STAGES if zero_stage is None else (zero_stage,)
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Allocate for each stage, and keep what is fastest."""
+        """Allocate for each stage, and keep the fastest."""
         begin = time.perf_counter()
         search = _Search(problem)
         elementwise = problem.evaluator.graph.updates_elementwise
@@ -104,7 +104,7 @@ class _Search:
         self._is_whole = bool(np.any(tables.slot_whole[tables.value_kind[tables.slot_value] == 1]))
 
     def best(self) -> tuple[Candidate, ...]:
-        """The best few, those that were evaluated first."""
+        """The best few of those that were evaluated."""
         judged = [(key, evaluation) for key, evaluation in self.tried.items() if evaluation]
         judged.sort(key=lambda pair: pair[1].preference)
         keys = [key for key, _ in judged] or list(self.tried)
@@ -114,7 +114,7 @@ class _Search:
         )
 
     def try_stage(self, stage: int) -> None:
-        """Evaluate the allocations of one stage: of equal slices, even ones, of uneven slices."""
+        """Evaluate a stage's allocations: for equal slices, even ones, for uneven slices."""
         equal: tuple[int, ...] = ()
         tried = [(each, equal) for each in self._allocations(stage, equal)]
         tried += [(each, equal) for each in self._even_that_fits(stage)]
@@ -146,7 +146,7 @@ class _Search:
         )
 
     def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
-        """Allocations as if collectives took their time, and as if they were hidden."""
+        """Allocations with the full time of collectives, and with collectives hidden."""
         whole = zero_decision(self.evaluator, stage, self._even(1), slices)
         full_s = micro_step_seconds(self.evaluator, whole, stage)
         for step_s in dict.fromkeys((full_s, 0.0)):
@@ -155,9 +155,9 @@ class _Search:
                 yield allocation
 
     def _fitting(self, stage: int, slices: tuple[int, ...], step_s: float) -> Allocation | None:
-        """An allocation that fits by the simulator, which sees more than the model of memory.
+        """An allocation that fits by the simulator, which sees more than the memory model.
 
-        What is over is taken off, and what is left over on devices that take all they may is used.
+        Samples that overflow are taken off, and room left on devices at their limit is used.
         """
         evaluator = self.evaluator
         most = samples_that_fit(evaluator, stage, slices)
@@ -209,7 +209,7 @@ class _Search:
         return even_allocation(self.evaluator, num_micro)
 
     def _even_that_fits(self, stage: int) -> Iterator[Allocation]:
-        """What ZeRO does without Poplar: equal shares, as few micro-steps as fit."""
+        """ZeRO without Poplar: equal shares, in as few micro-steps as fit."""
         num_micro = 1
         most = min(map(max, self._even(1)), default=1)
         while True:
@@ -226,9 +226,9 @@ class EvenZero:
     """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not registered.
 
     Args:
-        zero_stage: 0 to 3.
-        num_micro: micro-steps; by default the fewest that fit.
-        name: in tables.
+        zero_stage: Stage 0 to 3.
+        num_micro: Number of micro-steps; by default the fewest that fit.
+        name: Name in tables.
     """
 
     stage = "baseline"
@@ -239,7 +239,7 @@ class EvenZero:
         self._num_micro = num_micro
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Equal shares in micro-steps."""
+        """Try equal shares in micro-steps."""
         begin = time.perf_counter()
         search = _Search(replace(problem, orders=(Order.FIFO,)))
         if self._num_micro is None:

@@ -21,9 +21,9 @@ def even_allocation(evaluator: Evaluator, num_micro: int) -> Allocation:
 def zero_decision(
     evaluator: Evaluator, stage: int, micro_batches: Allocation, slices: tuple[int, ...] = ()
 ) -> Decision:
-    """The decision of every group: all devices, with equal slices unless others are given.
+    """The decision of every group: all devices, with equal slices by default.
 
-    Stage 0 all-reduces, in a hierarchy where there are several hosts.
+    Stage 0 uses all-reduce, hierarchical if there are several hosts.
     """
     hosts = set(evaluator.cluster.host_of)
     plain = Sync.HIERARCHICAL if len(hosts) > 1 else Sync.RING

@@ -51,8 +51,8 @@ class SpmdProgram:
     """A complete program.
 
     Attributes:
-        triples: number of the chosen triple of each row of the theory.
-        cost_s: its cost by the search's own prices.
+        triples: Number of the chosen triple for each row of the theory.
+        cost_s: Its cost by the search's own prices.
     """
 
     triples: tuple[int, ...]
@@ -61,12 +61,12 @@ class SpmdProgram:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        programs: best first; the first is optimal if ``is_exact``.
-        is_exact: whether no state was cut by the beam.
-        is_given_up: whether it took more extensions than it may.
+        programs: Programs, best first; the first is optimal if ``is_exact``.
+        is_exact: Whether no state was cut by the beam.
+        is_given_up: Whether it needed more extensions than allowed.
     """
 
     programs: tuple[SpmdProgram, ...]
@@ -75,7 +75,7 @@ class SearchResult:
 
 
 def _entry(made: int, forms: int) -> Entry:
-    """``made`` is -1 for a promise."""
+    """The entry for a made form and a set of forms; ``made`` is -1 for a promise."""
     return (made + 1) << _FORMS | forms
 
 
@@ -91,13 +91,13 @@ class Search:
     """One search at one set of prices.
 
     Args:
-        segments: the folded graph.
-        prices: of work and conversions.
-        width: states kept after each visit; what is cut is reported.
-        check: called at every visit; what it raises ends the search.
-        most_extensions: extensions of a state by a triple, and comparisons at boundaries, after
-            which the search gives up, without a program: what bounds it where no time does.
-        most_at_cut: states that are followed from each boundary of segments; the others are cut.
+        segments: The folded graph.
+        prices: Prices of work and conversions.
+        width: States kept after each visit; the result says whether any were cut.
+        check: Called at every visit; an exception from it ends the search.
+        most_extensions: Extensions of a state by a triple, and comparisons at boundaries, after
+            which the search gives up without a program: a bound where there is none on time.
+        most_at_cut: States that are followed from each boundary of segments; others are cut.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Search:
         """A* from the empty boundary to the end.
 
         Args:
-            num_programs: how many complete programs to return; runners-up differ from the best at
+            num_programs: Number of complete programs to return; runners-up differ from the best at
                 a segment boundary.
         """
         segments = self.segments.segments
@@ -152,7 +152,7 @@ class Search:
         heap: list[_Node] = [(remaining[0], 0, 0.0, 0, start, None)]
         popped: list[list[tuple[float, Codes]]] = [[] for _ in range(len(segments) + 1)]
         seen: dict[tuple[int, Codes], float] = {}
-        counter = 0  # tells nodes of equal estimates apart: entries are not compared
+        counter = 0  # orders nodes of equal estimates, so that entries are not compared
         programs: list[SpmdProgram] = []
         while heap and len(programs) < num_programs and self._extensions_left > 0:
             _, _, cost, number, codes, path = heapq.heappop(heap)
@@ -197,7 +197,7 @@ class Search:
     def _is_dominated(
         self, cost: float, codes: Codes, others: list[tuple[float, Codes]], kinds: Sequence[int]
     ) -> bool:
-        """Whether another state, at the most that it may still cost more, is no dearer."""
+        """Whether some state, plus the most that it may still cost more, is no dearer."""
         excess = self._excess
         for other_cost, other in others:
             left = cost - other_cost
@@ -213,7 +213,7 @@ class Search:
         return False
 
     def solve(self, number: int, codes: Codes) -> list[tuple[Codes, float, Path]]:
-        """All undominated ways through a segment from given entries of what it touches."""
+        """All undominated ways through a segment from given entries of the values it touches."""
         segment = self.segments.segments[number]
         key = (segment.signature, codes)
         if key in self._solved:
@@ -259,7 +259,7 @@ class Search:
             ordered = sorted(states.items(), key=lambda item: rank[item[0]])
         else:
             ordered = sorted(states.items(), key=lambda item: item[1][0])
-        # Most entries are the same in all states: only the others are compared.
+        # Most entries are the same in all states; only the others are compared.
         is_compared = [len(set(column)) > 1 for column in zip(*states, strict=True)]
         compared = list(compress(kinds, is_compared))
         kept: list[tuple[float, Codes]] = []
@@ -276,11 +276,11 @@ class Search:
         return result
 
     def _pending(self, kind_number: int, entry: Entry) -> float:
-        """What an entry will probably still cost: the beam's guess, no part of any cost.
+        """An entry's probable further cost: the beam's guess, no part of any cost.
 
-        A promise is paid by a maker that divides its work, a partial value is summed up.
+        A promise costs its maker the division of its work; a partial value is summed up.
         """
-        if kind_number < 0:  # brought into the segment and not touched yet: the same in all states
+        if kind_number < 0:  # brought into the segment, still untouched: the same in all states
             return 0.0
         kind = self.segments.kinds[kind_number]
         if self._is_parameter[kind.value_class]:
@@ -295,7 +295,7 @@ class Search:
         return min((delivery.price(maker, forms) for maker in makers), default=0.0)
 
     def _offers(self, number: int, touched: Codes) -> list[tuple[Codes, float, int]]:
-        """(entries of what stays, cost, triple) of every triple that is possible here."""
+        """(entries that stay, cost, triple) of every triple that is possible here."""
         action = self.segments.actions[number]
         best: dict[Codes, tuple[float, int]] = {}
         for choice, triple in enumerate(action.triples):
@@ -362,7 +362,7 @@ class Search:
                 best[codes] = (cost, choice)
 
     def _simplified(self, value_class: int, wanted: int, entry: Entry) -> Entry:
-        """One entry for all that later rows cannot tell apart."""
+        """One entry for all those that later rows cannot tell apart."""
         if self._is_parameter[value_class] or _made(entry) < 0:
             return entry
         key = (value_class, wanted, entry)
@@ -385,7 +385,7 @@ class Search:
         return [delivery.price(made, forms | more) - paid for more in _subsets(wanted)]
 
     def _excess_of(self, kind_number: int, entries: tuple[Entry, Entry]) -> float:
-        """Most that a value with the first entry may still cost more than with the second."""
+        """Most by which a value's further cost may be higher with the first entry."""
         one, other = entries
         kind = self.segments.kinds[kind_number]
         if self._is_parameter[kind.value_class]:
@@ -416,7 +416,7 @@ class Search:
         )
 
     def _program(self, route: Route, cost: float) -> SpmdProgram:
-        """Choices along a route, by row."""
+        """Program of the choices along a route, by row."""
         paths: list[Path] = []
         while route is not None:
             route, path = route
@@ -446,7 +446,7 @@ class _Answers(dict[_Key, float]):
 
 
 def _storable(needs: int) -> list[Entry]:
-    """Forms a parameter may be stored in for a reader: whole, or the one form that is needed."""
+    """Forms that a parameter may be stored in for a reader: whole, or the only form needed."""
     entries = [_entry(0, 0)]
     if needs and needs & (needs - 1) == 0 and needs != 1:
         entries.append(_entry(needs.bit_length() - 1, 0))

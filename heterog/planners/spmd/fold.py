@@ -18,15 +18,15 @@ from heterog.planners.spmd.theory import Role, Row, Theory
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One row in the folded order, with what is carried past it.
+    """One row in the folded order, with the values carried past it.
 
     Attributes:
-        row: number of the row in the theory.
-        step: forward position of its step.
-        touched: values that the row reads or makes, in order of first mention.
-        stays: for each touched value whether it is carried on.
-        wanted: for each touched value the forms (bit set) that later rows may need it in.
-        awaited: for each touched value whether a later row makes it.
+        row: Number of the row in the theory.
+        step: Forward position of its step.
+        touched: Values that the row reads or makes, in order of first mention.
+        stays: For each touched value, whether it is carried on.
+        wanted: For each touched value, the forms (bit set) that later rows may need it in.
+        awaited: For each touched value, whether a later row makes it.
     """
 
     row: int
@@ -42,9 +42,9 @@ class Folded:
     """The rows in folded order, cut where little is carried.
 
     Attributes:
-        visits: every row exactly once.
-        carried: values carried after each visit.  # [num_visits]
-        cuts: visits before which a segment begins; the first is 0, the last the number of visits.
+        visits: Every row exactly once.
+        carried: Values carried after each visit.  # [num_visits]
+        cuts: Visits before which a segment begins: first 0, last the number of visits.
     """
 
     visits: tuple[Visit, ...]
@@ -90,7 +90,7 @@ def assign_steps(theory: Theory) -> list[int]:
         if row.is_update:
             step[number] = bound
             continue
-        if not saved:  # it only sums up a gradient: its parameter says where it belongs
+        if not saved:  # it only sums up a gradient: the parameter decides its step
             saved = [updated[write] for write in row.writes if write in updated]
         step[number] = _twin(theory, row, saved, touching, bound)
     return step
@@ -116,17 +116,17 @@ def _touched(row: Row) -> tuple[int, ...]:
 
 
 def fold(theory: Theory, reach: int = 6) -> Folded:
-    """Order the rows step by step and say what is carried between them.
+    """Order the rows step by step and determine the values carried between them.
 
     Args:
-        theory: rows and values.
-        reach: a segment ends where no fewer values are carried within so many steps.
+        theory: Theory with the rows and values.
+        reach: Number of steps within which no fewer values are carried where a segment ends.
     """
     step = assign_steps(theory)
     maker = {write: number for number, row in enumerate(theory.rows) for write in row.writes}
 
     def place(number: int) -> tuple[int, int, int]:
-        """The forward op comes first; backward ops follow, each update after its gradient."""
+        """Sort key: forward op first, then backward ops, each update after its gradient."""
         row = theory.rows[number]
         after = maker.get(row.reads[1].value, number) if row.is_update else number
         return step[number], after, number
@@ -169,7 +169,7 @@ def fold_in_order(
                 awaited=tuple(made_at.get(value, -1) > place for value in mine),
             )
         )
-        # What this row touched goes to the end, in its order: segments that are alike carry alike.
+        # Values touched by this row move to the end, in its order: like segments carry alike.
         carried = (
             *(value for value in carried if value not in mine),
             *(value for value, stay in zip(mine, stays, strict=True) if stay),

@@ -1,4 +1,4 @@
-"""Forms: how a tensor may lie over the devices, and how forms pass through ops and views.
+"""Forms: layouts of a tensor over the devices, and how forms pass through ops and views.
 
 A form is a placement together with the axis that ``S`` means. The batch is one axis; every
 dimension of a parameter is another (columns, rows, heads, the vocabulary, experts), and so are the
@@ -23,9 +23,9 @@ class Form:
 
     Attributes:
         kind: ``"R"``, ``"S"`` or ``"P"``.
-        dim: split dimension.
-        outer: outer factor of the split dimension (see ``Placement``).
-        units: units of the axis; 0 unless split.
+        dim: Split dimension.
+        outer: Outer factor of the split dimension (see ``Placement``).
+        units: Units of the axis; 0 unless split.
     """
 
     kind: str
@@ -54,7 +54,7 @@ def form_of(placement: Placement, units: int) -> Form:
 
 
 def fits(shape: tuple[int, ...], form: Form) -> bool:
-    """Whether a shape can be split so."""
+    """Whether a tensor of a shape can have a form."""
     if form.kind != "S":
         return True
     return (
@@ -104,7 +104,7 @@ class Rulebook:
         self._before: dict[tuple[int, Form, int], Form | None] = {}
 
     def along(self, op: int, units: int, outers: tuple[int, ...]) -> tuple[RuleResult, ...]:
-        """Rules that split an op along an axis of so many units."""
+        """Rules that split an op along an axis of some number of units."""
         key = (self.call_id[op], units, outers)
         if key not in self._along:
             self._along[key] = _split_rules(self._calls[key[0]], units, outers)
@@ -118,7 +118,7 @@ class Rulebook:
         return self._along[key]
 
     def through(self, view: int, form: Form, output: int) -> Form | None:
-        """What a view makes of a form; ``None`` if it cannot pass."""
+        """The form that a view turns a form into; ``None`` if it cannot pass."""
         if form.kind == "R":
             return form
         key = (self.call_id[view], form, output)
@@ -194,7 +194,7 @@ def _unsplit_rules(call: OpCall) -> tuple[RuleResult, ...]:
 
 
 _MOST_PARTIAL = 3
-"""Inputs up to which every set of partial ones is tried; longer lists are all partial or none."""
+"""Most inputs for which every set of partial ones is tried; beyond, all are partial or none."""
 
 
 def _is_settled(call: OpCall, result: RuleResult, units: int) -> bool:
@@ -212,10 +212,10 @@ def draws_shared(result: RuleResult) -> bool:
 
 @lru_cache(maxsize=65536)
 def finer_splits(shape: tuple[int, ...], to: tuple[int, ...], form: Form) -> tuple[Form, ...]:
-    """Coarser axes on which a split survives being seen as another shape.
+    """Coarser axes on which a split survives a view as another shape.
 
-    A dimension of 768 that a view cuts into (12, 64) cannot stay split into 768 parts, but into
-    12: the heads.
+    A dimension of 768 that a view cuts into (12, 64) cannot stay split into 768 parts, but can
+    into 12: the heads.
 
     >>> [str(form) for form in finer_splits((8, 768), (8, 12, 64), Form("S", 1, 1, 768))]
     ['S(1,1)/12']
@@ -234,5 +234,5 @@ def finer_splits(shape: tuple[int, ...], to: tuple[int, ...], form: Form) -> tup
 
 
 def outers_of(forms: Iterable[Form], units: int) -> tuple[int, ...]:
-    """Outer factors among forms of one axis, 1 always."""
+    """Outer factors of forms of one axis, always with 1."""
     return tuple(sorted({1, *(form.outer for form in forms if form.units == units)}))

@@ -39,7 +39,7 @@ PADDED_ONLY = ("padded_all_gather",)
 
 @dataclass(frozen=True, slots=True)
 class ValueClass:
-    """What the price of a value's conversions depends on."""
+    """Properties of a value that determine the price of its conversions."""
 
     num_bytes: int
     forms: tuple[Form, ...]
@@ -48,13 +48,13 @@ class ValueClass:
 
 
 class Work:
-    """FLOPs and bytes of every triple of every op, fixed and by part of its axis.
+    """FLOPs and bytes of every triple of every op: fixed ones, and ones by part of its axis.
 
     Attributes:
-        theory: whose triples.
-        channels: a table of its own, so that asking for prices never grows the evaluator's.
-        units: axis of each triple, 0 if it is not divided.  # [most_triples, num_ops]
-        axes: all different ones.
+        theory: Theory with the triples.
+        channels: A table of its own, so that asking for prices never grows the evaluator's.
+        units: Axis of each triple, 0 if it is not divided.  # [most_triples, num_ops]
+        axes: All different axes.
     """
 
     def __init__(self, theory: Theory, cluster: Cluster) -> None:
@@ -78,9 +78,9 @@ class Work:
         """Seconds of every triple on a type of device that does a part of its axis.
 
         Args:
-            evaluator: its cost model and cluster.
-            type_number: which of the cluster's device types.
-            part: of each triple.  # [most_triples, num_ops]
+            evaluator: Evaluator with the cost model and cluster.
+            type_number: Number of the cluster's device type.
+            part: Part of its axis for each triple.  # [most_triples, num_ops]
         """
         device_type = evaluator.cluster.device_types[type_number]
         flops_fixed, flops, bytes_fixed, num_bytes = self._amounts
@@ -138,14 +138,14 @@ class SpmdPrices:
     """Prices of one theory at one vector of ratios.
 
     Args:
-        work: what the triples of a theory compute.
-        evaluator: its cost model and channels.
-        devices: that run the program, ascending.
-        shares: samples of each of ``devices``; every other axis is shared out in the same
+        work: Work of the triples of a theory.
+        evaluator: Evaluator with the cost model and channels.
+        devices: Devices that run the program, ascending.
+        shares: Samples of each of ``devices``; every other axis is divided in the same
             proportions.
-        collectives: which of ``COLLECTIVES`` a conversion may use.
-        exposed: part of the gradients' synchronisation that is not hidden behind the backward
-            pass; the paper's cost is 1.
+        collectives: Those of ``COLLECTIVES`` that a conversion may use.
+        exposed: Part of the gradients' synchronisation that is not hidden behind the backward
+            pass; 1 in the paper.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SpmdPrices:
         self._delivery: dict[ValueClass, Delivery] = {}
 
     def shares_of(self, units: int) -> tuple[int, ...]:
-        """Units of an axis on each device."""
+        """Number of units of an axis on each device."""
         if units not in self._shares_of:
             weights = tuple(float(share) for share in self.shares)
             self._shares_of[units] = split_in_proportion(units, weights)
@@ -239,7 +239,7 @@ class SpmdPrices:
         return self._exchange[key]
 
     def _price_exchange(self, source: int, target: int) -> float:
-        """Each pair exchanges what the one has and the other wants; NICs and ports work at once.
+        """Each pair exchanges what one has and the other wants; NICs and ports work at once.
 
         With a_i and b_j the parts of two devices, i sends a_i (1 - b_i) of all bytes, of which
         a_i (1 - sum of b over its host) leaves the host.
@@ -260,14 +260,14 @@ class SpmdPrices:
         return float(worst)
 
     def all_reduce_s(self, num_bytes: int) -> float:
-        """The better of ring and, if allowed, hierarchical."""
+        """Seconds of the better of ring and, if allowed, hierarchical all-reduce."""
         kinds = ["ring"]
         if "hierarchical_all_reduce" in self.collectives:
             kinds.append("hierarchical")
         return min(_affine(self._channel(kind), num_bytes) for kind in kinds)
 
     def gather_s(self, num_bytes: int, units: int) -> float:
-        """All-gather of parts along an axis: padded to the largest, or broadcasts in a group."""
+        """Seconds of an all-gather along an axis: padded, or broadcasts in a group."""
         kinds = ["padded"]
         if "grouped_broadcast" in self.collectives:
             kinds.append("grouped")
@@ -279,9 +279,9 @@ class SpmdPrices:
         return latency, per_byte * num_bytes * len(self.devices)
 
     def synchronise_s(self, num_bytes: int) -> float:
-        """Gradient of a replicated parameter, in buckets, as far as it is not hidden.
+        """Seconds of a replicated parameter's gradient in buckets, as far as they are not hidden.
 
-        Ring or hierarchical, whichever is better, whatever ``collectives`` says: that is about
+        Ring or hierarchical, whichever is better, whatever ``collectives`` allows: that is for
         conversions of values.
         """
         # A gradient that fills a tenth of a bucket pays a tenth of the bucket's latency.
@@ -311,7 +311,7 @@ class SpmdPrices:
         return [[self._direct(a, b, kind.num_bytes) for b in forms] for a in forms]
 
     def _gradient_conversions(self, kind: ValueClass) -> list[list[float]]:
-        """A gradient becomes whole by synchronisation; it is never split after it was made."""
+        """Seconds for a gradient: synchronisation makes it whole; it is never split later."""
         price = [[IMPOSSIBLE] * len(kind.forms) for _ in kind.forms]
         for i, form in enumerate(kind.forms):
             price[i][i] = 0.0
@@ -325,7 +325,7 @@ class SpmdPrices:
         if have == want:
             return 0.0
         if have.kind == "R":
-            return 0.0  # a slice; or zeros everywhere but on one device
+            return 0.0  # a slice, or zeros on all devices but one
         if want.kind == "R":
             if have.kind == "P":
                 return self.all_reduce_s(num_bytes)
@@ -345,14 +345,14 @@ def _affine(cost: tuple[float, float], num_bytes: int) -> float:
 class Delivery:
     """Cheapest way to bring a value from the form it is made in into a set of forms.
 
-    Prices of sets come from growing a tree of conversions from the made form; other forms may be
-    visited on the way, so the price never falls when a form is added to the set.
+    Prices of sets come from growing a tree of conversions from the made form; it may pass through
+    other forms, so the price never falls when a form is added to the set.
 
     Args:
-        conversions: seconds of one conversion from each form to each other.
+        conversions: Seconds of one conversion from each form to each other.
 
     Attributes:
-        conversions: the same, through other forms where that is cheaper.
+        conversions: The same, through other forms where that is cheaper.
     """
 
     def __init__(self, conversions: Sequence[Sequence[float]]) -> None:
@@ -384,7 +384,7 @@ class Delivery:
         return min(self._all[made][wanted | 1 << made], IMPOSSIBLE)
 
     def _grow(self, made: int) -> list[float]:
-        """Seconds from form ``made`` to every set of forms, or to more than those."""
+        """Seconds from form ``made`` to every set of forms, or to a larger set."""
         count = len(self.conversions)
         # Every set is reached by adding one form to a smaller one, which has a smaller number.
         cost = [float("inf")] * (1 << count)
@@ -397,7 +397,7 @@ class Delivery:
                 grown = reached | 1 << form
                 if grown != reached:
                     cost[grown] = min(cost[grown], so_far + step[form])
-        # A set costs no more than any set that holds it: forms on the way are not asked for.
+        # A set costs no more than any set that contains it: forms on the way need not be wanted.
         for form in range(count):
             for forms in range(1 << count):
                 if not forms >> form & 1:

@@ -1,4 +1,4 @@
-"""What a program costs, and the strategy it stands for."""
+"""The cost of a program, and its strategy."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ def data_parallel(theory: Theory) -> tuple[int, ...]:
 
 
 def program_cost(theory: Theory, prices: SpmdPrices, triples: Sequence[int]) -> float:
-    """Cost of a program by its definition, whatever the order of search; see ``a_star``."""
+    """Cost of a program by definition, whatever the order of the search; see ``a_star``."""
     gradients = {row.reads[1].value for row in theory.rows if row.is_update}
     total = 0.0
     made: dict[int, int] = {}
@@ -32,7 +32,7 @@ def program_cost(theory: Theory, prices: SpmdPrices, triples: Sequence[int]) -> 
     for number, forms in needed.items():
         value = theory.values[number]
         if value.role == Role.PARAMETER:
-            # Stored split, all readers have to want just that; stored whole, they slice.
+            # Stored split, all readers must want just that form; stored whole, they slice.
             form = stored.get(number, 0)
             if form != 0 and forms != 1 << form:
                 return IMPOSSIBLE
@@ -44,12 +44,12 @@ def program_cost(theory: Theory, prices: SpmdPrices, triples: Sequence[int]) -> 
 
 
 def op_rules(theory: Theory, triples: Sequence[int], start: Sequence[int]) -> OpRules:
-    """The explicit rules of a strategy: of every op that does not follow the batch plan.
+    """The explicit rules of a strategy, for every op that does not follow the batch plan.
 
     Args:
-        theory: of the graph.
-        triples: the program.
-        start: the batch plan as a program (``data_parallel``).
+        theory: Theory of the graph.
+        triples: The program.
+        start: The batch plan as a program (``data_parallel``).
     """
     found = []
     for row, number, batch in zip(theory.rows, triples, start, strict=True):

@@ -24,19 +24,19 @@ from heterog.planners.spmd.prices import SpmdPrices, Work
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
 
 _OVERFLOW_PRICE_S = 1e3
-"""Charged for overflowing all memory of a device: it outweighs any gain in speed."""
+"""Charge for overflowing a device by all its memory, which outweighs any gain in speed."""
 _TANGENTS = (0.25, 1.0, 4.0)
-"""Where work is linearised, as multiples of the even part."""
+"""Points at which work is linearised, as multiples of the even part."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """Devices that no row of the linear program tells apart.
+    """Devices that the linear program does not distinguish.
 
     Attributes:
-        type_number: which of the cluster's device types.
-        devices: positions of its members among the devices of the program.
-        usable_memory_bytes: of each.
+        type_number: Number of the cluster's device type.
+        devices: Positions of its members among the devices of the program.
+        usable_memory_bytes: Usable memory of each.
     """
 
     type_number: int
@@ -62,10 +62,10 @@ def best_ratios(
     """Ratios of all devices for a program; ``None`` if the solver finds none.
 
     Args:
-        work: of the program's theory.
-        prices: at any ratios; only its devices and its padded gather, which do not depend on
-            them, are used.
-        triples: the program.
+        work: Work of the program's theory.
+        prices: Prices at any ratios; only the devices and the padded gather, which do not depend
+            on ratios, are used.
+        triples: The program.
     """
     from scipy.optimize import linprog  # takes 0.3 s, which ranks need not wait for
 
@@ -117,7 +117,7 @@ def _stages(
     bounds: list[float] = []
 
     def add(lines: list[tuple[int, float, float]], count: int) -> None:
-        """Stages from (class, value at 0, slope); like stages are one."""
+        """Add stages of lines (class, value at 0, slope); like stages become one."""
         key = tuple(round(number, 15) for line in lines for number in line)
         if key in numbers:
             weights[numbers[key]] += count
@@ -151,7 +151,7 @@ _Line = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]  # value at 0, s
 
 
 def _tangents(work: Work, prices: SpmdPrices, each: DeviceClass, even: float) -> list[_Line]:
-    """Lines below the seconds of every triple as a function of the part that a device does."""
+    """Lines below the seconds of every triple, as functions of the part that a device does."""
     found = []
     for multiple in _TANGENTS:
         part = min(multiple * even, 1.0)
@@ -185,9 +185,9 @@ def _gathered(work: Work, triples: Sequence[int]) -> list[int]:
 def _memory(
     work: Work, triples: Sequence[int], classes: Sequence[DeviceClass]
 ) -> tuple[list[float], list[float]]:
-    """(Share of a device's memory per unit of ratio, share that is left for it) by class.
+    """(share of a device's memory per unit of ratio, share left for it) by class.
 
-    Whole are replicated parameters with gradient and optimizer state and whatever every device
+    Whole are replicated parameters with gradient and optimizer state and values that every device
     computes; divided are split parameters and the activations that wait for the backward pass.
     """
     theory = work.theory

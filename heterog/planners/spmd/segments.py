@@ -1,4 +1,4 @@
-"""Segments of the folded order in local terms, so that repeated layers share what is learnt.
+"""Segments of the folded order in local terms, so that repeated layers share results.
 
 Two segments with the same signature offer the same transitions: the same calls, triples and values
 in the same relation to each other. Values that a segment does not touch are no part of it.
@@ -18,12 +18,12 @@ Need = tuple[int, int]  # (position among the touched values, form)
 
 @dataclass(frozen=True, slots=True)
 class LocalTriple:
-    """A triple over positions of touched values instead of values.
+    """A triple with positions of touched values instead of values.
 
     Attributes:
-        needs: (position, form) of everything that it reads.
-        makes: (position, form) of its outputs.
-        units: axis along which its work is divided; 0 if every device does all of it.
+        needs: (position, form) of each of its inputs.
+        makes: (position, form) of each of its outputs.
+        units: Axis along which its work is divided; 0 if every device does all of it.
     """
 
     needs: tuple[Need, ...]
@@ -33,16 +33,16 @@ class LocalTriple:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a visit offers, whatever the layer: shared by all visits that are alike.
+    """The options of a visit, shared by all like visits in any layer.
 
     Attributes:
-        op: a graph op that stands for its likes when work is priced.
-        is_update: an optimizer step, which needs the parameter in the very form it is stored in.
-        triples: ways to run it.
-        classes: value class of each touched value.
-        stays: whether each is carried on.
-        wanted: forms (bit set) that later rows may need.
-        awaited: whether a later row makes it.
+        op: Graph op that stands for its likes when work is priced.
+        is_update: Whether it is an optimizer step, which needs the parameter in its stored form.
+        triples: Ways to run it.
+        classes: Value class of each touched value.
+        stays: Whether each touched value is carried on.
+        wanted: For each touched value, the forms (bit set) that later rows may need.
+        awaited: For each touched value, whether a later row makes it.
     """
 
     op: int
@@ -56,12 +56,12 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What can still happen to a carried value.
+    """The possible future of a carried value.
 
     Attributes:
-        value_class: number of its class, which prices its conversions.
-        wanted: forms (bit set) that later rows may need.
-        awaited: whether a later row makes it.
+        value_class: Number of its class, which prices its conversions.
+        wanted: Forms (bit set) that later rows may need.
+        awaited: Whether a later row makes it.
     """
 
     value_class: int
@@ -74,10 +74,10 @@ class Step:
     """An action in a segment.
 
     Attributes:
-        action: number of the action.
-        sources: place of each touched value among the carried ones; -1 if it is new.
-        kept: places of carried values that are not touched.
-        kinds: of all values carried afterwards; -1 for those not touched yet.
+        action: Number of the action.
+        sources: Place of each touched value among the carried ones; -1 if it is new.
+        kept: Places of carried values that are not touched.
+        kinds: Kinds of all values carried afterwards; -1 for those not touched yet.
     """
 
     action: int
@@ -91,10 +91,10 @@ class Segment:
     """A run of visits.
 
     Attributes:
-        signature: equal for segments that offer the same.
-        steps: the visits in local terms.
-        inlets: places in the global tuple of what it touches.
-        outlets: for each global place after it: (True, local place) or (False, old global place).
+        signature: Number that is equal for segments with the same transitions.
+        steps: The visits in local terms.
+        inlets: Places of the touched values in the global tuple.
+        outlets: For each global place after it, (True, local place) or (False, old global place).
     """
 
     signature: int
@@ -107,9 +107,9 @@ class Segments:
     """All segments of a folded theory, with actions, kinds and value classes interned.
 
     Args:
-        theory: of a graph.
-        folded: its rows in folded order.
-        check: called at every visit; what it raises ends the work.
+        theory: Theory of a graph.
+        folded: Its rows in folded order.
+        check: Called at every visit; an exception from it ends the work.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Segments:
         mine = {value for visit in visits for value in visit.touched}
         carried = tuple(value for value in before if value in mine)
         inlets = tuple(place for place, value in enumerate(before) if value in mine)
-        # From here on values are places in the tuple of what is carried: layers whose values have
+        # From here on values are places in the tuple of carried ones: layers whose values have
         # other numbers, but the same places, get the same steps and so the same signature.
         kind_of = {value: -1 for value in carried}
         steps = []
@@ -207,7 +207,7 @@ class Segments:
         return Segment(number, tuple(steps), inlets, outlets)
 
     def _kinds_at_cuts(self) -> list[tuple[int, ...]]:
-        """Kinds of what is carried globally after each segment."""
+        """Kinds of the values carried globally after each segment."""
         found = []
         last: dict[int, int] = {}
         for begin, end in pairwise(self.folded.cuts):
@@ -220,7 +220,7 @@ class Segments:
 
 
 def _work_keys(theory: Theory) -> list[Hashable]:
-    """What the price of an op's work depends on, for each op of the graph."""
+    """Keys of the price of each op's work, for each op of the graph."""
     graph, plan = theory.graph, batch_plan(theory.graph)
     return [
         (
@@ -236,5 +236,5 @@ def _work_keys(theory: Theory) -> list[Hashable]:
 
 
 def is_parameter(segments: Segments, value_class: int) -> bool:
-    """Whether a class is of parameters."""
+    """Whether a class consists of parameters."""
     return segments.classes[value_class].role == Role.PARAMETER

@@ -30,14 +30,14 @@ from heterog.planners.spmd.forms import (
 
 
 class Role(IntEnum):
-    """What a value is to the search."""
+    """The role of a value in the search."""
 
     FREE = 0
-    """The batch, buffers, constants: every device has what it needs."""
+    """The batch, buffers and constants, which every device has as needed."""
     PARAMETER = 1
-    """Stored in the one form that all its readers and its update agree on, or whole."""
+    """A parameter: stored in the one form that its readers and its update agree on, or whole."""
     MADE = 2
-    """Made by an op; converted between forms at a price."""
+    """An output of an op: converted between forms at a price."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,10 +45,10 @@ class Value:
     """A tensor that owns its memory.
 
     Attributes:
-        tensor: id in the graph.
-        num_bytes: of the whole.
-        role: see ``Role``.
-        forms: the forms it may be made or needed in; whole first.
+        tensor: Number of the tensor in the graph.
+        num_bytes: Size of the whole tensor.
+        role: Role in the search.
+        forms: Forms that it may be made or needed in, the whole form first.
     """
 
     tensor: int
@@ -57,7 +57,7 @@ class Value:
     forms: dict[Form, int] = field(default_factory=dict)
 
     def add(self, form: Form) -> bool:
-        """Enter a form; whether it is new."""
+        """Add a form; return whether it is new."""
         if form in self.forms:
             return False
         self.forms[form] = len(self.forms)
@@ -69,11 +69,11 @@ class Triple:
     """One way to run a row.
 
     Attributes:
-        needs: (value, number of the form) of everything it reads that is not free.
-        makes: (value, number of the form) of its outputs.
-        units: axis along which its work is divided; 0 if every device does all of it.
-        rule: the rule for a strategy; ``None`` for what follows from others (updates, and ops with
-            local statistics, which follow the batch).
+        needs: (value, number of the form) of each input that is not free.
+        makes: (value, number of the form) of each output.
+        units: Axis along which its work is divided; 0 if every device does all of it.
+        rule: Rule for a strategy; ``None`` if it follows from others (updates, and ops with local
+            statistics, which follow the batch).
     """
 
     needs: tuple[tuple[int, int], ...]
@@ -87,8 +87,8 @@ class Read:
     """An input of a row: a value, seen through views.
 
     Attributes:
-        value: number of the value.
-        views: (view op, which of its outputs), from the value to the row.
+        value: Number of the value.
+        views: Pairs (view op, number of its output), from the value to the row.
     """
 
     value: int
@@ -100,11 +100,11 @@ class Row:
     """A compute op or an optimizer step, with its triples.
 
     Attributes:
-        op: index in the graph.
-        is_update: an optimizer step: its needs are the parameter and the gradient.
-        reads: one per input of the op.
-        writes: value of each output.
-        triples: all ways to run it, the batch split among them.
+        op: Number of the op in the graph.
+        is_update: Whether it is an optimizer step, which reads the parameter and the gradient.
+        reads: One for each input of the op.
+        writes: Value of each output.
+        triples: All ways to run it, including the batch split.
     """
 
     op: int
@@ -119,10 +119,10 @@ class Theory:
     """Values and rows of a graph.
 
     Attributes:
-        graph: one training step.
-        values: everything that is read or made.
-        rows: compute ops in program order, each optimizer step after them.
-        call_id: of each op of the graph; equal for equal calls.
+        graph: Graph of one training step.
+        values: All values that are read or made.
+        rows: Compute ops in program order, each optimizer step after them.
+        call_id: Number of each op's call in the graph; equal for equal calls.
     """
 
     graph: OpGraph
@@ -135,8 +135,8 @@ def build_theory(graph: OpGraph, check: Callable[[], None] = lambda: None) -> Th
     """All triples of a graph.
 
     Args:
-        graph: one training step.
-        check: called at every row; what it raises ends the work.
+        graph: Graph of one training step.
+        check: Called at every row; an exception from it ends the work.
     """
     return _Builder(graph, check).build()
 
@@ -202,7 +202,7 @@ class _Builder:
         return self.number[tensor]
 
     def _seed(self) -> None:
-        """The axes there are: the batch, and each dimension of each parameter."""
+        """Enter the axes that exist: the batch, and each dimension of each parameter."""
         graph = self.graph
         for value in self.values:
             shape = graph.tensors[value.tensor].shape
@@ -230,7 +230,7 @@ class _Builder:
                 waiting.update(dict.fromkeys(touching[value]))
 
     def _extend(self, row: Row) -> set[int]:
-        """Forms that one row's rules add to what it reads and makes; the values that grew."""
+        """Add the forms that one row's rules give its values; return the values that grew."""
         if row.is_update:
             return set()
         grown: set[int] = set()
@@ -266,7 +266,7 @@ class _Builder:
             grown.add(number)
 
     def _refine(self, read: Read, grown: set[int]) -> None:
-        """Where a view cuts a split dimension, offer the coarser axis that passes it."""
+        """If a view cuts a split dimension, offer the coarser axis that passes it."""
         graph = self.graph
         if self.values[read.value].role == Role.FREE:
             return
@@ -321,7 +321,7 @@ class _Builder:
         rules = self.rules.unsplit(row.op)
         for rule in rules:
             partial = [forms for p, forms in zip(rule.inputs, seen, strict=True) if p.kind == "P"]
-            # What is whole counts as partial where another summand is: the others add zeros.
+            # A whole value counts as partial if another summand is: the others add zeros.
             if partial and not any(PARTIAL in forms for forms in partial):
                 continue
             if draws_shared(rule):
@@ -329,7 +329,7 @@ class _Builder:
             yield rule
 
     def _fixed(self, op: int) -> RuleResult | None:
-        """The only rule of ops that state their own, or that use local statistics."""
+        """The only rule of an op that states its own or uses local statistics, if it does."""
         graph, plan = self.graph, self.plan
         outputs = tuple(plan.placements[tensor] for tensor in graph.outputs(op))
         inputs = plan.needed[op]
@@ -417,7 +417,7 @@ def batch_triple(theory: Theory, row: Row, placements: BatchPlan) -> int:
 def _nearest(
     row: Row, wanted: tuple[tuple[Placement, ...], tuple[Placement, ...]], batch: int
 ) -> int:
-    """The triple along the batch that makes what is wanted, else the first that is whole."""
+    """Number of the triple along the batch that is wanted, else of the first whole one."""
     for number, triple in enumerate(row.triples):
         rule = triple.rule
         if rule is not None and triple.units == batch and rule.outputs == wanted[1]:

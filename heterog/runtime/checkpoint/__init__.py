@@ -69,9 +69,9 @@ def save_checkpoint(
     the other replicas have seen other samples, and theirs are not kept.
 
     Args:
-        step: between two steps.
-        folder: made if it is not there; a checkpoint in it is replaced.
-        extra: JSON values to keep beside it: the epoch, say. Rank 0's are kept.
+        step: A step on which no call is running.
+        folder: Folder, made if it does not exist; a checkpoint in it is replaced.
+        extra: JSON values to keep with it, for example the epoch. Rank 0's are kept.
 
     Raises:
         HeterogError: a rank cannot write, the optimizer keeps what JSON and tensors cannot hold,
@@ -122,15 +122,15 @@ def save_checkpoint(
 
 
 def load_checkpoint(step: DeployedStep, folder: str | Path) -> dict[str, Any]:
-    """Bring a step to where a saved one was; every rank calls it.
+    """Restore the state of a saved step; every rank calls it.
 
     The plan may be another one than that of the saved step: each rank reads what it holds or
     updates now. BatchNorm statistics become the saved ones on every rank. Random ops go on with
     the numbers of the next step, for which the step needs the seed of the saved one.
 
     Args:
-        step: freshly deployed; its model and optimizer class are those of the saved one.
-        folder: as given to ``save_checkpoint``.
+        step: A freshly deployed step with the saved one's model and optimizer class.
+        folder: Folder given to ``save_checkpoint``.
 
     Returns:
         The ``extra`` values that were saved.
@@ -160,7 +160,7 @@ def _together() -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as caught:  # the others wait for this rank, whatever it is
+    except Exception as caught:  # the others wait for this rank, whatever the error
         error = caught
     said = gather_texts("" if error is None else first_line(error))
     if error is not None and not isinstance(error, OSError | RuntimeError):

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside one model where islands average: their states, and the outer one.
+"""Entries of a checkpoint where islands average: their optimizers' states, and the outer one's.
 
 After an averaging all islands have the same parameters, but each has the state of its own
 optimizer. The first island's is saved as that of any plan; those of the others, and the momentum
@@ -19,11 +19,11 @@ from heterog.runtime.deploy import DeployedStep
 from heterog.strategy.averaging import island_of, islands
 
 OUTER = "averaging.outer"
-"""Before the name of a parameter: the momentum of the outer optimizer."""
+"""Prefix of a parameter's name for its momentum in the outer optimizer."""
 
 
 def averaging_entries(step: DeployedStep) -> list[Entry]:
-    """What this rank saves of its island and of the outer optimizer; nothing in an exact plan."""
+    """Entries of this rank's island and of the outer optimizer; none in an exact plan."""
     if step.averager is None:
         return []
     found = [
@@ -45,7 +45,7 @@ def _island_of(step: DeployedStep) -> int:
 
 
 def _island_state(step: DeployedStep) -> list[tuple[str, Tensor]]:
-    """Tensors of the optimizer's state, of parameters of which this rank speaks for its island."""
+    """Tensors of the optimizer's state that this rank saves for its island."""
     island, found = _island_of(step), []
     for row, stepped in _stepped_rows(step).items():
         team = step.part.decision(row).teams[island]
@@ -63,21 +63,21 @@ def _name(island: int, parameter: str, key: str) -> str:
 
 
 def _stepped_rows(step: DeployedStep) -> dict[int, Tensor]:
-    """What the optimizer has of each parameter, by row of ``graph.updates``."""
+    """The optimizer's tensor of each parameter, by row of ``graph.updates``."""
     graph = step.captured.graph
     row_of = {graph.tensors[tensor].name: row for row, (_, tensor, _) in enumerate(graph.updates)}
     return {row_of[each.members[0].name]: each.stepped for each in stepped_values(step)}
 
 
 class SavedAveraging:
-    """What a rank reads of its island and of the outer optimizer, beside what it has.
+    """State of a rank's island and of the outer optimizer, read beside the current one.
 
     Args:
-        step: freshly deployed.
-        contents: of the checkpoint.
+        step: A freshly deployed step.
+        contents: Index of the checkpoint.
 
     Attributes:
-        wanted: new tensors by the name under which they were saved.
+        wanted: New tensors by the name under which they were saved.
 
     Raises:
         InputFileError: the checkpoint contradicts itself.
@@ -115,7 +115,7 @@ class SavedAveraging:
         self.wanted[name] = like.detach().new_empty(shape, dtype=dtype)
 
     def take_over(self) -> None:
-        """Make it the state of the step, whose parameters and optimizer are the saved ones."""
+        """Make it the state of the step, whose parameters and optimizer are already loaded."""
         averager = self._step.averager
         if averager is None:
             return
@@ -130,7 +130,7 @@ class SavedAveraging:
 
 
 def _has_same_islands(step: DeployedStep, names: set[str]) -> bool:
-    """Whether as many islands were saved as there are: the states of others mean nothing here."""
+    """Whether as many islands were saved as there are; otherwise their states are useless."""
     found = (re.match(r"averaging\.island(\d{1,9})\.", name) for name in names)
     saved = {int(each[1]) for each in found if each is not None}
     return saved == set(range(1, len(islands(step.plan.strategy))))

@@ -1,4 +1,4 @@
-"""Boxes: what of a whole tensor lies in one place, whatever layout put it there.
+"""Boxes: the part of a whole tensor that lies in one place, whatever layout put it there.
 
 A box is a range in each dimension. A slice along an axis is a box, or several where the axis lies
 inside another one (the three parts of a fused projection). A run of elements of the flattened
@@ -16,8 +16,8 @@ from torch import Tensor
 from heterog.graph.placement import Placement
 
 _MAX_CORNERS = 1 << 22
-"""Corners of boxes that ``check_tiling`` looks at: a second or two. 512 slices of a tensor of four
-dimensions have 57,344."""
+"""Most corners of boxes that ``check_tiling`` checks: a second or two. 512 slices of a tensor of
+four dimensions have 57,344."""
 
 
 class Box(NamedTuple):
@@ -28,15 +28,15 @@ class Box(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Elements in it."""
+        """Number of elements in it."""
         return math.prod(self.sizes)
 
     def is_at_origin(self) -> bool:
-        """Whether it has the first element of the tensor."""
+        """Whether it holds the first element of the tensor."""
         return not any(self.offsets)
 
     def overlap(self, other: "Box") -> "Box | None":
-        """What both have, if anything."""
+        """The intersection of two boxes, if any."""
         low = tuple(map(max, self.offsets, other.offsets))
         sizes = tuple(
             min(a + b, c + d) - first for first, a, b, c, d in zip(low, *self, *other, strict=True)
@@ -44,7 +44,7 @@ class Box(NamedTuple):
         return Box(low, sizes) if min(sizes, default=1) > 0 else None
 
     def of(self, tensor: Tensor, outer: "Box") -> Tensor:
-        """A view of this box in a tensor that holds a box around it."""
+        """View this box in a tensor that holds a box around it."""
         for dim, (begin, first, size) in enumerate(
             zip(self.offsets, outer.offsets, self.sizes, strict=True)
         ):
@@ -53,18 +53,18 @@ class Box(NamedTuple):
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that is all of a tensor."""
+    """The box of a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 class Piece(NamedTuple):
-    """A box of a whole tensor, and where it lies in a tensor that somebody holds.
+    """A box of a whole tensor, and its position in a tensor that somebody holds.
 
     Attributes:
-        box: of the whole tensor.
-        held: the same elements as a box of what is held, or of a run of its elements.
-        shape: of what is held, or of the run seen as a tensor.
-        begin: of a run, its first element in what is held, which is flat; -1 if it is no run.
+        box: Box of the whole tensor.
+        held: The same elements as a box of the held tensor, or of a run of its elements.
+        shape: Shape of the held tensor, or of the run seen as a tensor.
+        begin: For a run, its first element in the held tensor, which is flat; -1 if it is no run.
     """
 
     box: Box
@@ -73,14 +73,14 @@ class Piece(NamedTuple):
     begin: int = -1
 
     def of(self, held: Tensor) -> Tensor:
-        """A view of the piece in the tensor that holds it."""
+        """View the piece in the tensor that holds it."""
         if self.begin >= 0:
             held = held.narrow(0, self.begin, math.prod(self.shape)).view(self.shape)
         return self.held.of(held, whole_box(self.shape))
 
 
 def whole_piece(shape: Sequence[int]) -> Piece:
-    """A whole tensor, held as it is."""
+    """The piece of a tensor that is held whole."""
     box = whole_box(shape)
     return Piece(box, box, box.sizes)
 
@@ -89,10 +89,10 @@ def run_pieces(shape: Sequence[int], begin: int, end: int, at: int = 0) -> list[
     """The boxes of a run of elements of a flattened tensor.
 
     Args:
-        shape: of the tensor.
-        begin: first element of the run.
-        end: the element after its last.
-        at: where the run begins in the flat tensor that holds it.
+        shape: Shape of the tensor.
+        begin: First element of the run.
+        end: Element after its last.
+        at: Position of the run in the flat tensor that holds it.
 
     >>> [piece.box for piece in run_pieces((4, 3), 2, 10)]  # doctest: +NORMALIZE_WHITESPACE
     [Box(offsets=(0, 2), sizes=(1, 1)), Box(offsets=(1, 0), sizes=(2, 3)),
@@ -106,7 +106,7 @@ def run_pieces(shape: Sequence[int], begin: int, end: int, at: int = 0) -> list[
 
 
 def _boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
-    """The rest of a row, whole rows, the begin of a row; rows are cut in the same way."""
+    """Boxes of the rest of a row, whole rows, and the start of a row; each row is cut likewise."""
     if begin >= end:
         return
     if not shape:
@@ -133,15 +133,15 @@ def _in_row(index: int, shape: tuple[int, ...], begin: int, end: int) -> Iterato
 def in_units(
     piece: Piece, shape: Sequence[int], place: Placement, units: int, begin: int, count: int
 ) -> list[Piece]:
-    """A piece of a tensor that is itself a slice along an axis, as pieces of the whole.
+    """Convert a piece of a slice along an axis to pieces of the whole tensor.
 
     Args:
-        piece: of the slice.
-        shape: of the whole tensor.
-        place: where the axis lies in it.
-        units: of the axis.
-        begin: first unit of the slice.
-        count: units of the slice.
+        piece: Piece of the slice.
+        shape: Shape of the whole tensor.
+        place: Placement of the axis in it.
+        units: Number of units of the axis.
+        begin: First unit of the slice.
+        count: Number of units of the slice.
     """
     if count == units:
         return [piece]
@@ -175,7 +175,7 @@ def check_tiling(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     whole if and only if their corners add up to its corners.
 
     Raises:
-        ValueError: they do not, or are too many to tell.
+        ValueError: they are not, or are too many to check.
     """
     for box in boxes:
         if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):

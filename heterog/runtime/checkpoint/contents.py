@@ -1,4 +1,4 @@
-"""The index of a checkpoint: what it holds, and where."""
+"""The index of a checkpoint: its tensors and their places."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ from heterog.runtime.checkpoint.boxes import (
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
 SCHEMA_VERSION = 4
-"""Parts of tensors are boxes. 3 had runs of elements as parts; 2 no checksums; 1 no parts."""
+"""Since 4, parts of tensors are boxes. 3 had runs of elements, 2 no checksums, 1 no parts."""
 _FIRST_WITH_CHECKSUMS = 3
 DATA_FOLDER = re.compile(r"data-(\d+)")
 _Digest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]
@@ -46,12 +46,12 @@ _FILE = re.compile(r"__\d+_\d+\.distcp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """Where a tensor is: ``num_bytes`` of a file from ``offset`` on.
+    """Place of a tensor: ``num_bytes`` of a file from ``offset`` on.
 
-    ``sha256`` is that of its elements, empty in checkpoints of earlier versions.
+    ``sha256`` is that of its elements; empty in checkpoints of earlier versions.
 
-    Of a part of a larger tensor, ``whole`` is the larger one's name, ``whole_shape`` its shape and
-    ``offsets`` are the part's first indices in it. Earlier versions have runs of elements instead,
+    For a part of a larger tensor, ``whole`` is the larger one's name, ``whole_shape`` its shape
+    and ``offsets`` the part's first indices in it. Earlier versions have runs of elements instead,
     as flat tensors: without ``offsets``, with ``begin``, the first element.
     """
 
@@ -68,7 +68,7 @@ class SavedTensor:
 
     @property
     def pieces(self) -> list[Piece]:
-        """What boxes of the whole tensor it has, and where they lie in it."""
+        """The boxes of the whole tensor that it holds, and their positions in it."""
         if not self.whole:
             return [whole_piece(self.shape)]
         if not self.offsets:
@@ -79,12 +79,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOptimizer:
-    """What the optimizer knew about one parameter.
+    """State of the optimizer for one parameter.
 
     Attributes:
-        options: of its parameter group; ``lr`` is the one at the time of saving.
-        tensors: names of its state that are tensors.
-        values: the rest of its state.
+        options: Options of its parameter group; ``lr`` is the one at the time of saving.
+        tensors: Names of the entries of its state that are tensors.
+        values: All other entries of its state.
     """
 
     options: Mapping[str, Any]
@@ -94,19 +94,19 @@ class SavedOptimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Contents:
-    """What a checkpoint holds, as ``checkpoint.json`` says it.
+    """Contents of ``checkpoint.json``.
 
     Attributes:
-        heterog: version that wrote it.
-        torch: version that wrote it.
-        model: name of the workload.
-        graph: fingerprint of the step's graph; another batch size, say, has another one.
-        optimizer: class name.
-        num_steps: that were trained.
-        data: name of the folder with the tensors.
-        tensors: by name, ``model.`` or ``optimizer.`` before that of the parameter.
-        states: the optimizer's, by parameter.
-        extra: what the caller wanted to keep.
+        heterog: Version of heterog that wrote it.
+        torch: Version of torch that wrote it.
+        model: Name of the workload.
+        graph: Fingerprint of the step's graph; it differs for, say, another batch size.
+        optimizer: Class name of the optimizer.
+        num_steps: Number of steps trained.
+        data: Name of the folder with the tensors.
+        tensors: Saved tensors by name: ``model.`` or ``optimizer.`` and the parameter's name.
+        states: State of the optimizer, by parameter.
+        extra: Values that the caller wanted to keep.
     """
 
     heterog: str
@@ -138,7 +138,7 @@ class Contents:
         """Shape of a whole tensor.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: no tensor has this name.
         """
         if name in self.parts:
             return self.tensors[self.parts[name][0]].whole_shape
@@ -150,7 +150,7 @@ class Contents:
 
 
 def read_contents(folder: str | Path) -> Contents:
-    """What a checkpoint holds; also checks that its files are all there.
+    """Read the index of a checkpoint; also checks that its files are all there.
 
     Raises:
         InputFileError: no checkpoint, of another version, or a damaged one.
@@ -185,7 +185,7 @@ def read_contents(folder: str | Path) -> Contents:
 
 
 def checksum_of(record: Mapping[str, Any]) -> str:
-    """SHA-256 of an index, which is kept in it."""
+    """SHA-256 of an index, without the field that stores it."""
     rest = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
@@ -225,10 +225,10 @@ class _IndexRecord(Record):
 
 
 def _check_contents(contents: Contents, *, summed: bool) -> None:
-    """What the fields of an index say about each other.
+    """Check that the fields of an index do not contradict each other.
 
     Raises:
-        ValueError: says what cannot be.
+        ValueError: says what is wrong.
     """
     # The names become paths: none may lead out of the folder.
     if not DATA_FOLDER.fullmatch(contents.data):
@@ -251,7 +251,7 @@ def _check_contents(contents: Contents, *, summed: bool) -> None:
 
 
 def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> None:
-    """The parts of a tensor are of one kind, do not overlap and are all there."""
+    """Check that the parts of a tensor are of one kind, do not overlap and are all there."""
     if whole in contents.tensors:
         raise ValueError(f"{whole} is there whole and in parts")
     shape, dtype = contents.shape(whole), contents.dtype(whole)
@@ -271,7 +271,7 @@ def _check_complete(contents: Contents, whole: str, names: Sequence[str]) -> Non
 
 
 def _check_files(contents: Contents, folder: Path) -> None:
-    """Every file that the index names is there, and long enough for all that it should have."""
+    """Check that every file of the index exists and is long enough for all its tensors."""
     needed: dict[str, int] = {}
     total: dict[str, int] = {}
     for tensor in contents.tensors.values():
@@ -333,7 +333,7 @@ def states_from_json(record: Mapping[str, Any]) -> dict[str, SavedOptimizer]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As the index has it: float32."""
+    """Name of a dtype in the index, for example float32."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -341,7 +341,7 @@ def dtype_of(name: str) -> torch.dtype:
     """The dtype of a name in the index.
 
     Raises:
-        ValueError: there is none.
+        ValueError: torch has no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):

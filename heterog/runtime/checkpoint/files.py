@@ -50,15 +50,15 @@ from heterog.runtime.checkpoint.contents import (
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
 _BATCH_BYTES = 1 << 28
-"""Read at once, beside what a rank holds: 256 MiB; each reading opens the files anew."""
+"""Most bytes read at once, besides what a rank holds: 256 MiB; each read reopens the files."""
 
 
 ReadSaved = Callable[[Sequence[str]], Mapping[str, Tensor]]
-"""Tensors and parts of tensors as they were saved, by name."""
+"""Reads tensors and parts of tensors as they were saved, by name."""
 
 
 class _Writer(FileSystemWriter):
-    """Writes one rank's file and remembers what is where; nothing goes over the network."""
+    """Writes one rank's file and keeps the positions of its tensors; uses no network."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         super().__init__(folder)
@@ -70,24 +70,24 @@ class _Writer(FileSystemWriter):
         super().set_up_storage_writer(is_coordinator, rank=self._own_rank, use_collectives=False)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Keep what torch would pickle."""
+        """Keep the results that torch would pickle."""
         self.results = [result for each in results for result in each]
 
 
 class _Reader(FileSystemReader):
-    """Reads what was saved where the index says it is: each part is a tensor of its own."""
+    """Reads tensors at the positions of the index: each part is a tensor of its own."""
 
     def __init__(self, folder: Path, contents: Contents) -> None:
         super().__init__(folder)
         self._contents = contents
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index, not torch's pickle of it."""
+        """Return the index in torch's form, instead of torch's pickle of it."""
         return _metadata(self._contents)
 
 
 def make_data_folder(target: Path) -> int:
-    """A new, empty data folder; its number."""
+    """Make a new, empty data folder and return its number."""
     if target.is_dir():
         check_writable(target / CHECKPOINT_INDEX)
     else:
@@ -103,13 +103,13 @@ def make_data_folder(target: Path) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a rank saves: a box of a tensor.
+    """A box of a tensor, which a rank saves.
 
     Attributes:
-        whole: name of the tensor.
-        shape: of all of it.
-        box: that is saved.
-        value: its elements, in the shape of the box.
+        whole: Name of the whole tensor.
+        shape: Shape of the whole tensor.
+        box: Box that is saved.
+        value: Its elements, in the shape of the box.
     """
 
     whole: str
@@ -119,7 +119,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its own name: ``model.weight``, or ``model.weight[10:20,0:8]`` of a part."""
+        """Name of the entry: ``model.weight``, or ``model.weight[10:20,0:8]`` for a part."""
         if self.box.sizes == self.shape:
             return self.whole
         ranges = [f"{first}:{first + size}" for first, size in zip(*self.box, strict=True)]
@@ -166,7 +166,7 @@ def write_tensors(entries: Sequence[Entry], data: Path, rank: int) -> dict[str, 
 
 
 def _cannot_save(data: Path, error: BaseException, own: Mapping[str, Tensor]) -> InputFileError:
-    """What kept tensors from being saved; a full disk, whatever torch makes of it."""
+    """The error for tensors that could not be saved; recognises a full disk behind torch's."""
     num_bytes = sum(value.numel() * value.element_size() for value in own.values())
     first: BaseException = error
     if isinstance(error, CheckpointException):
@@ -188,7 +188,7 @@ def checksum(value: Tensor) -> str:
 
 
 def read_tensors(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """The tensors of these names, put together where they were saved in parts."""
+    """Read the tensors of these names, joined where they were saved in parts."""
     found = {
         name: torch.empty(contents.shape(name), dtype=dtype_of(contents.dtype(name)))
         for name in names
@@ -213,10 +213,10 @@ def read_boxes(
     a rank never holds more than that beside what it wants.
 
     Args:
-        contents: of the checkpoint.
-        folder: of the checkpoint.
-        wanted: by name, boxes and where their elements go.
-        read: brings what was saved under some names from another place than the folder.
+        contents: Index of the checkpoint.
+        folder: Folder of the checkpoint.
+        wanted: Boxes and the tensors to fill with their elements, by name.
+        read: Reads saved tensors by name from another place than the folder.
     """
     read = read or (lambda names: _read_saved(contents, folder, names))
     batch: list[str] = []
@@ -233,7 +233,7 @@ def read_boxes(
 def _needed(
     contents: Contents, wanted: Mapping[str, Sequence[tuple[Box, Tensor]]]
 ) -> Iterator[str]:
-    """Names of what was saved that has something of a wanted box."""
+    """Names of the saved tensors that overlap a wanted box."""
     for name, boxes in wanted.items():
         if name not in contents.parts:
             yield name
@@ -250,7 +250,7 @@ def _fill(
     names: Sequence[str],
     wanted: Mapping[str, Sequence[tuple[Box, Tensor]]],
 ) -> None:
-    """Read what was saved under some names and copy it where it is wanted."""
+    """Read saved tensors and copy them to where they are wanted."""
     for name, value in read(names).items():
         saved = contents.tensors[name]
         for piece in saved.pieces:
@@ -261,7 +261,7 @@ def _fill(
 
 
 def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors and parts as they were saved."""
+    """Read tensors and parts as they were saved."""
     loaded = {
         name: torch.empty(
             contents.tensors[name].shape, dtype=dtype_of(contents.tensors[name].dtype)
@@ -295,7 +295,7 @@ def _read_saved(contents: Contents, folder: Path, names: Sequence[str]) -> dict[
 
 
 def publish(contents: Contents, index: Path, data: Path) -> None:
-    """Make the new checkpoint the one that counts, then remove older ones."""
+    """Make the new checkpoint the current one, then remove older ones."""
     metadata = pickle.dumps(_metadata(contents))
     try:
         (data / ".metadata").write_bytes(metadata)
@@ -303,7 +303,7 @@ def publish(contents: Contents, index: Path, data: Path) -> None:
         raise cannot_write(data / ".metadata", error, len(metadata)) from error
     try:
         record = {"schema_version": SCHEMA_VERSION, **asdict(contents)}
-        # As JSON has it, which makes lists of tuples: what is read is what is summed.
+        # Through JSON, which turns tuples into lists: the checksum is of what is read later.
         record = json.loads(json.dumps({**record, "tensors": to_json(contents.tensors)}))
         write_json(index, {**record, "sha256": checksum_of(record)})
     except (TypeError, ValueError) as error:
@@ -338,14 +338,14 @@ def _metadata(contents: Contents) -> Metadata:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Do without the warning that ranks read and write for themselves, which is what is wanted."""
+    """Silence the warning that ranks read and write on their own, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def first_line(error: BaseException) -> str:
-    """What went wrong, in one line that can be printed.
+    """The cause of an error, in one line that can be printed.
 
     torch writes some of its errors in bold, and puts bytes of damaged files into others.
     """

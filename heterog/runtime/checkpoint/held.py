@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter, in boxes of the whole one.
+"""The part of each parameter that a rank holds, in boxes of the whole one.
 
 A parameter may be there whole, as a slice along the axis of op rules, as a run of elements in the
 flat slice of a bucket (ZeRO), or as a run of a slice (ZeRO between teams). Nothing is brought
@@ -18,18 +18,18 @@ from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.slices import SlicedBucket
 
 MASTER = "master_weight"
-"""Of a parameter's state in a checkpoint: the optimizer's copy with more digits."""
+"""Name of the optimizer's copy with more digits, in a parameter's saved state."""
 _SCALARS = frozenset({"step", "mu", "mu_product", "eta"})
 """State of torch's elementwise optimizers that is one number, whatever the parameter's shape."""
 
 
 class Member(NamedTuple):
-    """A parameter that the optimizer steps here, whole or a part of it.
+    """A parameter, or a part of it, that the optimizer updates here.
 
     Attributes:
-        name: of the parameter.
-        shape: of all of it.
-        pieces: of it in what is stepped.
+        name: Name of the parameter.
+        shape: Shape of the whole parameter.
+        pieces: Pieces of it in the tensor that is updated.
     """
 
     name: str
@@ -38,20 +38,20 @@ class Member(NamedTuple):
 
     @property
     def begins_here(self) -> bool:
-        """Whether its first element is here; who has it keeps what there is once."""
+        """Whether its first element is here; its holder saves state that exists only once."""
         return any(piece.box.is_at_origin() for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stepped:
-    """What the optimizer steps as one tensor: a parameter, a slice of one, or of a bucket.
+    """A tensor that the optimizer updates: a parameter, or a slice of one or of a bucket.
 
     Attributes:
-        value: the model's.
-        stepped: what the optimizer has: the value, or a master copy of it.
-        members: the parameters in it.
-        bucket: whose slice it is; ``None`` for other values.
-        is_saved: no other rank's copy counts.
+        value: The model's tensor.
+        stepped: The optimizer's tensor: the value, or a master copy of it.
+        members: Parameters in it.
+        bucket: The bucket whose slice it is; ``None`` for other values.
+        is_saved: Whether this rank saves it, because no other rank's copy counts.
     """
 
     value: nn.Parameter
@@ -67,17 +67,17 @@ class Stepped:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is another tensor than one whole parameter."""
+        """Whether it is anything other than one whole parameter."""
         return self.bucket is not None or self.members[0].shape != tuple(self.value.shape)
 
 
 def is_elementwise(key: str, shape: tuple[int, ...], parameter_shape: tuple[int, ...]) -> bool:
-    """Whether a state of the optimizer has an element for each of its parameter's."""
+    """Whether an entry of the optimizer's state has one element for each of the parameter's."""
     return shape == parameter_shape and not (shape == () and key in _SCALARS)
 
 
 def stepped_values(step: DeployedStep) -> list[Stepped]:
-    """What this rank's optimizer has, in its order."""
+    """Tensors of this rank's optimizer, in its order."""
     graph = step.captured.graph
     row_of = {
         id(step.part.parameters[tensor]): row
@@ -135,10 +135,10 @@ def _slice_members(step: DeployedStep, bucket: SlicedBucket) -> Iterator[Member]
 
 
 def is_saved_here(step: DeployedStep, row: int) -> bool:
-    """Whether this rank's copy of a parameter that no bucket slices counts.
+    """Whether this rank saves a parameter that no bucket slices.
 
-    That is the home's or the first replica's; of one that lives in slices along an axis, those of
-    the first team.
+    The home or the first replica does; for a parameter that lives in slices along an axis, the
+    first team.
     """
     if row in step.part.sharded:
         _, spans = step.part.sharded[row]
@@ -147,7 +147,7 @@ def is_saved_here(step: DeployedStep, row: int) -> bool:
 
 
 def rows_in_slices(step: DeployedStep) -> set[int]:
-    """Parameters of which no rank has more than slices of buckets, by row of ``graph.updates``."""
+    """Parameters that ranks hold only in slices of buckets, by row of ``graph.updates``."""
     return {row for bucket in step.part.buckets if bucket.stage == 3 for row in bucket.rows}
 
 

@@ -1,4 +1,4 @@
-"""What codecs have left out of gradients belongs to a checkpoint: without it, it would be lost.
+"""Parts of gradients that codecs have left out, as a part of a checkpoint.
 
 It is kept for each parameter and rank, as ``left_out.PARAMETER.RANK``. A run that is resumed with
 messages of the same ranks goes on as if it had not stopped. If other ranks send the parameter's
@@ -24,7 +24,7 @@ from heterog.strategy.program import TaskKind
 
 
 def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
-    """What this rank has left out, by parameter."""
+    """Entries of what this rank has left out, by parameter."""
     for key, flat in step.feedback.left_out.items():
         for row, value in _by_row(step, key, flat):
             name = f"{_prefix(step, row)}{step.rank}"
@@ -33,12 +33,12 @@ def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
 
 
 class NewLeftOut:
-    """What a rank resumes with.
+    """Parts of gradients that codecs left out, in the form in which a rank resumes with them.
 
     Args:
-        step: freshly deployed.
-        contents: of the checkpoint.
-        wanted: by name, boxes of saved tensors and where their elements go; is added to.
+        step: A freshly deployed step.
+        contents: Index of the checkpoint.
+        wanted: Boxes of saved tensors and the tensors to fill, by name; entries are added.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class NewLeftOut:
                     self._reads.append((value, target))
 
     def _names(self, contents: Contents, prefix: str, now: set[int]) -> list[str]:
-        """The saved tensors that this rank takes over of a parameter."""
+        """The saved tensors of a parameter that this rank takes over."""
         saved, rank = _saved(contents, prefix), self._step.rank
         if set(saved) == now:
             return [saved[rank]]
         return list(saved.values()) if rank == min(now) else []
 
     def take_over(self) -> None:
-        """Make it what the step's codecs go on with."""
+        """Make it the state of the step's codecs."""
         for value, read in self._reads:
             value += read.to(value)
         self._step.feedback.left_out = self._found
 
 
 def _saved(contents: Contents, prefix: str) -> dict[int, str]:
-    """Names of what each rank had left out of a parameter."""
+    """Names of the saved tensors of a parameter, by the rank that left them out."""
     found = {}
     for name in contents.names:
         rank = name.removeprefix(prefix)
@@ -91,7 +91,7 @@ def _saved(contents: Contents, prefix: str) -> dict[int, str]:
 
 
 def _senders(step: DeployedStep) -> dict[Key, set[int]]:
-    """The ranks that encode gradients, by what they keep."""
+    """The ranks that encode gradients, by key of what is left out."""
     part = step.rank_program
     program = part.program
     found: dict[Key, set[int]] = {}
@@ -103,7 +103,7 @@ def _senders(step: DeployedStep) -> dict[Key, set[int]]:
 
 
 def _rows(step: DeployedStep, key: Key) -> list[int]:
-    """The parameters of what is kept."""
+    """Rows of the parameters of a key."""
     return step.rank_program.bucket_members.get(key[0], [key[0]])
 
 
@@ -117,7 +117,7 @@ def _prefix(step: DeployedStep, row: int) -> str:
 
 
 def _by_row(step: DeployedStep, key: Key, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Views of what is kept of each parameter that does not live in slices."""
+    """Views of a flat tensor for each parameter in it that does not live in slices."""
     rows = _rows(step, key)
     if any(row in step.rank_program.sharded for row in rows):
         return

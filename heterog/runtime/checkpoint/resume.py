@@ -1,4 +1,4 @@
-"""How a step takes up what a checkpoint holds: each rank reads what it holds or updates now."""
+"""Loading a checkpoint into a step: each rank reads what it now holds or updates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,18 +24,18 @@ from heterog.runtime.deploy import DeployedStep
 
 
 class NewState:
-    """What a rank resumes with: new tensors beside those that it has, so that it may still fail.
+    """State that a rank resumes with: new tensors beside its current ones, as it may still fail.
 
     Args:
-        step: freshly deployed.
-        model: the step's.
-        contents: of the checkpoint.
+        step: A freshly deployed step.
+        model: Model of the step.
+        contents: Index of the checkpoint.
 
     Attributes:
-        wanted: by name, boxes of saved tensors and where their elements go.
+        wanted: Boxes of saved tensors and the tensors to fill, by name.
 
     Raises:
-        StrategyError: the optimizer's state or options cannot be cut as the plan wants it.
+        StrategyError: the optimizer's state or options cannot be cut as the plan requires.
     """
 
     def __init__(self, step: DeployedStep, model: nn.Module, contents: Contents) -> None:
@@ -68,13 +68,13 @@ class NewState:
             self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
 
     def _want(self, value: Tensor, named: Sequence[tuple[str, list[Piece]]]) -> None:
-        """Read new elements for a tensor that this rank has."""
+        """Read new elements for a tensor of this rank."""
         self._targets.append((value, self._read(value, value.dtype, named)))
 
     def _read(
         self, value: Tensor, dtype: torch.dtype, named: Sequence[tuple[str, list[Piece]]]
     ) -> Tensor:
-        """A new tensor beside one, which gets the elements of some saved ones."""
+        """Make a new tensor like one, to be filled with elements of saved ones."""
         target = torch.empty(value.shape, dtype=dtype, device=value.device)
         for name, pieces in named:
             boxes = self.wanted.setdefault(name, [])
@@ -88,14 +88,14 @@ class NewState:
         return target
 
     def _masters_of(self, stepped: Stepped) -> list[tuple[str, list[Piece]]]:
-        """The saved master weights; none if the model was trained without."""
+        """The saved master weights; empty if the model was trained without."""
         states = self._contents.states
         if any(MASTER not in states[each.name].tensors for each in stepped.members):
             return []
         return [(f"optimizer.{each.name}.{MASTER}", each.pieces) for each in stepped.members]
 
     def _state_of(self, stepped: Stepped) -> dict[str, Any]:
-        """The optimizer's state of what it steps as one."""
+        """State of the optimizer for one of its tensors."""
         first, *others = stepped.members
         saved = self._contents.states[first.name]
         state: dict[str, Any] = dict(saved.values)
@@ -121,14 +121,14 @@ class NewState:
         return state
 
     def _check_elementwise(self, key: str, members: Sequence[Member]) -> None:
-        """What is stepped as one must have the same kinds of state."""
+        """Check that parameters updated as one tensor have the same kinds of state."""
         for each in members[1:]:
             name = f"optimizer.{each.name}.{key}"
             if not is_elementwise(key, self._contents.shape(name), each.shape):
                 raise _unlike(members[0].name, each.name)
 
     def check_counters(self) -> None:
-        """The optimizer counts the steps of a slice once: they must be the same for all in it.
+        """Check that parameters of a slice have equal step counters, as it can have only one.
 
         Raises:
             StrategyError: they differ.
@@ -171,9 +171,9 @@ def new_options(
     """This rank's parameter groups with the saved options.
 
     Args:
-        groups: of the optimizer.
-        stepped: names of the parameters in each tensor that it has, in its order.
-        contents: of the checkpoint.
+        groups: Parameter groups of the optimizer.
+        stepped: Names of the parameters in each tensor of the optimizer, in its order.
+        contents: Index of the checkpoint.
 
     Raises:
         StrategyError: parameters of one group were saved with different options.
@@ -183,7 +183,7 @@ def new_options(
     some = [*(state.options for state in contents.states.values()), {}][:1]
     result = []
     for group in groups:
-        members = list(names)  # torch makes one group of what it is given
+        members = list(names)  # torch makes a single group of these
         options = [contents.states[name].options for _, name in members] or some
         for (_, name), other in zip(members, options, strict=False):
             if other != options[0]:

@@ -1,4 +1,4 @@
-"""What of a deployed step belongs to a checkpoint, which rank saves it, how it comes back."""
+"""The state of a deployed step that a checkpoint holds, and which rank saves which part."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -89,7 +89,7 @@ def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def fixed_tensors(step: DeployedStep, model: nn.Module) -> dict[str, Tensor]:
-    """Buffers and the parameters that nobody trains: every rank has them whole."""
+    """Buffers, and parameters that are not trained: every rank has them whole."""
     trained = set(_names(step))
     return {name: value for name, value in _model_tensors(model).items() if name not in trained}
 
@@ -117,14 +117,14 @@ def check_can_save(step: DeployedStep) -> None:
 def own_entries(
     step: DeployedStep, model: nn.Module
 ) -> tuple[list[Entry], dict[str, SavedOptimizer]]:
-    """What this rank saves.
+    """The entries that this rank saves.
 
     Args:
-        step: that is saved.
-        model: the step's; asking the step for it takes all ranks, and one may fail before.
+        step: The step to save.
+        model: Model of the step; ``step.model`` needs all ranks, one of which may fail before.
 
     Returns:
-        (tensors, optimizer states by parameter)
+        Tensors, and optimizer states by parameter.
 
     Raises:
         StrategyError: the optimizer keeps what cannot be saved.
@@ -155,7 +155,7 @@ def _own_state(
     options: dict[str, Any],
     states: dict[str, SavedOptimizer],
 ) -> Iterator[Entry]:
-    """What is saved of one of the optimizer's tensors; adds to the states of parameters."""
+    """Entries for one of the optimizer's tensors; adds to the states of parameters."""
     if stepped.bucket is not None and stepped.bucket.stage == 3:
         for name, shape, pieces in stepped.members:
             yield from _entries(f"model.{name}", shape, pieces, stepped.value.detach())
@@ -180,10 +180,10 @@ def _own_state(
 
 
 def check_is_once(stepped: Stepped, name: str, key: str, num_elements: int) -> None:
-    """What the optimizer knows about a part of a parameter is by element, or one number.
+    """Check that a state of a part of a parameter is elementwise or one number.
 
     Raises:
-        StrategyError: it is something else.
+        StrategyError: it is neither.
     """
     if stepped.is_cut and num_elements != 1:
         raise StrategyError(
@@ -207,10 +207,10 @@ def _whole_entry(name: str, value: Tensor) -> Entry:
 
 
 def _plain(key: str, value: Any) -> Any:
-    """A value as JSON can hold it.
+    """Convert a value to one that JSON can hold.
 
     Raises:
-        StrategyError: it cannot.
+        StrategyError: it cannot be converted.
     """
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()

@@ -1,1 +1,1 @@
-"""Layouts: what people run today, in the words of Megatron and FSDP, as strategies."""
+"""Layouts: today's uniform parallelism, in the terms of Megatron and FSDP, as strategies."""

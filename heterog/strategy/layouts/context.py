@@ -1,4 +1,4 @@
-"""Which rules the ops of teams have that split sequences: context parallelism of a layout."""
+"""Rules of the ops of teams that split sequences: context parallelism of a layout."""
 
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
@@ -11,9 +11,9 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
     """Rules of all ops for teams whose members have runs of positions.
 
     Args:
-        graph: one training step.
-        members: of a team; where their number does not divide the sequences, runs are as equal as
-            the units of these allow.
+        graph: One training step.
+        members: Members of a team. Where they do not divide the sequences, runs are as equal as
+            the units allow.
 
     Raises:
         LayoutError: there are no sequences, or they are too short.
@@ -42,7 +42,7 @@ def context_rules(graph: OpGraph, members: int) -> TeamRules:
 
 
 def _split(graph: OpGraph, members: int) -> SequenceSplit | None:
-    """The split with the most units that members share out equally, or else the most units."""
+    """The split with the most units that members can share equally, or else the most units."""
     counts = [units for units in unit_counts(graph, max(128, members)) if units >= members]
     for units in sorted(counts, key=lambda units: (units % members > 0, counts.index(units))):
         found = sequence_split(graph, units)

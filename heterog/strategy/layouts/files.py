@@ -26,7 +26,7 @@ from heterog.strategy.layouts.layout import (
 from heterog.yaml_files import parse_yaml
 
 MAX_FILE_BYTES = 1024**2
-"""Of a file with a layout: a hundred times the largest that is shipped with those programs."""
+"""Size limit of a layout's file: a hundred times the largest shipped with those programs."""
 _SUFFIXES = (".toml", ".json", ".yaml", ".yml")
 _MOST_SECTIONS = 10_000
 _MOST_UNREAD = 8
@@ -34,12 +34,12 @@ _MOST_UNREAD = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFile:
-    """What a file says about a layout.
+    """A layout read from a file.
 
     Attributes:
-        layout: the layout.
-        batch_size: samples of the global batch, 0 if the file does not say.
-        remarks: what the file says and the layout does not, in sentences.
+        layout: The layout.
+        batch_size: Number of samples of the global batch; 0 if the file does not say.
+        remarks: Sentences about parts of the file that the layout does not express.
     """
 
     layout: Layout
@@ -48,7 +48,7 @@ class LayoutFile:
 
 
 def is_layout_file(source: str) -> bool:
-    """Whether a text names a file, and is no layout itself.
+    """Whether a text names a file, rather than being a layout itself.
 
     >>> is_layout_file("llama3_8b.toml"), is_layout_file("tp=2,pp=4")
     (True, False)
@@ -57,11 +57,11 @@ def is_layout_file(source: str) -> bool:
 
 
 def read_layout(path: str | Path) -> LayoutFile:
-    """Read a layout from a file; its ending says which program it is for.
+    """Read a layout from a file, whose ending tells which program it is for.
 
     Raises:
         InputFileError: the file cannot be read, or a field has a wrong type.
-        LayoutError: what a field asks for cannot be said.
+        LayoutError: a field asks for something that a layout cannot express.
     """
     path = Path(path)
     ending = path.suffix.lower()
@@ -102,14 +102,14 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
 
 
 class _Fields:
-    """The fields of a document, each taken once, with its type checked.
+    """The fields of a document, each read once, with its type checked.
 
     Args:
-        document: what the file holds.
-        where: begins every message.
+        document: Content of the file.
+        where: Start of every message.
 
     Attributes:
-        remarks: what was said about fields so far.
+        remarks: Sentences about fields so far.
     """
 
     def __init__(self, document: object, where: str) -> None:
@@ -144,7 +144,7 @@ class _Fields:
     def number(
         self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
     ) -> int:
-        """A whole number; ``"auto"`` stands for the default where a program knows it."""
+        """A whole number; ``"auto"`` stands for the default where the program chooses it."""
         value = self._take(path, name)
         if value is None or (auto and value == "auto"):
             return default
@@ -162,7 +162,7 @@ class _Fields:
         return bool(value)
 
     def word(self, path: str, name: str, default: str = "") -> str:
-        """A text; a number of one digit is one, too."""
+        """A text; a number of one digit counts as one."""
         value = self._take(path, name)
         if value is None:
             return default
@@ -184,15 +184,15 @@ class _Fields:
         return tuple(value)
 
     def skip(self, path: str, *names: str) -> None:
-        """Fields that change nothing about where and when ops run."""
+        """Ignore fields that do not change where and when ops run."""
         self._taken.setdefault(path, set()).update(names)
 
     def remark(self, text: str) -> None:
-        """Note what the layout does not say."""
+        """Add a remark about something that the layout does not express."""
         self.remarks.append(text)
 
     def unread(self) -> list[str]:
-        """A sentence about fields of the sections that were read and that nobody took."""
+        """A sentence that lists unknown fields of the sections that were read."""
         left = [
             f"{path}.{name}".lstrip(".")
             for path, taken in self._taken.items()
@@ -320,11 +320,11 @@ _DEEPSPEED_TUNING = (
     "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "elastic_checkpoint",
     "load_from_fp32_weights", "zero_allow_untested_optimizer", "log_trace_cache_warnings",
 )  # fmt: skip
-"""Fields of ``zero_optimization`` that say how fast, not what: buckets, prefetching, saving."""
+"""Fields of ``zero_optimization`` that change only speed: buckets, prefetching, saving."""
 
 
 def _accelerate(fields: _Fields) -> LayoutFile:
-    """What ``accelerate config`` writes."""
+    """The output of ``accelerate config``."""
     kind = fields.word("", "distributed_type", "NO").upper().replace("-", "_")
     count = fields.number("", "num_processes", 0, least=0)
     readers: dict[str, Callable[[_Fields], Layout]] = {

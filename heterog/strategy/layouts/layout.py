@@ -1,8 +1,8 @@
-"""A layout: how a person says today how a model is trained on a cluster.
+"""A layout: the usual description of how a model is trained on a cluster.
 
 ``tp=2,pp=4,micro_batch=1,zero=1,recompute=full,schedule=1f1b``: the vocabulary of Megatron-LM,
-DeepSpeed and FSDP. Every replica is alike, every stage has as many devices, every device as many
-samples; a strategy can say more, a layout is what it is compared with.
+DeepSpeed and FSDP. All replicas are equal, and all stages have equally many devices; a strategy
+can express more, and layouts are what it is compared with.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from heterog.names import shown
 from heterog.strategy.schedules import SCHEDULES
 
 MOST = 1 << 20
-"""Of any number in a layout: far above any cluster or batch."""
+"""Limit of any number in a layout: far above any cluster or batch."""
 _LONGEST_TEXT = 10_000
 
 
@@ -25,20 +25,20 @@ class LayoutError(HeterogError):
 
 
 class Recompute(StrEnum):
-    """What is made again for the backward pass instead of being kept."""
+    """Activations that are recomputed for the backward pass instead of being kept."""
 
     NONE = "none"
     FULL = "full"
-    """All that a repeated layer makes; its inputs are kept."""
+    """All activations of a repeated layer; its inputs are kept."""
     SELECTIVE = "selective"
-    """Megatron's: scores and softmax of attention, which a fused kernel does not keep anyway."""
+    """Scores and softmax of attention, as in Megatron; a fused kernel keeps neither anyway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Uniform parallelism, as Megatron and FSDP say it.
+    """Uniform parallelism, in the terms of Megatron and FSDP.
 
-    Ranks are numbered as Megatron numbers them: the ``tp`` members of a team are neighbours, then
+    Ranks are numbered as in Megatron: the ``tp`` members of a team are neighbours, then
     come the replicas (``dp``), then the stages (``pp``). Rank r is device r of the cluster.
 
     Attributes:
@@ -56,21 +56,21 @@ class Layout:
         zero: what replicas keep in slices: nothing (0), the optimizer's state (1, Megatron's
             distributed optimizer), also gradients (2, FSDP's SHARD_GRAD_OP), also parameters (3,
             FSDP's FULL_SHARD).
-        dp_replicate: copies of what ``zero`` slices: the replicas are cut into so many groups of
-            neighbours, each of which keeps one copy in slices (hybrid sharding, HSDP); 0 for one
-            copy on each host.
-        recompute: what is made again for the backward pass.
-        recompute_every: with ``full``, every so many-th layer alone does it (torchtitan's number
-            for selective checkpoints): 2 for the second, the fourth, and so on.
-        schedule: a name of ``strategy.schedules``; empty for ``1f1b``, or for ``interleaved``
-            where devices have several chunks.
-        chunks: stages that each device has (Megatron's virtual pipeline); 0 for what the schedule
-            needs.
-        layers: repeated layers of each stage, in the order of the model; empty for equal numbers.
-        split: module at which each stage but the first one begins, instead of ``layers``.
-        vocabulary_parallel: whether the embedding and the head are split over the team as well.
-        sequence_parallel: whether members of a team keep what lies between their matrix products
-            for their own positions only, instead of whole.
+        dp_replicate: Number of copies of what ``zero`` slices: the replicas are cut into so many
+            groups of neighbours, each of which keeps one copy in slices (hybrid sharding, HSDP); 0
+            for one copy on each host.
+        recompute: Activations that are recomputed for the backward pass.
+        recompute_every: With ``full``, recompute only every n-th layer (torchtitan's number for
+            selective checkpoints): 2 for the second, the fourth, and so on.
+        schedule: Name of a schedule in ``strategy.schedules``; empty for ``1f1b``, or for
+            ``interleaved`` where devices have several chunks.
+        chunks: Number of stages of each device (Megatron's virtual pipeline); 0 for the number
+            that the schedule needs.
+        layers: Number of layers of each stage, in the order of the model; empty for equal ones.
+        split: Module at which each stage but the first one begins, instead of ``layers``.
+        vocabulary_parallel: Whether the embedding and the head are split over the team as well.
+        sequence_parallel: Whether members of a team keep activations between their matrix
+            products for their own positions only, instead of whole.
     """
 
     tp: int = 1
@@ -183,22 +183,22 @@ class Layout:
 
     @property
     def schedule_name(self) -> str:
-        """The schedule that is meant where none is named."""
+        """Name of the schedule, also where the layout leaves it open."""
         return self.schedule or ("interleaved" if self.chunks > 1 else "1f1b")
 
     @property
     def num_chunks(self) -> int:
-        """Stages on each device."""
+        """Number of stages on each device."""
         usual = {"1f1b": 1, "gpipe": 1}.get(self.schedule_name, 2)
         return self.chunks or (usual if self.pp > 1 else 1)
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model."""
+        """Number of stages of the model."""
         return self.pp * self.num_chunks
 
     def __str__(self) -> str:
-        """The text that reads back as this layout, without what is left to its default."""
+        """The text that parses to this layout, without fields that have their default."""
         said = []
         for field in fields(self):
             value = getattr(self, field.name)
@@ -223,7 +223,7 @@ def parse_layout(text: str) -> Layout:
     'tp=1,pp=1,dp=8,zero=3,dp_replicate=2'
 
     Raises:
-        LayoutError: a key is unknown or there twice, or its value makes no sense.
+        LayoutError: a key is unknown or repeated, or its value is invalid.
     """
     if len(text) > _LONGEST_TEXT:
         raise LayoutError(f"a layout of {len(text):,} characters; at most {_LONGEST_TEXT:,}.")
@@ -244,10 +244,10 @@ def parse_layout(text: str) -> Layout:
 
 
 def layout_of_words(said: Mapping[str, str]) -> Layout:
-    """A layout from the texts of its own keys.
+    """Make a layout from the texts of its own keys.
 
     Raises:
-        LayoutError: a text is none of the values that a key has.
+        LayoutError: a text is not a valid value of its key.
     """
     found: dict[str, object] = {}
     said = dict(said)
@@ -269,7 +269,7 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
 
 
 def _take_shards(said: dict[str, str]) -> None:
-    """Say torchtitan's pair ``dp_replicate`` and ``dp_shard`` with ``dp`` and ``zero``."""
+    """Convert torchtitan's pair ``dp_replicate`` and ``dp_shard`` to ``dp`` and ``zero``."""
     copies = said.get("dp_replicate", "")
     if _plain(copies) in ("host", "hosts"):
         said["dp_replicate"] = "0"
@@ -320,7 +320,7 @@ _KEY_WORDS: Mapping[str, str] = MappingProxyType({
     "virtual_pipeline_model_parallel_size": "chunks", "split_points": "split",
     "sp": "sequence_parallel", "sequence_parallelism": "sequence_parallel",
 })  # fmt: skip
-"""Keys as other programs call them."""
+"""Names of keys in other programs."""
 FSDP_STAGES: Mapping[str, int] = MappingProxyType(
     {
         "full_shard": 3,
@@ -338,7 +338,7 @@ _KEYS = tuple(field.name for field in fields(Layout))
 
 
 def _own_word(key: str, value: str) -> tuple[str, str]:
-    """A key and value in this vocabulary.
+    """Convert a key and value to this vocabulary.
 
     Raises:
         LayoutError: there is no such key; names the nearest.
@@ -355,7 +355,7 @@ def _own_word(key: str, value: str) -> tuple[str, str]:
 
 
 def fsdp_words(value: str) -> dict[str, str]:
-    """What a sharding strategy of FSDP says in keys of a layout.
+    """Convert a sharding strategy of FSDP to keys of a layout.
 
     >>> fsdp_words("HYBRID_SHARD")
     {'zero': '3', 'dp_replicate': '0'}

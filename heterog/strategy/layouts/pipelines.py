@@ -1,4 +1,4 @@
-"""Pipelines of teams beside each other, also unlike ones, as decisions and micro-batches."""
+"""Pipelines of teams beside each other, equal or not, as decisions and micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ class Pipeline:
     """Replicas of the model that cut it into the same stages.
 
     Attributes:
-        stages: stage of each group.  # [num_groups]
-        teams: of each rank, the devices of each replica; with several stages on a rank they lie on
-            it as the schedule says.  # [num_ranks][num_replicas]
-        micro_batches: samples of each micro-batch, of all replicas together.
-        num_copies: of what its replicas keep in slices; runs of neighbours keep one each.
+        stages: Stage of each group.  # [num_groups]
+        teams: Devices of each replica, by rank; with several stages on a rank the schedule
+            decides which ones.  # [num_ranks][num_replicas]
+        micro_batches: Number of samples of each micro-batch, of all replicas together.
+        num_copies: Number of copies of sliced state; runs of neighbouring replicas keep one each.
     """
 
     stages: tuple[int, ...]
@@ -46,7 +46,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """What all pipelines of a strategy have in common.
+    """Settings that all pipelines of a strategy share.
 
     Attributes:
         zero: stage of ZeRO.
@@ -78,11 +78,11 @@ class Manner:
 def strategy_of_pipelines(
     graph: OpGraph, cluster: Cluster, pipelines: Sequence[Pipeline], manner: Manner
 ) -> Strategy:
-    """The strategy of some pipelines that train on one batch together.
+    """Make the strategy of some pipelines that train on one batch together.
 
     Raises:
         StrategyError: a device is in two teams, the samples are not those of the batch, or the
-            schedule is none for these numbers.
+            schedule does not exist for these numbers.
     """
     used = [device for pipeline in pipelines for rank in pipeline.ranks for device in rank]
     if len(used) > len(set(used)):
@@ -108,7 +108,7 @@ def strategy_of_pipelines(
 
 
 def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list[tuple[int, ...]]:
-    """Samples of each device in each micro-batch.  # [num_devices][num_micro]"""
+    """Number of samples of each device in each micro-batch.  # [num_devices][num_micro]"""
     num_micro = max(len(pipeline.micro_batches) for pipeline in pipelines)
     samples: list[tuple[int, ...]] = [(0,) * num_micro for _ in range(num_devices)]
     for pipeline in pipelines:
@@ -125,7 +125,7 @@ def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list
 def teams_of_groups(
     pipelines: Sequence[Pipeline], manner: Manner, num_groups: int
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """The teams that have each group, pipeline by pipeline.  # [num_groups]"""
+    """The teams of each group, pipeline by pipeline.  # [num_groups]"""
     rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
     return [
         tuple(
@@ -140,10 +140,10 @@ def teams_of_groups(
 def rules_of_teams(
     graph: OpGraph, pipelines: Sequence[Pipeline], manner: Manner
 ) -> TeamRules | None:
-    """The rules of all groups that some team of several devices has; ``None`` if there is none.
+    """Rules of all groups that a team of several devices has; ``None`` if there is no such group.
 
     Raises:
-        LayoutError: nothing can be split, or not into as many parts.
+        LayoutError: nothing can be split, or not into so many parts.
     """
     teams = teams_of_groups(pipelines, manner, group_ops(graph).num_groups)
     sizes = [max(map(len, each)) for each in teams]
@@ -169,7 +169,7 @@ def _decisions(
     pipelines: Sequence[Pipeline],
     manner: Manner,
 ) -> tuple[tuple[Decision, ...], TeamRules | None]:
-    """The teams that have each group and whether its layer recomputes, and the rules of teams."""
+    """Teams and recomputation of each group as decisions, and the rules of teams."""
     in_layer = layers_of(graph).of_group
     samples = _samples_of_devices(pipelines, cluster.num_devices)
     made: dict[tuple[tuple[tuple[int, ...], ...], bool], Decision] = {}
@@ -213,7 +213,7 @@ def _decision(
 def _in_copies(
     decision: Decision, teams: Sequence[tuple[int, ...]], pipelines: Sequence[Pipeline]
 ) -> Decision:
-    """A decision whose replicas keep several copies in slices, if its one pipeline says so."""
+    """Give a decision slice groups, if its only pipeline keeps several copies in slices."""
     copies = pipelines[0].num_copies
     if len(pipelines) > 1 or copies == 1:
         return decision
@@ -266,7 +266,7 @@ _T = TypeVar("_T")
 
 
 def _beside(parts: Sequence[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], ...]:
-    """What each device does in the one part that says something about it."""
+    """Merge parts of which at most one has an entry for each device."""
     length = max(map(len, parts))
     return tuple(
         next((part[device] for part in parts if device < len(part) and part[device]), ())

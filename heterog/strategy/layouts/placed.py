@@ -1,4 +1,4 @@
-"""From a layout to a strategy: which device has which samples of which groups, and when."""
+"""A layout as a strategy: which device has which samples of which groups, and when."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from heterog.strategy.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The numbers of a layout on one cluster and batch, with nothing left open.
+    """The numbers of a layout on one cluster and batch, all resolved.
 
     Attributes:
         tp: devices of a team that splits layers.
@@ -64,13 +64,13 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A layout as a strategy.
+    """A layout converted to a strategy.
 
     Attributes:
-        layout: as given.
-        sizes: its numbers.
-        strategy: the same, resolved.
-        remarks: what of the layout could not be said as it was meant, in sentences.
+        layout: The given layout.
+        sizes: Its numbers on the cluster and batch.
+        strategy: The strategy.
+        remarks: Sentences about parts of the layout that could not be expressed as meant.
     """
 
     layout: Layout
@@ -80,10 +80,10 @@ class Given:
 
 
 def sizes_of(layout: Layout, *, batch_size: int, num_devices: int) -> Sizes:
-    """The numbers of a layout for a batch and a number of devices.
+    """Resolve the numbers of a layout for a batch and a number of devices.
 
     Raises:
-        LayoutError: they do not divide.
+        LayoutError: the numbers do not divide.
     """
     tp, pp = layout.tp * layout.cp, layout.pp
     team = "cp" if layout.cp > 1 else "tp"
@@ -154,18 +154,18 @@ def place_layout(
     devices: Sequence[int] = (),
     step_barrier: bool = True,
 ) -> Given:
-    """The strategy that a layout means for a graph on a cluster.
+    """Convert a layout to a strategy for a graph on a cluster.
 
     Args:
-        layout: as given.
-        graph: one training step.
-        cluster: the devices and links.
-        devices: that play the ranks, in this order; empty for all of the cluster.
-        step_barrier: whether a step ends with all updates.
+        layout: The layout.
+        graph: One training step.
+        cluster: Devices and links.
+        devices: Devices that act as the ranks, in this order; empty for all of the cluster.
+        step_barrier: Whether a step ends with all updates.
 
     Raises:
         LayoutError: the layout does not fit the model, its batch, its optimizer or the cluster.
-        StrategyError: its schedule is not one for these numbers.
+        StrategyError: its schedule does not exist for these numbers.
     """
     ranks = tuple(devices) or tuple(range(cluster.num_devices))
     sizes = sizes_of(layout, batch_size=graph.batch_size, num_devices=len(ranks))
@@ -203,7 +203,7 @@ def place_layout(
 
 
 def _about_attention(layout: Layout, graph: OpGraph) -> list[str]:
-    """What becomes of selective recomputation, which repeats single ops of attention."""
+    """Remarks about selective recomputation, which repeats single ops of attention."""
     if layout.recompute != Recompute.SELECTIVE:
         return []
     for op in graph.ops:
@@ -218,15 +218,15 @@ def _about_attention(layout: Layout, graph: OpGraph) -> list[str]:
 
 
 def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
-    """The number of copies that replicas keep in slices.
+    """Resolve the number of copies that replicas keep in slices.
 
     Args:
-        layout: as given.
-        sizes: its other numbers.
-        hosts: of each rank.
+        layout: The layout.
+        sizes: Its other numbers.
+        hosts: Host of each rank.
 
     Raises:
-        LayoutError: the replicas do not divide into as many copies.
+        LayoutError: the replicas do not divide into so many copies.
     """
     if layout.dp_replicate == 1 or sizes.dp == 1:
         return sizes
@@ -257,7 +257,7 @@ def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
 
 
 def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
-    """The layout, without ZeRO where every replica is a copy of its own."""
+    """Remove ZeRO from a layout where every replica keeps a copy of its own."""
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         return replace(layout, zero=0, dp_replicate=1)
     return layout
@@ -282,7 +282,7 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
 
 
 def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[str]) -> list[str]:
-    """What could not be said as it was meant."""
+    """Sentences about parts of the layout that could not be expressed as meant."""
     remarks = []
     if shared:
         remarks.append(

@@ -1,4 +1,4 @@
-"""Sequence parallelism: what lies between two split matrix products is split along positions.
+"""Sequence parallelism: activations between two split matrix products are split by position.
 
 Megatron-LM's form of it (Korthikanti et al. 2022, section 4.2): where a team would add up parts of
 a sum on all its members, each member gets the sum for its own positions alone (a reduce-scatter),
@@ -20,12 +20,12 @@ from heterog.graph.sharding_rules import propagate
 def along_positions(
     graph: OpGraph, groups: Sequence[int], rules: dict[int, OpRule]
 ) -> dict[int, OpRule]:
-    """Rules with sums over teams added up in slices of positions, and of the ops that follow.
+    """Make sums over teams end in slices of positions, with rules for the ops that follow.
 
     Args:
-        graph: one training step.
-        groups: whose teams do this.
-        rules: of the ops of these groups that are split.
+        graph: One training step.
+        groups: Groups whose teams do this.
+        rules: Rules of the ops of these groups that are split.
     """
     found = dict(rules)
     group, chosen = group_ops(graph).group, set(groups)
@@ -56,7 +56,7 @@ def along_positions(
 
 
 def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter | None:
-    """How the parts of a sum that an op leaves are added up by positions, if they are."""
+    """Slices of positions in which an op's partial sums can be summed, if they can."""
     if rules[op].outputs != (P,):
         return None
     (tensor,) = graph.outputs(op)
@@ -78,7 +78,7 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
 
 
 def _is_read_in_parts(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
-    """Whether an op takes parts of a sum as they are, to add others to them."""
+    """Whether an op reads partial sums directly, to add others to them."""
     return any(
         read == P and graph.storage[each] == graph.storage[tensor]
         for reader in graph.readers(tensor)

@@ -1,8 +1,8 @@
-"""Which groups of a graph belong to which stage of a layout.
+"""Assignment of the groups of a graph to the stages of a layout.
 
-Megatron counts *layers*: the repeated modules of a model. Every stage has as many of them as the
-others; what comes before the first layer (the embedding) is on the first stage, what comes after
-the last one (the final norm, the head, the loss) on the last stage. Here layers are the children
+Megatron counts *layers*: the repeated modules of a model. All stages have equally many of them;
+modules before the first layer (the embedding) are on the first stage, those after the last one
+(the final norm, the head, the loss) on the last stage. Here layers are the children
 of numbered containers (``transformer.h.0``, ``layers.3``, ``layer1.0``), in the order in which
 they run.
 """
@@ -25,8 +25,8 @@ class Layers:
     """The repeated layers of a model.
 
     Attributes:
-        names: module path of each, in the order in which they run.
-        of_group: layer of each group, ``NO_LAYER`` for what is outside.  # [num_groups]
+        names: Module path of each layer, in the order in which they run.
+        of_group: Layer of each group; ``NO_LAYER`` outside of layers.  # [num_groups]
     """
 
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class Layers:
 
 @lru_cache(maxsize=64)
 def layers_of(graph: OpGraph) -> Layers:
-    """The repeated layers of a model, and the groups that they consist of.
+    """Find the repeated layers of a model, and the groups of each.
 
     A group that several layers share (one weight for all of them) belongs to the first one.
     """
@@ -60,7 +60,7 @@ def layers_of(graph: OpGraph) -> Layers:
 def layer_blocks(graph: OpGraph) -> tuple[int, ...]:
     """First groups of the repeated layers, and every group outside of them.
 
-    As blocks of a strategy: of a layer that recomputes only what other layers read is kept.
+    As blocks of a strategy: a layer that recomputes keeps only what other layers read.
     """
     in_layer = layers_of(graph).of_group
     return tuple(
@@ -84,7 +84,7 @@ def _layer_path(module: str) -> str:
 
 
 def stage_of_groups(graph: OpGraph, layout: Layout) -> tuple[int, ...]:
-    """The stage of every group.  # [num_groups]
+    """Assign every group to a stage.  # [num_groups]
 
     Raises:
         LayoutError: there are too few layers, they do not divide, or a module does not exist.
@@ -99,9 +99,9 @@ def stage_of_groups(graph: OpGraph, layout: Layout) -> tuple[int, ...]:
 
 
 def stages_by_counts(layers: Layers, counts: Sequence[int]) -> tuple[int, ...]:
-    """The stage of every group where stages have so many layers each.  # [num_groups]
+    """Assign every group to a stage, given the number of layers of each.  # [num_groups]
 
-    What is outside of layers goes with the layer before it, or with the first stage.
+    Groups outside of layers go with the layer before them, or to the first stage.
     """
     stage_of_layer = [stage for stage, count in enumerate(counts) for _ in range(count)]
     stages = []
@@ -119,7 +119,7 @@ def stages_by_counts(layers: Layers, counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def _layers_of_stages(num_layers: int, layout: Layout) -> tuple[int, ...]:
-    """How many layers each stage has."""
+    """Number of layers of each stage."""
     stages = layout.num_stages
     if layout.layers:
         if sum(layout.layers) != num_layers:
@@ -144,7 +144,7 @@ def _layers_of_stages(num_layers: int, layout: Layout) -> tuple[int, ...]:
 
 
 def _by_modules(graph: OpGraph, split: Sequence[str]) -> tuple[int, ...]:
-    """Stages that begin at named modules."""
+    """Assign groups to stages that begin at named modules."""
     names = group_ops(graph).names
     starts = []
     for module in split:
@@ -173,13 +173,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ...]:
-    """Groups that read what a later stage makes: a weight that two stages share puts them there.
+    """Names of groups that read from a later stage, because two stages share a weight.
 
     An embedding that is also the head is one group of ops, on the first stage.
 
     Args:
-        graph: one training step.
-        stages: of each group.  # [num_groups]
+        graph: One training step.
+        stages: Stage of each group.  # [num_groups]
     """
     grouping = group_ops(graph)
     found: dict[str, None] = {}

@@ -1,4 +1,4 @@
-"""Which rules the ops of a team's groups have: tensor parallelism as Megatron-LM does it.
+"""Rules of the ops of a team's groups: tensor parallelism as in Megatron-LM.
 
 Inside a team the first weight of a feed-forward block is split by columns and the second by rows,
 attention by heads (Shoeybi et al. 2019, section 3). What is between them is done by every member
@@ -24,9 +24,9 @@ from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.tensor_parallel import follow_split, ops_of_groups, shardings
 
 _LEAST_OF_BEST = 16.0
-"""A way to split that sends this much more per work than the best one is not worth it."""
+"""Largest factor of bytes sent per work, over the best way, at which a split is worth it."""
 _MOST_WAYS = 24
-"""Ways of a layer among which the best are found together; each weight has a few."""
+"""Most ways to split a layer that are searched together; each weight has a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,9 @@ class TeamRules:
     """Rules of all ops of some groups.
 
     Attributes:
-        op_rules: ascending.
-        least_units: the smallest number of units that something is split into; 0 if nothing is.
-        remarks: what could not be split as it was meant, in sentences.
+        op_rules: The rules, by ascending op.
+        least_units: Smallest number of units that anything is split into; 0 if nothing is split.
+        remarks: Sentences about parts that could not be split as meant.
     """
 
     op_rules: OpRules
@@ -53,15 +53,15 @@ def team_rules(
     vocabulary_parallel: bool = True,
     sequence_parallel: bool = False,
 ) -> TeamRules:
-    """Rules of the ops of groups whose teams have several members.
+    """Find rules of the ops of groups whose teams have several members.
 
     Args:
-        graph: one training step.
-        groups: ascending.
-        members: of the largest team; what has fewer units (heads of keys, say) is split another
-            way, or not.
-        vocabulary_parallel: whether groups outside of the repeated layers are split, too.
-        sequence_parallel: whether what lies between split ops is split along positions.
+        graph: One training step.
+        groups: Numbers of the groups, ascending.
+        members: Members of the largest team; something with fewer units (heads of keys, say) is
+            split in another way, or not at all.
+        vocabulary_parallel: Whether groups outside of the repeated layers are split, too.
+        sequence_parallel: Whether activations between split ops are split along positions.
 
     Raises:
         LayoutError: nothing can be split.
@@ -99,14 +99,14 @@ def team_rules(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Groups whose splits are followed together."""
+    """Groups through which a split is followed."""
 
     groups: tuple[int, ...]
     is_layer: bool
 
 
 def _runs(graph: OpGraph, groups: Sequence[int]) -> Iterable[_Run]:
-    """Each repeated layer, and what is before, between and behind them."""
+    """Each repeated layer, and the groups before, between and behind them."""
     in_layer = layers_of(graph).of_group
     found: list[list[int]] = []
     for group in groups:
@@ -128,7 +128,7 @@ def _ops_of_groups(graph: OpGraph) -> list[list[int]]:
 
 
 def _nothing_to_split(graph: OpGraph, runs: Sequence[_Run]) -> str:
-    """Why a team cannot share anything."""
+    """A sentence that says why a team cannot share any op."""
     most = max(
         (rule.units for run in runs for rule in _splits(graph, run, 2, 2.0).values()), default=0
     )
@@ -141,11 +141,11 @@ def _nothing_to_split(graph: OpGraph, runs: Sequence[_Run]) -> str:
 
 
 def _splits(graph: OpGraph, run: _Run, members: int, of_sum: float) -> dict[int, OpRule]:
-    """Rules of ways to split that have no op in common, that split much and send little.
+    """Rules of ways to split that share no op, split much work and send little.
 
-    A norm that is written out lets a split of one product run on through the residual and make
-    every product behind it a sum. Outside of layers what is left over is split, too, for the
-    memory of its weights (an embedding, which works little).
+    A norm that is written out as single ops lets a split of one product run on through the
+    residual and make every product behind it a sum. Outside of layers the rest is split, too, for
+    the memory of its weights (an embedding, which does little work).
     """
     ways = [way for way in _ways(graph, run.groups) if way[0][1].units >= members]
     chosen = dict(pair for way in _best_together(graph, ways, of_sum) for pair in way)
@@ -159,7 +159,7 @@ def _splits(graph: OpGraph, run: _Run, members: int, of_sum: float) -> dict[int,
 def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
     """Ways to split some groups, the one that splits the most work first.
 
-    As many units as the batch has samples would mean the batch: then two are taken as one.
+    As many units as the batch has samples would be taken for the batch: then two units become one.
     """
     found = []
     for way in shardings(graph, groups):
@@ -174,11 +174,11 @@ def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
 
 
 def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> list[OpRules]:
-    """Ways without a common op that split the most work less what they send.
+    """Ways that share no op, and that split the most work less the cost of what they send.
 
-    A byte weighs as much as ``1 / _LEAST_OF_BEST`` of the work that the best way splits for each
-    byte that it sends, whatever the sizes: on any device a way that is so much worse than another
-    one is left out.
+    A byte costs ``1 / _LEAST_OF_BEST`` of the work that the best way splits for each byte that it
+    sends, whatever the sizes: a way that is so much worse than another one on any device is left
+    out.
     """
     work = [float(sum(graph.ops[op].flops for op, _ in way)) for way in ways]
     sent = [_sent_bytes(graph, way, of_sum) for way in ways]
@@ -206,14 +206,14 @@ def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> li
 
 
 def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
-    """Bytes that go over links because members add up or gather values of a way to split.
+    """Bytes sent over links because members sum or gather values of a way to split.
 
-    Of what follows the batch: gradients of parameters are added up anyway.
+    Only values that follow the batch count: gradients of parameters are summed anyway.
 
     Args:
-        graph: one training step.
-        way: rules of the ops that are split.
-        of_sum: what a byte of a sum sends; a byte that is gathered sends 1.
+        graph: One training step.
+        way: Rules of the ops that are split.
+        of_sum: Bytes sent for each byte of a sum; a gathered byte sends 1.
     """
     rules = dict(way)
     follows = batch_plan(graph).placements
@@ -234,7 +234,7 @@ def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
 def _placed(
     rules: dict[int, OpRule], groups: Sequence[int], ops: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, int, OpRule], ...]:
-    """Rules by the number of their group among ``groups`` and their place in it."""
+    """Rules with the position of their group in ``groups`` and their own position in it."""
     return tuple(
         (offset, ops[group].index(op), rules[op])
         for offset, group in enumerate(groups)
@@ -250,9 +250,9 @@ def _has_split(rule: OpRule) -> bool:
 def _added_in_parts(
     graph: OpGraph, groups: Sequence[int], split: dict[int, OpRule]
 ) -> dict[int, OpRule]:
-    """Rules of ops that add partial sums to each other: one sum over the team then suffices.
+    """Rules of ops that add partial sums to each other, so that one sum over the team suffices.
 
-    Queries, keys and values that are projected apart each send back a part of a gradient.
+    Queries, keys and values with separate projections each send back a part of a gradient.
     """
     chosen, group = set(groups), group_ops(graph).group
     parts = {
@@ -282,7 +282,7 @@ def _added_in_parts(
 def _done_by_all(
     graph: OpGraph, groups: Sequence[int], split: dict[int, OpRule]
 ) -> dict[int, OpRule]:
-    """Rules by which every member does the other ops of the groups."""
+    """Rules by which every member runs the other ops of the groups."""
     chosen, group = set(groups), group_ops(graph).group
     return {
         index: OpRule(inputs=tuple(R for _ in op.inputs), outputs=(R,) * op.num_outputs, units=1)
@@ -295,7 +295,7 @@ def _done_by_all(
 
 
 def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
-    """A sentence if the largest value that is split is read whole: logits, by their loss."""
+    """A sentence if the largest split value is read whole: logits, by their loss."""
     largest = 0.0
     for op in split:
         if graph.ops[op].phase != Phase.FORWARD:

@@ -18,8 +18,8 @@ What the kernel does, in program order, for each micro-batch (``walk``):
    that hold parts of one sum. Every replica holds a full-size gradient, whatever its share
    (``gradients``), but for ZeRO (``slices``).
 
-``choice`` is a strategy in the kernel's flat arrays, ``scratch`` what the kernel remembers on its
-walk, ``tape`` what it writes, ``resident`` what stays on a device for the whole step. Each file
+``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
+``tape`` its output, ``resident`` the bytes that stay on a device for the whole step. Each file
 calls only files further down in this list: ``walk``, ``reduce``, ``serve``, ``recompute``,
 ``slices``, ``gradients``, ``compute``, ``convert``, ``scratch``, ``choice``, ``tape``.
 """
@@ -49,13 +49,13 @@ from heterog.strategy.tables import GraphTables, graph_tables
 def lower(
     graph: OpGraph, cluster: Cluster, strategy: Strategy, *, num_steps: int | None = None
 ) -> Program:
-    """The program of a strategy.
+    """Lower a strategy to its program.
 
     Args:
-        graph: one training step.
-        cluster: the devices and links.
-        strategy: made for this graph and cluster.
-        num_steps: training steps to unroll; by default 1 with a step barrier and 8 without.
+        graph: One training step.
+        cluster: Devices and links.
+        strategy: A strategy for this graph and cluster.
+        num_steps: Number of training steps to unroll; by default 1 with a step barrier, 8 without.
 
     Raises:
         StrategyError: the strategy is illegal or was made for something else.
@@ -65,16 +65,16 @@ def lower(
 
 
 def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Program:
-    """The program of one step on another batch than the strategy was made for.
+    """Lower one step on another batch than the strategy was made for.
 
-    Samples are shared out in proportion to the strategy's shares. Whatever does not depend on the
-    batch stays: slices of parameters, homes, buckets. So does what decides about them: decisions
-    that only come to the same shares on this batch stay apart.
+    Samples are distributed in proportion to the strategy's shares. Whatever does not depend on
+    the batch stays: slices of parameters, homes, buckets. So do the decisions behind them:
+    different decisions that have equal shares only on this batch stay apart.
 
     Args:
-        graph: the step on the other batch, ``grouped_like`` the one of the strategy.
-        cluster: the devices and links.
-        strategy: from ``Strategy.resized``.
+        graph: The step on the other batch, ``grouped_like`` the one of the strategy.
+        cluster: Devices and links.
+        strategy: A strategy from ``Strategy.resized``.
 
     Raises:
         StrategyError: rules of the strategy do not apply to this batch.
@@ -103,7 +103,7 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
     """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
     num_devices, num_chunks = choice.turns.cap.shape
-    if num_devices:  # how many tokens there are depends on the choice
+    if num_devices:  # the number of tokens depends on the choice
         scratch = scratch._replace(
             token=np.empty((num_devices, num_chunks, choice.num_micro, 2), np.int32),
             entered=np.empty((num_devices, num_chunks), np.int32),
@@ -116,11 +116,11 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
 
 
 def used_channels(channel: IntArray, num_channels: int) -> tuple[IntArray, IntArray]:
-    """The numbers of the channels that some tasks name, and these tasks' places among them.
+    """Find the channels that some tasks use, and each task's index among them.
 
     Args:
-        channel: of each task, -1 for none.  # [num_tasks]
-        num_channels: that there are.
+        channel: Channel of each task, -1 for none.  # [num_tasks]
+        num_channels: Number of channels in all.
     """
     is_used = np.zeros(num_channels + 1, np.bool_)
     is_used[channel] = True  # -1 is the last place
@@ -140,7 +140,7 @@ def program_from_tape(
     op_rules: OpRules = (),
     blocks: tuple[int, ...] = (),
 ) -> Program:
-    """Copy what was written to a tape into a program, which has only the channels that it uses."""
+    """Copy the content of a tape into a program, which has only the channels that it uses."""
     num_tasks, num_buffers, num_reads = (int(count) for count in tape.counts[:OVERFLOW])
     tasks = tape.tasks[:num_tasks]
     buffers = tape.buffers[:num_buffers]
@@ -166,7 +166,7 @@ def program_from_tape(
         bucket=tape.bucket.copy(),
         resident_bytes=resident_bytes(tables, choice)
         + feedback_bytes(tape, choice.codecs, num_devices),
-        # One at least: whoever looks up those of all tasks finds something for -1, too.
+        # At least one, so that looking up the channels of all tasks finds one for -1, too.
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,
         blocks=blocks,

@@ -1,4 +1,4 @@
-"""A strategy in flat arrays, as the lowering kernel takes it."""
+"""A strategy in flat arrays, the input of the lowering kernel."""
 
 from collections.abc import Sequence
 from math import gcd
@@ -42,14 +42,14 @@ class Teams(NamedTuple):
     samples: IntArray  # of each device's team  # [num_divisions, num_micro, num_devices]
     begin: IntArray  # first of them  # [num_divisions, num_micro, num_devices]
     units: IntArray  # along each axis but the batch  # [num_axes * num_divisions, num_devices]
-    unit_begin: IntArray  # first of them
+    unit_begin: IntArray  # first unit of each device
     reduce_channel: IntArray  # all-reduce in a team, -1 if alone  # [num_divisions, num_devices]
     gather_channel: IntArray  # all-gather in a team  # [num_divisions, num_devices]
     scatter_channel: IntArray  # reduce-scatter in a team  # [num_divisions, num_devices]
 
 
 class Rings(NamedTuple):
-    """Devices among which gradients are added up, for each group and ``Domain``."""
+    """Rings of devices that sum gradients, for each group and ``Domain``."""
 
     first: IntArray  # [num_groups, num_domains]
     end: IntArray  # [num_groups, num_domains]
@@ -60,12 +60,12 @@ class Rings(NamedTuple):
     part: FloatArray  # of each parameter that the ring adds up  # [num_rings]
     member: IntArray  # 1, or of how many members a column stands for  # [num_rings, num_devices]
     is_once: BoolArray  # all members of a team have the same part of the sum  # [num_rings]
-    is_whole: BoolArray  # members that hold no more of it than the ring adds up
-    slice_part: FloatArray  # under ZeRO, of the ring's part, that each owns
+    is_whole: BoolArray  # whether members hold no more of it than the ring adds up
+    slice_part: FloatArray  # under ZeRO, the part of the ring's part that each owns
 
 
 NO_ROWS: IntArray = np.zeros((0, 0, 0, 0, 0), np.int32)
-"""Of a strategy under which no sparse matrix is cut by rows."""
+"""Value where the strategy cuts no sparse matrix by rows."""
 
 
 NO_BYTES: FloatArray = np.zeros(0)
@@ -86,9 +86,9 @@ class Choice(NamedTuple):
     shares: IntArray  # samples, or units if the team has samples  # [rows, num_micro, num_devices]
     member: BoolArray  # devices that hold a division's parameters  # [num_divisions, num_devices]
     teams: Teams
-    sharded: IntArray  # what replicas of each group keep in slices; see ``Sharded``
+    sharded: IntArray  # how replicas of each group slice; see ``Sharded``
     sync_class: IntArray  # groups whose gradients may share buckets have the same number
-    recompute: BoolArray  # whether each group lets go what it made in the forward pass
+    recompute: BoolArray  # whether each group frees its forward pass's outputs
     rings: Rings
     reduce_channel: IntArray  # utility all-reduce of each division
     gather_channel: IntArray  # utility all-gather of each division
@@ -108,7 +108,7 @@ class Choice(NamedTuple):
 
 
 class DivisionRows(NamedTuple):
-    """One division in flat arrays, on its way into ``Choice``."""
+    """One division in flat arrays, before it enters a ``Choice``."""
 
     cut: DivisionCut
     units: IntArray  # along every axis but the batch  # [num_axes - 1, num_devices]
@@ -123,7 +123,7 @@ class DivisionRows(NamedTuple):
 
 
 class RingRows(NamedTuple):
-    """The rings of one decision in flat arrays, on their way into ``Choice``."""
+    """The rings of one decision in flat arrays, before they enter a ``Choice``."""
 
     counts: tuple[int, ...]  # rings of each domain
     counts_between: tuple[int, ...]  # those that follow them and add up slices between groups
@@ -137,11 +137,11 @@ class RingRows(NamedTuple):
 
 
 class Encoder:
-    """Turns decisions into the kernel's arrays, and remembers what it has turned.
+    """Converts decisions to the kernel's arrays, and remembers earlier conversions.
 
     Args:
-        tables: of the graph and its op rules.
-        channels: where the channels of divisions and rings are registered.
+        tables: Tables of the graph and its op rules.
+        channels: Table in which the channels of divisions and rings are registered.
     """
 
     def __init__(self, tables: GraphTables, channels: ChannelTable) -> None:
@@ -167,17 +167,17 @@ class Encoder:
         num_steps: int,
         within_teams: bool = False,
     ) -> Choice:
-        """The arrays of a strategy; what is not explained is as in ``Strategy``.
+        """Convert a strategy to arrays; arguments without explanation are as in ``Strategy``.
 
         Args:
-            decisions: the different ones.
-            of_group: number of each group's decision.  # [num_groups]
-            micro_batches: see there.
-            schedule: see there.
-            home: of each parameter.
-            bucket_bytes: see there.
-            num_steps: training steps to unroll.
-            within_teams: gradients are summed inside teams only.
+            decisions: The distinct decisions.
+            of_group: Number of each group's decision.  # [num_groups]
+            micro_batches: See ``Strategy``.
+            schedule: See ``Strategy``.
+            home: Home of each parameter.
+            bucket_bytes: See ``Strategy``.
+            num_steps: Number of training steps to unroll.
+            within_teams: Whether gradients are summed inside teams only.
         """
         divisions: dict[Division, int] = {}
         of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
@@ -281,7 +281,7 @@ class Encoder:
         )
 
     def _constants(self, rows: Sequence[DivisionRows]) -> DivisionRows:
-        """Constants are computed on every device that computes anything."""
+        """The division of constants, which every device that computes anything computes."""
         own = np.zeros_like(rows[0].cut.own)
         for row in rows:
             own |= row.cut.own > 0
@@ -386,7 +386,7 @@ class Encoder:
 
 
 def _rings_between(ring: Ring, decision: Decision) -> list[Ring]:
-    """Devices of all slice groups that have the same slice of what a ring adds up."""
+    """Rings of the devices of all slice groups that have the same slice of a ring's sum."""
     copies = slice_rings(ring, decision.slice_groups)
     if len(copies) == 1:
         return []
@@ -399,7 +399,7 @@ def _rings_between(ring: Ring, decision: Decision) -> list[Ring]:
 
 
 def _num_slice_lanes(decisions: Sequence[Decision]) -> int:
-    """In how many lanes a fold may cut devices so that each holds whole slice groups."""
+    """Number of lanes into which a fold may cut devices so that each holds whole slice groups."""
     found = 0
     for decision in decisions:
         groups, teams = decision.slice_groups, decision.division.all_teams
@@ -416,8 +416,8 @@ def _num_slice_lanes(decisions: Sequence[Decision]) -> int:
 
 
 def ring_decision(ring: Ring, of: Decision) -> Decision:
-    """What the devices of a ring decide about their part."""
-    # Slices of a parameter have no home: servers would have nothing to bring together.
+    """The decision of the devices of a ring about their part."""
+    # Slices of a parameter have no home: servers would have nothing to collect.
     sync = Sync.RING if of.sync.is_served else of.sync
     slices: tuple[int, ...] = ()
     if of.slices:
@@ -426,7 +426,7 @@ def ring_decision(ring: Ring, of: Decision) -> Decision:
         devices=ring.devices,
         shares=(0,) * len(ring.devices),
         sync=sync,
-        slices=slices if any(slices) else (),  # who owns nothing elsewhere owns even parts here
+        slices=slices if any(slices) else (),  # members without any elsewhere get even ones here
     )
 
 
@@ -447,7 +447,7 @@ def _kept_bytes(strategy: Strategy, tables: GraphTables, channels: ChannelTable)
 def encode(
     strategy: Strategy, tables: GraphTables, channels: ChannelTable, *, num_steps: int
 ) -> Choice:
-    """A strategy as the kernel's flat arrays."""
+    """Convert a strategy to the kernel's flat arrays."""
     numbers: dict[Decision, int] = {}
     of_group = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
     averaging = strategy.averaging

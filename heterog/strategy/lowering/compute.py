@@ -19,8 +19,8 @@ def compute_op(
 ) -> None:  # fmt: skip
     """Write an op's task on each device of a division that has a share.
 
-    Nearly all tasks of a program are made here, so they are written out, with the counts of the
-    tape in registers, instead of through ``write_task``.
+    Nearly all tasks of a program are made here, so they are written directly, with the counts of
+    the tape in registers, instead of through ``write_task``.
     """
     num_devices = choice.member.shape[1]
     axis = tables.op_axis[op]
@@ -126,7 +126,7 @@ def _gives_permit(
 ) -> bool:
     """Whether an op ends a micro-batch's stay in a chunk, so that another one may begin.
 
-    Only what has forward ops there has begun.
+    Only micro-batches with forward ops there have begun.
     """
     if chunk < 0 or turns.closing_op[device, chunk, micro, end] != op:
         return False

@@ -1,4 +1,4 @@
-"""Conversions: a value as it was made becomes what a reader elsewhere needs.
+"""Conversions: bringing a value, as it was made, into the form that a reader elsewhere needs.
 
 What a device holds of a value is a box: an interval of samples (its own, or all of its team's) and
 an interval of units of the axis of the rule that made it, and it may be a part of a sum. A
@@ -35,16 +35,16 @@ _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
 _SCATTER_VALUE = int(TaskKind.SCATTER_VALUE)
 _S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
 _ALL, _FIRST, _FIRST_TEAM, _FIRSTS = 0, 1, 2, 3
-"""Who gets a copy of a whole value: everybody, or whose part of a sum it becomes: the first
-reader, those of the first team, or the first reader of each team."""
+"""Devices that get a copy of a whole value: all, or those that count it in a partial sum: the
+first reader, those of the first team, or the first reader of each team."""
 _OWN, _TEAMS = 4, 5
-"""What a target device gets: its own samples or those of its team; with ``_FIRSTS`` the first
+"""Samples that a target device gets: its own or those of its team; with ``_FIRSTS`` the first
 reader of each team gets these."""
 
 
 @helper
 def needed_buffer(tables: GraphTables, scratch: Scratch, entry: int, device: int) -> int:
-    """Buffer of what an op reads, -1 if there is none."""
+    """Buffer that an op reads, -1 if there is none."""
     slot = tables.read_slot[entry]
     if slot >= 0:
         return int(scratch.slot_buffer[slot, device])
@@ -55,7 +55,7 @@ def needed_buffer(tables: GraphTables, scratch: Scratch, entry: int, device: int
 def convert(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, micro: int
 ) -> None:
-    """Make a value available the way a slot needs it."""
+    """Convert a value to the form that a slot needs."""
     value = tables.slot_value[slot]
     source = choice.division[tables.op_group[tables.value_op[value]]]
     target = choice.division[tables.slot_group[slot]]
@@ -76,9 +76,9 @@ def convert(
 def wait_for_gradients(
     tables: GraphTables, choice: Choice, scratch: Scratch, reader: int, micro: int
 ) -> None:
-    """What is gathered for a backward op waits, where that runs, for a gradient that it reads.
+    """Make gathers for a backward op wait, where it runs, for a gradient that it reads.
 
-    Otherwise it would be gathered as soon as it is made, and kept whole until then.
+    Otherwise values would be gathered as soon as they are made, and kept whole until then.
     """
     row = choice.division[tables.op_group[reader]]
     row += len(choice.member) * tables.op_axis[reader]
@@ -99,7 +99,7 @@ def gather_again(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, reader: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """Gather what an op read, before it runs once more for a backward op, the ``reader``."""
+    """Gather an op's inputs again before it reruns for a backward op, the ``reader``."""
     for entry in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[entry]
         if slot < 0 or tables.slot_pass[slot] != FORWARD_PASS or scratch.slot_done[slot] != 1:
@@ -121,7 +121,7 @@ def _is_there(
     tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
     micro: int,
 ) -> bool:  # fmt: skip
-    """Take what another slot of the same value has brought to the same division, if one has."""
+    """Reuse what another slot of the same value has brought to the same division, if any."""
     value = tables.slot_value[slot]
     # One team has every sample.
     is_one_team = choice.teams.num_teams[source] == 1 and choice.teams.num_teams[target] == 1
@@ -168,7 +168,7 @@ def _convert_along_batch(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """A value of an op that follows the batch: each device has its own samples of it."""
+    """Convert a value of an op that follows the batch: each device has its own samples of it."""
     kind = tables.value_kind[tables.slot_value[slot]]
     whole = tables.slot_whole[slot]
     reader = target + len(choice.member) * tables.slot_axis[slot]
@@ -196,9 +196,9 @@ def _convert_ruled(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """A value of an op with a rule: each device has all samples of its team of it.
+    """Convert a value of an op with a rule: each device has all samples of its team of it.
 
-    Along the axis of the rule it has its units (S), a part of a sum (P) or all (R).
+    Along the axis of the rule it has its units (S), a part of a sum (P) or everything (R).
     """
     value = tables.slot_value[slot]
     kind = tables.value_kind[value]
@@ -217,9 +217,9 @@ def _convert_parts(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     row: int, target: int, micro: int,
 ) -> bool:  # fmt: skip
-    """Parts of a sum along the axis: whether readers have what they need afterwards.
+    """Convert parts of a sum along the axis; returns whether readers now have what they need.
 
-    If not, each member of a source team has all that the team has.
+    If not, each member of a source team has all of the team's sum.
     """
     whole = tables.slot_whole[slot]
     reader = target + len(choice.member) * tables.slot_axis[slot]
@@ -242,9 +242,9 @@ def _convert_slices(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     row: int, target: int, micro: int,
 ) -> bool:  # fmt: skip
-    """Slices along the axis: whether readers have what they need afterwards.
+    """Convert slices along the axis; returns whether readers now have what they need.
 
-    If not, each member of a source team has all that the team has.
+    If not, each member of a source team has all of the team's slices.
     """
     whole = tables.slot_whole[slot]
     if source != target and tables.value_batch_kind[tables.slot_value[slot]] == _S:
@@ -266,7 +266,7 @@ def _convert_between_teams(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     row: int, target: int, micro: int,
 ) -> None:  # fmt: skip
-    """What each member of a source team has all of goes to the devices that read it."""
+    """Bring a value that each member of a source team has to the devices that read it."""
     value = tables.slot_value[slot]
     kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
     whole, reader_axis = tables.slot_whole[slot], tables.slot_axis[slot]
@@ -304,7 +304,7 @@ def _convert_between_teams(
 
 @helper
 def _who_gets(whole: int) -> int:
-    """Who gets the sum of all parts, by how much of it readers need."""
+    """Devices that get the sum of all parts, given how much of it readers need."""
     if whole == AS_MADE:
         return _FIRST
     return _FIRST_TEAM if whole == IN_TEAM else _ALL
@@ -312,9 +312,9 @@ def _who_gets(whole: int) -> int:
 
 @helper
 def _each_team_has_a_reader(choice: Choice, source: int, target: int, micro: int) -> bool:
-    """Whether in every team somebody who made a value also runs its reader.
+    """Whether every team has a member that made a value and also runs its reader.
 
-    A member without units makes nothing, one without samples reads nothing.
+    A member without units makes nothing; one without samples reads nothing.
     """
     teams = choice.teams
     division = target % len(choice.member)
@@ -336,7 +336,7 @@ def _each_team_has_a_reader(choice: Choice, source: int, target: int, micro: int
 
 @helper
 def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
-    """Whether whoever made a part of a sum also runs its reader."""
+    """Whether every device that made a part of a sum also runs its reader."""
     for device in range(choice.member.shape[1]):
         if choice.shares[source, micro, device] > 0 and choice.shares[target, micro, device] == 0:
             return False
@@ -348,10 +348,10 @@ def _bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> floa
     """Bytes of some samples and units of a value that is split along the batch.
 
     Args:
-        tables: of the graph.
-        value: the value.
-        samples: of the batch.
-        units: of the axis of the rule that made it; -1 for all of them.
+        tables: Tables of the graph.
+        value: The value.
+        samples: Number of samples of the batch.
+        units: Number of units of the axis of the rule that made it; -1 for all of them.
     """
     if tables.value_axis[value] == 0:
         return float(samples * tables.value_bytes_per_unit[value])
@@ -366,17 +366,17 @@ def _bring(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """Each target device gets its box from the devices whose boxes overlap it.
+    """Bring each target device its box from the devices whose boxes overlap it.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``slot_buffer`` is written.
-        tape: is written.
-        slot: that is filled.
-        source: row of the maker.
-        target: row of the same axis in the division of the reader.
-        micro: the micro-batch.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        source: Row of the maker.
+        target: Row of the same axis in the division of the reader.
+        micro: Number of the micro-batch.
     """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
@@ -423,9 +423,9 @@ def _bring_whole(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     reader: int, target: int, micro: int, wanted: int,
 ) -> None:  # fmt: skip
-    """Each target device gets its samples of a value that all members of a source team hold.
+    """Bring each target device its samples of a value that all members of a source team hold.
 
-    From itself if it is one of them, otherwise from the member with its own position in the team.
+    From itself if it is one of them, otherwise from the member at its own position in the team.
     """
     value = tables.slot_value[slot]
     num_devices = choice.member.shape[1]
@@ -483,9 +483,9 @@ def _bring_whole(
 def _sends(
     choice: Choice, scratch: Scratch, division: int, other: int, device: int, place: int
 ) -> bool:
-    """Whether a device is the one of its team from which another gets what its members hold.
+    """Whether a device is the one of its team from which another gets a value that all hold.
 
-    The one at the other's own place, or the first that holds anything if that one does not.
+    That is the one at the other's own position, or the first holder if that one holds nothing.
     """
     teams = choice.teams
     team = teams.number[division, other]
@@ -509,7 +509,7 @@ def _send(
     other: int, device: int, micro: int, overlap: int, units: int, owned: int, owned_units: int,
     fraction: float,
 ) -> None:  # fmt: skip
-    """Send a piece of a value, cut out before where it does not lie in one."""
+    """Send a piece of a value, which is first cut out where it is not contiguous."""
     value = tables.slot_value[slot]
     size = _bytes_of(tables, value, overlap, units) * fraction
     if tables.value_axis[value] == 0:
@@ -530,7 +530,7 @@ def _join(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
     micro: int, parts: int, local: int, first_piece: int, count: int, units: int, fraction: float,
 ) -> None:  # fmt: skip
-    """Join the pieces of a value that a device has got, if there are several."""
+    """Join the pieces of a value that a device has received, if there are several."""
     if parts < 2:
         return
     size = _bytes_of(tables, tables.slot_value[slot], count, units) * fraction
@@ -544,7 +544,7 @@ def _gather(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """The samples of all devices: a padded all-gather to every member of a division."""
+    """Gather the samples of all devices: a padded all-gather to every member of a division."""
     channel = choice.gather_channel[division]
     if channel < 0:
         return
@@ -574,9 +574,9 @@ def _gather_in_teams(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     row: int, micro: int,
 ) -> None:  # fmt: skip
-    """All that the members of each team have together: a padded all-gather inside it.
+    """Gather the parts of the members of each team: a padded all-gather inside it.
 
-    Samples if the row is the division itself, units of the row's axis otherwise.
+    Parts are samples if the row is the division itself, otherwise units of the row's axis.
     """
     value = tables.slot_value[slot]
     teams = choice.teams
@@ -612,7 +612,7 @@ def _gather_in_teams(
 
 @helper
 def _largest_share(choice: Choice, row: int, micro: int, team: int) -> int:
-    """The most samples or units that one member of a team has: what padding brings all to."""
+    """The most samples or units of one member of a team: the size that padding gives to all."""
     division, largest = row % len(choice.member), 0
     for device in range(choice.member.shape[1]):
         if choice.teams.number[division, device] == team:
@@ -625,7 +625,7 @@ def _meet(
     choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int, row: int, micro: int,
     team: int, size: float,
 ) -> None:  # fmt: skip
-    """The collective that was begun last reads what a team's members have, and gives to all."""
+    """Write the collective begun last: it reads the members' parts and gives each the result."""
     for device in range(choice.member.shape[1]):
         is_member = choice.teams.number[division, device] == team
         if is_member and choice.shares[row, micro, device] > 0:
@@ -640,18 +640,18 @@ def _reduce(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     row: int, micro: int, only_firsts: bool,
 ) -> None:  # fmt: skip
-    """P to R: an all-reduce over every member of a division.
+    """Convert P to R: an all-reduce over every member of a division.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``slot_buffer`` is written.
-        tape: is written.
-        slot: that is filled.
-        division: of the maker.
-        row: of the maker; it says who has a part.
-        micro: the micro-batch.
-        only_firsts: members of a team have the same part, which is added once.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        division: Division of the maker.
+        row: Row of the maker, which tells the devices that have a part.
+        micro: Number of the micro-batch.
+        only_firsts: Whether members of a team have the same part, which is added once.
     """
     channel = choice.reduce_channel[division]
     if channel < 0:
@@ -679,7 +679,7 @@ def _reduce_in_teams(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, division: int,
     row: int, micro: int,
 ) -> None:  # fmt: skip
-    """P to R inside each team: an all-reduce over its members."""
+    """Convert P to R inside each team: an all-reduce over its members."""
     value = tables.slot_value[slot]
     teams = choice.teams
     num_devices = choice.member.shape[1]
@@ -702,16 +702,16 @@ def scatter_in_teams(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """P to S inside each team, along the axis of the value: a padded reduce-scatter.
+    """Convert P to S inside each team, along the value's axis: a padded reduce-scatter.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``value_buffer`` is written.
-        tape: is written.
-        value: just made.
-        row: of its op; it says who has a part.
-        micro: the micro-batch.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``value_buffer`` is written.
+        tape: Output.
+        value: The value, just made.
+        row: Row of its op, which tells the devices that have a part.
+        micro: Number of the micro-batch.
     """
     teams, num_devices = choice.teams, choice.member.shape[1]
     division, axis = row % len(choice.member), tables.value_axis[value]
@@ -742,10 +742,10 @@ def _copy_whole(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int, who: int,
 ) -> None:  # fmt: skip
-    """R to R: send a copy to every target device that has none.
+    """Convert R to R: send a copy to every target device that has none.
 
-    But for ``_ALL`` it goes to some of them alone, and counts as zero on the others: a whole value
-    seen as a partial sum.
+    Unless ``who`` is ``_ALL`` only some devices get it, and it counts as zero on the others: a
+    whole value seen as a partial sum.
     """
     value = tables.slot_value[slot]
     axis = tables.value_axis[value]

@@ -1,4 +1,4 @@
-"""The last step of lowering: messages that codecs are about get tasks that encode and decode them.
+"""The last step of lowering: messages with codecs get tasks that encode and decode them.
 
 It works on a finished tape, so that a strategy without codecs is lowered as if there were none.
 (It stays out of the folder ``lowering`` because every change there has all kernels compiled anew.)
@@ -42,13 +42,13 @@ _BEFORE, _SELF, _AFTER = 0, 1, 2
 
 
 class CodedChannel(NamedTuple):
-    """A rule with the channels that it is about.
+    """A codec rule with the channels that it applies to.
 
     Attributes:
-        rule: of the strategy.
-        transfer: number of the channel between two devices, -1 if there are more.
-        reduces: numbers of the all-reduces over the devices.
-        gather: number of the all-gather that takes the place of those, -1 if there are none.
+        rule: Rule of the strategy.
+        transfer: Number of the channel between two devices; -1 if there are more devices.
+        reduces: Numbers of the all-reduces over the devices.
+        gather: Number of the all-gather that replaces those; -1 if there are none.
     """
 
     rule: CodecRule
@@ -58,7 +58,7 @@ class CodedChannel(NamedTuple):
 
 
 def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChannel, ...]:
-    """The channels of a strategy's rules; those of new collectives are numbered."""
+    """Find the channels of a strategy's rules; new collectives get a number."""
     found = []
     for rule in rules:
         transfer, gather = -1, -1
@@ -77,16 +77,16 @@ def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChan
 def encode_messages(
     tape: Tape, tables: GraphTables, home: IntArray, coded: Sequence[CodedChannel]
 ) -> Tape:
-    """A tape with the tasks that encode and decode messages, in memory of its own.
+    """Add the tasks that encode and decode messages; returns a tape with memory of its own.
 
     Args:
-        tape: as the kernel has written it.
-        tables: of the graph.
-        home: of each parameter.
-        coded: the rules; the first that is about a message counts.
+        tape: The kernel's output.
+        tables: Tables of the graph.
+        home: Home of each parameter.
+        coded: The rules; the first that applies to a message counts.
 
     Raises:
-        StrategyError: a rule is about no message at all.
+        StrategyError: a rule applies to no message.
     """
     tasks = tape.tasks[: tape.counts[NUM_TASKS]]
     tasks["codec"] = 0
@@ -131,7 +131,7 @@ def _item_bytes(tasks: npt.NDArray[np.void], tables: GraphTables) -> IntArray:
 def _messages_of(
     each: CodedChannel, tasks: npt.NDArray[np.void], tables: GraphTables, home: IntArray
 ) -> npt.NDArray[np.bool_]:
-    """The tasks that a rule is about.  # [num_tasks]"""
+    """Whether a rule applies to each task.  # [num_tasks]"""
     kind, subject, channel = tasks["kind"], tasks["subject"], tasks["channel"]
     traffic = each.rule.traffic
     is_there = channel == each.transfer
@@ -155,12 +155,12 @@ def _messages_of(
 
 
 def feedback_bytes(tape: Tape, coded: Sequence[CodedChannel], num_devices: int) -> FloatArray:
-    """Bytes of what codecs leave out of gradients, which each device keeps.  # [num_devices]
+    """Bytes that each device keeps of what codecs leave out of gradients.  # [num_devices]
 
     Args:
-        tape: with the tasks that encode, of one or more steps.
-        coded: the rules.
-        num_devices: of the cluster.
+        tape: A tape with the encoding tasks, of one or more steps.
+        coded: The rules.
+        num_devices: Number of devices of the cluster.
     """
     kept = np.zeros(num_devices)
     tasks = tape.tasks[: tape.counts[NUM_TASKS]]
@@ -177,9 +177,9 @@ def feedback_bytes(tape: Tape, coded: Sequence[CodedChannel], num_devices: int) 
 
 
 class _Splice:
-    """Puts tasks, buffers and reads into a tape and numbers everything anew at the end.
+    """Inserts tasks, buffers and reads into a tape, and renumbers everything at the end.
 
-    New tasks, buffers and reads get the next free numbers first; ``tape`` brings them in order.
+    New tasks, buffers and reads first get the next free numbers; ``tape`` puts them in order.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -199,11 +199,11 @@ class _Splice:
         self._new_reads: list[tuple[int, int]] = []
 
     def sent(self, task: int, rule: int, message: float, each: CodedChannel) -> None:
-        """Encode what a transfer moves."""
+        """Encode the message of a transfer."""
         record = self._tasks[task]
         size = float(record["num_bytes"])
         (made,) = self._made(task)
-        # The device that sends has made what is read; a pull reads tokens of the server.
+        # The sender has made what is read; a pull reads tokens of the server.
         read = self._take_reads(task)
         src = int(self._old.buffers["device"][read[0]])
         encode = self._add(task, _BEFORE, TaskKind.ENCODE, src, size * encode_bytes(each.rule))
@@ -219,7 +219,7 @@ class _Splice:
         self._mark(rule, message, task, encode, decode)
 
     def gathered(self, task: int, rule: int, message: float, each: CodedChannel) -> None:
-        """Gather the messages of all members of an all-reduce, and add them up everywhere."""
+        """Gather the messages of all members of an all-reduce, and sum them everywhere."""
         size = float(self._tasks[task]["num_bytes"])
         members = sorted(each.rule.devices)
         token = self._made(task)[-1]
@@ -259,13 +259,13 @@ class _Splice:
         return range(int(start[task]), int(start[task + 1]))
 
     def _take_reads(self, task: int) -> list[int]:
-        """What a task reads; from now on it reads nothing."""
+        """Take away and return the reads of a task."""
         begin, end = self._span(task)
         self._is_kept[begin:end] = False
         return [int(each) for each in self._read[begin:end]]
 
     def _add(self, task: int, side: int, kind: TaskKind, device: int, num_bytes: float) -> int:
-        """A task on a device, before or after another one."""
+        """Add a task on a device, before or after another one."""
         record = self._tasks[task : task + 1].copy()
         record["kind"], record["device"], record["channel"] = int(kind), device, -1
         record["num_bytes"] = num_bytes
@@ -274,7 +274,7 @@ class _Splice:
         return self._num_tasks + len(self._new_tasks) - 1
 
     def _follow(self, task: int, read: Sequence[int]) -> None:
-        """A task comes in no turn of its device before those of what it reads."""
+        """Move a task to the turn of the latest task of its device that it reads from."""
         record, turn = self._new_tasks[task - self._num_tasks], 0
         for buffer in read:
             number = int(self._maker[buffer])
@@ -289,7 +289,7 @@ class _Splice:
         return self._num_buffers + len(self._new_buffers) - 1
 
     def _mark(self, rule: int, message: float, *tasks: int) -> None:
-        """Tasks belong to a rule; what travels has the length of the message."""
+        """Assign tasks to a rule, and give their communication the length of the message."""
         for task in tasks:
             if task < self._num_tasks:
                 self._tasks[task]["codec"] = rule + 1

@@ -16,7 +16,7 @@ _NOBODY, _PEERS = int(Domain.NOBODY), int(Domain.PEERS)
 
 @helper
 def made_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device: int) -> int:
-    """Buffer of a micro-batch's gradient, -1 if the device made none."""
+    """Buffer of a micro-batch's gradient; -1 if the device made none."""
     slot = tables.gradient_slot[parameter]
     if slot >= 0:  # made in parts of a parameter that is whole
         return int(scratch.slot_buffer[slot, device])
@@ -27,9 +27,9 @@ def made_gradient(tables: GraphTables, scratch: Scratch, parameter: int, device:
 def fresh_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int, device: int
 ) -> int:
-    """Buffer of a micro-batch's gradient that is added up, -1 if the device gives none.
+    """Buffer of a micro-batch's gradient that enters the sum; -1 if the device gives none.
 
-    Of members that made the same the first one gives it, where all are in one ring.
+    Where all are in one ring, only the first of the members that made the same one gives it.
     """
     made = made_gradient(tables, scratch, parameter, device)
     if made < 0 or num_rings(tables, choice, parameter) == 0:
@@ -50,7 +50,7 @@ def fresh_gradient(
 
 @helper
 def num_rings(tables: GraphTables, choice: Choice, parameter: int) -> int:
-    """Rings that add up a parameter's gradients; 0 if its devices have the sum already."""
+    """Number of rings that sum a parameter's gradients; 0 if its devices have the sum already."""
     domain = tables.gradient_domain[parameter]
     if domain < 0:
         return 0
@@ -60,7 +60,7 @@ def num_rings(tables: GraphTables, choice: Choice, parameter: int) -> int:
 
 @helper
 def bucket_key(tables: GraphTables, choice: Choice, scratch: Scratch, parameter: int) -> int:
-    """Parameters whose gradients may share a bucket have the same key, and no others."""
+    """Key of a parameter's bucket: equal for parameters whose gradients may share one."""
     group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
     key = scratch.bucket_key[group] * choice.rings.first.shape[1] + domain
     return int(key * tables.num_dtypes + tables.parameter_dtype[parameter])
@@ -68,7 +68,7 @@ def bucket_key(tables: GraphTables, choice: Choice, scratch: Scratch, parameter:
 
 @helper
 def own_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -> int:
-    """Units of a parameter that lives in slices on a device; of a whole one 1 for each replica."""
+    """Units that a device has of a parameter in slices; 1 per replica of a whole one."""
     division = choice.division[tables.parameter_group[parameter]]
     axis = tables.parameter_axis[parameter]
     if axis < 0:
@@ -78,7 +78,7 @@ def own_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -
 
 @helper
 def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether replicas that compute nothing get the gradient of others; see below."""
+    """Whether replicas that compute nothing get the gradient from others; see below."""
     if tables.parameter_axis[parameter] >= 0:
         return False
     if is_whole_everywhere(tables, choice, parameter):
@@ -91,7 +91,7 @@ def is_shared(tables: GraphTables, choice: Choice, parameter: int) -> bool:
 
 @helper
 def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether all devices of a group that make a parameter's gradient make the whole of it."""
+    """Whether each device of a group that makes a parameter's gradient makes all of it."""
     domain = tables.gradient_domain[parameter]
     if domain != _PEERS:
         return bool(domain == _NOBODY)
@@ -102,7 +102,7 @@ def is_whole_everywhere(tables: GraphTables, choice: Choice, parameter: int) -> 
 def share_whole_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
-    """A replica that computes nothing gets the gradient that others have whole.
+    """Send a gradient that others have whole to replicas that compute nothing.
 
     From the first one, or from the first of its team if teams have different parts of a sum.
     """
@@ -145,7 +145,7 @@ def share_whole_gradient(
 def accumulate(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
-    """Add a micro-batch's gradient to the one that is there, or keep it as the first."""
+    """Add a micro-batch's gradient to the existing sum, or keep it as the first."""
     size = tables.gradient_bytes[parameter]
     for device in range(choice.member.shape[1]):
         fresh = fresh_gradient(tables, choice, scratch, parameter, device)
@@ -168,6 +168,6 @@ def accumulate(
 
 @helper
 def read_gradient(scratch: Scratch, tape: Tape, parameter: int, device: int) -> None:
-    """The task that was begun last reads a gradient, and waits for what was added to it."""
+    """Make the task begun last read a gradient and wait for everything added to it."""
     write_read(tape, scratch.gradient_buffer[parameter, device])
     write_read(tape, scratch.gradient_token[parameter, device])

@@ -34,17 +34,17 @@ def _rows_of(
     tables: GraphTables, choice: Choice, slot: int, source: int, target: int, micro: int,
     device: int, other: int,
 ) -> int:  # fmt: skip
-    """Rows that a device needs of those that another one (or itself) owns.
+    """Number of rows that a device needs of those that another one (or itself) owns.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        slot: that is filled.
-        source: row of the maker's division.
-        target: row of the reader's division.
-        micro: the micro-batch.
-        device: that needs them.
-        other: that owns them.
+        tables: Tables of the graph.
+        choice: The strategy.
+        slot: The slot to fill.
+        source: Row of the maker's division.
+        target: Row of the reader's division.
+        micro: Number of the micro-batch.
+        device: Device that needs them.
+        other: Device that owns them.
     """
     step, before = tables.slot_window[slot, 0], tables.slot_window[slot, 1]
     after, rows = tables.slot_window[slot, 2], tables.slot_window[slot, 3]
@@ -68,17 +68,17 @@ def bring_windows(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """Each target device gets the rows of its window from the devices that own them.
+    """Bring each target device the rows of its window from the devices that own them.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``slot_buffer`` is written.
-        tape: is written.
-        slot: that is filled.
-        source: division of the maker.
-        target: division of the reader.
-        micro: the micro-batch.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        source: Division of the maker.
+        target: Division of the reader.
+        micro: Number of the micro-batch.
     """
     value = tables.slot_value[slot]
     axis, num_devices = tables.value_axis[value], choice.member.shape[1]

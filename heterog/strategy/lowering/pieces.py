@@ -1,4 +1,4 @@
-"""Pieces of values: what a device holds of one, sent to another and joined there."""
+"""Pieces of values: parts that one device holds, sent to another and joined there."""
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
@@ -27,7 +27,7 @@ _WEIGHTS = int(Pass.WEIGHTS)
 
 @helper
 def box_of(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
-    """(first sample, samples, first unit, units or -1) of what a device has in a row."""
+    """First sample, samples, first unit, and units (or -1 for all) of a device in a row."""
     teams, division = choice.teams, row % len(choice.member)
     share = choice.shares[row, micro, device]
     if row == division:  # along the batch: its own samples, whole
@@ -41,22 +41,22 @@ def send_piece(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
     other: int, device: int, micro: int, samples: int, units: int, size: float, is_cut: bool,
 ) -> None:  # fmt: skip
-    """Send a piece of what a device has, cut out before if it does not lie in one.
+    """Send a piece of a device's value, which is first cut out if it is not contiguous.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``slot_buffer`` is written.
-        tape: is written.
-        slot: that is filled.
-        mine: buffer of the device that sends.
-        other: the device that sends.
-        device: the device that receives.
-        micro: the micro-batch.
-        samples: of the piece.
-        units: of the piece, or its rows for a window; -1 if it is whole.
-        size: bytes of the piece.
-        is_cut: it is copied out before it is sent.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        mine: Buffer of the device that sends.
+        other: Device that sends.
+        device: Device that receives.
+        micro: Number of the micro-batch.
+        samples: Number of samples of the piece.
+        units: Number of units of the piece, or of rows for a window; -1 if it is whole.
+        size: Bytes of the piece.
+        is_cut: Whether it is copied out before it is sent.
     """
     maker = tables.value_op[tables.slot_value[slot]]
     turns = choice.turns
@@ -81,21 +81,21 @@ def join_pieces(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
     micro: int, local: int, first_piece: int, samples: int, units: int, size: float,
 ) -> None:  # fmt: skip
-    """Join what a device has of a value with the pieces that it has got.
+    """Join a device's own piece of a value with the pieces that it has received.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``slot_buffer`` is written.
-        tape: is written.
-        slot: that is filled.
-        device: where they are joined.
-        micro: the micro-batch.
-        local: buffer with a piece that was there, -1 if none was.
-        first_piece: the first buffer that was made for this.
-        samples: of all pieces.
-        units: of all pieces, or rows for a window; -1 if they are whole.
-        size: bytes of all pieces.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        device: Device on which they are joined.
+        micro: Number of the micro-batch.
+        local: Buffer of the device's own piece; -1 if it has none.
+        first_piece: First buffer that was made for this join.
+        samples: Number of samples of all pieces.
+        units: Number of units of all pieces, or of rows for a window; -1 if they are whole.
+        size: Bytes of all pieces.
     """
     value = tables.slot_value[slot]
     turns = choice.turns

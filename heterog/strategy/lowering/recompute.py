@@ -1,4 +1,4 @@
-"""Recomputation: forward ops once more, before the backward ops that read what they made."""
+"""Recomputation: rerunning forward ops before the backward ops that read their results."""
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
@@ -23,11 +23,11 @@ _S = KIND_NUMBER["S"]
 def recompute_group(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
 ) -> None:
-    """Run a group's forward ops once more before its first backward op, the ``reader``.
+    """Rerun a group's forward ops before its first backward op, the ``reader``.
 
-    They read what they read the first time, but for what has itself been made again. The first one
-    waits for the gradients that the reader waits for: a device that is ahead of others would
-    otherwise hold what it makes again for as long as if it had kept it.
+    They read the same inputs as the first time, except those that are recomputed themselves. The
+    first one waits for the gradients that the reader waits for: a device that is ahead of others
+    would otherwise hold recomputed values for as long as if it had kept them.
     """
     group = tables.op_group[reader]
     num_divisions = len(choice.member)

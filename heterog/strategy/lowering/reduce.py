@@ -1,4 +1,4 @@
-"""From finished gradients to updated parameters, tensor by tensor or bucket by bucket."""
+"""Finished gradients become updated parameters, tensor by tensor or bucket by bucket."""
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
@@ -30,7 +30,7 @@ _PARAMETERS = int(Sharded.PARAMETERS)
 
 @helper
 def number_buckets(choice: Choice, scratch: Scratch) -> None:
-    """Groups whose gradients may share a bucket get the same key: the first such group."""
+    """Give groups whose gradients may share a bucket the same key: their first group's number."""
     for group in range(len(choice.sharded)):
         scratch.bucket_key[group] = group
         if choice.sharded[group] == _PARAMETERS:  # gathers a bucket for the ops of one group
@@ -45,7 +45,7 @@ def number_buckets(choice: Choice, scratch: Scratch) -> None:
 def synchronise(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
-    """Aggregate a finished gradient and update, or put it into its bucket."""
+    """Sum a finished gradient and update its parameter, or put it into its bucket."""
     group = tables.parameter_group[parameter]
     if choice.home[parameter] >= 0:
         serve(tables, choice, scratch, tape, parameter)
@@ -78,7 +78,7 @@ def synchronise(
 def _begin_update(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, device: int
 ) -> bool:
-    """Begin the optimizer step of what a device has of a parameter; ``False`` if of nothing."""
+    """Begin the optimizer step of a device's part of a parameter; ``False`` if it has none."""
     units = own_part(tables, choice, parameter, device)
     if units == 0:
         return False
@@ -99,7 +99,7 @@ def close_bucket(
 
     The bucket is named by its first parameter. A bucket of one tensor is synchronised in place; a
     larger one is first copied together on each device, and so is the part of a tensor that one of
-    several rings adds up.
+    several rings sums.
     """
     first = scratch.open_first[key]
     size = scratch.open_bytes[key]
@@ -125,17 +125,17 @@ def _add_up(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int,
     number: int, size: float,
 ) -> None:  # fmt: skip
-    """Add up a bucket's gradients in one ring.
+    """Sum a bucket's gradients in one ring.
 
     Args:
-        tables: of the graph.
-        choice: the strategy.
-        scratch: its ``flat_buffer`` and ``ring_token`` are written.
-        tape: is written.
-        first: names the bucket.
-        ring: row of ``choice.rings``.
-        number: of the ring among those of the bucket.
-        size: bytes of the whole bucket.
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``flat_buffer`` and ``ring_token`` are written.
+        tape: Output.
+        first: First parameter, which names the bucket.
+        ring: Row of ``choice.rings``.
+        number: Index of the ring among those of the bucket.
+        size: Bytes of the whole bucket.
     """
     rings = choice.rings
     num_devices = choice.member.shape[1]
@@ -183,7 +183,7 @@ def _add_up(
 def _read_parts(
     choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int, number: int
 ) -> None:
-    """A collective reads what each member of its ring has."""
+    """Make a collective read the part of each member of its ring."""
     for device in range(choice.member.shape[1]):
         if not choice.rings.member[ring, device]:
             continue
@@ -198,7 +198,7 @@ def _update_replicas(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, first: int,
     first_ring: int, end_ring: int,
 ) -> None:  # fmt: skip
-    """An optimizer step of a parameter on each device that has some of it.
+    """Update a parameter on each device that has a part of it.
 
     In a bucket the gradient is a view of the flat copy.
     """

@@ -1,4 +1,4 @@
-"""What the kernel remembers while it walks through a step: which buffer holds what, where."""
+"""Working memory of the kernel during a step: which buffer holds what on which device."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""Parameter servers: push, add and update at home, pull."""
+"""Parameter servers: push gradients, sum and update at home, pull parameters."""
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
@@ -20,7 +20,7 @@ _PEERS, _TEAM = int(Domain.PEERS), int(Domain.TEAM)
 def _gives(
     choice: Choice, scratch: Scratch, parameter: int, division: int, domain: int, device: int
 ) -> bool:
-    """Whether a device has a part of a sum of gradients that no device before it has.
+    """Whether a device has a part of a sum of gradients that no earlier device has.
 
     Of a sum over teams the first member with a gradient gives its team's part; of a sum inside
     teams the first team with gradients gives it.
@@ -44,7 +44,7 @@ def _gives(
 def serve(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
 ) -> None:
-    """Push every gradient to the parameter's home, add and update there, pull."""
+    """Push every gradient to the parameter's home, sum and update there, pull."""
     home = choice.home[parameter]
     division = choice.division[tables.parameter_group[parameter]]
     size = tables.gradient_bytes[parameter]

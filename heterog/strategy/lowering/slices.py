@@ -1,4 +1,4 @@
-"""What ZeRO means: parameters, gradients and optimizer state in slices (Rajbhandari et al. 2020).
+"""Lowering of ZeRO: parameters, gradients, optimizer state in slices (Rajbhandari et al. 2020).
 
 Parameters whose gradients are summed over devices lie in *buckets*, as for other synchronisations;
 a bucket is named by its first parameter. Each device owns the slice of a bucket that its decision
@@ -50,19 +50,19 @@ _STATE = int(Sharded.STATE)
 _GRADIENTS = int(Sharded.GRADIENTS)
 _PARAMETERS = int(Sharded.PARAMETERS)
 _AS_FORWARD = -2
-"""Where there was no gather for the backward pass yet."""
+"""Marks that the backward pass has had no gather yet."""
 
 
 @helper
 def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
-    """Whether each device updates a slice of a parameter, or of what it has of it."""
+    """Whether each device updates a slice of a parameter, or of its part of it."""
     group = tables.parameter_group[parameter]
     return bool(choice.sharded[group] >= _STATE and num_rings(tables, choice, parameter) > 0)
 
 
 @helper
 def owned_part(tables: GraphTables, choice: Choice, parameter: int, device: int) -> float:
-    """The part of a sliced parameter that a device updates."""
+    """Fraction of a sliced parameter that a device updates."""
     group, domain = tables.parameter_group[parameter], tables.gradient_domain[parameter]
     owned = 0.0
     for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
@@ -76,7 +76,7 @@ def number_sliced_buckets(
 ) -> None:
     """Put sliced parameters into buckets, in the order in which their gradients are finished.
 
-    Ahead of everything: stage 3 gathers a bucket before any gradient is there.
+    Before everything else: stage 3 gathers a bucket before any gradient is finished.
     """
     scratch.open_first[:] = -1
     for entry in range(len(tables.finished_parameter)):
@@ -106,7 +106,7 @@ def number_sliced_buckets(
 
 @helper
 def find_pipelines(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
-    """Find the devices that have a part of the groups only."""
+    """Find the devices that take part in only some of the groups."""
     scratch.is_part[:] = 0
     for group in range(tables.num_groups):
         for device in range(choice.member.shape[1]):
@@ -116,7 +116,7 @@ def find_pipelines(tables: GraphTables, choice: Choice, scratch: Scratch) -> Non
 
 @helper
 def begin_sliced_step(scratch: Scratch) -> None:
-    """Forget what lies where."""
+    """Reset the working memory of slices for a new step."""
     scratch.gathered[:] = 0
     scratch.slice_buffer[:] = -1
     scratch.slice_token[:] = -1
@@ -131,7 +131,7 @@ def begin_sliced_step(scratch: Scratch) -> None:
 def note_reader(
     choice: Choice, scratch: Scratch, value: int, division: int, micro: int, is_backward: int
 ) -> None:
-    """The op that makes a value is the first reader of the latest gather of its pass."""
+    """Note the op that makes a value as the first reader of the latest gather of its pass."""
     for device in range(choice.member.shape[1]):
         if choice.shares[division, micro, device] > 0:
             row = _anchor_row(scratch, device, is_backward)
@@ -141,9 +141,9 @@ def note_reader(
 
 @helper
 def _anchor_row(scratch: Scratch, device: int, is_backward: int) -> int:
-    """The row of the last gather that the next one of a pass comes behind.
+    """Row of the last gather that the next one of a pass must follow.
 
-    The first ones of the backward pass come behind those of the forward pass before it.
+    The first ones of the backward pass follow those of the forward pass before it.
     """
     row = 2 * is_backward * scratch.is_part[device]
     if scratch.anchor[row, device] == _AS_FORWARD:
@@ -157,10 +157,10 @@ def gather_parameters(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int, is_backward: int,
 ) -> bool:  # fmt: skip
-    """Stage 3: gather the buckets that an op is the first of its pass to read; whether any.
+    """Gather, in stage 3, the buckets that an op is the first of its pass to read.
 
     On the devices that run any reader of the bucket: with a rule a later one may run where this
-    one has no samples. Ops that run once more are of the backward pass.
+    one has no samples. Ops that run again count as backward. Returns whether any was gathered.
     """
     num_devices = choice.member.shape[1]
     turn = 2 * micro + is_backward + 1
@@ -219,7 +219,7 @@ def _reads_later(
 ) -> bool:  # fmt: skip
     """Whether a device runs any op that reads a parameter of a bucket.
 
-    Readers are listed under op rules alone, without which all run on the same devices.
+    Readers are listed only under op rules, without which all run on the same devices.
     """
     member = first
     while member >= 0:
@@ -237,7 +237,7 @@ def finish_gradient(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """A gradient is there: scatter its bucket if it was the last one, and update after all."""
+    """Count a finished gradient; scatter its bucket if it was the last, update after all."""
     first = tape.bucket[parameter]
     scratch.unfinished[first] -= 1
     if scratch.unfinished[first] > 0:
@@ -262,8 +262,8 @@ def _scatter(
 ) -> None:  # fmt: skip
     """Reduce-scatter a bucket's gradients from the devices of a ring that have some.
 
-    In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: one that ran
-    ahead of its links would keep all gradients.
+    In stages 2 and 3 a device goes on when all but the last reduce-scatter are done: one that
+    runs ahead of its links would keep all gradients.
     """
     rings = choice.rings
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
@@ -296,7 +296,7 @@ def _scatter(
 def _add_up_copies(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int
 ) -> None:
-    """Add up a slice of a bucket's gradients over the slice groups, in place."""
+    """Sum a slice of a bucket's gradients over the slice groups, in place."""
     rings, micro = choice.rings, choice.num_micro - 1
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
     by_micro = choice.sharded[tables.parameter_group[first]] >= _GRADIENTS
@@ -317,7 +317,7 @@ def _add_up_copies(
 def _has_gradients(
     tables: GraphTables, choice: Choice, scratch: Scratch, first: int, device: int, by_micro: bool
 ) -> bool:
-    """Whether a device made a gradient of a bucket, if only one.
+    """Whether a device made at least one gradient of a bucket.
 
     An op with a rule may have made one of them where no other is made.
     """
@@ -334,7 +334,7 @@ def _flatten(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, device: int,
     micro: int, size: float,
 ) -> None:  # fmt: skip
-    """Copy a device's gradients of a bucket into one flat tensor; one alone stays as it is."""
+    """Copy a device's gradients of a bucket into one flat tensor; a single one stays in place."""
     sharded = choice.sharded[tables.parameter_group[first]]
     by_micro = sharded >= _GRADIENTS
     single = scratch.next_in_bucket[first] < 0
@@ -369,7 +369,7 @@ def _flatten(
 
 @helper
 def _send_flat(scratch: Scratch, tape: Tape, first: int, device: int, by_micro: bool) -> None:
-    """What the reduce-scatter that was begun last reads on a device."""
+    """Write the reads of the reduce-scatter begun last on a device."""
     write_read(tape, scratch.flat_buffer[0, device])
     if not by_micro:
         if scratch.next_in_bucket[first] < 0:
@@ -390,7 +390,7 @@ def _receive_slice(
     scratch: Scratch, tape: Tape, first: int, device: int, num_senders: int, size: float,
     by_micro: bool,
 ) -> None:  # fmt: skip
-    """What the reduce-scatter that was begun last leaves on a device: others' parts and a sum."""
+    """Write the buffers that the reduce-scatter begun last makes on a device."""
     others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
     if num_senders == 0 and not by_micro:
         others = 1  # zeros, to which other slice groups add theirs
@@ -400,7 +400,7 @@ def _receive_slice(
         if scratch.slice_buffer[first, device] < 0:
             scratch.slice_buffer[first, device] = write_buffer(tape, device, size)
     elif scratch.flat_buffer[0, device] < 0:
-        # Elsewhere it is added to the own slice of the flat gradients, and let go.
+        # With a flat buffer it is added to the own slice of the flat gradients, and freed.
         scratch.slice_buffer[first, device] = received
 
 
@@ -427,7 +427,7 @@ def _own_gradient(
 def _update(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int
 ) -> None:
-    """Step the slices of a ring; in stages 1 and 2 gather the parameters."""
+    """Update the slices of a ring; in stages 1 and 2 also gather the parameters."""
     rings = choice.rings
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]

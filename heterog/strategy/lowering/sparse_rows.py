@@ -1,4 +1,4 @@
-"""How many rows devices read of each other when the rows of a sparse matrix are cut.
+"""Numbers of rows that devices read of each other when the rows of a sparse matrix are cut.
 
 Every reader's rows are counted once from the entries of the matrix, exactly: for each column how
 many of those before it are read. What it reads of any other range of rows is then a difference.
@@ -14,26 +14,26 @@ from heterog.strategy.program import IntArray
 from heterog.strategy.tables import GraphTables
 
 _MOST_REMEMBERED = 2**25
-"""Counts that are kept, 8 bytes each: a search asks for the same ranges of rows again."""
+"""Most counts that are kept, 8 bytes each: a search needs the same ranges of rows again."""
 
 
 class HasUnits(Protocol):
-    """A division, which says what each device has along every axis but the batch."""
+    """A division, with the units of each device along every axis but the batch."""
 
     @property
     def units(self) -> IntArray:
-        """Units.  # [num_axes - 1, num_devices]"""
+        """Number of units.  # [num_axes - 1, num_devices]"""
 
     @property
     def unit_begin(self) -> IntArray:
-        """The first of them.  # [num_axes - 1, num_devices]"""
+        """First unit.  # [num_axes - 1, num_devices]"""
 
 
 class SparseRows:
-    """Counts rows by divisions, and remembers what it has counted.
+    """Counts rows by divisions, and remembers earlier counts.
 
     Args:
-        tables: of the graph and its op rules.
+        tables: Tables of the graph and its op rules.
     """
 
     def __init__(self, tables: GraphTables) -> None:
@@ -42,7 +42,7 @@ class SparseRows:
         self._num_remembered = 0
 
     def of(self, divisions: Sequence[HasUnits]) -> IntArray:
-        """Rows of each owner that each reader reads; see ``Choice.sparse_rows``."""
+        """Number of rows of each owner that each reader reads; see ``Choice.sparse_rows``."""
         unit_begin = [each.unit_begin for each in divisions]
         units = [each.units for each in divisions]
         sparse, num_divisions = self._tables.sparse, len(units)
@@ -67,7 +67,7 @@ class SparseRows:
         *,
         is_made: bool,
     ) -> tuple[IntArray, IntArray]:
-        """First and last row of each device of each division, of the result or of what is read."""
+        """First and last row of each device of each division, of the result or of the input."""
         sparse = self._tables.sparse
         size = int(sparse.num_columns[matrix])
         if is_made:
@@ -77,7 +77,7 @@ class SparseRows:
         return begin, begin + np.stack([each[axis - 1] for each in units]) * inner
 
     def _read_before(self, matrix: int, begin: int, end: int) -> npt.NDArray[np.int64]:
-        """For each column, how many of those before it some rows of a matrix read."""
+        """For each column, the number of columns before it that some rows of a matrix read."""
         key = matrix, begin, end
         if key not in self._before:
             sparse = self._tables.sparse

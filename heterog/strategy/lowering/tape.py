@@ -1,4 +1,4 @@
-"""The tape: the records that lowering writes a program to, task by task, and the pen."""
+"""The tape: the records that lowering writes a program to, task by task."""
 
 from typing import NamedTuple
 
@@ -30,15 +30,15 @@ BUFFER = np.dtype(
 )
 NUM_TASKS, NUM_BUFFERS, NUM_READS, OVERFLOW, IN_TURN, FIRST_TURN, APART = range(7)
 """Positions in ``Tape.counts``. IN_TURN is 1 if devices take their turns strictly in order, and
-FIRST_TURN the first turn of the step that is written. APART is 1 where a device reads what lies
-on others, which may be folded away; see ``folding``."""
+FIRST_TURN the first turn of the step that is written. APART is 1 where a device reads from other
+devices, which may be folded away; see ``folding``."""
 
 
 class Tape(NamedTuple):
-    """The records that a program is written to; see ``Program`` for the fields' meaning.
+    """The records that a program is written to; see ``Program`` for the meaning of the fields.
 
-    Records instead of columns: the kernels hand few arrays around, and a task is written in one
-    place in memory. The task after the last one holds the ends of its lists.
+    Records instead of columns: the kernels pass few arrays around, and a task is written to one
+    place in memory. The record after the last task holds the ends of its lists.
     """
 
     tasks: npt.NDArray[np.void]  # TASK
@@ -95,13 +95,13 @@ def write_task(
 
 @helper
 def set_units(tape: Tape, units: int) -> None:
-    """The task that was begun last is about some units of an axis."""
+    """Set the number of units of an axis for the task begun last."""
     tape.tasks[tape.counts[NUM_TASKS] - 1].units = units
 
 
 @helper
 def write_read(tape: Tape, buffer: int) -> None:
-    """A buffer that the task reads that was begun last; nothing if it is -1."""
+    """Add a buffer to the reads of the task begun last; nothing if it is -1."""
     if buffer >= 0:
         tape.reads[tape.counts[NUM_READS]] = buffer
         tape.counts[NUM_READS] += 1
@@ -109,7 +109,7 @@ def write_read(tape: Tape, buffer: int) -> None:
 
 @helper
 def write_buffer(tape: Tape, device: int, num_bytes: float) -> int:
-    """A buffer made by the task that was begun last."""
+    """Add a buffer made by the task begun last; returns its number."""
     number = tape.counts[NUM_BUFFERS]
     buffer = tape.buffers[number]
     buffer.maker = tape.counts[NUM_TASKS] - 1

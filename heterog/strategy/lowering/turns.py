@@ -1,4 +1,4 @@
-"""Turns: in what order each device takes up its tasks, and how many micro-batches it holds.
+"""Turns: the order in which each device runs its tasks, and its limit of micro-batches.
 
 The engine takes the tasks of one turn of a device in program order. By default the turns are the
 micro-batches, and the earliest that can go on does. Under a ``PipelineSchedule`` the weight
@@ -21,14 +21,14 @@ from heterog.strategy.program import FIRST_FREE_KIND, IntArray
 from heterog.strategy.tables import GraphTables
 
 BY_MICRO_BATCH, WEIGHTS_LAST, AS_STATED = 0, 1, 2
-"""What decides about the turns."""
+"""Orders that determine the turns."""
 _FORWARD = int(Pass.FORWARD)
 _BACKWARD = int(Pass.BACKWARD)
 _WEIGHTS = int(Pass.WEIGHTS)
 
 
 class Turns(NamedTuple):
-    """A ``PipelineSchedule`` in flat arrays; those that say nothing have no rows."""
+    """A ``PipelineSchedule`` in flat arrays; unused arrays have no rows."""
 
     rule: int
     num_turns: int  # of one step; the last one is for what belongs to no chunk
@@ -61,14 +61,14 @@ def encode_turns(
     division: IntArray,
     shares: IntArray,
 ) -> Turns:
-    """A schedule as the kernel's arrays.
+    """Convert a schedule to the kernel's arrays.
 
     Args:
-        schedule: fits the decisions.
-        tables: of the graph.
-        group_devices: devices of each group's decision.
-        division: of each group, see ``Choice``.
-        shares: of each division along each axis, see ``Choice``.
+        schedule: A schedule that fits the decisions.
+        tables: Tables of the graph.
+        group_devices: Devices of each group's decision.
+        division: Division of each group; see ``Choice``.
+        shares: Shares of each division along each axis; see ``Choice``.
     """
     num_micro, num_devices = shares.shape[1:]
     if schedule.is_default or num_micro == 1:
@@ -110,10 +110,10 @@ def encode_turns(
 
 
 def _last_ops(tables: GraphTables, splits: bool) -> IntArray:
-    """Last compute op of each group and axis, and the last one that makes weight gradients later.
+    """Last compute op of each group and axis, and the last one of the deferred weight gradients.
 
     Returns:
-        -1 where there is none.  # [num_axes, num_groups, 2]
+        Op, or -1 where there is none.  # [num_axes, num_groups, 2]
     """
     shape = len(tables.axis_units), tables.num_groups + 1, 2  # the last group is for constants
     last = np.full(shape, -1, np.int32)
@@ -133,7 +133,7 @@ def work_of(tables: GraphTables, turns: Turns, op: int) -> int:
 
 @helper
 def turn_of(turns: Turns, tape: Tape, group: int, work: int, device: int, micro: int) -> int:
-    """The turn of a device that takes up a pass of a micro-batch; by group -1 if of constants."""
+    """The turn of a device for a pass of a micro-batch; group -1 stands for constants."""
     if turns.rule == BY_MICRO_BATCH:
         return micro
     num_micro = turns.num_turns // 2
@@ -151,14 +151,14 @@ def turn_of(turns: Turns, tape: Tape, group: int, work: int, device: int, micro:
 
 @helper
 def take_turns(turns: Turns, tape: Tape, group: int, work: int, micro: int) -> None:
-    """What is written from now on belongs to a pass of a group."""
+    """Set the turns of all tasks written from now on to a pass of a group."""
     for device in range(len(tape.turn)):
         tape.turn[device] = turn_of(turns, tape, group, work, device, micro)
 
 
 @helper
 def follow_gradients(turns: Turns, tape: Tape) -> None:
-    """The task that was begun last reads gradients, and comes in no turn before theirs.
+    """Move the task begun last, which reads gradients, to a turn not before theirs.
 
     The op that finishes a parameter may be of another pass than the one that makes its gradient.
     """
@@ -174,7 +174,7 @@ def follow_gradients(turns: Turns, tape: Tape) -> None:
 
 @helper
 def begin_turns(turns: Turns, scratch: Scratch, tape: Tape, step: int) -> None:
-    """A step begins."""
+    """Begin a step: reset its turns and caps."""
     tape.counts[IN_TURN] = 1 if turns.rule == AS_STATED else 0
     tape.counts[FIRST_TURN] = step * turns.num_turns if turns.rule == AS_STATED else 0
     if step == 0:
@@ -186,7 +186,7 @@ def begin_turns(turns: Turns, scratch: Scratch, tape: Tape, step: int) -> None:
 
 @helper
 def last_turns(turns: Turns, tape: Tape, num_micro: int) -> None:
-    """What is written from now on comes after everything else of the step."""
+    """Put all tasks written from now on after the rest of the step."""
     for device in range(len(tape.turn)):
         if turns.rule == BY_MICRO_BATCH:
             tape.turn[device] = num_micro - 1
@@ -201,12 +201,12 @@ def ask_permits(
     """Find the tokens that a group's op has to wait for on each device.
 
     Args:
-        turns: have caps.
-        scratch: its ``permit`` is written.
-        shares: of the op in this micro-batch.  # [num_devices]
-        group: of the op.
-        work: the pass of the op.
-        number: of the micro-batch, counted through all steps.
+        turns: Turns with caps.
+        scratch: Working memory; its ``permit`` is written.
+        shares: Shares of the op in this micro-batch.  # [num_devices]
+        group: Group of the op.
+        work: Pass of the op.
+        number: Number of the micro-batch, counted through all steps.
     """
     num_micro = scratch.token.shape[2]
     for device in range(scratch.permit.shape[1]):

@@ -96,7 +96,7 @@ def _lower_op(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int, has_gathers: bool,
 ) -> None:  # fmt: skip
-    """What an op of one micro-batch needs, the op itself, and what it was the last to be done."""
+    """Write an op's conversions, the op itself, and everything that it completes."""
     _bring_inputs(tables, choice, scratch, tape, op, division, micro)
     gathers = False
     if has_gathers:
@@ -120,7 +120,7 @@ def _lower_op(
 
 @helper
 def _begin_step(scratch: Scratch, has_slices: bool) -> None:
-    """Forget the last step but for when its parameters have arrived."""
+    """Reset the working memory, except for when the last step's parameters arrive."""
     for parameter in range(scratch.ready_buffer.shape[0]):
         for device in range(scratch.ready_buffer.shape[1]):
             arrived = scratch.next_ready_buffer[parameter, device]
@@ -138,7 +138,7 @@ def _bring_inputs(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int,
 ) -> None:  # fmt: skip
-    """Convert what an op reads and nobody has converted yet."""
+    """Convert the inputs of an op that have not been converted yet."""
     num_divisions = len(choice.member)
     for read in range(tables.read_start[op], tables.read_start[op + 1]):
         slot = tables.read_slot[read]
@@ -160,7 +160,7 @@ def _bring_inputs(
 
 @part
 def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) -> None:
-    """Remember the ops that an update has to wait for beside those that make the gradient."""
+    """Note the ops that an update has to wait for besides those that make the gradient."""
     num_devices = scratch.last_read.shape[1]
     last_value = tables.parameter_last_value[parameter]
     if last_value >= 0:
@@ -180,7 +180,7 @@ def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) ->
 def _finish_parameter(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
-    """A micro-batch's gradient of a parameter is made: keep it, add it up, synchronise."""
+    """Handle a finished gradient of a micro-batch: keep it, add it up, synchronise."""
     slot = tables.gradient_slot[parameter]
     if slot >= 0 and scratch.slot_done[slot] == 0:  # made in parts of a parameter that is whole
         convert(tables, choice, scratch, tape, slot, micro)
