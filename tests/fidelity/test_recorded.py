@@ -48,8 +48,10 @@ def test_a_compiled_run_is_predicted_faster_and_other_prices_know_no_programs() 
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256), nn.Tanh())
 
-    data = torch.zeros(4096, 256), torch.zeros(4096, 256)
-    graph = capture(Workload(model, data, functional.mse_loss, torch.optim.SGD, name="m"))
+    def batch() -> tuple[torch.Tensor, torch.Tensor]:  # so large that kernels outlast the host
+        return torch.zeros(2**18, 256), torch.zeros(2**18, 256)
+
+    graph = capture(Workload(model, batch, functional.mse_loss, torch.optim.SGD, name="m"))
     cluster = load_cluster("homogeneous_8xa100")
     rows = [
         RecordedRun(
