@@ -97,8 +97,11 @@ def test_one_run_moves_little_and_a_wild_one_breaks_nothing() -> None:
     assert found.models.in_training("A100-80GB").spread > 0.3, "it is told that nothing fits"
 
 
-def test_what_was_fitted_prices_a_cluster_that_names_its_file(tmp_path: Path) -> None:
-    models = DeviceModels(Execution.MEGATRON, host_s=2e-5, in_training={"H100": TRUTH})
+@pytest.mark.parametrize("execution", list(Execution))
+def test_what_was_fitted_prices_a_cluster_that_names_its_file(
+    execution: Execution, tmp_path: Path
+) -> None:
+    models = DeviceModels(execution, host_s=2e-5, in_training={"H100": TRUTH})
     save_run_models(tmp_path / "mine.json", models, "mine", 5)
     (tmp_path / "lab.yaml").write_text(
         "schema_version: 1\nname: lab\ncalibration: mine.json\nhosts:\n"
@@ -106,7 +109,7 @@ def test_what_was_fitted_prices_a_cluster_that_names_its_file(tmp_path: Path) ->
     )
     found = cost_model_of(load_cluster(tmp_path / "lab.yaml"))
     assert isinstance(found, DeviceModels)
-    assert (found.host.issue_s, found.execution) == (2e-5, Execution.MEGATRON)
+    assert (found.host.issue_s, found.execution) == (2e-5, execution)
     assert found.in_training("H100").float32 == 1.3
     assert found.name == "device models, 5 own runs"
 

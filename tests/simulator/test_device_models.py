@@ -298,20 +298,22 @@ def test_runs_slow_16_bit_kernels_down_and_no_others() -> None:
     assert in_training_of("RTX-3090").measured_on == ANY_TYPE
 
 
-def test_what_runs_a_step_is_said_in_a_cluster_file(graph: OpGraph, tmp_path: Path) -> None:
+@pytest.mark.parametrize("execution", [Execution.MEGATRON, Execution.COMPILED])
+def test_what_runs_a_step_is_said_in_a_cluster_file(execution: Execution, tmp_path: Path) -> None:
     text = (
-        "schema_version: 1\nname: lab\nexecution: megatron\nhosts:\n"
+        f"schema_version: 1\nname: lab\nexecution: {execution}\nhosts:\n"
         "  - {name: A, devices: [{type: H100}], intra: nvlink4, nic: {line_rate: 1 Gbit/s}}\n"
     )
     (tmp_path / "lab.yaml").write_text(text)
     cluster = load_cluster(tmp_path / "lab.yaml")
     model = cost_model_of(cluster)
     assert isinstance(model, DeviceModels)
-    assert model.host.issue_s > DeviceModels().host.issue_s
+    assert model.execution == cluster.execution == execution
+    assert model.host.spread > DeviceModels().host.spread
     cluster.save(tmp_path / "again.yaml")
     assert load_cluster(tmp_path / "again.yaml").execution == cluster.execution
     assert Cluster.from_dict(cluster.to_dict()).execution == cluster.execution
-    (tmp_path / "lab.yaml").write_text(text.replace("megatron", "megatronn"))
+    (tmp_path / "lab.yaml").write_text(text.replace(execution, f"{execution}n"))
     with pytest.raises(InputFileError, match="execution"):
         load_cluster(tmp_path / "lab.yaml")
 
