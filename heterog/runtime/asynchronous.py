@@ -43,6 +43,9 @@ class AsynchronousTraining:
         optimizer: of this rank's parameters; it is never stepped, but its options are those of
             the server's steps, and it gets the server's state when all teams have settled.
         make_optimizer: makes the user's optimizer of parameters.
+
+    Attributes:
+        weights: this rank's part of the server; ``None`` where there is none.
     """
 
     def __init__(
@@ -63,10 +66,10 @@ class AsynchronousTraining:
         }
         self._messages = Messages(rank)
         self._named = numeric_options(optimizer)
-        self._server: WeightServer | None = None
+        self.weights: WeightServer | None = None
         if rank in strategy.asynchronous.devices:
             own = {row: value.detach() for row, value in self._parameters.items()}
-            self._server = WeightServer(graph, strategy, rank, own, make_optimizer, self._messages)
+            self.weights = WeightServer(graph, strategy, rank, own, make_optimizer, self._messages)
         team = island_of(strategy, rank)
         self._pushes, self._pulls = (
             [(server, rows) for device, server, rows in every if device == rank]
@@ -79,11 +82,6 @@ class AsynchronousTraining:
         self._sending: list[Callable[[], None]] = []
         self._alike_after = 0
         self._has_begun = False
-
-    @property
-    def most_ahead(self) -> int:
-        """By arrival, steps that a team was ahead of the slowest one; known to the server."""
-        return 0 if self._server is None else self._server.most_ahead
 
     def is_alike(self, num_steps: int) -> bool:
         """Whether all ranks have the server's weights after so many steps."""
@@ -119,9 +117,9 @@ class AsynchronousTraining:
             return
         self._ask(Ask.SETTLE)
         self._alike_after = num_steps
-        if self._server is not None:  # which now waits for the next step
-            for row, value in self._server.values.items():
-                state = self._server.optimizer.state.get(value, {})
+        if self.weights is not None:  # which now waits for the next step
+            for row, value in self.weights.values.items():
+                state = self.weights.optimizer.state.get(value, {})
                 self._optimizer.state[self._parameters[row]] = dict(state)
 
     def resume(self, num_steps: int) -> None:
@@ -131,30 +129,30 @@ class AsynchronousTraining:
             num_steps: after which they were saved.
         """
         self._alike_after = num_steps
-        served = {} if self._server is None else self._server.values
+        served = {} if self.weights is None else self.weights.values
         for row, parameter in self._parameters.items():
             state = self._optimizer.state.pop(parameter, {})
             if row in served:
-                assert self._server is not None
+                assert self.weights is not None
                 with torch.no_grad():
                     served[row].copy_(parameter)
-                self._server.optimizer.state[served[row]] = dict(state)
+                self.weights.optimizer.state[served[row]] = dict(state)
         dist.barrier()  # nobody asks for weights before all servers have them
 
     def close(self) -> None:
         """End the server; every rank calls it when all have settled."""
         if self._has_begun:
             self._ask(Ask.CLOSE)
-            if self._server is not None:
-                self._server.join()
+            if self.weights is not None:
+                self.weights.join()
         dist.barrier()
         self._messages.close()
 
     def _ask(self, ask: Ask) -> None:
         """Say what comes next to all servers of this rank's parameters; take weights over."""
         self._check_server()
-        if not self._has_begun and self._server is not None:
-            self._server.start()
+        if not self._has_begun and self.weights is not None:
+            self.weights.start()
         self._has_begun = True
         while self._sending:
             self._sending.pop()()
@@ -168,12 +166,14 @@ class AsynchronousTraining:
                 come = self._messages.start_receive(into, server, Tag.NEW_WEIGHTS)
                 coming.append((values, come))
             asked.append(self._messages.start_send(said, server, Tag.ASK))
-        for values, come in coming:
-            for value, new in zip(values, parts_of(come(), values), strict=True):
-                value.copy_(new)
+        try:
+            for values, come in coming:
+                for value, new in zip(values, parts_of(come(), values), strict=True):
+                    value.copy_(new)
+        finally:
+            self._check_server()
         for wait in asked:
             wait()
-        self._check_server()
 
     def _check_server(self) -> None:
         """Raise what has ended this rank's server.
@@ -181,10 +181,10 @@ class AsynchronousTraining:
         Raises:
             HeterogError: names it.
         """
-        if self._server is not None and self._server.error is not None:
+        if self.weights is not None and self.weights.error is not None:
             raise HeterogError(
-                f"the server on rank {self._rank} has ended: {self._server.error}"
-            ) from self._server.error
+                f"the server on rank {self._rank} has ended: {self.weights.error}"
+            ) from self.weights.error
 
 
 def check_teams_are_alone(seen: RankProgram) -> None:

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.asynchronous import PushOrder, pulls_of, pushes_of, server_of_rows
 from heterog.strategy.strategy import Strategy
@@ -65,7 +66,7 @@ class Messages:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._group = dist.new_group(backend="gloo", timeout=_MOST_IDLE)
-        self._own: dict[Tag, SimpleQueue[Tensor]] = {tag: SimpleQueue() for tag in Tag}
+        self._own: dict[Tag, SimpleQueue[Tensor | None]] = {tag: SimpleQueue() for tag in Tag}
 
     def start_send(self, tensor: Tensor, dst: int, tag: Tag) -> Callable[[], None]:
         """Begin to send a tensor, which must not change before the answer has been called."""
@@ -91,7 +92,7 @@ class Messages:
             tag: what it is.
         """
         if src == self._rank:
-            return lambda: self._own[tag].get()
+            return lambda: self._take_own(tag)
         work = dist.irecv(into, src, self._group, tag=int(tag))
         assert work is not None
 
@@ -100,6 +101,16 @@ class Messages:
             return into
 
         return wait
+
+    def fail(self) -> None:
+        """Wake up who waits for a message from this rank's own server, which has ended."""
+        self._own[Tag.NEW_WEIGHTS].put(None)
+
+    def _take_own(self, tag: Tag) -> Tensor:
+        taken = self._own[tag].get()
+        if taken is None:
+            raise HeterogError("this rank's server has ended.")
+        return taken
 
     def close(self) -> None:
         """End the process group; no rank may use it any more."""
@@ -163,7 +174,7 @@ class WeightServer:
             while serve():
                 pass
         except Exception as error:  # told to the rank's own thread, which raises it
-            self.error = error
+            self._fail(error)
 
     def _serve_in_order(self) -> bool:
         """Serve until all teams have settled; ``False`` if they close instead."""
@@ -222,10 +233,16 @@ class WeightServer:
                     stretch.has_pushed(team)
             stretch.asked[team] = ask
         except Exception as error:  # raised by the thread that waits for all
-            self.error = error
+            self._fail(error)
             with stretch.changed:
                 stretch.error = error
                 stretch.changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        """Keep why the server ends, and wake this rank's own thread."""
+        if self.error is None:
+            self.error = error
+            self._messages.fail()
 
     def _listen(self, team: int) -> Ask:
         """What all devices of a team ask for."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from heterog.errors import StrategyError
+from heterog.errors import HeterogError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
@@ -20,6 +20,7 @@ from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_averaging import labels_of
+from tests.thorough import one_in
 
 STEPS = 5
 SINGLES = ((0,), (1,), (2,))
@@ -114,14 +115,15 @@ def train_served(rank: int, name: str, optimizer: str, path: str) -> tuple[list[
     return losses, state
 
 
+@one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "optimizer", "server", "cut"),
     [
         ("mlp", "AdamW", UNLIKE, ""),
-        ("gpt", "SGD", replace(UNLIKE, devices=(0, 2), ticks=(5, 5, 6)), ""),
         ("residual", "SGD", replace(UNLIKE, staleness=1, ticks=(1, 4)), "replicas"),
         ("mlp", "SGD", replace(UNLIKE, devices=(0, 1, 2), ticks=(3, 2)), "pipeline"),
+        ("gpt", "SGD", replace(UNLIKE, devices=(0, 2), ticks=(5, 5, 6)), ""),
     ],
 )
 def test_ranks_train_as_the_loop_does(
@@ -196,7 +198,7 @@ def with_a_slow_team(rank: int, path: str) -> tuple[int, dict[str, Tensor]]:
     step.settle()
     found = {name: value.detach().clone() for name, value in step.model.named_parameters()}
     assert step.server is not None
-    ahead = step.server.most_ahead
+    ahead = 0 if step.server.weights is None else step.server.weights.most_ahead
     step.close()
     return ahead, found
 
@@ -311,3 +313,32 @@ def test_a_rank_of_no_team_has_no_loss(ranks: Ranks, tmp_path: Path) -> None:
     assert found[2][0] == pytest.approx([each[1] for each in losses], rel=1e-5)
     for key, value in reference.weights.named_parameters():
         torch.testing.assert_close(found[0][1][key], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+def with_a_failing_server(rank: int, path: str) -> str:
+    """Only the rank beside the server trains; nobody else waits for anything."""
+
+    def fail(*_: object) -> None:
+        raise ValueError("no step today")
+
+    step = deploy(workload_of("mlp"), load_plan(path))
+    if rank:
+        return ""
+    assert step.server is not None
+    assert step.server.weights is not None
+    step.server.weights.optimizer.register_step_pre_hook(fail)
+    try:
+        for number in range(STEPS):
+            step(batch_of("mlp", number))
+    except HeterogError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_why_a_server_has_ended_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    server = replace(UNLIKE, staleness=4, order=PushOrder.ARRIVAL)
+    plan_of(graph_of("mlp"), served("mlp", server)).save(path)
+    said = ranks.run(with_a_failing_server, str(path))[0]
+    assert said == "the server on rank 0 has ended: no step today"
