@@ -1,9 +1,10 @@
 """A device of an asynchronous server: a thread that takes gradients and gives weights.
 
 In a planned order the thread does what ``AsynchronousServer.events`` says, one event after the
-other: for a pull it waits until the team asks and sends it weights, for a push it waits for the
-gradients and steps the optimizer. So it waits for the team whose turn it is, even if another one
-is earlier than the plan predicted; the weights are the same in every run.
+other: for a pull it waits until the team asks and begins to send it weights, for a push it waits
+for the gradients and steps the optimizer. So it waits for the team whose turn it is, even if
+another one is earlier than the plan predicted; the weights are the same in every run. Messages of
+several teams may travel at the same time.
 
 By arrival it has a thread for each team, and a lock around the weights. A team that asks for
 weights gets them when it is at most tau steps ahead of the slowest one.
@@ -152,6 +153,8 @@ class WeightServer:
         self.error: Exception | None = None
         self.most_ahead = 0
         self._messages = messages
+        self._sending: dict[int, list[Callable[[], None]]] = {}  # by team
+        self._coming: dict[int, list[Callable[[], Tensor]]] = {}  # gradients, by team
         self._options: dict[int, list[float]] = {}  # of each team's step, by team
         self._named = numeric_options(self.optimizer)
         teams = range(len(self._server.ticks))
@@ -189,6 +192,7 @@ class WeightServer:
             ask = self._listen(event.team)
             if ask == Ask.WEIGHTS:
                 self._give(event.team)
+                self._expect(event.team)
                 continue
             asked[event.team] = ask
             if len(asked) == num_teams:
@@ -217,6 +221,8 @@ class WeightServer:
             return False
         for team in asked:
             self._give(team)
+        for team in asked:
+            self._end_sending(team)
         return True
 
     def _follow(self, team: int, stretch: "_Stretch") -> None:
@@ -226,7 +232,8 @@ class WeightServer:
                 with stretch.changed:
                     stretch.wait_for_turn(team, self._server.staleness)
                     messages = self._weights_for(team)
-                self._send(messages)
+                self._send(team, messages)
+                self._expect(team)
                 gradients = self._receive(team)
                 with stretch.changed:
                     self._step(team, gradients)
@@ -255,8 +262,8 @@ class WeightServer:
         return Ask(round(said[0][0]))
 
     def _give(self, team: int) -> None:
-        """Send a team the weights as they are."""
-        self._send(self._weights_for(team))
+        """Begin to send a team the weights as they are."""
+        self._send(team, self._weights_for(team))
 
     def _weights_for(self, team: int) -> list[tuple[int, Tensor]]:
         """Copies of the weights for each device of a team."""
@@ -265,12 +272,25 @@ class WeightServer:
             for device, rows in self._pulls[team]
         ]
 
-    def _send(self, messages: Sequence[tuple[int, Tensor]]) -> None:
-        sends = [
+    def _send(self, team: int, messages: Sequence[tuple[int, Tensor]]) -> None:
+        self._end_sending(team)
+        self._sending[team] = [
             self._messages.start_send(flat, device, Tag.NEW_WEIGHTS) for device, flat in messages
         ]
-        for wait in sends:
+
+    def _end_sending(self, team: int) -> None:
+        """Wait until a team has what was sent to it."""
+        for wait in self._sending.pop(team, []):
             wait()
+
+    def _expect(self, team: int) -> None:
+        """Begin to receive the gradients of a team's step."""
+        self._coming[team] = [
+            self._messages.start_receive(
+                flat_like([self.values[row] for row in rows]), device, Tag.GRADIENTS
+            )
+            for device, rows in self._pushes[team]
+        ]
 
     def _take(self, team: int) -> None:
         """Receive a team's gradients and step the optimizer with them."""
@@ -278,11 +298,11 @@ class WeightServer:
 
     def _receive(self, team: int) -> dict[int, Tensor]:
         """A team's gradients, by row of ``graph.updates``."""
+        self._end_sending(team)  # which it has, or it could not have gradients
         found: dict[int, Tensor] = {}
-        for device, rows in self._pushes[team]:
+        for (_, rows), come in zip(self._pushes[team], self._coming.pop(team), strict=True):
             values = [self.values[row] for row in rows]
-            flat = self._messages.start_receive(flat_like(values), device, Tag.GRADIENTS)()
-            found |= dict(zip(rows, parts_of(flat, values), strict=True))
+            found |= dict(zip(rows, parts_of(come(), values), strict=True))
         return found
 
     def _step(self, team: int, gradients: dict[int, Tensor]) -> None:

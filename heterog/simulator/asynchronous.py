@@ -1,15 +1,19 @@
 """Steps of teams that push to an asynchronous server: when each ends, and how many in a second.
 
-A server does one thing after the other, in the order of ``AsynchronousServer.events``. A pull of
-team i takes q_i seconds and begins when the server is free and the team has pushed its last
-gradient; then the team computes for w_i; its push takes p_i and begins when the server is free:
+Things happen in the order of ``AsynchronousServer.events``. A pull of team i takes q_i seconds
+from when the team has pushed its last gradient; then the team computes for w_i; its push takes
+p_i. For parts of q_i and p_i the server's own link or optimizer is busy, with one exchange after
+the other:
 
-    pulled_i(n) = max(server, pushed_i(n - 1)) + q_i
-    pushed_i(n) = max(server, pulled_i(n) + w_i) + p_i
+    pulled_i(n) = max(pushed_i(n - 1) + q_i, server)
+    pushed_i(n) = max(pulled_i(n) + w_i + p_i, server)
 
-with ``server`` the end of what it did before. Where several devices are the server, each does so
-with its part of q_i and p_i, and a team waits for all of them; that their exchanges share links is
-not counted, but for those of one pull or push. For two teams whose exchanges are short, c_1 <= c_2
+with ``server`` the end of its part. In a planned order a push is also taken no earlier than those
+before it, and a pull begins when these are taken. Where several devices are the server, each is
+busy with its parameters, and a team waits for all of them; other links are not shared in this
+model.
+
+For two teams whose exchanges are short, c_1 <= c_2
 the seconds that they take alone and tau the staleness, this is
 
     pushed_2(n) = n c_2,   pushed_1(n) = max(n c_1, c_1 + (n - 1 - tau) c_2)
@@ -25,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.strategy.asynchronous import MOST_TICKS, AsynchronousServer
+from heterog.strategy.asynchronous import MOST_TICKS, AsynchronousServer, PushOrder
 from heterog.strategy.program import FloatArray
 
 SLOWEST_TICKS = 1000
@@ -41,18 +45,19 @@ class TeamPace(NamedTuple):
     """What a step of one team takes.
 
     Attributes:
-        pull_s: q, seconds in which the server gives it weights.
+        pull_s: q, seconds until it has weights, when nobody else talks to the server.
         compute_s: w, seconds from having weights to having all gradients.
-        push_s: p, seconds in which the server takes its gradients and steps the optimizer.
-        pull_parts_s: seconds of the pull on each of the server's devices; empty: there is one.
-        push_parts_s: those of the push.
+        push_s: p, seconds until the server has taken its gradients and stepped the optimizer.
+        pull_busy_s: seconds of the pull for which each of the server's devices is busy; empty:
+            there is one, for all of the pull.
+        push_busy_s: those of the push.
     """
 
     pull_s: float
     compute_s: float
     push_s: float
-    pull_parts_s: tuple[float, ...] = ()
-    push_parts_s: tuple[float, ...] = ()
+    pull_busy_s: tuple[float, ...] = ()
+    push_busy_s: tuple[float, ...] = ()
 
     @property
     def alone_s(self) -> float:
@@ -89,21 +94,27 @@ def push_seconds(
     ended = np.zeros((num_steps, len(paces)))
     free = [0.0] * len(server.devices)
     ready = [0.0] * len(paces)
-    pushes = [_parts(pace.push_parts_s, pace.push_s) for pace in paces]
-    pulls = [_parts(pace.pull_parts_s, pace.pull_s) for pace in paces]
+    taken = 0.0  # all pushes before this one in the order
+    is_planned = server.order == PushOrder.PLANNED
     for is_push, team, step in server.events_of(num_steps):
         pace, begin = paces[team], ready[team]
-        parts = pushes[team] if is_push else pulls[team]
-        free = [max(own, begin) + part for own, part in zip(free, parts, strict=True)]
+        if is_planned and not is_push:
+            begin = max(begin, taken)
+        busy = _busy(pace, is_push=is_push)
+        free = [max(own, begin) + part for own, part in zip(free, busy, strict=True)]
         end = max(*free, begin + (pace.push_s if is_push else pace.pull_s))
-        ready[team] = end if is_push else end + pace.compute_s
         if is_push:
-            ended[step, team] = end
+            taken = max(taken, end) if is_planned else end
+            ended[step, team] = ready[team] = taken
+        else:
+            ready[team] = end + pace.compute_s
     return ended
 
 
-def _parts(parts_s: tuple[float, ...], whole_s: float) -> tuple[float, ...]:
-    return parts_s or (whole_s,)
+def _busy(pace: TeamPace, *, is_push: bool) -> tuple[float, ...]:
+    if is_push:
+        return pace.push_busy_s or (pace.push_s,)
+    return pace.pull_busy_s or (pace.pull_s,)
 
 
 def samples_by(ended: FloatArray, samples: Sequence[int], seconds: float) -> float:
@@ -141,9 +152,5 @@ def server_seconds(paces: Sequence[TeamPace]) -> float:
 
     No step takes less.
     """
-    exchanges = [
-        (_parts(pace.pull_parts_s, pace.pull_s), _parts(pace.push_parts_s, pace.push_s))
-        for pace in paces
-    ]
-    by_team = [np.add(pull, push) for pull, push in exchanges]
+    by_team = [np.add(_busy(pace, is_push=False), _busy(pace, is_push=True)) for pace in paces]
     return float(np.sum(by_team, axis=0).max())

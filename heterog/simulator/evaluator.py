@@ -404,16 +404,40 @@ class Evaluator:
     def _pace(self, strategy: Strategy, choice: Choice, team: int, compute_s: float) -> TeamPace:
         """A team's pace, given what it computes for."""
         assert strategy.asynchronous is not None
-        whole, parts = [], []
+        whole, busy = [], []
         for is_push, of in ((False, pulls_of), (True, pushes_of)):
             traffic = of(self.graph, strategy, team)
             whole.append(self._exchange_s(traffic, choice, is_push=is_push))
-            on_each = [
-                tuple(each for each in traffic if each.server == device)
-                for device in strategy.asynchronous.devices
-            ]
-            parts.append(tuple(self._exchange_s(own, choice, is_push=is_push) for own in on_each))
-        return TeamPace(whole[0], compute_s, whole[1], *parts)
+            busy.append(
+                tuple(
+                    sum(
+                        self._busy_s(each, is_push=is_push)
+                        for each in traffic
+                        if each.server == device
+                    )
+                    for device in strategy.asynchronous.devices
+                )
+            )
+        return TeamPace(whole[0], compute_s, whole[1], *busy)
+
+    def _busy_s(self, traffic: Traffic, *, is_push: bool) -> float:
+        """Seconds for which an exchange holds the server's own link, and its device.
+
+        A push holds the device for the optimizer's step, a pull for the copy of the weights.
+        """
+        rows, kind = list(traffic.rows), self._type_of_device[traffic.server]
+        num_bytes = float(sum(self.graph.tensor_bytes[self.graph.updates[row][1]] for row in rows))
+        if is_push:
+            own_s = float(self._update_seconds[kind, rows].sum())
+        else:
+            own_s = float(self._copy_fixed_s[kind] + num_bytes * 2 * self._copy_s_per_byte[kind])
+        if traffic.device == traffic.server:
+            return own_s
+        ends = (traffic.device, traffic.server) if is_push else (traffic.server, traffic.device)
+        route = self.cluster.route(*ends)
+        channel = ends[0] * self.cluster.num_devices + ends[1]
+        link_s = self._held_by(channel)[route[-1 if is_push else 0]] if route else 0.0
+        return own_s + num_bytes * float(link_s)
 
     def _exchange_s(self, traffic: tuple[Traffic, ...], choice: Choice, *, is_push: bool) -> float:
         """Seconds of a push or pull when nobody else talks to the server; simulated once."""

@@ -259,7 +259,8 @@ def kept_bytes(
     """Bytes that a server adds to each device, beside what it needs to train alone.
 
     A replica keeps a message of gradients and one of weights, but no state of the optimizer, which
-    is the server's. The server keeps weights of its own, the state, and a message that travels.
+    is the server's. The server keeps weights of its own, the state, and a message to and one from
+    each team.
 
     Args:
         strategy: with a server.
@@ -271,10 +272,8 @@ def kept_bytes(
     Returns:
         # [num_devices]
     """
-    server = strategy.asynchronous
-    assert server is not None
-    # By arrival there may be a message of every team at once.
-    messages = 1 if server.order == PushOrder.PLANNED else len(server.ticks)
+    assert strategy.asynchronous is not None
+    messages = 2 * len(strategy.asynchronous.ticks)
     kept = [0.0] * num_devices
     dealt = _dealt(strategy, sizes, groups)
     for size, group, home in zip(sizes, groups, dealt, strict=True):

@@ -1,5 +1,6 @@
 """Teams and an asynchronous server: closed forms, properties, and the order of events."""
 
+from dataclasses import replace
 from itertools import islice
 from random import Random
 
@@ -16,7 +17,7 @@ from heterog.simulator.asynchronous import (
     ticks_of,
     unbounded_samples_per_s,
 )
-from heterog.strategy.asynchronous import AsynchronousServer, ServerEvent, staleness_of
+from heterog.strategy.asynchronous import AsynchronousServer, PushOrder, ServerEvent, staleness_of
 from tests.thorough import cases
 
 
@@ -97,11 +98,16 @@ def test_devices_of_a_server_work_side_by_side() -> None:
     """Three teams that only exchange: each device has half of the work, and so ends sooner."""
     whole = [TeamPace(1.0, 0.0, 1.0)] * 3
     halves = [TeamPace(0.5, 0.0, 0.5, (0.5, 0.5), (0.5, 0.5))] * 3
+    wide = [TeamPace(1.0, 0.0, 1.0, (0.25,), (0.25,))] * 3
     one = AsynchronousServer(staleness=2, devices=(0,), ticks=(1, 1, 1))
     two = AsynchronousServer(staleness=2, devices=(0, 1), ticks=(1, 1, 1))
     assert steady_seconds(whole, one) == pytest.approx(6.0)
     assert steady_seconds(halves, two) == pytest.approx(3.0)
     assert server_seconds(halves) == pytest.approx(3.0)
+    # A server whose link carries four exchanges at once keeps no team waiting.
+    by_arrival = replace(one, order=PushOrder.ARRIVAL)
+    assert steady_seconds(wide, by_arrival) == pytest.approx(2.0)
+    assert steady_seconds(wide, one) == pytest.approx(2.0)
     uneven = [TeamPace(0.9, 0.0, 0.9, (0.9, 0.1), (0.9, 0.1))] * 3
     assert steady_seconds(uneven, two) == pytest.approx(5.4)
 
