@@ -10,8 +10,8 @@ the other:
 
 with ``server`` the end of its part. In a planned order a push is also taken no earlier than those
 before it, and a pull begins when these are taken. Where several devices are the server, each is
-busy with its parameters, and a team waits for all of them; other links are not shared in this
-model.
+busy with its parameters, and a team waits for all of them. Other links are not shared in this
+recurrence; a step takes no less than all exchanges hold any of them, which the evaluator adds.
 
 For two teams whose exchanges are short, c_1 <= c_2
 the seconds that they take alone and tau the staleness, this is

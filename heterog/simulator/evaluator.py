@@ -372,10 +372,32 @@ class Evaluator:
             return choice
         assert strategy.asynchronous is not None
         seconds = steady_seconds(self.team_paces(strategy, choice), strategy.asynchronous)
+        seconds = max(seconds, self._exchanges_on_links_s(strategy))
         counted = self.num_evaluations
         local_s, _ = self._run(self._lower(choice), Order.FIFO, math.inf)
         self.num_evaluations = counted
         return choice._replace(averaging_s=seconds - local_s)
+
+    def _exchanges_on_links_s(self, strategy: Strategy) -> float:
+        """Seconds for which one step of all teams holds the link that is held longest.
+
+        Teams of one host share its NIC, and a device of the server sends and receives for others.
+        """
+        held = np.zeros(len(self.cluster.resources))
+        for team in range(len(strategy.decisions[0].teams)):
+            for device, server, rows in pushes_of(self.graph, strategy, team):
+                if device != server:
+                    channel = device * self.cluster.num_devices + server
+                    held += self._bytes_of(rows) * self._held_by(channel)
+            for device, server, rows in pulls_of(self.graph, strategy, team):
+                if device != server:
+                    channel = server * self.cluster.num_devices + device
+                    held += self._bytes_of(rows) * self._held_by(channel)
+        return float(held.max(initial=0.0))
+
+    def _bytes_of(self, rows: Sequence[int]) -> float:
+        """Bytes of the parameters of some rows of ``graph.updates``."""
+        return float(sum(self.graph.tensor_bytes[self.graph.updates[row][1]] for row in rows))
 
     def team_paces(self, strategy: Strategy, choice: Choice) -> tuple[TeamPace, ...]:
         """What a step of each team takes, and what its exchange with the server takes alone.
@@ -426,7 +448,7 @@ class Evaluator:
         A push holds the device for the optimizer's step, a pull for the copy of the weights.
         """
         rows, kind = list(traffic.rows), self._type_of_device[traffic.server]
-        num_bytes = float(sum(self.graph.tensor_bytes[self.graph.updates[row][1]] for row in rows))
+        num_bytes = self._bytes_of(rows)
         if is_push:
             own_s = float(self._update_seconds[kind, rows].sum())
         else:

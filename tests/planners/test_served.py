@@ -65,6 +65,23 @@ def test_a_step_is_that_of_the_slowest_team_with_its_exchange() -> None:
     assert found.step_time_s == pytest.approx(exchanges, rel=0.05)
 
 
+def test_teams_of_one_host_share_its_line() -> None:
+    """Four teams behind one line, the server's parts in front of two others: 4 models each way."""
+    graph = graph_of("mlp")
+    wide = cluster_of((0.0001, ["T4"] * 4), (0.001, ["T4"]), (0.001, ["T4"]))
+    evaluator = Evaluator(graph, wide)
+    decision = Decision(
+        devices=tuple(range(6)),
+        shares=(1, 1, 1, 1, 2, 2),
+        teams=tuple((device,) for device in range(6)),
+    )
+    server = AsynchronousServer(staleness=3, devices=(4, 5), ticks=(1,) * 6)
+    served = replace(strategy(decision, server), cluster=wide.fingerprint())
+    found = evaluator.referee(served, Order.FIFO).step_time_s
+    num_bytes = float(evaluator.tables.parameter_bytes.sum())
+    assert found >= 4 * num_bytes / (0.0001e9 / 8) * 0.99
+
+
 def test_parts_of_the_server_on_more_devices_share_the_traffic() -> None:
     graph = graph_of("mlp")
     several = replace(SERVER, devices=(0, 1, 2))

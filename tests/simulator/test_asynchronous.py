@@ -94,6 +94,14 @@ def test_a_busy_server_sets_the_pace() -> None:
     assert steady_seconds(teams, server(3, teams)) == pytest.approx(8.0)
 
 
+def test_without_a_bound_a_busy_server_sets_the_rate() -> None:
+    """Three teams that would make 1/1.1 steps a second each; a step holds the server for 1 s."""
+    teams = paces(0.1, 0.1, 0.1, exchange_s=0.5)
+    ended = push_seconds(teams, server(1000, teams), 60)
+    assert samples_by(ended, (1, 1, 1), 50.0) == pytest.approx(50, abs=2)
+    assert unbounded_samples_per_s(teams, (1, 1, 1)) * 50 > 136
+
+
 def test_devices_of_a_server_work_side_by_side() -> None:
     """Three teams that only exchange: each device has half of the work, and so ends sooner."""
     whole = [TeamPace(1.0, 0.0, 1.0)] * 3
