@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import HeterogError, StrategyError
+from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
+from heterog.runtime.rehearsal import rehearse
 from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
+from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.ranks import Ranks
@@ -342,3 +345,33 @@ def test_why_a_server_has_ended_is_told(ranks: Ranks, tmp_path: Path) -> None:
     plan_of(graph_of("mlp"), served("mlp", server)).save(path)
     said = ranks.run(with_a_failing_server, str(path))[0]
     assert said == "the server on rank 0 has ended: no step today"
+
+
+@pytest.mark.parametrize(
+    ("name", "cut"), [("gpt", ""), ("mlp", "pipeline"), ("normalised", "replicas")]
+)
+def test_what_runs_is_rehearsed(name: str, cut: str) -> None:
+    """Of teams with masked labels too, which every rank counts by itself."""
+    ticks = UNLIKE.ticks[: 2 if cut else 3]
+    strategy = served(name, replace(UNLIKE, ticks=ticks), cut=cut)
+    assert rehearsed(capture_step(workload_of(name)), strategy) == ""
+
+
+def test_teams_that_meet_in_every_step_are_refused() -> None:
+    """The square of a mean over the batch: each team needs the others' parts of it."""
+
+    def squared_mean(output: Tensor, _: Tensor) -> Tensor:
+        return output.mean() ** 2
+
+    workload = replace(workload_of("mlp"), loss=squared_mean)
+    captured = capture_step(workload)
+    alone = Decision(devices=(0, 1, 2), shares=SHARES, teams=SINGLES)
+    decisions = [alone] * group_ops(captured.graph).num_groups
+    strategy = replace(strategy_of(captured.graph, decisions), asynchronous=UNLIKE)
+    said = rehearsed(captured, strategy)
+    assert "devices (0, 1, 2) of several teams exchange a value in every step" in said
+
+
+def rehearsed(captured: CapturedStep, strategy: Strategy) -> str:
+    program = lower(captured.graph, cluster(), strategy, num_steps=1)
+    return rehearse(captured, strategy, program, range(program.num_tasks))
