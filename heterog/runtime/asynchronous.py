@@ -81,7 +81,6 @@ class AsynchronousTraining:
         self._gradients: dict[int, Tensor] = {}
         self._sending: list[Callable[[], None]] = []
         self._alike_after = 0
-        self._has_begun = False
 
     def is_alike(self, num_steps: int) -> bool:
         """Whether all ranks have the server's weights after so many steps."""
@@ -117,7 +116,8 @@ class AsynchronousTraining:
             return
         self._ask(Ask.SETTLE)
         self._alike_after = num_steps
-        if self.weights is not None:  # which now waits for the next step
+        if self.weights is not None:
+            self.weights.join()
             for row, value in self.weights.values.items():
                 state = self.weights.optimizer.state.get(value, {})
                 self._optimizer.state[self._parameters[row]] = dict(state)
@@ -140,20 +140,15 @@ class AsynchronousTraining:
         dist.barrier()  # nobody asks for weights before all servers have them
 
     def close(self) -> None:
-        """End the server; every rank calls it when all have settled."""
-        if self._has_begun:
-            self._ask(Ask.CLOSE)
-            if self.weights is not None:
-                self.weights.join()
+        """End the messages' process group; every rank calls it when all have settled."""
         dist.barrier()
         self._messages.close()
 
     def _ask(self, ask: Ask) -> None:
         """Say what comes next to all servers of this rank's parameters; take weights over."""
         self._check_server()
-        if not self._has_begun and self.weights is not None:
+        if self.weights is not None:
             self.weights.start()
-        self._has_begun = True
         while self._sending:
             self._sending.pop()()
         options = options_now(self._optimizer, self._named)
@@ -161,10 +156,8 @@ class AsynchronousTraining:
         coming, asked = [], []
         for server, rows in self._pulls:
             values = [self._parameters[row].detach() for row in rows]
-            if ask != Ask.CLOSE:
-                into = flat_like(values)
-                come = self._messages.start_receive(into, server, Tag.NEW_WEIGHTS)
-                coming.append((values, come))
+            come = self._messages.start_receive(flat_like(values), server, Tag.NEW_WEIGHTS)
+            coming.append((values, come))
             asked.append(self._messages.start_send(said, server, Tag.ASK))
         try:
             for values, come in coming:

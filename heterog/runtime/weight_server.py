@@ -13,8 +13,8 @@ What a team asks for is a message of numbers: a code, then the options of its op
 
 - ``WEIGHTS``: of its next step.
 - ``SETTLE``: it has made all its steps for now. When all teams have said so, and the server has
-  taken all their gradients, every team gets the weights, and the order of events begins anew.
-- ``CLOSE``: the thread ends; said by all teams after they have settled.
+  taken all their gradients, every team gets the weights and the thread ends. The next step starts
+  another one, and the order of events begins anew.
 """
 
 import threading
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.asynchronous import PushOrder, pulls_of, pushes_of, server_of_rows
+from heterog.strategy.asynchronous import PushOrder, Traffic, pulls_of, pushes_of, server_of_rows
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
@@ -42,7 +42,6 @@ class Ask(IntEnum):
 
     WEIGHTS = 0
     SETTLE = 1
-    CLOSE = 2
 
 
 class Tag(IntEnum):
@@ -160,46 +159,54 @@ class WeightServer:
         teams = range(len(self._server.ticks))
         self._pushes = [_with_server(pushes_of(graph, strategy, team), rank) for team in teams]
         self._pulls = [_with_server(pulls_of(graph, strategy, team), rank) for team in teams]
-        self._thread = threading.Thread(target=self._run, daemon=True, name="weight server")
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Begin to serve."""
-        self._thread.start()
+        """Serve until all teams have settled, if this does not do so already."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True, name="weight server")
+            self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the thread, which all teams have asked for."""
-        self._thread.join()
+        """Wait for the end of the thread, when all teams have settled.
+
+        A process whose threads wait for messages cannot end in order.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _run(self) -> None:
         try:
-            is_planned = self._server.order == PushOrder.PLANNED
-            serve = self._serve_in_order if is_planned else self._serve_as_they_come
-            while serve():
-                pass
+            if self._server.order == PushOrder.PLANNED:
+                self._serve_in_order()
+            else:
+                self._serve_as_they_come()
+            for team in range(len(self._server.ticks)):
+                self._give(team)
+            for team in range(len(self._server.ticks)):
+                self._end_sending(team)
         except Exception as error:  # told to the rank's own thread, which raises it
             self._fail(error)
 
-    def _serve_in_order(self) -> bool:
-        """Serve until all teams have settled; ``False`` if they close instead."""
-        asked: dict[int, Ask] = {}
+    def _serve_in_order(self) -> None:
+        """Serve until all teams have settled, in the order of the plan."""
+        settled: set[int] = set()
         num_teams = len(self._server.ticks)
         for event in self._server.events():
-            if event.team in asked:
+            if event.team in settled:
                 continue
             if event.is_push:
-                self._take(event.team)
-                continue
-            ask = self._listen(event.team)
-            if ask == Ask.WEIGHTS:
+                self._step(event.team, self._receive(event.team))
+            elif self._listen(event.team) == Ask.WEIGHTS:
                 self._give(event.team)
                 self._expect(event.team)
-                continue
-            asked[event.team] = ask
-            if len(asked) == num_teams:
-                break
-        return self._end(asked)
+            else:
+                settled.add(event.team)
+            if len(settled) == num_teams:
+                return
 
-    def _serve_as_they_come(self) -> bool:
+    def _serve_as_they_come(self) -> None:
         """The same with a thread for each team."""
         stretch = _Stretch(len(self._server.ticks))
         threads = [
@@ -213,22 +220,11 @@ class WeightServer:
         if stretch.error is not None:
             raise stretch.error
         self.most_ahead = max(self.most_ahead, stretch.most_ahead)
-        return self._end(stretch.asked)
-
-    def _end(self, asked: dict[int, Ask]) -> bool:
-        """Give all teams the weights once they have settled; ``False`` if they close."""
-        if Ask.CLOSE in asked.values():
-            return False
-        for team in asked:
-            self._give(team)
-        for team in asked:
-            self._end_sending(team)
-        return True
 
     def _follow(self, team: int, stretch: "_Stretch") -> None:
-        """Serve one team until it has settled or closes."""
+        """Serve one team until it has settled."""
         try:
-            while (ask := self._listen(team)) == Ask.WEIGHTS:
+            while self._listen(team) == Ask.WEIGHTS:
                 with stretch.changed:
                     stretch.wait_for_turn(team, self._server.staleness)
                     messages = self._weights_for(team)
@@ -238,7 +234,6 @@ class WeightServer:
                 with stretch.changed:
                     self._step(team, gradients)
                     stretch.has_pushed(team)
-            stretch.asked[team] = ask
         except Exception as error:  # raised by the thread that waits for all
             self._fail(error)
             with stretch.changed:
@@ -292,10 +287,6 @@ class WeightServer:
             for device, rows in self._pushes[team]
         ]
 
-    def _take(self, team: int) -> None:
-        """Receive a team's gradients and step the optimizer with them."""
-        self._step(team, self._receive(team))
-
     def _receive(self, team: int) -> dict[int, Tensor]:
         """A team's gradients, by row of ``graph.updates``."""
         self._end_sending(team)  # which it has, or it could not have gradients
@@ -321,7 +312,6 @@ class _Stretch:
 
     Attributes:
         done: steps that each team has pushed.
-        asked: what teams have said last.
         changed: held by who reads or changes weights, and notified of every push.
         most_ahead: steps that any team has been ahead of the slowest one.
         error: that has ended a team's thread, if any.
@@ -329,7 +319,6 @@ class _Stretch:
 
     def __init__(self, num_teams: int) -> None:
         self.done = [0] * num_teams
-        self.asked: dict[int, Ask] = {}
         self.changed = threading.Condition()
         self.most_ahead = 0
         self.error: Exception | None = None
@@ -349,9 +338,7 @@ class _Stretch:
         self.changed.notify_all()
 
 
-def _with_server(traffic: Sequence[tuple[int, int, tuple[int, ...]]], rank: int) -> (
-    list[tuple[int, tuple[int, ...]]]
-):  # fmt: skip
+def _with_server(traffic: Sequence[Traffic], rank: int) -> list[tuple[int, tuple[int, ...]]]:
     """(device of the team, rows) of what this server moves."""
     return [(device, rows) for device, server, rows in traffic if server == rank]
 
