@@ -1,4 +1,4 @@
-"""The times and results of changes of shares: a pure function of what all ranks measured.
+"""The decision when shares change, and to what: a pure function of all ranks' measurements.
 
 Every rank gets the seconds of all ranks and comes to the same shares. They change only where the
 step is predicted to be quicker by more than a dead band, which grows with the noise of the
