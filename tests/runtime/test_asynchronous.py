@@ -265,6 +265,42 @@ def test_a_checkpoint_holds_the_weights_and_the_servers_state(
         torch.testing.assert_close(whole[key], value.detach(), rtol=1e-5, atol=1e-6)
 
 
+def on_exactly(rank: int, path: str, exact: str, folder: str) -> object:
+    """Two steps with a server, then one of an exact plan from their checkpoint."""
+    workload = workload_of("mlp", "AdamW")
+    first = deploy(workload, load_plan(path))
+    for number in range(2):
+        first(batch_of("mlp", number))
+    first.settle()
+    save_checkpoint(first, folder)
+    first.close()
+    again = deploy(workload, load_plan(exact))
+    load_checkpoint(again, folder)
+    again(batch_of("mlp", 2))
+    return again.state_dict()
+
+
+@pytest.mark.distributed
+def test_an_exact_plan_resumes_from_the_servers_weights_and_state(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    graph = graph_of("mlp", "AdamW")
+    strategy = served("mlp", replace(UNLIKE, devices=(1, 2)), "AdamW")
+    plan_of(graph, strategy).save(tmp_path / "served.json")
+    whole = [Decision(devices=(0, 1, 2), shares=SHARES)] * group_ops(graph).num_groups
+    plan_of(graph, strategy_of(graph, whole)).save(tmp_path / "exact.json")
+    paths = str(tmp_path / "served.json"), str(tmp_path / "exact.json"), str(tmp_path / "saved")
+    found = ranks.run(on_exactly, *paths)[0]
+    reference = Reference("mlp", "AdamW", strategy)
+    reference.train(0, 2)
+    reference.stepper.zero_grad()
+    loss = reference.workload.step_loss(reference.weights, batch_of("mlp", 2))
+    torch.autograd.backward(loss)
+    reference.stepper.step()
+    for key, value in reference.weights.named_parameters():
+        torch.testing.assert_close(found[key], value.detach(), rtol=1e-5, atol=1e-6)
+
+
 def refusals(rank: int, path: str) -> list[str]:
     """What a plan with a server does not do, in words."""
     said = []
