@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from heterog.local_losses import local_blocks
     from heterog.planners.plan import Plan, load_plan
     from heterog.runtime.deploy import deploy
+    from heterog.runtime.loss_scale import LossScale
     from heterog.strategy.strategy import Strategy
 
 __version__ = "0.1.0"
 __all__ = [
     "Balancer",
     "Cluster",
+    "LossScale",
     "Plan",
     "Strategy",
     "Workload",
@@ -43,6 +45,7 @@ __all__ = [
 _HOME = {
     "Balancer": "heterog.balance.balancer",
     "Cluster": "heterog.cluster",
+    "LossScale": "heterog.runtime.loss_scale",
     "Plan": "heterog.planners.plan",
     "Strategy": "heterog.strategy.strategy",
     "Workload": "heterog.graph.workload",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import TensorKind
+from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
@@ -25,6 +25,7 @@ from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
 from heterog.runtime.feedback import ErrorFeedback
+from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.placed import cut, join, put
@@ -63,6 +64,7 @@ class DeployedStep:
             any time: an update uses those that held when its own step was called. Its state is up
             to date after ``flush``.
         averager: brings islands together after every few steps, if they average.
+        loss_scale: Scale of the loss, if it is scaled.
         server: pulls weights and pushes gradients, if teams have an asynchronous server.
     """
 
@@ -72,6 +74,7 @@ class DeployedStep:
         plan: Plan,
         *,
         max_grad_norm: float | None = None,
+        loss_scale: LossScale | None = None,
         seed: int = 0,
         captured: CapturedStep | None = None,
     ) -> None:
@@ -96,7 +99,10 @@ class DeployedStep:
         _check_same_everywhere(program.hash)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
-        _check_apart(plan.strategy, program, clips=max_grad_norm is not None)
+        self.loss_scale = loss_scale
+        self._max_grad_norm = max_grad_norm
+        _check_apart(plan.strategy, program, clips=self._clips)
+        _check_scaled(graph, loss_scale)
         self.device = rank_device()
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
@@ -108,7 +114,6 @@ class DeployedStep:
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._workload = workload
-        self._clip = max_grad_norm
         self._seed = seed
         self._program = program
         self._communicator = Communicator(self.rank, ())
@@ -122,6 +127,11 @@ class DeployedStep:
         # When this step is no longer referenced, or at exit: gloo may abort a process whose
         # communication was not waited for.
         weakref.finalize(self, _abandon, self._by_shape)
+
+    @property
+    def _clips(self) -> bool:
+        """Whether all updates wait for the norm of all gradients."""
+        return self._max_grad_norm is not None or self.loss_scale is not None
 
     def _make_averager(self) -> Averager | None:
         """Make the object that averages islands, if the plan has any."""
@@ -167,7 +177,7 @@ class DeployedStep:
         }
         return StepExecutor(
             seen,
-            step_order(seen, task_order, clips=self._clip is not None),
+            step_order(seen, task_order, clips=self._clips),
             ops=local_ops(captured, axis_plan(graph, strategy.op_rules), self.device),
             communicator=self._communicator,
             parameters=parameters,
@@ -177,7 +187,8 @@ class DeployedStep:
             slices=self.part.slices,
             masters=self.masters,
             push=None if self.server is None else self.server.keep,
-            max_grad_norm=self._clip,
+            max_grad_norm=self._max_grad_norm,
+            loss_scale=self.loss_scale,
             seed=self._seed,
             device=self.device,
         )
@@ -212,7 +223,7 @@ class DeployedStep:
                 self._workload,
                 self.plan,
                 batch,
-                clips=self._clip is not None,
+                clips=self._clips,
             )
             _check_same_everywhere(step.program.hash)
             found = self._make_executor(
@@ -509,7 +520,12 @@ class DeployedStep:
 
 
 def deploy(
-    workload: Workload, plan: Plan, *, max_grad_norm: float | None = None, seed: int = 0
+    workload: Workload,
+    plan: Plan,
+    *,
+    max_grad_norm: float | None = None,
+    loss_scale: LossScale | None = None,
+    seed: int = 0,
 ) -> DeployedStep:
     """Set up a plan on every rank of a running process group.
 
@@ -518,6 +534,8 @@ def deploy(
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
         max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it, as
             ``torch.nn.utils.clip_grad_norm_`` does; updates then wait for all gradients.
+        loss_scale: Scale of the loss, for float16: steps whose gradients are not finite change
+            nothing; updates wait for all gradients. ``LossScale()`` follows torch's rules.
         seed: Seed of dropout and other random ops. Give all ranks the same; they draw different
             masks.
 
@@ -528,7 +546,9 @@ def deploy(
         StrategyError: the model, the number of ranks or the program differ from the plan's; an
             op of the model cannot be executed on a part of the batch; the norm is not above 0.
     """
-    return DeployedStep(workload, plan, max_grad_norm=max_grad_norm, seed=seed)
+    return DeployedStep(
+        workload, plan, max_grad_norm=max_grad_norm, loss_scale=loss_scale, seed=seed
+    )
 
 
 def _abandon(executors: Mapping[Signature, StepExecutor]) -> None:
@@ -559,11 +579,19 @@ def _check_apart(strategy: Strategy, program: Program, *, clips: bool) -> None:
         return
     if clips:
         raise StrategyError(
-            "max_grad_norm is a norm over one gradient, but the islands of this plan have one "
-            "each; train without it, or with an exact plan."
+            "max_grad_norm is a norm over one gradient, and loss_scale asks for it, but the "
+            "islands of this plan have one each; train without them, or with an exact plan."
         )
     if fault := crossing_fault(program, strategy):
         raise StrategyError(f"{fault}.")
+
+
+def _check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:
+    if loss_scale is not None and op_that_begins_backward(graph) is None:
+        raise StrategyError(
+            f"loss_scale cannot scale the loss of '{graph.name}': its backward pass does not "
+            "begin with one loss (blocks with losses of their own have several); train without it."
+        )
 
 
 def _check_same_everywhere(program_hash: str) -> None:

@@ -27,6 +27,7 @@ from heterog.runtime.conversions import Conversions
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import Extent, LocalOp
+from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
 from heterog.runtime.optimizer import Push, StepUpdates, Updates
@@ -80,6 +81,7 @@ class StepExecutor:
         masters: the optimizer's copies of what it steps, if it has any.
         push: takes gradients for an asynchronous server; ``None``: the optimizer steps here.
         max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
+        loss_scale: Scale of the loss, if it is scaled.
         seed: of random ops; the same on all ranks.
         device: where this rank computes; all tensors it is given are there.
 
@@ -104,6 +106,7 @@ class StepExecutor:
         masters: Masters | None = None,
         push: Push | None = None,
         max_grad_norm: float | None = None,
+        loss_scale: LossScale | None = None,
         seed: int = 0,
         device: torch.device | None = None,
     ) -> None:
@@ -117,6 +120,8 @@ class StepExecutor:
         self._communicator = communicator
         self._parameters = parameters
         self._max_grad_norm = max_grad_norm
+        self._loss_scale = loss_scale
+        self._begins_backward = op_that_begins_backward(part.graph) if loss_scale else None
         device = device or torch.device("cpu")
         self._random = RandomStream(seed, device)
         scale = gradient_scale(part.graph, part.strategy, part.rank)
@@ -224,7 +229,12 @@ class StepExecutor:
             self._slices,
             self.feedback,
         )
-        self._step = StepUpdates(gradients, self._updates.options(), scale=self._scale)
+        self._step = StepUpdates(
+            gradients,
+            self._updates.options(),
+            scale=self._scale,
+            loss_scale=1.0 if self._loss_scale is None else self._loss_scale.scale,
+        )
         self._summed_loss = None
 
     def take(self, turn: DueTask) -> None:
@@ -315,8 +325,7 @@ class StepExecutor:
     def _play(self, task: int, step: StepUpdates) -> None:
         """Run one task, in the state of the step that it belongs to."""
         if task == NORM:
-            assert self._max_grad_norm is not None
-            self._updates.clip(step, self._max_grad_norm)
+            self._updates.clip(step, self._max_grad_norm, self._loss_scale)
             return
         recorder = self._updates.recorder
         if recorder is not None:
@@ -433,6 +442,8 @@ class StepExecutor:
                 outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
         else:
             outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
+        if op == self._begins_backward:
+            outputs = [outputs[0] * step.loss_scale]
         if Special.NLL_GLOBAL_WEIGHT in local_op.specials:
             assert spans is not None
             weight = self._losses.label_weight(op, local_op, spans)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from heterog.runtime.codecs import encode
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.gradients import Gradients, decoded
+from heterog.runtime.loss_scale import LossScale
 from heterog.runtime.masters import Masters
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder
@@ -42,12 +43,16 @@ class StepUpdates:
         options: Options of the optimizer when the step was called.
         scale: Factor of every gradient, for clipping or where islands average; ``None`` leaves
             them as they are.
+        loss_scale: Factor of the loss, and so of all gradients as they were made.
+        is_skipped: Whether the step changes nothing, because its gradients are not finite.
         updated: Number of parameters that may be updated, by bucket that is updated in slices.
     """
 
     gradients: Gradients
     options: Options
     scale: Tensor | None = None
+    loss_scale: float = 1.0
+    is_skipped: bool = False
     updated: dict[int, int] = field(default_factory=dict)
 
 
@@ -192,12 +197,20 @@ class Updates:
         self._arriving.clear()
         self._gathering.clear()
 
-    def clip(self, step: StepUpdates, max_norm: float) -> None:
+    def clip(
+        self, step: StepUpdates, max_norm: float | None, loss_scale: LossScale | None = None
+    ) -> None:
         """Compute the factor that scales the gradients down to a norm over all parameters.
 
         The formula, and what happens to a norm that is not finite, are those of
         ``torch.nn.utils.clip_grad_norm_``: scale = min(1, max_norm / (norm + 1e-6)). Each
         parameter's total gradient counts once, on the rank that owns it, and so does each slice.
+
+        Args:
+            step: The step that the gradients belong to.
+            max_norm: Largest norm; ``None`` leaves the norm as it is.
+            loss_scale: Scale of the loss, out of which gradients are taken first; with one, a step
+                whose norm is not finite is skipped.
         """
         # In double precision: squares of large norms overflow where the norms do not.
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -208,12 +221,24 @@ class Updates:
             for number, own in self._slices.own.items()
             if own.numel() and self._slices.buckets[number].is_first
         ]
-        norms = [torch.linalg.vector_norm(part) for part in parts]
+        norms = [
+            # The norm of small float16 numbers may be too large for one.
+            torch.linalg.vector_norm(
+                part, dtype=torch.float32 if part.dtype == torch.float16 else None
+            )
+            for part in parts
+        ]
         if norms:
             squares += torch.stack([norm.double() for norm in norms]).square().sum()
         squares = self._communicator.sum_over_all(squares).wait()
-        self.norm = squares.sqrt()
-        step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
+        self.norm = squares.sqrt() / step.loss_scale
+        step.scale = torch.ones_like(self.norm)
+        if max_norm is not None:
+            step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
+        step.scale = step.scale / step.loss_scale
+        if loss_scale is not None:
+            step.is_skipped = not bool(self.norm.isfinite())
+            loss_scale.update(is_finite=not step.is_skipped)
 
     def step(self) -> None:
         """Update the whole parameters that wait for it, in one call where possible."""
@@ -255,13 +280,18 @@ class Updates:
         if self._push is not None:
             self._push(rows, [total for _, total in targets])
             return
+        if step.is_skipped:
+            return
         assert self._optimizer is not None
         stepped = [self._masters.of(parameter) for parameter, _ in targets]
         for parameter, (_, total) in zip(stepped, targets, strict=True):
+            # A factor is taken in the wider dtype: 1/65536 has few digits in float16.
             gradient = total.contiguous()
             scale = step.scale
-            scaled = gradient if scale is None else gradient * scale.to(gradient.dtype)
-            parameter.grad = scaled.to(parameter.dtype)
+            if scale is not None:
+                gradient = gradient.to(torch.promote_types(gradient.dtype, parameter.dtype))
+                gradient = gradient * scale.to(gradient.dtype)
+            parameter.grad = gradient.to(parameter.dtype)
         if self.recorder is not None:
             self.recorder.begin_update(rows)
         with _only_with_gradients(self._optimizer), _with_options(self._optimizer, step.options):
