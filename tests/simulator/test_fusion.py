@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from heterog.simulator.device_models.fusion.fused import Fused, fused_kernels
 from heterog.simulator.device_models.fusion.scheduling import Kernel
 from heterog.simulator.device_models.model import DeviceModels
 from heterog.zoo import build
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, few_of
 
 
 def graph_of(model: Callable[[], nn.Module], *batch: Tensor) -> OpGraph:
@@ -31,6 +32,11 @@ def graph_of(model: Callable[[], nn.Module], *batch: Tensor) -> OpGraph:
         return (made * made).sum()
 
     return capture(Workload(model, batch, loss, torch.optim.SGD, name="small"))
+
+
+@cache
+def zoo_graph(name: str, batch_size: int) -> OpGraph:
+    return capture(build(name, batch_size))
 
 
 class Chain(nn.Module):
@@ -84,9 +90,9 @@ def test_a_layer_norm_between_products_is_one_kernel_with_its_relu() -> None:
     assert names == {"native_layer_norm.default", "relu.default"}
 
 
-@pytest.mark.parametrize("name", ["resnet50", "gpt2", "mobilenet_v2"])
+@pytest.mark.parametrize("name", few_of(["gpt2", "resnet50", "mobilenet_v2"], 2))
 def test_kernels_run_in_an_order_and_every_value_is_made_before_it_is_read(name: str) -> None:
-    fused = fused_kernels(capture(build(name, 4)))
+    fused = fused_kernels(zoo_graph(name, 4))
     for phase in (Phase.FORWARD, Phase.BACKWARD):
         kernels = [each for each in fused.kernels if each.phase == phase]
         maker = {value: n for n, kernel in enumerate(kernels) for value in kernel.writes}
@@ -99,7 +105,7 @@ def test_kernels_run_in_an_order_and_every_value_is_made_before_it_is_read(name:
 
 
 def test_all_bytes_and_launches_of_kernels_are_shared_out() -> None:
-    graph = capture(build("gpt2", 4))
+    graph = zoo_graph("gpt2", 4)
     fused = fused_kernels(graph)
     made = [each for each in fused.kernels if not each.is_own]
     assert fused.launches.sum() == len(made)
@@ -108,7 +114,7 @@ def test_all_bytes_and_launches_of_kernels_are_shared_out() -> None:
 
 
 def test_a_compiled_step_takes_its_kernels_bytes_and_launches() -> None:
-    graph, kind = capture(build("gpt2", 4)), device_type("A100-80GB")
+    graph, kind = zoo_graph("gpt2", 4), device_type("A100-80GB")
     compiled, eager = DeviceModels(Execution.COMPILED), DeviceModels()
     seconds = compiled.op_seconds(graph, kind, 4)
     fused = fused_kernels(graph)
@@ -144,7 +150,7 @@ def test_kernels_are_as_many_as_inductor_schedules_for_a_gpu() -> None:
 
 
 def test_more_samples_never_take_less() -> None:
-    graph, kind = capture(build("resnet50", 8)), device_type("V100-32GB")
+    graph, kind = zoo_graph("resnet50", 4), device_type("V100-32GB")
     model = DeviceModels(Execution.COMPILED)
-    seconds = np.array([model.op_seconds(graph, kind, samples) for samples in range(1, 9)])
+    seconds = np.array([model.op_seconds(graph, kind, samples) for samples in range(1, 5)])
     assert (np.diff(seconds, axis=0) >= -1e-12).all()
