@@ -7,7 +7,7 @@ from heterog.units import format_bytes, format_bytes_range
 
 
 def size_with_interval(errors: PeakErrors | None, peak_bytes: int) -> str:
-    """A peak, and in brackets where four of five measured peaks are expected.
+    """A peak, and in brackets the range of four of five measured peaks.
 
     >>> errors = PeakErrors(spread=0.05, num_runs=4, measured_on="GH200")
     >>> size_with_interval(errors, 10 * 1024**3)
@@ -20,11 +20,11 @@ def size_with_interval(errors: PeakErrors | None, peak_bytes: int) -> str:
 
 
 def near_limit(errors: PeakErrors | None, peaks: Iterable[tuple[int, int]]) -> str:
-    """How near the limit a plan is, if that is within the model's error; empty if it is not.
+    """Distance of a plan from the limit if that is within the model's error; else empty.
 
     Args:
-        errors: of the memory model; ``None`` if they are not known.
-        peaks: of each device (predicted, usable) bytes.
+        errors: Errors of the memory model; ``None`` if they are not known.
+        peaks: (predicted, usable) bytes of each device.
 
     >>> errors = PeakErrors(spread=0.05, num_runs=4, measured_on="GH200")
     >>> near_limit(errors, [(97, 100), (1, 100)])
@@ -50,7 +50,7 @@ def near_limit(errors: PeakErrors | None, peaks: Iterable[tuple[int, int]]) -> s
 
 
 def chance_to_fit(probability: float) -> str:
-    """How often a plan is expected to fit, without more digits than four runs can bear.
+    """Chance that a plan fits, with no more digits than four runs allow.
 
     >>> chance_to_fit(0.612), chance_to_fit(0.9996), chance_to_fit(0.002)
     ('chance to fit 61 %', 'chance to fit over 99 %', 'chance to fit under 1 %')
@@ -63,7 +63,7 @@ def chance_to_fit(probability: float) -> str:
 
 
 def provenance(errors: PeakErrors) -> str:
-    """What an interval says and where it comes from, in one sentence.
+    """One sentence about what an interval says and where it comes from.
 
     >>> provenance(PeakErrors(spread=0.05, num_runs=4, measured_on="GH200"))
     'Four of five measured peaks are expected in their interval, by the errors of 4 runs on GH200.'

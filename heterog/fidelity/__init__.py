@@ -1,1 +1,1 @@
-"""How true predictions are: recorded runs beside what the simulator says of them."""
+"""Accuracy of predictions: recorded runs beside the simulator's predictions of them."""

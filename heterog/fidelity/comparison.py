@@ -1,4 +1,4 @@
-"""Predictions beside recorded runs, and what their differences come to."""
+"""Predictions beside recorded runs, and statistics of their differences."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ from scipy.stats import binomtest, spearmanr
 from heterog.simulator.intervals import COVERAGE, Interval
 
 _DIFFERENT = 0.05
-"""Two runs that differ by less are equally good."""
+"""Relative difference of step times below which two runs count as equally good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One run.
+    """One run with its measurement and prediction.
 
     Attributes:
-        family: whose errors are reported together.
-        name: of the run.
-        measured_s: seconds of a step.
-        predicted_s: the same, predicted.
-        interval_s: around the prediction; ``None`` where none was made.
-        measured_bytes: largest peak of a device; ``None`` where none was recorded.
-        predicted_bytes: the same, predicted.
-        interval_bytes: around the prediction; ``None`` where none was made.
-        choice: runs with the same choice are alternatives: one model, cluster and batch, unlike
+        family: Name under which errors of runs are reported together.
+        name: Name of the run.
+        measured_s: Measured seconds of a step.
+        predicted_s: Predicted seconds of a step.
+        interval_s: Interval around the prediction; ``None`` if none was made.
+        measured_bytes: Largest measured peak of a device; ``None`` if none was recorded.
+        predicted_bytes: Largest predicted peak of a device.
+        interval_bytes: Interval around the predicted peak; ``None`` if none was made.
+        choice: Name shared by runs that are alternatives: one model, cluster and batch, unlike
             layouts. Empty where there are none.
-        is_doubtful: the row contradicts physics; errors are given with and without it.
+        is_doubtful: Whether the row contradicts physics; errors are given with and without it.
     """
 
     family: str
@@ -45,7 +45,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of the predicted seconds, as a share of the measured ones."""
+        """Error of the predicted seconds, as a share of the measured ones; above 0 if too long."""
         return self.predicted_s / self.measured_s - 1.0
 
 
@@ -54,8 +54,8 @@ class Pairs:
     """Pairs of alternatives that differ by more than a twentieth.
 
     Attributes:
-        number: of them.
-        ordered: how many of them the prediction orders rightly.
+        number: Number of pairs.
+        ordered: Number of pairs that the prediction orders rightly.
     """
 
     number: int
@@ -64,24 +64,24 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyErrors:
-    """What the differences of a family come to.
+    """Statistics of the errors of a family of runs.
 
     Attributes:
-        name: of the family.
-        num_runs: in it.
-        mape: mean absolute error, as a share of the measured seconds.
-        median: of the absolute errors.
-        p90: their 90th percentile.
-        bias: median of the signed errors.
-        spearman: rank agreement; ``None`` for fewer than three runs, or all alike.
-        interval_coverage: part of the runs inside their intervals.
-        interval_width: median of (high - low) / predicted.
-        is_coverage_sound: a binomial test at 95 % does not reject ``COVERAGE``.
-        memory_mape: mean absolute error of the largest peak.
-        memory_coverage: part of the recorded peaks inside their intervals.
-        memory_width: median of (high - low) / predicted of these intervals.
-        is_memory_coverage_sound: the same binomial test, of ``memory_coverage``.
-        pairs: of alternatives.
+        name: Name of the family.
+        num_runs: Number of runs in it.
+        mape: Mean absolute error, as a share of the measured seconds.
+        median: Median of the absolute errors.
+        p90: Their 90th percentile.
+        bias: Median of the signed errors.
+        spearman: Rank agreement; ``None`` for fewer than three runs, or all alike.
+        interval_coverage: Share of the runs inside their intervals.
+        interval_width: Median of (high - low) / predicted.
+        is_coverage_sound: Whether a binomial test at 95 % does not reject ``COVERAGE``.
+        memory_mape: Mean absolute error of the largest peak.
+        memory_coverage: Share of the recorded peaks inside their intervals.
+        memory_width: Median of (high - low) / predicted of these intervals.
+        is_memory_coverage_sound: Result of the same binomial test of ``memory_coverage``.
+        pairs: Pairs of alternatives.
     """
 
     name: str
@@ -141,7 +141,7 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
 
 
 def in_words(errors: FamilyErrors) -> str:
-    """One line about a family."""
+    """One line about the errors of a family."""
     text = (
         f"{errors.name}: {errors.num_runs} run{'s' * (errors.num_runs > 1)}, mean error "
         f"{errors.mape:.1%}, median {errors.median:.1%}, 90th percentile {errors.p90:.1%}, bias "
@@ -161,7 +161,7 @@ def in_words(errors: FamilyErrors) -> str:
 def ordered_pairs(
     runs: Sequence[Compared], predicted: Callable[[Compared], float] = lambda run: run.predicted_s
 ) -> Pairs:
-    """How many pairs of alternatives a prediction orders rightly.
+    """Pairs of alternatives, and how many of them a prediction orders rightly.
 
     >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
     >>> two = Compared(family="", name="b", choice="x", measured_s=2.0, predicted_s=1.1)
@@ -183,7 +183,7 @@ def ordered_pairs(
 
 
 class _Coverage(NamedTuple):
-    """How often intervals held; ``None`` throughout where there are none."""
+    """Share of measurements inside their intervals; ``None`` throughout if there are none."""
 
     part: float | None = None
     width: float | None = None
@@ -193,7 +193,7 @@ class _Coverage(NamedTuple):
 def _coverage(
     runs: Sequence[tuple[float | None, float | None, Interval | None]],
 ) -> _Coverage:
-    """Of (measured, predicted, interval) of each run; those without all three are left out."""
+    """Coverage by (measured, predicted, interval) of each run; those lacking one are skipped."""
     inside, widths = [], []
     for measured, predicted, interval in runs:
         if measured and predicted and interval is not None:

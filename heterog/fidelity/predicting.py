@@ -1,4 +1,4 @@
-"""What the simulator says of recorded runs."""
+"""The simulator's predictions of recorded runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from heterog.strategy.layouts.layout import Layout, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 
 Graphs = Callable[[str, int | None], OpGraph]
-"""The graph of a model at a batch size; ``None`` for the model's own."""
+"""Function that returns the graph of a model at a batch size; ``None`` for the model's own."""
 Clusters = Callable[[str], Cluster]
 
 
@@ -44,7 +44,7 @@ def cases_of(
 
 
 def _cluster_of(run: RecordedRun, clusters: Clusters) -> Cluster:
-    """The cluster of a run, with the program that the run says."""
+    """The cluster of a run, with the program that the run names."""
     cluster = clusters(run.cluster)
     if not run.execution:
         return cluster
@@ -83,8 +83,8 @@ def largest_peak(peaks_bytes: Sequence[int], cluster: Cluster) -> tuple[int, Int
     The reserve is the cluster file's, so that the interval knows of no error in it.
 
     Args:
-        peaks_bytes: predicted for each device, without what it reserves.
-        cluster: the devices.
+        peaks_bytes: Predicted peak of each device, without what it reserves.
+        cluster: Cluster of the devices.
     """
     reserved = [each.type.memory_bytes - each.usable_memory_bytes for each in cluster.devices]
     peak, more = max(zip(peaks_bytes, reserved, strict=True), key=sum)

@@ -1,4 +1,4 @@
-"""Recorded runs as a table in a file: what ran, where, how, and what it took.
+"""Recorded runs as a table in a file: model, cluster, layout, and measurements.
 
 A CSV file with a head line and a row for each run:
 
@@ -11,14 +11,14 @@ A CSV file with a head line and a row for each run:
 ``layout``
     as ``heterog plan --layout`` takes it: ``tp=2,pp=2,micro_batch=1``; empty for data parallelism.
 ``seconds``
-    of a step: the median of many, warm.
+    seconds of a step: the median of many, warm.
 ``peak_bytes``
     the largest peak of a device; empty if not recorded.
 ``execution``
-    which program ran it: ``eager``, ``megatron`` or ``compiled``; empty for what the cluster file
+    program that ran it: ``eager``, ``megatron`` or ``compiled``; empty for what the cluster file
     says.
 ``family``
-    whose errors are reported together; empty for the model's name.
+    name under which errors are reported together; empty for the model's name.
 
 Other columns are ignored. What a column would say of every row may be given once instead.
 """
@@ -52,18 +52,18 @@ _MOST_ROWS = 100_000
 
 
 class RecordedRun(Record):
-    """One row; see the module.
+    """One row of the table; see the module.
 
     Attributes:
-        line: of the file, for messages.
-        model: zoo name, or what was given for all rows.
-        batch_size: ``None`` for the model's own.
-        cluster: preset, file, or what was given for all rows.
-        layout: as text.
-        seconds: of a step.
-        peak_bytes: ``None`` if not recorded.
-        execution: empty for that of the cluster.
-        family: never empty.
+        line: Line of the file, for messages.
+        model: Zoo name or file, or what was given for all rows.
+        batch_size: Samples of a step; ``None`` for the model's own.
+        cluster: Preset or file, or what was given for all rows.
+        layout: Layout as text; empty for data parallelism.
+        seconds: Seconds of a step.
+        peak_bytes: Largest peak of a device; ``None`` if not recorded.
+        execution: Program that ran it; empty for that of the cluster.
+        family: Name under which errors are reported together; never empty.
     """
 
     line: Count
@@ -81,9 +81,9 @@ def read_runs(path: Path, *, model: str = "", cluster: str = "") -> list[Recorde
     """The runs of a file.
 
     Args:
-        path: of the table.
-        model: of all rows, in place of the column; a person may name a Python file here.
-        cluster: of all rows, in place of the column.
+        path: Path of the table.
+        model: Model of all rows, in place of the column; a person may name a Python file here.
+        cluster: Cluster of all rows, in place of the column.
 
     Raises:
         InputFileError: the file cannot be read, a column is missing, or a value is wrong.

@@ -28,14 +28,14 @@ _RUN_SPREAD = 0.08
 """Standard deviation of the logarithm of a step time whose parameters are right."""
 _FACTOR_SPREAD = 0.3
 _HOST_SPREAD = 1.0
-"""The same of factors and of the host's seconds before any run is seen."""
+"""Standard deviation of the logarithm of factors and of the host's seconds before any run."""
 _RUNS_BEFORE, _SPREAD_BEFORE = 3, 0.12
-"""A new spread is as if so many runs had been off by so much before."""
+"""Number of runs that a new spread counts as seen before, and how far they were off."""
 _MOST_LEVERAGE = 0.9
 _ITERATIONS = 4
 _STEP = 0.05
 _GAIN = 0.999
-"""What is left of the cost after a step that is worth another one, at most."""
+"""Largest ratio of the cost after a step to that before, for which another step is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,10 +43,10 @@ class Case:
     """One recorded run, ready to be simulated.
 
     Attributes:
-        graph: of the whole batch.
-        cluster: that it ran on.
-        strategy: how.
-        measured_s: seconds of a step.
+        graph: Graph of the whole batch.
+        cluster: Cluster that it ran on.
+        strategy: Strategy that it ran with.
+        measured_s: Measured seconds of a step.
     """
 
     graph: OpGraph
@@ -62,14 +62,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RunFit:
-    """What came of a fit.
+    """Result of a fit.
 
     Attributes:
-        models: the device models that explain the runs best.
-        before: log(predicted / measured) of each run by what was believed before.  # [num_cases]
-        after: the same by what was fitted.  # [num_cases]
-        left_out: the same of each run as if it had not been fitted, to first order: the residual
-            over (1 - leverage), as in a linear regression.  # [num_cases]
+        models: Device models that explain the runs best.
+        before: Errors log(predicted / measured) of each run by the models before.  # [num_cases]
+        after: Errors log(predicted / measured) of each run by the fitted models.  # [num_cases]
+        left_out: Errors of each run as if it had not been fitted, to first order: the
+            residual over (1 - leverage), as in a linear regression.  # [num_cases]
     """
 
     models: DeviceModels
@@ -82,9 +82,9 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
     """Fit a few parameters to recorded runs.
 
     Args:
-        cases: at least one run.
-        start: what is believed before.
-        with_host: whether what the host takes to issue a kernel is fitted too.
+        cases: At least one run.
+        start: Device models before the fit.
+        with_host: Whether the host's seconds to issue a kernel are fitted, too.
     """
     types = sorted({kind.name for case in cases for kind in case.cluster.device_types})
     begin = at = _parameters(start, types)

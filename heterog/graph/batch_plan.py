@@ -1,4 +1,4 @@
-"""How every tensor of a step lies when the batch is shared out: propagation from the batch inputs.
+"""Placement of every tensor when the batch is shared out: propagation from the batch inputs.
 
 One pass over the ops in program order. Each op's sharding rule turns the placements of its inputs
 into the placements it needs and the placements of its outputs; where they differ, the lowering
@@ -28,17 +28,17 @@ class BatchPlan:
     """Placements along the batch and the work that follows from them.
 
     Attributes:
-        placements: of each tensor, as its producer leaves it.  # [num_tensors]
-        needed: of each input of each op.  # [num_ops][num_inputs]
-        specials: how each op must change to stay exact on a part of the batch.  # [num_ops]
-        unruled: ops without a rule, run replicated on gathered inputs.
-        follows_batch: tensors that the forward pass makes from the batch, buffers and constants
-            alone, without parameters or random numbers: every rank can make the whole of them
-            before the step.  # [num_tensors]
+        placements: Placement of each tensor, as its producer leaves it.  # [num_tensors]
+        needed: Placement in which each op needs each input.  # [num_ops][num_inputs]
+        specials: Change that keeps each op exact on a part of the batch, if any.  # [num_ops]
+        unruled: Ops without a rule, run replicated on gathered inputs.
+        follows_batch: Whether the forward pass makes each tensor from the batch, buffers and
+            constants alone, without parameters or random numbers: every rank can make the whole of
+            it before the step.  # [num_tensors]
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_sample: FLOPs per sample of the local share.  # [num_ops]
-        bytes_fixed: bytes moved whatever the share.  # [num_ops]
-        bytes_per_sample: bytes moved per sample of the local share.  # [num_ops]
+        bytes_fixed: Bytes moved whatever the share.  # [num_ops]
+        bytes_per_sample: Bytes moved per sample of the local share.  # [num_ops]
     """
 
     placements: tuple[Placement, ...]
@@ -139,7 +139,7 @@ def _rule_of(
     counting: frozenset[int],
     follows_batch: Sequence[bool],
 ) -> RuleResult | None:
-    """How an op runs on what is given; ``None`` if it can only run on whole inputs."""
+    """Rule of an op for given placements; ``None`` if it can only run on whole inputs."""
     op = graph.ops[index]
     result = _by_own_rows(graph, index, given, counting)
     if result is None:
@@ -157,7 +157,7 @@ def _rule_of(
 
 
 def _asks_for_others(given: tuple[Placement, ...], result: RuleResult | None) -> bool:
-    """Whether an op makes or needs what the samples of one device do not tell alone."""
+    """Whether an op makes or needs anything that depends on samples of other devices."""
     if L in given or all(place == R for place in given):
         return False
     if result is None:
@@ -169,7 +169,7 @@ def _asks_for_others(given: tuple[Placement, ...], result: RuleResult | None) ->
 def _by_own_rows(
     graph: OpGraph, op: int, given: tuple[Placement, ...], counting: frozenset[int]
 ) -> RuleResult | None:
-    """The rule of an op that takes from each sample what one of its indices says."""
+    """Rule of an op that takes from each sample what one of its indices names, if there is one."""
     if graph.ops[op].kind not in INDEXED or counting.isdisjoint(graph.ops[op].inputs):
         return None
     with claims_checked(f"the args of op {op} '{graph.ops[op].kind}' do not fit its kind"):
@@ -214,12 +214,12 @@ _SAME_ORDER = frozenset(
 )
 """Ops that keep the order of the elements where they keep their number."""
 _SUMS = frozenset({"add.Tensor", "sub.Tensor"})
-"""Sums of a part that is spread over devices and one that all have: it enters once."""
+"""Sums of a part that is spread over devices and of one that all have, which enters once."""
 
 
 @lru_cache(maxsize=256)
 def micro_batches_refused(graph: OpGraph, num_micro: int) -> str:
-    """Why a step cannot be cut into micro-batches, in words; empty if it can."""
+    """Reason, in words, why a step cannot be cut into micro-batches; empty if it can."""
     whole = ops_of_the_whole_batch(graph) if num_micro > 1 else []
     if not whole:
         return ""
@@ -249,7 +249,7 @@ def norms_of_lone_values(graph: OpGraph) -> tuple[int, ...]:
 
 
 def values_per_channel(shape: Sequence[int]) -> int:
-    """How many values a BatchNorm normalises together: all but the second dimension.
+    """Number of values that a BatchNorm normalises together: all but the second dimension.
 
     >>> values_per_channel((8, 64, 7, 7))
     392
@@ -325,13 +325,13 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
 
 @contextmanager
 def claims_checked(fault: str) -> Iterator[None]:
-    """Around code that reads the args of an op: in an imported graph it may claim anything.
+    """Context for code that reads the args of an op: in an imported graph they may be anything.
 
     Args:
-        fault: what is wrong if the code fails on them, without a full stop.
+        fault: Description of the fault if the code fails on them, without a full stop.
 
     Raises:
-        GraphError: it does.
+        GraphError: the code fails on them.
     """
     try:
         yield
@@ -345,13 +345,13 @@ def claims_checked(fault: str) -> Iterator[None]:
 def built_in_rule(
     call: OpCall, given: tuple[Placement, ...], batch_size: int, name: str
 ) -> RuleResult | None:
-    """What the built-in rule of an op gives; ``None`` if there is none for its kind.
+    """Result of the built-in rule of an op; ``None`` if there is none for its kind.
 
     Args:
-        call: the op as rules see it. In an imported graph it may claim anything.
-        given: placements of its inputs.
-        batch_size: of the whole batch.
-        name: of the op, for messages.
+        call: The op as rules see it. In an imported graph it may claim anything.
+        given: Placements of its inputs.
+        batch_size: Samples of the whole batch.
+        name: Name of the op, for messages.
 
     Raises:
         GraphError: the op has other arguments, inputs or outputs than its kind has. Without a
@@ -375,7 +375,7 @@ def built_in_rule(
 def _split_at_birth(
     graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
 ) -> dict[int, Placement]:
-    """Expansions and factories whose batch-sized dimension is a split wanted by their readers."""
+    """Placements of expansions and factories whose readers want their batch dimension split."""
     wanted: dict[int, set[Placement]] = {}
     for op, places in zip(graph.ops, needed, strict=True):
         for tensor, place in zip(op.inputs, places, strict=True):

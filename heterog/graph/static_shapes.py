@@ -21,7 +21,7 @@ from torch.distributions import Distribution
 
 @contextmanager
 def with_static_shapes(model: nn.Module) -> Iterator[None]:
-    """Apply all changes during the body."""
+    """Context in which all these changes apply."""
     with ExitStack() as stack:
         for each in (
             _dense_gradients(model),

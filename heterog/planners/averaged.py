@@ -5,8 +5,8 @@ are not those of one device. It is a row beside the exact methods, judged by the
 step costs its own seconds and the H-th part of an averaging.
 
 Islands are single devices, or the devices of a host, which then sum gradients in every step.
-Samples follow the devices' speeds, so that islands come to an averaging together. A device that
-adds more communication than it takes work off the others is left out.
+Samples follow the devices' speeds, so that islands end their steps at the same time. A device
+that adds more communication than it takes work off the others is left out.
 """
 
 import time
@@ -33,14 +33,14 @@ from heterog.strategy.strategy import Decision, Strategy, Sync
 AVERAGE = "average"
 """Name of the row, and the word that asks for it."""
 _MOST_MOVED = 8
-"""Samples that are moved, one after another, from the slowest island to another one."""
+"""Most samples moved, one after another, from the slowest island to another one."""
 _MOST_ASKED = 8
-"""Islands, the slowest first, that are asked about whether each is worth what it costs."""
+"""Most islands, the slowest first, for which leaving them out is tried."""
 _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
 
 
 def parse_asynchronous(text: str) -> Averaging:
-    """What ``--asynchronous`` asks for.
+    """The averaging that ``--asynchronous`` asks for.
 
     >>> parse_asynchronous("average=8,rate=0.7,momentum=0.9").words
     'parameters averaged every 8 steps by samples, outer SGD of rate 0.7, momentum 0.9'
@@ -90,10 +90,10 @@ def _number(word: str, value: str) -> float:
 
 
 class AveragedReplicas:
-    """Looks for the best islands for one averaging.
+    """Searches the best islands for one averaging.
 
     Args:
-        averaging: that was asked for.
+        averaging: The averaging that was asked for.
     """
 
     name = AVERAGE
@@ -103,7 +103,7 @@ class AveragedReplicas:
         self.averaging = averaging
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Islands of devices and of hosts, with even and proportional shares, then refined."""
+        """Try islands of devices and of hosts, with even and proportional shares, then refine."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
             return nothing("averaging needs a step barrier; leave --no-step-barrier out")
@@ -158,7 +158,7 @@ class AveragedReplicas:
         team: tuple[int, ...],
         speeds: tuple[float, ...],
     ) -> tuple[Evaluation, Strategy] | None:
-        """The strategy without an island; ``None`` if the island is worth what it costs."""
+        """The strategy without an island; ``None`` if the island is worth its communication."""
         kept = [each for each in whole[1].decisions[0].teams if each != team]
         devices = {device for each in kept for device in each}
         weights = [speed if device in devices else 0.0 for device, speed in enumerate(speeds)]
@@ -190,12 +190,12 @@ class AveragedReplicas:
 
 
 def by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
-    """What strategies that were tried are sorted by, the best first."""
+    """Sort key of strategies that were tried: the best comes first."""
     return pair[0].preference
 
 
 def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
-    """Each kind of island (devices, hosts) with each kind of share, none twice."""
+    """Decisions for each kind of island (devices, hosts) and each kind of share, none twice."""
     known = set()
     ways = (proportional_shares(evaluator), even_shares(evaluator))
     for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
@@ -207,12 +207,12 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
 
 
 def beside_exact(words: str, found: Evaluation, problem: Problem) -> str:
-    """That a strategy is not exact, and how fast it is beside the best exact one.
+    """Note that a strategy is not exact, and how fast it is beside the best exact one.
 
     Args:
-        words: what it does.
-        found: of the strategy.
-        problem: whose seeds are the exact strategies.
+        words: Words for what the strategy does.
+        found: Evaluation of the strategy.
+        problem: Problem whose seeds are the exact strategies.
     """
     note = f"not exact: {words}"
     exact: Sequence[Evaluation] = [
@@ -225,7 +225,7 @@ def beside_exact(words: str, found: Evaluation, problem: Problem) -> str:
 
 
 def nothing(reason: str) -> PlanResult:
-    """The answer of a method that has no strategy, and why."""
+    """A result without strategies, and the reason."""
     return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
 
 
@@ -241,7 +241,7 @@ def _hosts(cluster: Cluster) -> list[tuple[int, ...]]:
 
 
 def _decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision | None:
-    """A decision of islands that all have samples; ``None`` if fewer than two have."""
+    """A decision of the islands that have samples; ``None`` if fewer than two have."""
     kept = [
         tuple(device for device in team if shares[device])
         for team in teams
@@ -259,7 +259,7 @@ def _decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision
 
 
 def one_sample_moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
-    """One sample from the device that computes longest to the one that would end first."""
+    """A decision with one sample moved from the slowest device to the one that would end first."""
     shares = dict(zip(decision.devices, decision.shares, strict=True))
     slowest = max(shares, key=lambda device: shares[device] / speeds[device])
     quickest = min(shares, key=lambda device: (shares[device] + 1) / speeds[device])

@@ -66,7 +66,7 @@ BEST = "best"
 _NO_LIMIT = 10**12  # evaluations
 _ASYNCHRONOUS = 100  # evaluations; its search tries a dozen strategies
 _SAME_PEAK = 1e-6
-"""Relative difference of ends of intervals, and difference of probabilities, that is none."""
+"""Largest relative difference of interval ends, and difference of probabilities, to ignore."""
 _Gain = tuple[str, float, float, float]
 
 
@@ -78,14 +78,14 @@ class Plan:
         graph: Operator graph of the training step that the plan is for.
         cluster: Cluster that the plan is for.
         strategy: All decisions of the plan.
-        order: name of the order in which tasks run.
-        task_order: every task of the program in the order in which ranks take them up; see
+        order: Name of the order in which tasks run.
+        task_order: Every task of the program, in the order in which ranks take them up; see
             ``issue_order``. Empty for a step of too many tasks (``is_written``).
-        sent_before: (transfer, op) of the sender: the transfer has ended when the op begins; see
-            ``sends_by_op``.
-        program_hash: hash of the program that ``task_order`` belongs to.
-        outcome: ``"ok"`` or why the best strategy cannot run.
-        step_time_s: predicted seconds per step; ``None`` unless ``ok``.
+        sent_before: Pairs (transfer, op) of the sender: the transfer has ended when the op begins;
+            see ``sends_by_op``.
+        program_hash: Hash of the program that ``task_order`` belongs to; empty without one.
+        outcome: ``"ok"``, or why the best strategy cannot run.
+        step_time_s: Predicted seconds per step; ``None`` unless ``ok``.
         interval_s: Range in which four of five measured step times are expected to lie; ``None``
             unless ``ok``, and in plans of earlier versions.
         peak_memory_bytes: Predicted peak memory of each device.
@@ -98,12 +98,12 @@ class Plan:
         search_seconds: Seconds that all methods took together.
         num_evaluations: Strategies that all methods simulated together.
         shortage: Reason in words, unless ``ok``: which device lacks how much memory, for example.
-        peak_errors: how far off peaks may be; ``None`` in plans of earlier versions.
+        peak_errors: Errors of the predicted peaks; ``None`` in plans of earlier versions.
         background: Second job in the idle time of the devices, if one was planned.
-        history: the best step of each method while the search went on; empty in plans of earlier
+        history: Best step of each method while the search went on; empty in plans of earlier
             versions.
-        objective: what the plan is best at, and for how many steps.
-        offers: trades of time for money that were found, the fastest first; empty where hosts have
+        objective: Aim of the plan, such as the shortest step, and for how many steps.
+        offers: Trades of time for money that were found, the fastest first; empty where hosts have
             no prices.
     """
 
@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def cost(self) -> Cost | None:
-        """What the plan's hosts cost; ``None`` unless it is ``ok`` and they have prices."""
+        """Price of the plan's hosts; ``None`` unless it is ``ok`` and they have prices."""
         if self.step_time_s is None or self.cluster.prices is None:
             return None
         return cost_of(self.graph, self.cluster, self.strategy, self.step_time_s, self.objective)
@@ -158,7 +158,7 @@ class Plan:
 
     @property
     def fit_probability(self) -> float | None:
-        """How often devices are expected to have enough memory; ``None`` without intervals."""
+        """Chance that every device has enough memory, from 0 to 1; ``None`` without intervals."""
         if self.peak_errors is None or not self.peak_memory_bytes:
             return None
         usable = [device.usable_memory_bytes for device in self.cluster.devices]
@@ -206,7 +206,7 @@ class Plan:
         return None if given is None or winner.step_time_s is None else gain(winner, given)
 
     def timeline(self) -> Timeline:
-        """The predicted step, by the referee.
+        """The predicted step as a timeline, by the referee.
 
         Raises:
             StrategyError: it has too many tasks.
@@ -219,17 +219,17 @@ class Plan:
         return Timeline(program, start, finish, self.cluster, self.graph)
 
     def measured_timeline(self, tasks: Mapping[str, Sequence[float | None]]) -> Timeline:
-        """The step as it ran.
+        """The step as it ran, as a timeline.
 
         Args:
-            tasks: ``start_s`` and ``finish_s`` of each task, ``None`` where none was recorded.
+            tasks: ``start_s`` and ``finish_s`` of each task; ``None`` where none was recorded.
         """
         start, finish = (np.array(tasks[key], np.float64) for key in ("start_s", "finish_s"))
         program = lower(self.graph, self.cluster, self.strategy, num_steps=1)
         return Timeline(program, start, finish, self.cluster, self.graph)
 
     def summary(self) -> dict[str, Any]:
-        """What ``heterog plan --json`` prints."""
+        """The document that ``heterog plan --json`` prints."""
         return {
             "model": self.graph.name,
             "cluster": self.cluster.name,
@@ -259,7 +259,7 @@ class Plan:
         } | self._money()
 
     def _money(self) -> dict[str, Any]:
-        """What is said of prices and deadlines, where there are any."""
+        """Objective, cost and offers, as far as there are any."""
         found: dict[str, Any] = {}
         if self.objective != FASTEST:
             found["objective"] = asdict(self.objective)
@@ -272,8 +272,8 @@ class Plan:
         """The plan with a background job in the idle part of its devices.
 
         Args:
-            background: a step of the job at the batch that one device trains on.
-            limit: the largest slow-down of this plan's step.
+            background: Step of the second job at the batch size that one device trains on.
+            limit: Largest slow-down of this plan's step, as a factor from 1.
 
         Raises:
             HeterogError: the limit is below 1.
@@ -388,7 +388,7 @@ def _objective_from_record(record: PlanRecord, where: str) -> Objective:
 
 
 def _program_fault(plan: Plan) -> str:
-    """Why the stored order cannot be run; empty if it can, or if there is none."""
+    """Reason why the stored order cannot be run; empty if it can, or if there is none."""
     if not plan.is_written:
         return ""
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
@@ -414,7 +414,7 @@ def _program_fault(plan: Plan) -> str:
 
 
 def _contradiction(plan: Plan, record: PlanRecord) -> str:
-    """What a file says about its graph, cluster or strategy that they do not say themselves."""
+    """First field of a file that contradicts its graph, cluster or strategy; empty if none."""
     num_devices = plan.cluster.num_devices
     said = {
         "model": (record.model, plan.graph.name),
@@ -449,7 +449,7 @@ def _contradiction(plan: Plan, record: PlanRecord) -> str:
 
 
 def _peaks_fault(plan: Plan, record: PlanRecord) -> str:
-    """What a file says of its peaks that does not follow from them and their errors."""
+    """Field about peaks that does not follow from them and their errors; empty if none."""
     told, found = record.peak_intervals_bytes, plan.peak_intervals_bytes
     # Whole bytes, of which the last may be rounded otherwise on another machine.
     if len(told) != len(found) or not np.allclose(told, found, rtol=_SAME_PEAK, atol=1.0):
@@ -498,26 +498,26 @@ def make_plan(
     A budget in seconds is for all of it, but for what is imported and compiled; see ``Promise``.
 
     Args:
-        graph: the captured step.
-        cluster: devices and links.
-        methods: names of planners; ``auto`` runs all of them.
-        budget: ``"30s"`` for all of it, or ``"5000e"`` for the search.
-        seed: of everything random.
-        order: ``best``, or the one order that searching methods may use.
-        step_barrier: whether a step ends with all updates.
-        cost_model: seconds of tasks; the roofline prior by default.
-        evaluator: of graph, cluster and cost model; made of them if ``None``.
-        rehearse: plays the winner through on shapes; what cannot be executed loses to the next
-            best. See ``heterog.runtime.rehearsal.rehearsal_of``.
-        given: a person's own strategy, a row beside the methods; see ``planners.given``.
-        progress: told about every method's progress.
-        stop: ends the search early; the plan is then the best so far.
-        promise: keeps a part of the same budget for what the caller does with the plan.
-        objective: what the plan is to be best at; the shortest step by default.
-        seeds: strategies that are known already, for searches to start from.
-        seats: workers that search at the same time; see ``planners.together``.
-        asynchronous: a method whose strategies give other weights than one device, which was
-            asked for by name; it is judged last, beside what is exact.
+        graph: The captured step.
+        cluster: Devices and links.
+        methods: Names of planners; ``auto`` runs all of them.
+        budget: Limit such as ``"30s"`` for all of it, or ``"5000e"`` (evaluations) for the search.
+        seed: Seed of everything random.
+        order: Name of the one order that searching methods may use; ``best`` allows all.
+        step_barrier: Whether a step ends with all updates.
+        cost_model: Model of the seconds of tasks; see ``Evaluator`` for the default.
+        evaluator: Evaluator of graph, cluster and cost model; made of them if ``None``.
+        rehearse: Function that executes the winner on shapes alone; if that fails, the next best
+            wins. See ``heterog.runtime.rehearsal.rehearsal_of``.
+        given: A person's own strategy, a row beside the methods; see ``planners.given``.
+        progress: Callback for every method's progress.
+        stop: Signal that ends the search early; the plan is then the best so far.
+        promise: Division of the same budget, which keeps a part for what the caller does next.
+        objective: Aim of the plan; by default the shortest step.
+        seeds: Strategies that are known already, for searches to start from.
+        seats: Workers that search at the same time; see ``planners.together``.
+        asynchronous: Method that a person asked for by name and whose training is not exact (its
+            weights differ from one device's); judged last, beside what is exact.
 
     Raises:
         StrategyError: no method has a strategy at all.
@@ -573,7 +573,7 @@ def make_plan(
 def _searched(
     evaluator: Evaluator, objective: Objective, asked: Asked, budget: Budget, promise: Promise
 ) -> tuple[list[MethodRow], tuple[Offer, ...]]:
-    """Rows of all methods, and the trades of time for money that were found on the way."""
+    """Rows of all methods, and the trades of time for money that were found in the search."""
     if not objective.is_time:
         objective.require_prices(evaluator.cluster)
         search = CheapestSearch(evaluator, objective, asked)
@@ -599,7 +599,7 @@ def _searched(
 def _asynchronous_row(
     evaluator: Evaluator, planner: Planner, asked: Asked, rows: Sequence[MethodRow]
 ) -> MethodRow:
-    """What a method reaches that is not exact; it knows the exact ones, and they not it."""
+    """Row of a method that is not exact; it sees the rows of exact ones, they do not see it."""
     problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=_ASYNCHRONOUS),
@@ -615,7 +615,7 @@ def _asynchronous_row(
 def _spending(
     evaluator: Evaluator, seconds: float, promise: Promise, stop: Stop | None = None
 ) -> Spending:
-    """So many seconds from now on, or as many as it takes if they are infinite."""
+    """A limit of some seconds from now on; no limit if they are infinite."""
     endless = Budget(evaluations=_NO_LIMIT)
     budget = endless if math.isinf(seconds) else Budget(seconds=seconds)
     return Spending(budget, evaluator, stop=stop, clock=promise.clock)
@@ -635,14 +635,14 @@ def plan_from_rows(
     """The plan of the best row, with its order and program.
 
     Args:
-        evaluator: that the rows come from.
-        rows: of all methods.
-        budget: as given.
-        seed: as given.
-        search_seconds: of all methods together.
-        noise: what the draws of noise may take; without them gains have no range.
-        issued: orders of candidates that may have been made already.
-        rank: which row is the best.
+        evaluator: Evaluator that judged the rows.
+        rows: Rows of all methods.
+        budget: Budget of the search, as given.
+        seed: Seed of the search, as given.
+        search_seconds: Seconds of all methods together.
+        noise: Limit on the draws of noise; ``None`` for no limit.
+        issued: Orders of candidates that may have been made already.
+        rank: Function that ranks the rows.
     """
     graph, cluster = evaluator.graph, evaluator.cluster
     row = best_row(rows, rank)
@@ -681,7 +681,7 @@ def plan_from_rows(
 
 
 def parse_orders(name: str) -> tuple[Order, ...]:
-    """The orders that a name allows: all for ``best``.
+    """All orders that a name allows: every one for ``best``.
 
     >>> parse_orders("rank")
     (<Order.RANK: 1>,)
@@ -696,7 +696,7 @@ def parse_orders(name: str) -> tuple[Order, ...]:
 
 
 def cost_per_step(row: MethodRow, cluster: Cluster) -> float | None:
-    """What a step of a row costs; ``None`` where that is not known."""
+    """Price of a step of a row; ``None`` where that is not known."""
     if cluster.prices is None or row.step_time_s is None or row.candidate is None:
         return None
     return row.step_time_s * cost_per_s(row.candidate.strategy, cluster)
@@ -712,7 +712,7 @@ def row_to_dict(
     seed: int,
     cost_per_step: float | None = None,
 ) -> dict[str, Any]:
-    """A row as printed by ``--json``; with a cost where there is one."""
+    """A row as ``--json`` prints it, with its cost if that is known."""
     cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
     return {
         "model": model,

@@ -43,7 +43,7 @@ _Point = Annotated[list[Amount], Field(min_length=3, max_length=3)]
 
 
 class RowRecord(Record):
-    """What one method reached."""
+    """Result of one method."""
 
     model: Name
     cluster: Name
@@ -67,7 +67,7 @@ class RowRecord(Record):
 
 
 class PeakErrorsRecord(Record):
-    """How far off predicted peaks may be."""
+    """Errors of predicted peaks."""
 
     spread: Annotated[float, Field(gt=0.0, le=1.0)]
     num_runs: Annotated[int, Field(ge=2, le=1000)]
@@ -75,7 +75,7 @@ class PeakErrorsRecord(Record):
 
 
 class ObjectiveRecord(Record):
-    """What a plan is best at."""
+    """Objective of a plan."""
 
     aim: Literal["time", "cost", "cost_per_token"]
     num_steps: Annotated[int, Field(ge=1, le=10**12)] | None
@@ -101,7 +101,7 @@ class GainRecord(Record):
 
 
 class BackgroundRecord(Record):
-    """A second job in the gaps of the first."""
+    """A second job in the idle time of the first."""
 
     model: Name
     source: Text
@@ -159,7 +159,7 @@ class PlanRecord(Record):
     background: BackgroundRecord | None = None  # plans of earlier versions have none
     program_hash: _Hash | Literal[""]
     task_order: Many[Int32]
-    sent_before: Many[_Pair] = Field(default_factory=list)  # nor these
+    sent_before: Many[_Pair] = Field(default_factory=list)  # plans of earlier versions have none
     history: Annotated[list[HistoryRecord], Field(max_length=1000)] = Field(default_factory=list)
     objective: ObjectiveRecord | None = None
     offers: Annotated[list[OfferRecord], Field(max_length=1000)] = Field(default_factory=list)
@@ -181,7 +181,7 @@ def read_plan_record(path: str | Path, version: int) -> PlanRecord:
 
 
 def _fault(record: PlanRecord) -> str:
-    """What a record says that cannot be, in words; empty if nothing."""
+    """First field of a record that cannot be right, in words; empty if none."""
     try:
         Budget.parse(record.budget)
     except BudgetError as error:
@@ -227,7 +227,7 @@ def _row_fault(row: RowRecord, record: PlanRecord) -> str:
 
 
 def _order_fault(record: PlanRecord) -> str:
-    """The tasks are listed once each, and those that wait for each other are among them."""
+    """Fault of the order: a task not listed once, or before one it waits for; empty if none."""
     order = np.array(record.task_order, np.int64)
     num_tasks = len(order)
     if not record.program_hash:  # of a step of too many tasks

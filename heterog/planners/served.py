@@ -40,9 +40,9 @@ SERVER = "server"
 NOT_EXACT = (AVERAGE, SERVER)
 """Names of the rows that ``--asynchronous`` may ask for."""
 _MOST_SERVERS = 8
-"""Devices that are tried as the server; the first ones of a larger cluster."""
+"""Most devices that are tried as the server; the first ones of a larger cluster."""
 _MOST_MOVED = 8
-"""Samples that are moved, one after another, from the slowest team to another one."""
+"""Most samples moved, one after another, from the slowest team to another one."""
 
 
 def asynchronous_method(text: str) -> Planner:
@@ -79,11 +79,11 @@ class _Tried(NamedTuple):
 
 
 class ServedTeams:
-    """Looks for the best teams and server for one bound of staleness.
+    """Searches the best teams and server for one bound of staleness.
 
     Args:
-        staleness: steps that a team may be ahead of the slowest one.
-        order: in which the server takes pushes.
+        staleness: Number of steps that a team may be ahead of the slowest one.
+        order: Order in which the server takes pushes.
     """
 
     name = SERVER
@@ -94,7 +94,7 @@ class ServedTeams:
         self.order = order
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Teams of devices and of hosts with servers in several places, then refined."""
+        """Try teams of devices and of hosts with servers in several places, then refine."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
             return nothing("a server needs a step barrier; leave --no-step-barrier out")
@@ -148,14 +148,14 @@ def served_strategy(
     devices: tuple[int, ...],
     order: PushOrder = PushOrder.PLANNED,
 ) -> Strategy:
-    """A strategy whose order of pushes is that of the paces that are predicted for its teams.
+    """A strategy whose order of pushes follows the predicted paces of its teams.
 
     Args:
-        evaluator: of the graph on the cluster.
-        decision: of all groups, with teams.
-        staleness: steps that a team may be ahead of the slowest one.
-        devices: of the server.
-        order: in which it takes pushes.
+        evaluator: Evaluator of the graph on the cluster.
+        decision: Decision of all groups, with teams.
+        staleness: Number of steps that a team may be ahead of the slowest one.
+        devices: Devices of the server.
+        order: Order in which the server takes pushes.
     """
     equal = AsynchronousServer(
         staleness=staleness, devices=devices, ticks=(1,) * len(decision.teams), order=order
@@ -166,7 +166,7 @@ def served_strategy(
 
 
 def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ...]]:
-    """Places of the server: one device, or the first one of every host."""
+    """Candidate places of the server: one device, or the first one of every host."""
     cluster = evaluator.cluster
     for device in decision.devices[:_MOST_SERVERS]:
         yield (device,)

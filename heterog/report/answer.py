@@ -19,16 +19,16 @@ from heterog.units import format_bytes, format_range, format_seconds
 
 MOST_LINES = 15
 NARROWEST = 60
-"""Columns below which lines are cut instead of being made to fit."""
+"""Width in columns below which lines are cut instead of being made to fit."""
 _LABEL = 8
 _LEAST_TABLE, _GOOD_TABLE = 4, 7
 _LINES = {"do": 4, "gain": 2, "memory": 2, "limits": 2, "also": 2}
-"""Lines of each part where there is room."""
+"""Most lines of each part, if there is room."""
 _FEW_LINES = {"do": 2, "gain": 1, "memory": 1, "limits": 1, "also": 1}
-"""Where there is none."""
+"""Most lines of each part, if there is little room."""
 
 Part = tuple[str, Sequence[str]]
-"""A label and the lines beside it."""
+"""Label of a part, and its lines."""
 
 
 def answer(
@@ -42,11 +42,11 @@ def answer(
     """The lines to print: at most ``MOST_LINES``, none but a file's wider than ``width``.
 
     Args:
-        explanation: of the plan.
-        width: columns of the terminal.
-        remarks: what else has to be said: about a background job, about the calibration.
-        files: what was written, and what it is for.
-        advice: where to read on; the last line.
+        explanation: Explanation of the plan.
+        width: Width of the terminal in columns.
+        remarks: Further sentences, about a background job or the calibration.
+        files: Lines about files that were written, and what they are for.
+        advice: Last line, where to read on.
     """
     width = max(width, NARROWEST)
     room = width - _LABEL
@@ -70,13 +70,13 @@ def answer(
 def brief_answer(
     plan: Plan, *, width: int = 80, remarks: Sequence[str] = (), files: Sequence[str] = ()
 ) -> list[Text]:
-    """The same of a plan without explanation, whose step has too many tasks to look at each.
+    """The same for a plan without explanation, whose step has too many tasks to look at each.
 
     Args:
-        plan: not ``is_written``.
-        width: as for ``answer``.
-        remarks: likewise.
-        files: likewise.
+        plan: Plan that is not ``is_written``.
+        width: Width of the terminal in columns.
+        remarks: Further sentences, as for ``answer``.
+        files: Lines about files, as for ``answer``.
     """
     width = max(width, NARROWEST)
     room = width - _LABEL
@@ -110,7 +110,7 @@ def _brief_memory(plan: Plan) -> str:
 
 
 def _texts(explanation: Explanation, room: int, most: Mapping[str, int]) -> list[Part]:
-    """What every answer says, in lines."""
+    """The parts that every answer has, each as lines."""
     texts = {
         "do": [explanation.recommendation],
         "gain": [_gain(explanation, with_range=True), _gain(explanation, with_range=False)],
@@ -131,7 +131,7 @@ def _first_that_fits(wordings: Sequence[str], room: int, most: int) -> list[str]
 
 
 def _head(plan: Plan, width: int) -> str:
-    """What a step takes, by which method; the rate as well where there is room."""
+    """Seconds of a step and the method, with the samples per second if there is room."""
     name = f"{plan.graph.name} on {plan.cluster.name}"
     if plan.step_time_s is None:
         return f"{name}: does not run; the nearest is {plan.method}"
@@ -152,7 +152,7 @@ def _head(plan: Plan, width: int) -> str:
 
 
 def _gain(explanation: Explanation, *, with_range: bool) -> str:
-    """How much faster than what; the first comparison perhaps with its range under noise."""
+    """Speed-ups over other methods; the first perhaps with its range under noise."""
     plan, quality = explanation.plan, explanation.quality
     if plan.step_time_s is None:
         return ""
@@ -177,7 +177,7 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
 
 
 def _memory(explanation: Explanation, *, with_interval: bool = False) -> str:
-    """Whether it fits, how sure that is if the limit is near, and the fullest device."""
+    """Whether the plan fits, how sure that is near the limit, and the fullest device."""
     plan, fit = explanation.plan, explanation.fit
     fullest = fit.fullest
     needs = size_with_interval(plan.peak_errors if with_interval else None, fullest.peak_bytes)
@@ -248,7 +248,7 @@ def _percent(part: float) -> str:
 
 
 def _wrapped(text: str, room: int, most: int) -> list[str]:
-    """A text in a few lines; what is too much is cut off with dots."""
+    """A text in at most ``most`` lines; what is too long is cut off with dots."""
     if not text:
         return []
     return textwrap.wrap(
@@ -269,7 +269,7 @@ def _beside(part: Part) -> Iterator[Text]:
 
 
 def _at_most(lines: Sequence[Text], most: int) -> list[Text]:
-    """All lines, or without those in the middle; what is last says where to read on."""
+    """All lines, or without some in the middle; the last one says where to read on."""
     return list(lines) if len(lines) <= most else [*lines[: most - 1], lines[-1]]
 
 

@@ -1,4 +1,4 @@
-"""Training with an asynchronous server on real ranks: what one rank does before and after a step.
+"""Training with an asynchronous server on real ranks: the work of a rank around each step.
 
 A rank of a team asks for weights, which come when the server's order has reached its step, trains
 on them, and sends its gradients without waiting. Ranks of different teams are in different steps
@@ -33,19 +33,20 @@ from heterog.strategy.strategy import Strategy
 
 
 class AsynchronousTraining:
-    """A rank's pulls and pushes, and its part of the server if it has one.
+    """Pulls and pushes of a rank, and its part of the server if it has one.
 
     Args:
-        graph: of the step.
-        strategy: with an asynchronous server.
-        rank: this rank.
-        parameters: of this rank, by tensor id.
-        optimizer: of this rank's parameters; it is never stepped, but its options are those of
-            the server's steps, and it gets the server's state when all teams have settled.
-        make_optimizer: makes the user's optimizer of parameters.
+        graph: Graph of the step.
+        strategy: Strategy with an asynchronous server.
+        rank: Number of this rank.
+        parameters: Parameters of this rank, by tensor id.
+        optimizer: Optimizer of this rank's parameters; it is never stepped, but its options are
+            those of the server's steps, and it gets the server's state when all teams have
+            settled.
+        make_optimizer: Function that makes the user's optimizer of parameters.
 
     Attributes:
-        weights: this rank's part of the server; ``None`` where there is none.
+        weights: Part of the server on this rank; ``None`` if there is none.
     """
 
     def __init__(
@@ -91,11 +92,11 @@ class AsynchronousTraining:
         self._ask(Ask.WEIGHTS)
 
     def keep(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Take gradients, which are pushed at the end of the step.
+        """Keep gradients, which are pushed at the end of the step.
 
         Args:
-            rows: of ``graph.updates``.
-            gradients: summed over this rank's team, in the parameters' shapes.
+            rows: Rows of ``graph.updates``.
+            gradients: Sums over this rank's team, in the parameters' shapes.
         """
         self._gradients |= dict(zip(rows, gradients, strict=True))
 
@@ -110,7 +111,7 @@ class AsynchronousTraining:
         """Wait until the server has all gradients, and get its weights; every rank calls it.
 
         Args:
-            num_steps: since the start of training.
+            num_steps: Number of steps since the start of training.
         """
         if self.is_alike(num_steps):
             return
@@ -123,10 +124,10 @@ class AsynchronousTraining:
                 self._optimizer.state[self._parameters[row]] = dict(state)
 
     def resume(self, num_steps: int) -> None:
-        """Go on from weights and a state that were loaded; every rank calls it.
+        """Continue from weights and a state that were loaded; every rank calls it.
 
         Args:
-            num_steps: after which they were saved.
+            num_steps: Number of steps after which they were saved.
         """
         self._alike_after = num_steps
         served = {} if self.weights is None else self.weights.values
@@ -145,7 +146,7 @@ class AsynchronousTraining:
         self._messages.close()
 
     def _ask(self, ask: Ask) -> None:
-        """Say what comes next to all servers of this rank's parameters; take weights over."""
+        """Send a request to all servers of this rank's parameters, and copy the weights sent."""
         self._check_server()
         if self.weights is not None:
             self.weights.start()
@@ -169,10 +170,10 @@ class AsynchronousTraining:
             wait()
 
     def _check_server(self) -> None:
-        """Raise what has ended this rank's server.
+        """Raise the error that has ended this rank's server, if any.
 
         Raises:
-            HeterogError: names it.
+            HeterogError: the server has ended; the message says why.
         """
         if self.weights is not None and self.weights.error is not None:
             raise HeterogError(
@@ -187,7 +188,7 @@ def check_teams_are_alone(seen: RankProgram) -> None:
     them itself.
 
     Raises:
-        StrategyError: says between which devices.
+        StrategyError: they do; the message says between which devices.
     """
     team_of = {device: n for n, own in enumerate(islands(seen.strategy)) for device in own}
     program = seen.program

@@ -1,4 +1,4 @@
-"""Averaging on real ranks: islands' parameters come together after every H steps."""
+"""Averaging on real ranks: islands' parameters are averaged after every H steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from heterog.strategy.strategy import Strategy
 
 
 def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
-    """What a rank's gradients are multiplied by, so that they are means over its own island.
+    """Factor of a rank's gradients that makes them means over its own island.
 
     A step's loss is a mean over the whole batch, of which an island has made its part. Where
     labels are masked it is the island's part of the batch that counts, not of the labels: with
@@ -40,11 +40,11 @@ def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
 
 @dataclass(slots=True)
 class OuterState:
-    """What the outer optimizer keeps of one parameter.
+    """State of the outer optimizer for one parameter.
 
     Attributes:
-        anchor: the parameter after the averaging before.
-        momentum: m of ``Averaging``.
+        anchor: Value of the parameter after the last averaging.
+        momentum: Momentum, m of ``Averaging``.
     """
 
     anchor: Tensor
@@ -56,7 +56,7 @@ class _UnderWay(NamedTuple):
 
     bucket: AveragedBucket
     sent: Tensor | None
-    """What this rank had when it was sent, flat; only where islands train on meanwhile."""
+    """Flat copy of what this rank sent; only if islands train on meanwhile."""
     total: Pending
 
 
@@ -64,16 +64,16 @@ class Averager:
     """Averages this rank's parameters with those of the other islands.
 
     Args:
-        graph: of the step.
-        strategy: with an averaging.
-        rank: this rank.
-        parameters: of this rank, by tensor id.
-        masters: the optimizer's copies, which are averaged where there are any.
-        communicator: talks to the other ranks; gets a process group for each set of devices.
+        graph: Graph of the step.
+        strategy: Strategy with an averaging.
+        rank: Number of this rank.
+        parameters: Parameters of this rank, by tensor id.
+        masters: The optimizer's copies, which are averaged where there are any.
+        communicator: Communicator with the other ranks; gets a process group for each device set.
 
     Attributes:
-        averaging: of the strategy.
-        outer: what the outer optimizer keeps, by row of ``graph.updates``; empty without one.
+        averaging: Averaging of the strategy.
+        outer: State of the outer optimizer, by row of ``graph.updates``; empty without one.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Averager:
         """Start from the parameters as they are now, which are alike on all islands.
 
         Args:
-            num_steps: since the start of training.
+            num_steps: Number of steps since the start of training.
         """
         self._alike_after = num_steps
         if self.averaging.has_outer:
@@ -134,7 +134,7 @@ class Averager:
         """End the window here: what is under way arrives, and islands average what they have.
 
         Args:
-            num_steps: since the start of training.
+            num_steps: Number of steps since the start of training.
         """
         if self.is_alike(num_steps):
             return
@@ -154,7 +154,7 @@ class Averager:
             self._under_way.append(_UnderWay(bucket, sent, total))
 
     def _end_average(self) -> None:
-        """Take over what is under way, if anything is."""
+        """Finish the averages that are under way, if any."""
         while self._under_way:
             each = self._under_way.pop(0)  # and let its copies go when they have been read
             self._take_over(each)

@@ -63,9 +63,9 @@ class DeployedStep:
             are none, so that every rank can make the same scheduler. Its options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
             to date after ``flush``.
-        averager: brings islands together after every few steps, if they average.
+        averager: Averager of the islands' parameters every few steps, if the plan has any.
         loss_scale: Scale of the loss, if it is scaled.
-        server: pulls weights and pushes gradients, if teams have an asynchronous server.
+        server: Object that pulls weights and pushes gradients, if there is an asynchronous server.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class DeployedStep:
         return Averager(graph, strategy, self.rank, parameters, masters, self._communicator)
 
     def _make_server(self) -> AsynchronousTraining | None:
-        """What talks to the plan's asynchronous server, if it has one."""
+        """Make the object that talks to the plan's asynchronous server, if it has one."""
         strategy, workload = self.plan.strategy, self._workload
         if strategy.asynchronous is None:
             return None

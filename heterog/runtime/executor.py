@@ -69,26 +69,26 @@ class StepExecutor:
     """One rank's part of a training step, ready to be run again and again.
 
     Args:
-        part: the program as this rank sees it.
-        order: of all ranks' tasks; with clipping if ``max_grad_norm`` is given.
-        sent_before: the plan's; see ``sends_by_op``.
-        ops: the op of every index, see ``local_ops``.
-        communicator: process groups of every device set in the program.
-        parameters: this rank's parameters by tensor id.
-        buffers: the model's buffers and constants by tensor id.
-        optimizer: steps the parameters that this rank updates.
-        slices: of parameters, that this rank owns.
-        masters: the optimizer's copies of what it steps, if it has any.
-        push: takes gradients for an asynchronous server; ``None``: the optimizer steps here.
-        max_grad_norm: gradients of a larger norm, over all parameters, are scaled down to it.
+        part: The program as this rank sees it.
+        order: Order of all ranks' tasks; with clipping if ``max_grad_norm`` is given.
+        sent_before: Pairs (transfer, op) of the plan; see ``sends_by_op``.
+        ops: Local op of every index, see ``local_ops``.
+        communicator: Communicator with process groups of every device set in the program.
+        parameters: Parameters of this rank, by tensor id.
+        buffers: Buffers and constants of the model, by tensor id.
+        optimizer: Optimizer of the parameters that this rank updates.
+        slices: Slices of parameters that this rank owns.
+        masters: The optimizer's copies of what it steps, if it has any.
+        push: Sink of gradients for an asynchronous server; if ``None``, the optimizer steps here.
+        max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it.
         loss_scale: Scale of the loss, if it is scaled.
-        seed: of random ops; the same on all ranks.
-        device: where this rank computes; all tensors it is given are there.
+        seed: Seed of random ops; the same on all ranks.
+        device: Device where this rank computes; all tensors it is given are there.
 
     Attributes:
         turns: This rank's tasks in a step, in order.
         num_steps: Number of steps called; random ops draw other numbers in each.
-        feedback: What codecs have left out of this rank's gradients so far.
+        feedback: Parts of this rank's gradients that codecs have left out so far.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class StepExecutor:
             return self.end()
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
-        """Begin a step: the first part of a call, which ``rehearsal`` goes through bit by bit.
+        """Begin a step: the first part of a call, which ``rehearsal`` goes through part by part.
 
         Args:
             batch: The global batch, by tensor id.
@@ -253,7 +253,7 @@ class StepExecutor:
                 self._values.drop_read_by(task)
 
     def _sum_loss(self) -> Pending | None:
-        """Add the parts of the loss up: of all ranks, or of this rank's team if it trains apart.
+        """Sum the parts of the loss: of all ranks, or of this rank's team if it trains apart.
 
         With an asynchronous server others are in other steps: the loss is then the mean over the
         team's own samples, and not a number on a rank of no team.
@@ -464,7 +464,7 @@ class StepExecutor:
                 del values.held[buffer]
 
     def _call(self, task: int, row: int, micro: int) -> _Call:
-        """The parts of a task's call that never change; looked up once."""
+        """Constant parts of a task's call; looked up once."""
         part = self._part
         op = self._op[row]
         spans, rank = part.spans_of_op(op), self.rank

@@ -39,7 +39,7 @@ _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout aft
 
 
 class Extent(NamedTuple):
-    """How much an op runs on: samples of the batch, and units of the axis of its rule."""
+    """Amount that an op runs on: samples of the batch, and units of the axis of its rule."""
 
     samples: int
     units: int
@@ -52,19 +52,19 @@ class LocalOp:
     and the axis of its rule inside a team.
 
     Args:
-        graph: the captured step.
-        plan: its placements along the batch and other axes.
-        index: the op.
-        node: the fx node it was read from.
-        device: where it runs; what the graph makes on the CPU is made there.
+        graph: Graph of the captured step.
+        plan: Placements of the graph along the batch and other axes.
+        index: Index of the op.
+        node: The fx node that it was read from.
+        device: Device where it runs; tensors that the graph creates on the CPU are created there.
 
     Attributes:
-        whole: the extent of the op on one device.
-        along_batch: its rule along the batch.
-        along_axis: its rule along the axis inside a team; all whole if it has none.
-        has_windows: it reads rows that neighbours own.
-        minds_position: what it makes depends on where its units begin.
-        is_random: it draws from torch's default generator.
+        whole: Extent of the op on one device.
+        along_batch: Rule of the op along the batch.
+        along_axis: Rule along its axis inside a team; all whole if it has none.
+        has_windows: Whether it reads rows that neighbours own.
+        minds_position: Whether its result depends on where its units begin.
+        is_random: Whether it draws from torch's default generator.
 
     Raises:
         StrategyError: the op cannot be executed on a part of the batch.
@@ -142,11 +142,11 @@ class LocalOp:
         """Run on local inputs.
 
         Args:
-            inputs: the op's tensor inputs, placed as its rules want them.
-            extent: samples and units of the local share.
-            is_first: what must enter a sum over the batch once enters it on this device.
-            is_first_member: what must enter a sum over a team once enters it on this device.
-            first_unit: where the local units begin.
+            inputs: Tensor inputs of the op, placed as its rules want them.
+            extent: Samples and units of the local share.
+            is_first: Whether this device adds what must enter a sum over the batch once.
+            is_first_member: Whether this device adds what must enter a sum over a team once.
+            first_unit: Number of the first local unit.
 
         Returns:
             The local outputs.
@@ -188,7 +188,7 @@ class LocalOp:
     def _run(
         self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
     ) -> list[Tensor]:
-        """Call the kernel, with other arguments ``instead`` of some of the op's own."""
+        """Call the kernel; ``instead`` replaces some of the op's own arguments."""
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for name, argument, is_keyword in self._template(extent):

@@ -34,18 +34,18 @@ from heterog.strategy.asynchronous import PushOrder, Traffic, pulls_of, pushes_o
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
-"""For which a server waits for a team; a rank that ends is noticed at once."""
+"""Longest wait of a server for a team; a rank that ends is noticed at once."""
 
 
 class Ask(IntEnum):
-    """What a team says to a server before a step."""
+    """Request of a team to a server, before a step."""
 
     WEIGHTS = 0
     SETTLE = 1
 
 
 class Tag(IntEnum):
-    """What a message is; messages of one tag between two ranks arrive in their order."""
+    """Kind of a message; messages of one kind between two ranks arrive in their order."""
 
     ASK = 1
     GRADIENTS = 2
@@ -60,7 +60,7 @@ class Messages:
     server's hands its messages over in memory. Every rank has to make one at the same time.
 
     Args:
-        rank: this rank.
+        rank: Number of this rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -69,7 +69,7 @@ class Messages:
         self._own: dict[Tag, SimpleQueue[Tensor | None]] = {tag: SimpleQueue() for tag in Tag}
 
     def start_send(self, tensor: Tensor, dst: int, tag: Tag) -> Callable[[], None]:
-        """Begin to send a tensor, which must not change before the answer has been called."""
+        """Begin to send a tensor, which must not change until the returned function is called."""
         if dst == self._rank:
             self._own[tag].put(tensor.detach().clone())
             return lambda: None
@@ -84,12 +84,12 @@ class Messages:
         return wait
 
     def start_receive(self, into: Tensor, src: int, tag: Tag) -> Callable[[], Tensor]:
-        """Begin to receive a tensor; calling the answer waits for it.
+        """Begin to receive a tensor; the returned function waits for it.
 
         Args:
-            into: host memory of its shape and dtype, which may be used for it.
-            src: who sends.
-            tag: what it is.
+            into: Host memory of the tensor's shape and dtype, which may be used for it.
+            src: Rank of the sender.
+            tag: Kind of the message.
         """
         if src == self._rank:
             return lambda: self._take_own(tag)
@@ -103,7 +103,7 @@ class Messages:
         return wait
 
     def fail(self) -> None:
-        """Wake up who waits for a message from this rank's own server, which has ended."""
+        """Wake up the thread that waits for this rank's own server, which has ended."""
         self._own[Tag.NEW_WEIGHTS].put(None)
 
     def _take_own(self, tag: Tag) -> Tensor:
@@ -121,18 +121,18 @@ class WeightServer:
     """One device's part of the server, and the thread that runs it.
 
     Args:
-        graph: of the step.
-        strategy: with an asynchronous server.
-        rank: this rank, one of the server's devices.
-        parameters: this rank's as they are at the start, by row of ``graph.updates``.
-        make_optimizer: makes the user's optimizer of parameters.
-        messages: to and from teams.
+        graph: Graph of the step.
+        strategy: Strategy with an asynchronous server.
+        rank: Number of this rank, one of the server's devices.
+        parameters: Parameters of this rank at the start, by row of ``graph.updates``.
+        make_optimizer: Function that makes the user's optimizer of parameters.
+        messages: Messages to and from teams.
 
     Attributes:
-        values: the server's weights, by row of ``graph.updates``.
-        optimizer: of the values.
-        error: why the thread has ended, if it failed.
-        most_ahead: by arrival, steps that any team was ahead of the slowest one when it began one.
+        values: Weights of the server, by row of ``graph.updates``.
+        optimizer: Optimizer of these weights.
+        error: Exception that has ended the thread, if it failed.
+        most_ahead: By arrival, most steps that a team was ahead of the slowest one at a begin.
     """
 
     def __init__(
@@ -162,13 +162,13 @@ class WeightServer:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Serve until all teams have settled, if this does not do so already."""
+        """Start the thread that serves until all teams have settled, if it is not running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="weight server")
             self._thread.start()
 
     def join(self) -> None:
-        """Wait for the end of the thread, when all teams have settled.
+        """Wait for the thread to end, when all teams have settled.
 
         A process whose threads wait for messages cannot end in order.
         """
@@ -190,7 +190,7 @@ class WeightServer:
             self._fail(error)
 
     def _serve_in_order(self) -> None:
-        """Serve until all teams have settled, in the order of the plan."""
+        """Serve until all teams have settled, in the planned order."""
         settled: set[int] = set()
         num_teams = len(self._server.ticks)
         for event in self._server.events():
@@ -207,7 +207,7 @@ class WeightServer:
                 return
 
     def _serve_as_they_come(self) -> None:
-        """The same with a thread for each team."""
+        """Serve until all teams have settled, with a thread for each team."""
         stretch = _Stretch(len(self._server.ticks))
         threads = [
             threading.Thread(target=self._follow, args=(team, stretch), daemon=True)
@@ -241,13 +241,13 @@ class WeightServer:
                 stretch.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """Keep why the server ends, and wake this rank's own thread."""
+        """Keep the error that ends the server, and wake this rank's own thread."""
         if self.error is None:
             self.error = error
             self._messages.fail()
 
     def _listen(self, team: int) -> Ask:
-        """What all devices of a team ask for."""
+        """Receive the request of a team, the same from all its devices."""
         said: list[list[float]] = []
         for device, _ in self._pulls[team]:
             into = torch.empty(1 + len(self._named), dtype=torch.float64)
@@ -257,7 +257,7 @@ class WeightServer:
         return Ask(round(said[0][0]))
 
     def _give(self, team: int) -> None:
-        """Begin to send a team the weights as they are."""
+        """Begin to send a team the present weights."""
         self._send(team, self._weights_for(team))
 
     def _weights_for(self, team: int) -> list[tuple[int, Tensor]]:
@@ -289,7 +289,7 @@ class WeightServer:
 
     def _receive(self, team: int) -> dict[int, Tensor]:
         """A team's gradients, by row of ``graph.updates``."""
-        self._end_sending(team)  # which it has, or it could not have gradients
+        self._end_sending(team)  # it has the weights, or it could not have gradients
         found: dict[int, Tensor] = {}
         for (_, rows), come in zip(self._pushes[team], self._coming.pop(team), strict=True):
             values = [self.values[row] for row in rows]
@@ -311,10 +311,10 @@ class _Stretch:
     """Steps of all teams from one settling to the next, where gradients are taken as they come.
 
     Attributes:
-        done: steps that each team has pushed.
-        changed: held by who reads or changes weights, and notified of every push.
-        most_ahead: steps that any team has been ahead of the slowest one.
-        error: that has ended a team's thread, if any.
+        done: Number of steps that each team has pushed.
+        changed: Condition held to read or change weights, and notified of every push.
+        most_ahead: Most steps that any team has been ahead of the slowest one.
+        error: Exception that has ended a team's thread, if any.
     """
 
     def __init__(self, num_teams: int) -> None:
@@ -339,17 +339,17 @@ class _Stretch:
 
 
 def _with_server(traffic: Sequence[Traffic], rank: int) -> list[tuple[int, tuple[int, ...]]]:
-    """(device of the team, rows) of what this server moves."""
+    """Pairs (device of the team, rows) that this server exchanges."""
     return [(device, rows) for device, server, rows in traffic if server == rank]
 
 
 def flat_of(values: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another in a flat one, of a dtype that holds all of theirs."""
+    """Tensors joined in a flat one, of a dtype that holds all of theirs."""
     return torch.cat([value.detach().reshape(-1) for value in values])
 
 
 def flat_like(values: Sequence[Tensor]) -> Tensor:
-    """Host memory for what ``flat_of`` makes of such tensors."""
+    """Host memory for the result of ``flat_of`` on such tensors."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.empty(sum(value.numel() for value in values), dtype=dtype)
 
@@ -371,14 +371,14 @@ def numeric_options(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def options_now(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[float]:
-    """The values of such options."""
+    """Values of the named options."""
     return [float(optimizer.param_groups[0][name]) for name in names]
 
 
 def set_options(
     optimizer: torch.optim.Optimizer, names: Sequence[str], values: Sequence[float]
 ) -> None:
-    """Give an optimizer the values of such options."""
+    """Set the named options of an optimizer."""
     group = optimizer.param_groups[0]
     for name, value in zip(names, values, strict=True):
         now = group[name]

@@ -1,4 +1,4 @@
-"""Steps of teams that push to an asynchronous server: when each ends, and how many in a second.
+"""Times of teams that push to an asynchronous server: when each step ends, and steps per second.
 
 Things happen in the order of ``AsynchronousServer.events``. A pull of team i takes q_i seconds
 from when the team has pushed its last gradient; then the team computes for w_i; its push takes
@@ -33,24 +33,24 @@ from heterog.strategy.asynchronous import MOST_TICKS, AsynchronousServer, PushOr
 from heterog.strategy.program import FloatArray
 
 SLOWEST_TICKS = 1000
-"""Of a step of the slowest team: predictions of the others are no better than a thousandth."""
+"""Ticks of a step of the slowest team: predictions are no better than a thousandth."""
 _MOST_SETTLING = 400
-"""Steps for which teams may come to their steady pace; with a larger tau not all of them do."""
+"""Most steps until teams reach their steady pace; with a larger tau not all of them do."""
 _MEASURED = 100
 """Steps over which the steady pace is measured, more than the teams' order takes to repeat where
 their ticks have a common measure, as those that planners round have."""
 
 
 class TeamPace(NamedTuple):
-    """What a step of one team takes.
+    """Seconds of the parts of one team's step.
 
     Attributes:
-        pull_s: q, seconds until it has weights, when nobody else talks to the server.
-        compute_s: w, seconds from having weights to having all gradients.
-        push_s: p, seconds until the server has taken its gradients and stepped the optimizer.
-        pull_busy_s: seconds of the pull for which each of the server's devices is busy; empty:
-            there is one, for all of the pull.
-        push_busy_s: those of the push.
+        pull_s: Seconds q until it has weights, when nobody else talks to the server.
+        compute_s: Seconds w from having weights to having all gradients.
+        push_s: Seconds p until the server has taken its gradients and stepped the optimizer.
+        pull_busy_s: Seconds of the pull for which each of the server's devices is busy; empty
+            for a single one that is busy for all of the pull.
+        push_busy_s: Seconds of the push, in the same way.
     """
 
     pull_s: float
@@ -66,7 +66,7 @@ class TeamPace(NamedTuple):
 
 
 def ticks_of(paces: Sequence[TeamPace]) -> tuple[int, ...]:
-    """What each team takes alone, the slowest ``SLOWEST_TICKS``.
+    """Ticks of a step of each team alone, ``SLOWEST_TICKS`` for the slowest.
 
     >>> ticks_of([TeamPace(0.0, 1.0, 0.0), TeamPace(0.5, 1.0, 0.5)])
     (500, 1000)
@@ -81,12 +81,12 @@ def ticks_of(paces: Sequence[TeamPace]) -> tuple[int, ...]:
 def push_seconds(
     paces: Sequence[TeamPace], server: AsynchronousServer, num_steps: int
 ) -> FloatArray:
-    """When the server has taken each push, in seconds from the start.
+    """Times at which the server has taken each push, in seconds from the start.
 
     Args:
-        paces: of each team.
-        server: whose order it is.
-        num_steps: steps of each team.
+        paces: Pace of each team.
+        server: Server, for its order of pushes.
+        num_steps: Number of steps of each team.
 
     Returns:
         # [num_steps, num_teams]
@@ -121,15 +121,15 @@ def samples_by(ended: FloatArray, samples: Sequence[int], seconds: float) -> flo
     """Samples whose gradients the server has taken after so many seconds.
 
     Args:
-        ended: from ``push_seconds``.  # [num_steps, num_teams]
-        samples: of a step of each team.
-        seconds: from the start; to be meant, less than the last push of any team.
+        ended: Times from ``push_seconds``.  # [num_steps, num_teams]
+        samples: Samples of a step of each team.
+        seconds: Seconds from the start; must be less than the last push of any team.
     """
     return float((ended <= seconds).sum(0) @ np.asarray(samples, np.float64))
 
 
 def steady_seconds(paces: Sequence[TeamPace], server: AsynchronousServer) -> float:
-    """Seconds of a step, when teams have run for so long that the bound holds them together.
+    """Seconds of a step, once teams have run for so long that the bound holds them together.
 
     All teams then make as many steps as the slowest one: a step is one of each team.
     """
@@ -140,7 +140,7 @@ def steady_seconds(paces: Sequence[TeamPace], server: AsynchronousServer) -> flo
 
 
 def unbounded_samples_per_s(paces: Sequence[TeamPace], samples: Sequence[int]) -> float:
-    """Samples per second of teams that nothing holds together, from a server that is never busy.
+    """Samples per second of teams without a bound, from a server that is never busy.
 
     The sum of what each team does alone: no bound on staleness gives more.
     """
@@ -148,7 +148,7 @@ def unbounded_samples_per_s(paces: Sequence[TeamPace], samples: Sequence[int]) -
 
 
 def server_seconds(paces: Sequence[TeamPace]) -> float:
-    """Seconds for which one step of all teams keeps a device of the server busy.
+    """Seconds for which one step of all teams keeps the busiest device of the server busy.
 
     No step takes less.
     """

@@ -1,4 +1,4 @@
-"""What one averaging takes: its tasks, written to a tape as lowering writes a step's.
+"""Cost of one averaging: its tasks, written to a tape as lowering writes a step's.
 
 A step costs its own seconds and the H-th part of one averaging, because the averaging begins when
 the step before it has ended: T = T_local + T_average / H.
@@ -13,10 +13,10 @@ from heterog.strategy.lowering.tape import Tape
 from heterog.strategy.program import TaskKind
 
 _READ_AND_WRITTEN = 2.0
-"""Times its bytes that a copy moves."""
+"""Bytes that a copy moves, as a multiple of its own."""
 _OUTER = 6.0
-"""Times its bytes that the outer optimizer moves: it reads the average, the parameters of before
-and the momentum, and writes parameters, their copy and the momentum."""
+"""Bytes that the outer optimizer moves, as a multiple of the bucket's: it reads the average, the
+parameters of before and the momentum, and writes parameters, their copy and the momentum."""
 
 
 def averaging_tape(
@@ -30,11 +30,11 @@ def averaging_tape(
     """The tasks of one averaging: copies into buckets, their all-reduces, copies back.
 
     Args:
-        buckets: in the order in which ranks take them up.
-        channels: where the all-reduces are registered.
-        num_parameters: of the graph.
-        num_devices: of the cluster.
-        has_outer: the copies back are steps of the outer optimizer.
+        buckets: Buckets in the order in which ranks take them up.
+        channels: Table in which the channels of the all-reduces are registered.
+        num_parameters: Number of parameters of the graph.
+        num_devices: Number of devices of the cluster.
+        has_outer: Whether the copies back are steps of the outer optimizer.
     """
     num_tasks = sum(2 * len(bucket.devices) + 1 for bucket in buckets)
     pen = Pen(num_tasks, num_parameters, num_devices)

@@ -1,4 +1,4 @@
-"""The evaluator: what every planner asks how good a strategy is."""
+"""The evaluator: predicts step time and memory of strategies, for every planner."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -65,22 +65,22 @@ can be gamed by a search; the mean cannot)."""
 
 _SERVED = 16
 _MOST_PRICED = 1024
-"""Channels that are priced whether a program uses them or not: those of 32 devices."""
+"""Most channels that are all priced, used by a program or not: those of 32 devices."""
 _MOST_PRICE_LISTS = 64
 MAX_RULE_SETS = 16
-"""Rule sets of strategies whose tables are kept."""
+"""Most rule sets of strategies whose tables are kept."""
 
 LEAST_FOLDED = 30_000
-"""Ops on all devices, in all micro-batches and steps, from which on it pays to look for devices
+"""Fewest ops, on all devices in all micro-batches and steps, for which it pays to look for devices
 that do alike: about a millisecond, in which a third of so many ops is lowered and simulated."""
 
 MEMORY_MARGIN = 0.04
-"""Added to what tensors and workspaces need: small workspaces, rounding of allocators, gradients
-that are on their way to a server and are not let go at once."""
+"""Share added to what tensors and workspaces need: small workspaces, rounding of allocators,
+gradients that are on their way to a server and are not freed at once."""
 
 REFEREE_SLACK = 0.03
-"""How much faster than in the engine a strategy may be in the referee's eyes before it is missed
-by a search that asks the engine first."""
+"""Share by which the referee may find a strategy faster than the engine does before a search that
+asks the engine first misses it."""
 
 
 class Outcome(StrEnum):
@@ -98,15 +98,15 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What a strategy is predicted to do.
+    """Predicted step time and memory of a strategy.
 
     Attributes:
         outcome: ``ok`` or why it cannot run.
-        step_time_s: seconds per training step, also where memory does not suffice.
+        step_time_s: Seconds per training step, also where memory does not suffice.
         peak_memory_bytes: Predicted peak memory of each device.
-        order: the order in which waiting tasks ran.
-        shortage: for ``out_of_memory``, the device and the missing bytes in words.
-        overflow_bytes: bytes missing on the worst device, 0 if none; infinite for what cannot run.
+        order: Order in which waiting tasks ran.
+        shortage: For ``out_of_memory``, the device and the missing bytes in words.
+        overflow_bytes: Bytes missing on the worst device, 0 if none; infinite for what cannot run.
     """
 
     outcome: Outcome
@@ -123,7 +123,7 @@ class Evaluation:
 
     @property
     def preference(self) -> tuple[float, float]:
-        """Smaller is better: what fits comes first (it overflows by 0), then the shorter step.
+        """Sort key, smaller is better: what fits comes first (overflow 0), then the shorter step.
 
         What was given up comes last: whether it fits is not known.
         """
@@ -133,14 +133,14 @@ class Evaluation:
 
 
 def given_up(seconds: float, order: Order) -> Evaluation:
-    """Of a strategy that takes at least these seconds, which is more than was asked for."""
+    """Evaluation of a strategy that was given up, because it takes at least these seconds."""
     return Evaluation(
         outcome=Outcome.GIVEN_UP, step_time_s=seconds, peak_memory_bytes=(), order=order
     )
 
 
 class _Lowered(NamedTuple):
-    """A choice that is ready to be simulated, on all devices or on the columns of a fold."""
+    """A choice ready to be simulated, on all devices or on those that stand for others."""
 
     choice: Choice
     tape: Tape
@@ -149,7 +149,7 @@ class _Lowered(NamedTuple):
 
 
 class _RuleSet:
-    """What the evaluator knows about a graph whose ops run by some rules."""
+    """Tables of a graph whose ops run by some rules, and seconds of these ops known so far."""
 
     def __init__(
         self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], num_devices: int
@@ -176,7 +176,7 @@ class _RuleSet:
 
     @property
     def tells_rows_apart(self) -> bool:
-        """Whether devices with as many units do not do alike: their rows have other entries."""
+        """Whether work depends on which rows a device has, not only on its number of units."""
         return self._sparse.by_rows
 
     def seconds(
@@ -251,17 +251,17 @@ class Evaluator:
     It keeps the arrays between calls, so use one evaluator per thread.
 
     Args:
-        graph: one training step.
-        cluster: the devices and links.
-        cost_model: seconds of tasks; by default the calibration that the cluster names, else the
-            roofline prior.
+        graph: One training step.
+        cluster: Devices and links.
+        cost_model: Model of the seconds of tasks; by default the calibration that the cluster
+            names, else the roofline prior.
 
     Attributes:
-        num_evaluations: simulations so far.
-        num_tasks: tasks of the program that was simulated last.
-        most_tasks: of a program that is simulated, as ``tasks_of`` counts them. It does not matter
-            where devices that do alike are folded away.
-        poll: called before every simulation; what it raises ends a search (``Spending.limits``).
+        num_evaluations: Number of simulations so far.
+        num_tasks: Number of tasks of the program that was simulated last.
+        most_tasks: Most tasks of a program that is simulated, as ``tasks_of`` counts them; no
+            limit where devices that do alike are folded into one.
+        poll: Callback before every simulation; what it raises ends a search (``Spending.limits``).
     """
 
     def __init__(
@@ -298,17 +298,17 @@ class Evaluator:
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
-        """How far off what each device type takes may be; see ``CostModel.spread``."""
+        """Error of the predicted seconds on each device type; see ``CostModel.spread``."""
         return tuple(
             self.cost_model.spread(self.graph, kind) for kind in self.cluster.device_types
         )
 
     def interval(self, step_time_s: float) -> Interval:
-        """Where a step's measured seconds lie, by the type that is known least."""
+        """Range of a step's measured seconds, by the device type that is known least."""
         return interval_around(step_time_s, max(self.spreads))
 
     def _make_rows(self) -> None:
-        """Room for what depends on the length of the tables."""
+        """Make room for what depends on the length of the tables."""
         tables = self.tables
         self._tape = make_tape(4096, len(tables.parameter_bytes), self.cluster.num_devices)
         shape = (len(self.cluster.device_types), self.graph.batch_size + 1)
@@ -339,8 +339,8 @@ class Evaluator:
         """Predict step time and memory of a strategy.
 
         Args:
-            strategy: made for this graph and cluster.
-            order: how waiting tasks are ordered; the best of all three if ``None``.
+            strategy: Strategy made for this graph and cluster.
+            order: Order of waiting tasks; the best of all three if ``None``.
         """
         choice = self.encode(strategy)
         if order is not None:
@@ -400,13 +400,13 @@ class Evaluator:
         return float(sum(self.graph.tensor_bytes[self.graph.updates[row][1]] for row in rows))
 
     def team_paces(self, strategy: Strategy, choice: Choice) -> tuple[TeamPace, ...]:
-        """What a step of each team takes, and what its exchange with the server takes alone.
+        """Seconds that a step of each team takes, and its exchange with the server alone.
 
-        It is not counted as an evaluation: it belongs to that of the strategy.
+        Not counted as an evaluation: it belongs to that of the strategy.
 
         Args:
-            strategy: with an asynchronous server.
-            choice: the same, encoded.
+            strategy: Strategy with an asynchronous server.
+            choice: The same strategy, encoded.
         """
         counted = self.num_evaluations
         lowered = self._lower(choice._replace(averaging_s=0.0))
@@ -424,7 +424,7 @@ class Evaluator:
         return tuple(paces)
 
     def _pace(self, strategy: Strategy, choice: Choice, team: int, compute_s: float) -> TeamPace:
-        """A team's pace, given what it computes for."""
+        """Pace of a team, given its compute seconds."""
         assert strategy.asynchronous is not None
         whole, busy = [], []
         for is_push, of in ((False, pulls_of), (True, pushes_of)):
@@ -474,8 +474,8 @@ class Evaluator:
         """Seconds of one averaging of a strategy's parameters, by the referee.
 
         Args:
-            strategy: with an averaging.
-            choice: the same, encoded.
+            strategy: Strategy with an averaging.
+            choice: The same strategy, encoded.
         """
         assert strategy.averaging is not None
         tape = averaging_tape(
@@ -488,7 +488,7 @@ class Evaluator:
         return self._seconds_of_tape(tape, choice)
 
     def _seconds_of_tape(self, tape: Tape, choice: Choice) -> float:
-        """Seconds of a tape of its own, by the referee."""
+        """Seconds of a tape that is no step, by the referee."""
         prices = self._prices(choice, self._type_of_device, self._price_channels(tape))
         lowered = _Lowered(choice._replace(num_steps=1, averaging_s=0.0), tape, prices)
         self._run(lowered, Order.FIFO, math.inf)
@@ -515,7 +515,7 @@ class Evaluator:
         return self._rule_set(choice.rule_set).tables
 
     def _rule_set(self, number: int) -> _RuleSet:
-        """The rule set of a choice; few are kept at once, those used last."""
+        """Rule set of a choice; few are kept at once, those used last."""
         found = self._rule_sets.pop(number, None)
         if found is None:
             op_rules, blocks = self._rules_by_number[number]
@@ -526,7 +526,7 @@ class Evaluator:
         return found
 
     def floor_s(self, choice: Choice) -> float:
-        """Seconds that a step takes at least, without a simulation; microseconds to find out.
+        """Lower bound of a step's seconds, without a simulation; takes microseconds.
 
         The busiest device's compute; or the busiest link's share of the gradients, none of which
         is there before its members' forward passes. Constants, updates, parameter servers and
@@ -559,8 +559,8 @@ class Evaluator:
         """Seconds for which each link is held by payloads over channels, -1 for none.
 
         Args:
-            channel: of each payload.
-            payload: bytes.
+            channel: Channel of each payload.
+            payload: Bytes of each payload.
 
         Returns:
             # [num_resources]
@@ -591,9 +591,9 @@ class Evaluator:
         """Predict step time and memory of an encoded strategy.
 
         Args:
-            choice: from ``encode`` or a ``StrategySpace``.
-            order: how waiting tasks are ordered.
-            limit_s: seconds per step above which the caller wants to know no more: the outcome may
+            choice: Choice from ``encode`` or a ``StrategySpace``.
+            order: Order of waiting tasks.
+            limit_s: Seconds per step above which an exact result is not needed: the outcome may
                 then be ``given_up``.
         """
         return self.evaluate_orders(choice, (order,), limit_s)[0]
@@ -601,7 +601,7 @@ class Evaluator:
     def evaluate_orders(
         self, choice: Choice, orders: Sequence[Order], limit_s: float = math.inf
     ) -> list[Evaluation]:
-        """The same in several orders, lowered once.
+        """Like ``evaluate_choice`` in several orders, lowered once.
 
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
@@ -631,10 +631,10 @@ class Evaluator:
         of both predictions on each device.
 
         Args:
-            strategy: made for this graph and cluster.
-            order: how waiting tasks were ordered in the engine; the best of all three by the
-                referee if ``None``.
-            limit_s: as in ``evaluate_choice``. A strategy that the engine takes for more than
+            strategy: Strategy made for this graph and cluster.
+            order: Order of waiting tasks in the engine; the best of all three by the referee if
+                ``None``.
+            limit_s: As in ``evaluate_choice``. A strategy that the engine takes for more than
                 ``REFEREE_SLACK`` slower than that is given up, too.
         """
         choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
@@ -657,7 +657,7 @@ class Evaluator:
     def _replay(
         self, lowered: _Lowered, limit_s: float = math.inf
     ) -> tuple[float, Timings | None]:
-        """(seconds per step, timings) of what was simulated last, by the referee.
+        """(seconds per step, timings) by the referee of what was simulated last.
 
         No timings and a lower bound of the seconds above the limit.
         """
@@ -695,7 +695,7 @@ class Evaluator:
         return result
 
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
-        """The evaluation of a predicted step time and memory."""
+        """Evaluation of a predicted step time and memory."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
         refused = micro_batches_refused(self.graph, choice.num_micro) or self._lone_norm(choice)
         if refused:
@@ -727,7 +727,7 @@ class Evaluator:
         )
 
     def _lone_norm(self, choice: Choice) -> str:
-        """Which BatchNorm a device would train on one value per channel, in words.
+        """Description of a BatchNorm that a device would train on one value per channel, or empty.
 
         Those with rules are left to the rehearsal: members of a team may see all of its samples.
         """
@@ -751,7 +751,7 @@ class Evaluator:
         return seconds, self._peak(lowered, self._timings)
 
     def tasks_of(self, choice: Choice) -> int:
-        """About how many tasks a choice has on all devices.
+        """Approximate number of tasks of a choice on all devices.
 
         One for each op on each share and for each update of a parameter on a member of its group.
         A served parameter counts ``_SERVED`` times: it is pushed and pulled over as many different
@@ -769,7 +769,7 @@ class Evaluator:
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
     def _ready(self, choice: Choice) -> _Lowered | None:
-        """Lower a choice, folded where that is the same; ``None`` if that makes too many tasks."""
+        """Lower a choice, folded where that is exact; ``None`` if that makes too many tasks."""
         folded = self._fold(choice)
         if folded is None and self.tasks_of(choice) > self.most_tasks:
             return None
@@ -795,9 +795,9 @@ class Evaluator:
         return _Lowered(choice, self._tape, self._prices(choice, self._type_of_device, channels))
 
     def _fold(self, choice: Choice) -> _Lowered | None:
-        """Lower a choice on devices that stand for others, ``None`` where that is not the same."""
+        """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
         tables, num_devices = self.tables_of(choice), self.cluster.num_devices
-        if choice.codecs or len(choice.kept_bytes):  # which name devices
+        if choice.codecs or len(choice.kept_bytes):  # these are given by device
             return None
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
@@ -829,7 +829,7 @@ class Evaluator:
         return end / choice.num_steps + choice.averaging_s, is_done
 
     def _peak(self, lowered: _Lowered, *timings: Timings) -> FloatArray:
-        """Peak bytes of each device in any of the timings of what was lowered."""
+        """Peak bytes of each device, the largest over timings of the lowered choice."""
         choice, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
         resident = resident_bytes(self.tables_of(choice), choice)
@@ -841,12 +841,12 @@ class Evaluator:
         return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
 
     def _prices(self, choice: Choice, types: IntArray, channel: ChannelPrices) -> Prices:
-        """The cost model's answers for everything that a choice can contain.
+        """Prices, from the cost model, of everything that a choice can contain.
 
         Args:
-            choice: on some devices.
-            types: of these devices.
-            channel: prices of its channels.
+            choice: Choice on some devices.
+            types: Device type of each of these devices.
+            channel: Prices of its channels.
         """
         self._price_rows(choice, types)
         rules = self._rule_set(choice.rule_set)
@@ -890,7 +890,7 @@ class Evaluator:
         )
 
     def _price_channels(self, tape: Tape) -> ChannelPrices:
-        """Prices of a program's channels: of all there are, or, where these are many, of its own.
+        """Prices of a program's channels: of all channels, or, if there are many, of its own.
 
         In the latter case its tasks are given the numbers of their channels in these prices.
         """
@@ -923,7 +923,7 @@ class Evaluator:
         return self.cost_model.op_seconds(self.graph, device_type, samples)[self.tables.op_id]
 
     def _price(self, kind: int, samples: int) -> None:
-        """Keep the seconds of all compute ops on a device type at a share."""
+        """Store the seconds of all compute ops on a device type at a share."""
         row = self.op_seconds(kind, samples)
         self._op_seconds[kind, samples] = row
         self._is_priced[kind, samples] = True

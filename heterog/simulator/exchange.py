@@ -1,4 +1,4 @@
-"""What a team's exchange with an asynchronous server takes: its tasks, on tapes of their own."""
+"""Cost of a team's exchange with an asynchronous server: its tasks, on tapes of their own."""
 
 from collections.abc import Sequence
 
@@ -9,16 +9,16 @@ from heterog.strategy.lowering.tape import Tape
 from heterog.strategy.program import FloatArray, TaskKind
 
 _READ_AND_WRITTEN = 2.0
-"""Times its bytes that a copy moves."""
+"""Bytes that a copy moves, as a multiple of its own."""
 
 
 def push_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTable) -> Tape:
     """The tasks of a push: copies into messages, transfers, steps of the server's optimizer.
 
     Args:
-        traffic: of the team.
-        sizes: bytes of each row of ``graph.updates``.
-        channels: of the cluster.
+        traffic: Transfers of the team.
+        sizes: Bytes of each row of ``graph.updates``.
+        channels: Table of the cluster's channels.
     """
     num_devices = channels.cluster.num_devices
     pen = Pen(sum(2 + len(each.rows) for each in traffic), len(sizes), num_devices)
@@ -38,9 +38,9 @@ def pull_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTa
     """The tasks of a pull: copies into messages, transfers, copies into the parameters.
 
     Args:
-        traffic: of the team.
-        sizes: bytes of each row of ``graph.updates``.
-        channels: of the cluster.
+        traffic: Transfers of the team.
+        sizes: Bytes of each row of ``graph.updates``.
+        channels: Table of the cluster's channels.
     """
     num_devices = channels.cluster.num_devices
     pen = Pen(3 * len(traffic), len(sizes), num_devices)

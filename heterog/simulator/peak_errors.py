@@ -1,4 +1,4 @@
-"""How far off predicted peaks of memory are, from the few peaks that were measured.
+"""Errors of predicted memory peaks, from the few peaks that were measured.
 
 Of a run, e = log(measured / predicted) of the largest peak of a device. Over n runs, to which one
 number was fitted (what their devices reserve beside tensors),
@@ -25,12 +25,12 @@ from heterog.simulator.intervals import COVERAGE, Interval
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakErrors:
-    """Errors of predicted peaks.
+    """Errors of predicted memory peaks.
 
     Attributes:
-        spread: of log(measured / predicted); see the module.
-        num_runs: that it was found from, at least two.
-        measured_on: the GPU type that they ran on.
+        spread: Spread of log(measured / predicted); see the module.
+        num_runs: Number of runs that it was found from, at least two.
+        measured_on: GPU type of these runs.
     """
 
     spread: float
@@ -43,14 +43,14 @@ class PeakErrors:
 
     @property
     def _scale(self) -> float:
-        """What the error of one more run is divided by."""
+        """Divisor of the error of one more run, which makes it follow Student's distribution."""
         return self.spread * math.sqrt(1.0 + 1.0 / self.num_runs)
 
     def interval(self, peak_bytes: float) -> Interval:
-        """Where four of five measured peaks are expected, in bytes.
+        """Interval in which four of five measured peaks are expected, in bytes.
 
         Args:
-            peak_bytes: predicted, without what the device reserves.
+            peak_bytes: Predicted peak, without what the device reserves.
 
         >>> errors = PeakErrors(spread=0.05, num_runs=4, measured_on="GH200")
         >>> [round(end, 1) for end in errors.interval(100.0)]
@@ -60,10 +60,10 @@ class PeakErrors:
         return Interval(peak_bytes / factor, peak_bytes * factor)
 
     def fit_probability(self, peaks: Iterable[tuple[float, float]]) -> float:
-        """How often a plan with these peaks is expected to fit, from 0 to 1.
+        """Chance that a plan with these peaks fits, from 0 to 1.
 
         Args:
-            peaks: of each device (predicted, usable) bytes, usable more than 0.
+            peaks: Pairs (predicted, usable) bytes of each device, usable more than 0.
 
         >>> errors = PeakErrors(spread=0.05, num_runs=4, measured_on="GH200")
         >>> round(errors.fit_probability([(90.0, 100.0), (1.0, 100.0)]), 2)
@@ -76,11 +76,11 @@ class PeakErrors:
 
 
 def peak_errors_of(peaks: Sequence[tuple[float, float]], measured_on: str) -> PeakErrors:
-    """Errors of a few runs, to which one number had been fitted; the module has the formula.
+    """Errors from a few runs, to which one number had been fitted; the module has the formula.
 
     Args:
-        peaks: (measured, predicted) bytes of each run, without what devices reserve; more than 0.
-        measured_on: the GPU type of the runs.
+        peaks: (measured, predicted) bytes of each run, above 0, without what devices reserve.
+        measured_on: GPU type of the runs.
 
     Raises:
         HeterogError: there are fewer than two runs.
@@ -120,7 +120,7 @@ def _probability(t: float, freedom: int) -> float:
 
 @lru_cache(maxsize=16)
 def _quantile(probability: float, freedom: int) -> float:
-    """The t of which ``_probability`` is so much, from 0.5 on."""
+    """The t at which ``_probability`` reaches a value of 0.5 or more."""
     low, high = 0.0, 1.0
     while _probability(high, freedom) < probability:
         high *= 2.0

@@ -13,15 +13,15 @@ from heterog.strategy.program import TaskKind
 
 
 class Pen:
-    """Writes tasks without the compiled helpers, which would be compiled for these few.
+    """Writes tasks without the compiled helpers, whose compilation these few do not repay.
 
     Args:
-        num_tasks: that will be written, at most.
-        num_parameters: of the graph.
-        num_devices: of the cluster.
+        num_tasks: Largest number of tasks that will be written.
+        num_parameters: Number of parameters of the graph.
+        num_devices: Number of devices of the cluster.
 
     Attributes:
-        tape: what was written; complete after ``end``.
+        tape: Tape with all tasks written so far; complete after ``end``.
     """
 
     def __init__(self, num_tasks: int, num_parameters: int, num_devices: int) -> None:
@@ -56,7 +56,7 @@ class Pen:
         return buffer
 
     def end(self) -> None:
-        """The task after the last one holds the ends of its lists."""
+        """Write where the lists of one more task would begin, which ends those of the last."""
         number = int(self.tape.counts[NUM_TASKS])
         self.tape.tasks["read_start"][number] = self.tape.counts[NUM_READS]
         self.tape.tasks["buffer_start"][number] = self.tape.counts[NUM_BUFFERS]

@@ -34,25 +34,25 @@ if TYPE_CHECKING:
     from heterog.strategy.strategy import Decision, Strategy
 
 MOST_TICKS = 1_000_000
-"""For one step; the order of pushes needs no finer clock."""
+"""Most ticks of one step; the order of pushes needs no finer clock."""
 
 
 class PushOrder(StrEnum):
-    """In which order a server takes gradients."""
+    """Order in which a server takes gradients."""
 
     PLANNED = "planned"
-    """That of ``AsynchronousServer.events``: each run gives the same weights."""
+    """Order of ``AsynchronousServer.events``: each run gives the same weights."""
     ARRIVAL = "arrival"
-    """As they come."""
+    """Order of arrival: no two runs are alike."""
 
 
 class ServerEvent(NamedTuple):
-    """What a server does next.
+    """Next action of a server.
 
     Attributes:
-        is_push: it takes a gradient and steps its optimizer; otherwise it gives weights.
-        team: whose gradient, or who gets the weights.
-        step: of that team, from 0: whose gradient it is, or for which the weights are.
+        is_push: Whether it takes a gradient and steps its optimizer; otherwise it gives weights.
+        team: Team whose gradient it takes, or which gets the weights.
+        step: Step of that team, from 0, that made the gradient or gets the weights.
     """
 
     is_push: bool
@@ -62,15 +62,15 @@ class ServerEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsynchronousServer:
-    """Who keeps the weights, and in which order gradients reach them.
+    """A server that keeps the weights, and the order in which gradients reach it.
 
     Attributes:
-        staleness: tau, steps that a team may be ahead of the slowest one.
-        devices: that share the server's work: each keeps the weights and the optimizer's state of
-            some of the parameters that it trains; see ``server_of_rows``.
-        ticks: how long a step of each team takes compared with the others', in whole numbers.
-            The planned order of pushes is that of teams which take exactly so long.
-        order: in which the server takes pushes.
+        staleness: Number tau of steps that a team may be ahead of the slowest one.
+        devices: Devices that share the server's work: each keeps the weights and the optimizer's
+            state of some of the parameters that it trains; see ``server_of_rows``.
+        ticks: Duration of a step of each team in whole numbers, relative to the others. The
+            planned order of pushes is that of teams which take exactly so long.
+        order: Order in which the server takes pushes.
     """
 
     staleness: int
@@ -138,7 +138,7 @@ class AsynchronousServer:
             waiting.append(team)
 
     def events_of(self, num_steps: int) -> Iterator[ServerEvent]:
-        """The pushes and pulls of a training that every team ends after some steps."""
+        """The pushes and pulls of a training in which every team makes a number of steps."""
         left = len(self.ticks) * num_steps
         events = self.events()
         while left:
@@ -151,11 +151,11 @@ class AsynchronousServer:
         """Refuse teams that cannot train alone, and parameters that nobody serves.
 
         Args:
-            strategy: whose decisions are looked at.
-            graph: one training step.
+            strategy: Strategy whose decisions are checked.
+            graph: One training step.
 
         Raises:
-            StrategyError: says which and why.
+            StrategyError: one of them is found; the message says which and why.
         """
         check_islands(strategy, graph.batch_size, "an asynchronous server")
         num_teams = len(strategy.decisions[0].teams)
@@ -198,7 +198,7 @@ def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
 
 
 def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) -> tuple[int, ...]:
-    """The device that serves each parameter, given its bytes and its group."""
+    """The device that serves each parameter, given the bytes and the group of each."""
     server = strategy.asynchronous
     assert server is not None
     load = dict.fromkeys(server.devices, 0.0)
@@ -212,12 +212,12 @@ def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) 
 
 
 class Traffic(NamedTuple):
-    """What one team moves to or from one device of the server in a step.
+    """Parameters that one device of a team exchanges with one of the server in a step.
 
     Attributes:
-        device: of the team.
-        server: the server's device.
-        rows: of ``graph.updates``, ascending.
+        device: Device of the team.
+        server: Device of the server.
+        rows: Rows of ``graph.updates``, ascending.
     """
 
     device: int
@@ -226,12 +226,12 @@ class Traffic(NamedTuple):
 
 
 def pushes_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
-    """Who pushes which gradients of a team where: of replicas in a team, the first."""
+    """Gradients that a team pushes, by sender and server: of replicas, the first sends."""
     return _traffic(graph, strategy, team, all_replicas=False)
 
 
 def pulls_of(graph: OpGraph, strategy: "Strategy", team: int) -> tuple[Traffic, ...]:
-    """Who of a team pulls which parameters from where: every replica does."""
+    """Parameters that a team pulls, by receiver and server: every replica receives."""
     return _traffic(graph, strategy, team, all_replicas=True)
 
 
@@ -263,11 +263,11 @@ def kept_bytes(
     each team.
 
     Args:
-        strategy: with a server.
-        sizes: bytes of each parameter.
-        groups: of the parameters, by which decisions are looked up.
-        num_devices: of the cluster.
-        state_ratio: bytes of the optimizer's state for each byte of parameters.
+        strategy: Strategy with a server.
+        sizes: Bytes of each parameter.
+        groups: Group of each parameter, by which decisions are looked up.
+        num_devices: Number of devices of the cluster.
+        state_ratio: Bytes of the optimizer's state for each byte of parameters.
 
     Returns:
         # [num_devices]
@@ -284,11 +284,11 @@ def kept_bytes(
 
 
 def staleness_of(server: AsynchronousServer, num_steps: int) -> list[int]:
-    """Of each push, how many other pushes changed the weights after its team had pulled them.
+    """For each push, the number of other pushes since its team pulled the weights.
 
     Args:
-        server: whose order it is.
-        num_steps: pushes of each team.
+        server: Server, for its order of pushes.
+        num_steps: Number of pushes of each team.
     """
     num_pushes, found = 0, []
     pulled_at = [0] * len(server.ticks)

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from heterog.strategy.strategy import Decision, Strategy
 
 MOST_STEPS = 1_000_000
-"""Between two averagings; more is a slip of the hand."""
+"""Most steps between two averagings; more is a typing error."""
 
 
 class AverageWeights(StrEnum):
-    """What an island's parameters count in the average."""
+    """Weight of an island's parameters in the average."""
 
     SAMPLES = "samples"
     """In proportion to the samples that it trains on: with H = 1 and SGD, one device's step."""
@@ -36,7 +36,7 @@ class AverageWeights(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Averaging:
-    """How islands come together.
+    """How and when islands average their parameters.
 
     With w the average of the islands' parameters and a the parameters after the averaging before,
     the outer optimizer takes d = a - w as a gradient: m = momentum * m + d, and the new parameters
@@ -48,11 +48,11 @@ class Averaging:
     island knows of the others is at most H + D steps old.
 
     Attributes:
-        every: H, training steps from one averaging to the next.
-        weights: what each island counts.
-        outer_rate: learning rate of the outer optimizer.
-        outer_momentum: its Nesterov momentum.
-        delay: D, steps for which an average may be under way; below H.
+        every: Number H of training steps from one averaging to the next.
+        weights: Weight of each island in the average.
+        outer_rate: Learning rate of the outer optimizer.
+        outer_momentum: Nesterov momentum of the outer optimizer.
+        delay: Number D of steps for which an average may be under way; below H.
     """
 
     every: int
@@ -89,11 +89,11 @@ class Averaging:
 
     @property
     def num_copies(self) -> int:
-        """Copies of all parameters that stay on a device: outer state, and what is under way."""
+        """Copies of all parameters that stay on a device: outer state, and averages under way."""
         return 2 * self.has_outer + 2 * (self.delay > 0)
 
     def step_s(self, local_s: float, averaging_s: float) -> float:
-        """Seconds of a step in the mean over a window.
+        """Mean seconds of a step over a window.
 
         T = T_local + max(T_average - D T_local, 0) / H.
 
@@ -101,8 +101,8 @@ class Averaging:
         (1.5, 1.125)
 
         Args:
-            local_s: of a step without averaging.
-            averaging_s: of one averaging.
+            local_s: Seconds of a step without averaging.
+            averaging_s: Seconds of one averaging.
         """
         return local_s + max(averaging_s - self.delay * local_s, 0.0) / self.every
 
@@ -124,28 +124,28 @@ class Averaging:
         return text
 
     def check(self, strategy: "Strategy", graph: "OpGraph") -> None:
-        """Refuse decisions whose teams are no islands that can train alone.
+        """Refuse decisions whose teams are not islands that can train alone.
 
         Args:
-            strategy: whose decisions are looked at.
-            graph: one training step.
+            strategy: Strategy whose decisions are checked.
+            graph: One training step.
 
         Raises:
-            StrategyError: says which and why.
+            StrategyError: a decision does not allow it; the message says which and why.
         """
         check_islands(strategy, graph.batch_size, "averaging")
 
 
 def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
-    """Refuse decisions whose teams are no islands that can train alone.
+    """Refuse decisions whose teams are not islands that can train alone.
 
     Args:
-        strategy: whose decisions are looked at.
-        batch_size: of the graph.
-        what: needs islands, in words.
+        strategy: Strategy whose decisions are checked.
+        batch_size: Batch size of the graph.
+        what: Words for what needs islands.
 
     Raises:
-        StrategyError: says which and why.
+        StrategyError: a decision does not allow it; the message says which and why.
     """
     if not strategy.step_barrier:
         raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
@@ -197,7 +197,7 @@ def island_samples(strategy: "Strategy", batch_size: int) -> tuple[int, ...]:
 
 
 def island_parts(strategy: "Strategy") -> tuple[float, ...]:
-    """What each island counts in the average; adds up to 1."""
+    """Weight of each island in the average; they add up to 1."""
     assert strategy.averaging is not None
     first = strategy.decisions[0]
     if strategy.averaging.weights == AverageWeights.EQUAL:

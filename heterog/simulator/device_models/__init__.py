@@ -2,5 +2,5 @@
 
 ``products`` and ``streams`` hold the formulas, ``parameters`` what was fitted (``fitted.yaml``,
 with provenance and errors) and how a type without measurements gets its own from its data sheet,
-``kernels`` what the ops of a graph are to a GPU, and ``model`` the cost model of all that.
+``kernels`` the ops of a graph as kernels of a GPU, and ``model`` the cost model of all that.
 """

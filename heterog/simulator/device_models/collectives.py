@@ -38,7 +38,7 @@ class CollectiveModel:
         return np.asarray(self.latency_s + self.hop_s * (members - 1.0))
 
     def most_fill_s(self, members: FloatArray) -> FloatArray:
-        """The most seconds that filling takes.  # [...]"""
+        """Longest time that filling takes, in seconds.  # [...]"""
         return np.asarray(self.fill_s + self.fill_hop_s * (members - 1.0))
 
     def rate(self, members: FloatArray, bandwidth_bytes_per_s: float) -> FloatArray:
@@ -47,7 +47,7 @@ class CollectiveModel:
         return np.asarray(bandwidth_bytes_per_s * self.efficiency * grown)
 
     def sent_per_byte(self, members: FloatArray) -> FloatArray:
-        """Bytes over each link per byte of payload.  # [...]"""
+        """Bytes sent over each link per byte of payload.  # [...]"""
         return np.asarray(self.rounds * (members - 1.0) / members)
 
     def seconds(
@@ -56,9 +56,9 @@ class CollectiveModel:
         """Seconds of operations.
 
         Args:
-            payload: bytes of each.  # [num_operations]
-            members: of each.  # [num_operations]
-            bandwidth_bytes_per_s: of a link, one way.
+            payload: Bytes of each operation.  # [num_operations]
+            members: Number of members of each operation.  # [num_operations]
+            bandwidth_bytes_per_s: Bandwidth of a link, one way.
         """
         sent = payload * self.sent_per_byte(members)
         fill = np.minimum(self.most_fill_s(members), sent * self.fill_s_per_byte)

@@ -17,7 +17,7 @@ from heterog.simulator.device_models.streams import StreamModel
 
 _OUTLIER = 0.1
 _STEP = 0.02
-"""Of the derivatives, in logarithms: waves make the seconds a staircase."""
+"""Step of the derivatives, in logarithms: waves make the seconds a staircase."""
 _PRODUCT_START = ProductModel(
     launch_s=4e-6, efficiency=1.0, tile_loss=0.3, ramp=60.0, memory_efficiency=0.8,
     cache_speedup=1.5,
@@ -37,13 +37,13 @@ _STREAM_MOST = StreamModel(launch_s=1e-4, efficiency=1.2, long_row_efficiency=1.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredProducts:
-    """Seconds of matrix products on one type.
+    """Seconds of matrix products on one GPU type.
 
     Attributes:
-        chip: the type, with the peak of the dtype.
-        sizes: (batch, rows, columns, depth).  # [num_rows, 4]
-        num_bytes: read and written.  # [num_rows]
-        seconds: measured.  # [num_rows]
+        chip: Chip of the type, with the peak of the dtype.
+        sizes: (batch, rows, columns, depth) of each row.  # [num_rows, 4]
+        num_bytes: Bytes read and written.  # [num_rows]
+        seconds: Measured seconds.  # [num_rows]
     """
 
     chip: Chip
@@ -58,13 +58,13 @@ class MeasuredProducts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStreams:
-    """Seconds of kernels bound by memory on one type.
+    """Seconds of kernels bound by memory on one GPU type.
 
     Attributes:
-        bandwidth_bytes_per_s: of the type's memory.
-        num_bytes: read and written.  # [num_rows]
-        row: elements that are reduced together, 0 if none are.  # [num_rows]
-        seconds: measured.  # [num_rows]
+        bandwidth_bytes_per_s: Bandwidth of the type's memory.
+        num_bytes: Bytes read and written.  # [num_rows]
+        row: Number of elements that are reduced together, 0 if none are.  # [num_rows]
+        seconds: Measured seconds.  # [num_rows]
     """
 
     bandwidth_bytes_per_s: float
@@ -79,7 +79,7 @@ class MeasuredStreams:
 
 
 def fit_products(measured: Sequence[MeasuredProducts]) -> ProductModel:
-    """Parameters that fit one type, or several together."""
+    """Product parameters that fit one type, or several together."""
 
     def log_errors(logarithms: FloatArray) -> FloatArray:
         model = ProductModel(*np.exp(logarithms))
@@ -90,7 +90,7 @@ def fit_products(measured: Sequence[MeasuredProducts]) -> ProductModel:
 
 
 def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
-    """Parameters that fit one type, or several together."""
+    """Stream parameters that fit one type, or several together."""
 
     def log_errors(logarithms: FloatArray) -> FloatArray:
         model = StreamModel(*np.exp(logarithms))
@@ -101,7 +101,7 @@ def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
 
 
 def errors_of(log_errors: FloatArray) -> Errors:
-    """Shares of the measured seconds that predictions are off by."""
+    """Statistics of errors, as shares of the measured seconds."""
     off = np.abs(np.expm1(log_errors))
     return Errors(rows=len(off), median=float(np.median(off)), p90=float(np.quantile(off, 0.9)))
 
@@ -111,7 +111,7 @@ def _fit(
     start: tuple[float, ...],
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
 ) -> list[float]:
-    """Positive parameters, found in their logarithms."""
+    """Fit positive parameters, in their logarithms."""
     found = least_squares(
         log_errors,
         np.log(start),

@@ -1,4 +1,4 @@
-"""What the ops of a graph are to a GPU: matrix products with their sizes, or streams of bytes."""
+"""Ops of a graph as kernels of a GPU: matrix products with their sizes, or streams of bytes."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -27,7 +27,7 @@ _READS = _FACTORS | {
     "convolution.default": ("input", "weight"),
     "convolution_backward.default": ("grad_output", "input", "weight"),
 }
-"""Arguments that tell the sizes of products."""
+"""Arguments that the sizes of products follow from."""
 _ALIGNED_BYTES = 16
 _DRAWS = ("bernoulli", "rand.", "rand_like.")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
@@ -44,9 +44,9 @@ _CUTS = np.array(
         for share in _SHARES_OF_CUT
     ]
 )
-"""Exponents of the part by which (batch, rows, columns, depth) are cut; one alone first."""
+"""Exponents of the part by which (batch, rows, columns, depth) are cut; single cuts first."""
 _AS_NEAR = 1e-3
-"""Of the bytes: what biases and matrices of equal sizes leave open."""
+"""Difference in the share of bytes that biases and matrices of equal sizes leave open."""
 
 
 class Sizes(NamedTuple):
@@ -60,24 +60,25 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Products:
-    """The matrix products of a graph; an op may be several.
+    """The matrix products of a graph; an op may hold several.
 
     Attributes:
-        op: of each product.  # [num_products]
-        sizes: ``Sizes`` of the whole op.  # [num_products, 4]
-        count: products of these sizes in one kernel, by its FLOPs: attention is two forward and
-            five backward, half of them where it is causal.  # [num_products]
-        num_bytes: of the whole op that it moves.  # [num_products]
-        bytes_share: these as a part of the op's bytes.  # [num_products]
-        matrix_share: parts of these that are rows x depth, depth x columns, and rows x columns.
+        op: Op of each product.  # [num_products]
+        sizes: Sizes in the whole op, as in ``Sizes``.  # [num_products, 4]
+        count: Number of products of these sizes in one kernel, by its FLOPs: attention is two
+            forward and five backward, half of them where it is causal.  # [num_products]
+        num_bytes: Bytes of the whole op that it moves.  # [num_products]
+        bytes_share: Share of the op's bytes that these are.  # [num_products]
+        matrix_share: Shares of these that are rows x depth, depth x columns, and rows x columns.
             # [num_products, 3]
-        along_batch: which of the sizes follows the batch.  # [num_products]
-        is_aligned: rows of all three matrices begin at multiples of 16 bytes, as fast loads of
-            tensor cores want it.  # [num_products]
-        is_attention: part of a fused attention.  # [num_products]
-        dtype: number in ``dtypes``, of the factors.  # [num_products]
-        dtypes: names.
-        kind: products of one kind are alike in all of this but the op.  # [num_products]
+        along_batch: Index of the size that follows the batch.  # [num_products]
+        is_aligned: Whether rows of all three matrices begin at multiples of 16 bytes, as fast
+            loads of tensor cores want it.  # [num_products]
+        is_attention: Whether it is part of a fused attention.  # [num_products]
+        dtype: Number in ``dtypes`` of the dtype of the factors.  # [num_products]
+        dtypes: Names of dtypes.
+        kind: Number shared by products that are alike in all of this but the op.
+            # [num_products]
     """
 
     op: IntArray
@@ -101,10 +102,10 @@ class Streams:
     The mask of a dropout is not one: a GPU draws it in the kernel that uses it.
 
     Attributes:
-        op: of each.  # [num_streams]
-        family: number in ``parameters.STREAMS`` of each.  # [num_streams]
-        row: elements that are reduced together, 0 if none are.  # [num_streams]
-        launches: kernels; 0 for the optimizer, which updates all parameters in a few.
+        op: Op of each.  # [num_streams]
+        family: Number in ``parameters.STREAMS`` of each.  # [num_streams]
+        row: Number of elements that are reduced together, 0 if none are.  # [num_streams]
+        launches: Number of kernels; 0 for the optimizer, which updates all parameters in a few.
             # [num_streams]
     """
 
@@ -160,7 +161,7 @@ def products_of(graph: OpGraph) -> Products:
 
 @lru_cache(maxsize=64)
 def streams_of(graph: OpGraph) -> Streams:
-    """Ops that no matrix product is in."""
+    """Ops without a matrix product."""
     runs_kernel = ~graph.is_view & ((graph.flops > 0.0) | (graph.bytes_moved > 0.0))
     runs_kernel[products_of(graph).op] = False
     runs_kernel[list(_masks(graph))] = False
@@ -178,13 +179,13 @@ def streams_of(graph: OpGraph) -> Streams:
 
 
 def _args_checked(graph: OpGraph, op: int) -> AbstractContextManager[None]:
-    """Around code that reads the args of an op."""
+    """Context for code that reads the args of an op, which an imported graph may have wrong."""
     checked = graph.ops[op]
     return claims_checked(f"the args of {checked.name} do not fit those of {checked.kind}")
 
 
 def _masks(graph: OpGraph) -> Iterator[int]:
-    """Ops that make random masks, until something else takes part."""
+    """Ops that make random masks: random draws, and ops on nothing but these."""
     from_noise: set[int] = set()
     for index, op in enumerate(graph.ops):
         is_drawn = op.kind.startswith(_DRAWS)
@@ -196,17 +197,17 @@ def _masks(graph: OpGraph) -> Iterator[int]:
 def local_sizes(
     products: Products, chosen: IntArray, part: FloatArray, bytes_part: FloatArray
 ) -> FloatArray:
-    """Sizes of parts of products, of which only the work is known.
+    """Sizes of parts of products whose work alone is known.
 
     Cuts through one size or two leave the same FLOPs whichever they are, but not the same bytes:
     those are taken whose bytes are nearest, the batch's if it is as near as any. One cut is found
     exactly, two where they are equal or one is the cube of the other, else nearly.
 
     Args:
-        products: of a graph.
-        chosen: numbers of products.  # [num_chosen]
+        products: Products of a graph.
+        chosen: Numbers of some of them.  # [num_chosen]
         part: FLOPs over those of the whole op.  # [num_chosen]
-        bytes_part: bytes over those of the whole op.  # [num_chosen]
+        bytes_part: Bytes over those of the whole op.  # [num_chosen]
 
     Returns:
         (batch, rows, columns, depth) of each.  # [num_chosen, 4]
@@ -242,7 +243,7 @@ class _Product(NamedTuple):
 
 
 def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
-    """The matrix products that an op is; none if an imported graph does not say enough of it."""
+    """The matrix products in an op; none if an imported graph does not say enough about it."""
     call = graph.call(op)
     if not all(isinstance(call.args.get(name), TensorRef) for name in _READS.get(call.kind, ())):
         return
@@ -276,7 +277,7 @@ def _matrices(sizes: Sizes) -> tuple[float, float, float]:
 
 
 def _along_batch(graph: OpGraph, op: int, call: OpCall) -> int:
-    """The size of a product that the batch is shared out along."""
+    """Index of the size of a product along which the batch is shared out."""
     needed = batch_plan(graph).needed[op]
     for name, sizes in zip(
         _FACTORS[call.kind], ((_BATCH, _ROWS, _DEPTH), (_BATCH, _DEPTH, _COLUMNS)), strict=True

@@ -1,4 +1,4 @@
-"""The device models as a cost model: what a step takes on GPUs that nobody has calibrated."""
+"""The device models as a cost model: seconds of a step on GPUs that nobody has calibrated."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -36,18 +36,18 @@ from heterog.simulator.roofline import Roofline, attainable_flops_per_s
 from heterog.strategy.channels import Channel, ChannelKind
 
 _TENSOR_CORE_GAIN = 1.5
-"""A peak that is so much above float32's of the sheet is one of tensor cores."""
+"""Least ratio of a peak to the sheet's float32 peak that shows it is one of tensor cores."""
 _UNALIGNED = 2.7
-"""How much longer 16-bit products take whose rows do not begin at multiples of 16 bytes.
+"""Factor on the seconds of 16-bit products whose rows do not begin at multiples of 16 bytes.
 
 From Megatron's last layer with 50,257 words on an A100 (vTrain's rows of ``fit``).
 """
 _LEAST_GPU_FLOPS_PER_S = 1e12
 _OF_16_BITS = ("bfloat16", "float16")
 _KERNELS_ALIKE = 0.5
-"""Part of a kernel's error that all kernels of a step have in common; chosen."""
+"""Share of a kernel's error that all kernels of a step have in common; chosen."""
 _HOST_SPREAD = 0.2
-"""Deviation of the logarithm of what the host takes; chosen."""
+"""Standard deviation of the logarithm of the host's seconds; chosen."""
 _QUEUED = 16
 """Kernels before and after one that wait in a queue with it: about a layer of a transformer."""
 
@@ -59,12 +59,12 @@ class DeviceModels(Roofline):
     overhead, keep the roofline.
 
     Args:
-        execution: which program runs steps; what is not given below is as it ships for that one.
-        host_s: that the host takes to issue a kernel. It runs ahead of the device, so that short
-            kernels catch up behind long ones; where kernels are shorter on average, the device
-            waits.
-        in_training: factors of types whose runs somebody has compared, by name.
-        name: shown with every prediction.
+        execution: Program that runs steps; what is not given below is as it ships for that one.
+        host_s: Seconds that the host takes to issue a kernel. It runs ahead of the device, so that
+            short kernels catch up behind long ones; where kernels are shorter on average, the
+            device waits.
+        in_training: Factors of types on which somebody has compared runs, by name.
+        name: Name shown with every prediction.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class DeviceModels(Roofline):
         return self.execution == Execution.COMPILED
 
     def in_training(self, type_name: str) -> InTraining:
-        """The factors of a type."""
+        """Factors of a type in training runs."""
         return self._own(type_name) or in_training_of(type_name)
 
     def _own(self, type_name: str) -> InTraining | None:
@@ -115,7 +115,7 @@ class DeviceModels(Roofline):
         return found._replace(latency_s=found.latency_s + waits)
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """By the errors of runs, of the kernels that take the most, and of the host's seconds."""
+        """Spread of predictions, by the errors of runs, of the longest kernels and of the host."""
         if not _is_modelled(device_type):
             return super().spread(graph, device_type)
         factors = self.in_training(device_type.name)
@@ -174,7 +174,7 @@ def _largest_of(number: int) -> float:
 
 
 def provenance(device_types: Sequence[DeviceType]) -> str:
-    """Where the parameters of some types come from, in one sentence.
+    """One sentence about where the parameters of some types come from.
 
     >>> from heterog.cluster.catalog import device_type
     >>> provenance([device_type("L40S"), device_type("RTX-3090"), device_type("CPU")])
@@ -202,7 +202,7 @@ def _source_of(device_type: DeviceType) -> str:
 
 
 def launch_seconds(device_type: DeviceType) -> float:
-    """Of a kernel that does nothing, in a queue of kernels.
+    """Seconds of a kernel that does nothing, in a queue of kernels.
 
     That of 16-bit products, which were timed in a captured graph; what float32 kernels were timed
     with holds the timer's own overhead, 15 to 60 us.
@@ -260,7 +260,7 @@ def _kernel_error(graph: OpGraph, device_type: DeviceType, seconds: FloatArray) 
 def _shares_of_issuing(
     graph: OpGraph, device_type: DeviceType, factors: InTraining, *, fuses: bool
 ) -> tuple[FloatArray, FloatArray]:
-    """How many kernels' issuing an op has to wait for at least, by its part of the queue.
+    """Number of kernels whose issuing an op has to wait for at least, by its part of the queue.
 
     Kernels around it are issued in sum(host_s) and run in sum(seconds), and the longer of both is
     what they take. Each is given its part of the former by its seconds at the whole batch: where
@@ -301,7 +301,7 @@ def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=64)
 def _num_issued(graph: OpGraph, *, fuses: bool) -> FloatArray:
-    """Kernels of each op; the optimizer updates many parameters in one.  # [num_ops]"""
+    """Number of kernels of each op; the optimizer updates many parameters in one.  # [num_ops]"""
     found = np.zeros(graph.num_ops)
     streams = streams_of(graph)
     found[streams.op[streams.launches > 0.0]] = 1.0
@@ -314,7 +314,7 @@ def _num_issued(graph: OpGraph, *, fuses: bool) -> FloatArray:
 
 @lru_cache(maxsize=64)
 def _share_of_bytes(graph: OpGraph) -> FloatArray:
-    """Bytes of each op that still pass through memory where ops are fused.  # [num_ops]
+    """Share of each op's bytes that still pass through memory where ops are fused.  # [num_ops]
 
     More than 1 where an op reads what others, now written into its kernel, were made of.
     """
@@ -391,12 +391,12 @@ def _product_seconds(
     """Seconds of some products without their launch.
 
     Args:
-        products: of a graph.
-        device_type: where they run.
-        factors: of products and attention on tensor cores.
-        chosen: numbers of products.  # [num_chosen]
+        products: Products of a graph.
+        device_type: Device type where they run.
+        factors: Factors of products and attention on tensor cores.
+        chosen: Numbers of products.  # [num_chosen]
         part: FLOPs of each over those of the whole op.  # [num_chosen]
-        moved: bytes of each.  # [num_chosen]
+        moved: Bytes of each.  # [num_chosen]
     """
     sizes = local_sizes(products, chosen, part, moved / products.num_bytes[chosen])
     took = np.zeros(len(chosen))
@@ -419,7 +419,7 @@ def _product_seconds(
 
 
 class _Unit(NamedTuple):
-    """What makes matrix products: parameters, peak, and whether it is a tensor core."""
+    """Unit that makes matrix products: parameters, peak, and whether it is a tensor core."""
 
     model: ProductModel
     peak_flops_per_s: float
@@ -429,7 +429,7 @@ class _Unit(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _product_model(device_type: DeviceType, dtype: str) -> _Unit:
-    """What makes the products of a dtype."""
+    """Unit that makes the products of a dtype."""
     peaks, listed = device_type.peak_flops_per_s, listed_type(listed_name(device_type.name))
     sheet = device_type if listed is None else listed.type
     on_vector_units = sheet.peak_flops_per_s["float32"]

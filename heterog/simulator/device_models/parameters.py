@@ -1,4 +1,4 @@
-"""The fitted parameters: of types that were measured, and of all others.
+"""The fitted parameters of types that were measured, and of all others.
 
 ``fitted.yaml`` holds, for each family of kernels, parameters by GPU type and a set ``any`` that
 was fitted to all measured types together. They are shares of what the data sheet promises, so
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 ANY_TYPE = "any"
 PRODUCTS = ("float32", "16 bit", "8 bit")
-"""Kinds of matrix products: on vector units, and on tensor cores by the bits of the factors."""
+"""Families of matrix products: on vector units, and on tensor cores by bits of the factors."""
 STREAMS = ("elementwise", "layer norm", "softmax")
 
 # An Ampere multiprocessor at boost clock; for types that the catalogue does not know.
@@ -34,17 +34,17 @@ _FLOPS_OF_A_MULTIPROCESSOR = 0.18e12
 _CACHE_MIB = 4.0
 _MIB = 2.0**20
 _SAME_CHIP = 0.85
-"""Least ratio of multiprocessors, and of their peaks, of types with one chip."""
+"""Least ratio of multiprocessors, and of their peaks, for types to count as one chip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Of predictions for rows that were not fitted, as shares of the measured seconds.
+    """Errors of predictions for rows that were not fitted, as shares of the measured seconds.
 
     Attributes:
-        rows: how many there were.
-        median: of the absolute errors.
-        p90: their 90th percentile.
+        rows: Number of rows.
+        median: Median of the absolute errors.
+        p90: Their 90th percentile.
     """
 
     rows: int
@@ -54,12 +54,12 @@ class Errors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How one family of kernels behaves on a type.
+    """Parameters of one family of kernels on a type, and their errors.
 
     Attributes:
-        model: its parameters.
-        measured_on: the type that they were fitted to, or ``ANY_TYPE``.
-        errors: of that type's test rows; of ``ANY_TYPE`` those of types left out.
+        model: Parameters of the family.
+        measured_on: Type that they were fitted to, or ``ANY_TYPE``.
+        errors: Errors on that type's test rows; for ``ANY_TYPE`` those on types left out.
     """
 
     model: ProductModel | StreamModel
@@ -69,7 +69,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InTraining:
-    """How much longer kernels take in a training run than alone.
+    """Factors by which kernels take longer in a training run than alone.
 
     Kernels are measured alone, for a moment, and with the newest library. In a run, power holds
     the clock down, other kernels have filled the cache, and libraries are a year or two older.
@@ -77,12 +77,12 @@ class InTraining:
     as a large one.
 
     Attributes:
-        products: factor on the seconds of those on tensor cores.
-        fused_attention: the same of fused attention.
-        streams: the same of all other kernels that make 16-bit tensors, but the optimizer's.
-        float32: the same of all kernels that make wider tensors without tensor cores.
-        spread: of log(measured / predicted) of steps on the type, beside the kernels' own errors.
-        measured_on: type whose runs they were fitted to, or ``ANY_TYPE``.
+        products: Factor on the seconds of products on tensor cores.
+        fused_attention: Factor on those of fused attention.
+        streams: Factor on those of other kernels that make 16-bit tensors, but the optimizer's.
+        float32: Factor on those of all kernels that make wider tensors without tensor cores.
+        spread: Spread of log(measured / predicted) of steps on the type, beside kernels' errors.
+        measured_on: Type whose runs they were fitted to, or ``ANY_TYPE``.
     """
 
     products: float = 1.0
@@ -95,15 +95,15 @@ class InTraining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What the host of a device takes.
+    """Seconds that the host of a device takes.
 
     Attributes:
-        issue_s: to issue a kernel.
-        graph_s: to enter a compiled graph, once in each pass.
-        collective_s: to issue a collective, beyond what the latency of its links holds.
-        skew_s: deviation of when the members' hosts issue a collective, which begins with the
-            last of them.
-        spread: of log(measured / predicted) of steps, for what else this program does.
+        issue_s: Seconds to issue a kernel.
+        graph_s: Seconds to enter a compiled graph, once in each pass.
+        collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
+        skew_s: Deviation of the times at which members' hosts issue a collective, which begins
+            with the last of them.
+        spread: Spread of log(measured / predicted) of steps, for what else this program does.
     """
 
     issue_s: float
@@ -114,9 +114,9 @@ class Host:
 
 
 class _Tables(NamedTuple):
-    """What ``fitted.yaml`` holds: by family and type, by type, by ``Execution``; by type again.
+    """Contents of ``fitted.yaml``: families by name and type, factors by type, hosts by program.
 
-    Peaks of memory have one set for all types.
+    Collectives are by type, then by name; peaks of memory have one set for all types.
     """
 
     families: Mapping[str, Mapping[str, Family]]
@@ -136,7 +136,7 @@ def listed_name(type_name: str) -> str:
 
 
 def chip_of(device_type: DeviceType, peak_flops_per_s: float) -> Chip:
-    """What the data sheet of a type says, with the peak of the dtype at hand."""
+    """Data sheet of a type, with the peak of the dtype at hand."""
     listed = listed_type(listed_name(device_type.name))
     multiprocessors = 0 if listed is None else listed.multiprocessors
     guess = device_type.peak_flops_per_s["float32"] / _FLOPS_OF_A_MULTIPROCESSOR
@@ -159,19 +159,19 @@ def families_of(type_name: str) -> Mapping[str, Family]:
 
 
 def host_of(execution: str) -> Host:
-    """What hosts take in a program that executes steps; see ``cluster.topology.Execution``."""
+    """Host's seconds in a program that executes steps; see ``cluster.topology.Execution``."""
     return _tables().hosts[execution]
 
 
 @lru_cache(maxsize=256)
 def in_training_of(type_name: str) -> InTraining:
-    """What runs on a type or its siblings showed, else those on all types together."""
+    """Factors from runs on a type or its siblings, else those on all types together."""
     return _of_type(_tables().in_training, type_name)
 
 
 @lru_cache(maxsize=256)
 def collectives_of(type_name: str) -> Mapping[str, CollectiveModel]:
-    """What collectives take among GPUs of a type or its siblings; empty if none were measured."""
+    """Models of collectives among GPUs of a type or its siblings; empty if none were measured."""
     return _of_type({ANY_TYPE: {}, **_tables().collectives}, type_name)
 
 
@@ -181,7 +181,7 @@ def shipped_peak_errors() -> PeakErrors:
 
 
 def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
-    """What is known of a type, of one with the same chip, or of any."""
+    """Entry of a type, of one with the same chip, or of any."""
     type_name = listed_name(type_name)
     if type_name in by_type:
         return by_type[type_name]

@@ -26,26 +26,26 @@ TILES = (
 )  # fmt: skip
 """(rows, columns) of the output that kernels of common libraries work on at a time."""
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Into how many parts the depth may be cut, each summed by a multiprocessor of its own."""
+"""Numbers of parts that the depth may be cut into; a multiprocessor of its own sums each."""
 _SHORTEST_SPLIT = 128
 _DEPTH_STEP = 32
 _CACHED_SHARE = 0.15
-"""Share of the L2 cache that inputs are found in: of 0.15 and 0.5 the better on an L40S."""
+"""Share of the L2 cache that holds inputs already: of 0.15 and 0.5 the better on an L40S."""
 _SHARPNESS = 3.0
-"""How far compute and memory overlap: 1 is one after the other, infinity all of it."""
+"""Overlap of compute and memory: 1 is one after the other, infinity all of it."""
 
 _WAYS = np.array([(*tile, split) for tile in TILES for split in SPLITS], np.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """What a data sheet says that matters to a kernel.
+    """Numbers of a data sheet that matter to a kernel.
 
     Attributes:
-        peak_flops_per_s: of the dtype at hand.
-        bandwidth_bytes_per_s: of the memory.
-        multiprocessors: how many work on tiles of their own.
-        cache_bytes: of the last cache before the memory.
+        peak_flops_per_s: Peak of the dtype at hand.
+        bandwidth_bytes_per_s: Bandwidth of the memory.
+        multiprocessors: Number of units that work on tiles of their own.
+        cache_bytes: Size of the last cache before the memory.
     """
 
     peak_flops_per_s: float
@@ -59,13 +59,13 @@ class ProductModel:
     """Parameters of one kind of matrix product on one GPU type.
 
     Attributes:
-        launch_s: of a kernel that does nothing.
-        efficiency: share of the peak that an endless tile would reach. Above 1 where
-            ``tile_loss`` is large.
-        tile_loss: how much less a tile of 128 x 128 reaches than an endless one, halved.
-        ramp: steps of depth that a tile costs before and after its sum.
-        memory_efficiency: share of the bandwidth that a large product reaches.
-        cache_speedup: how much faster the cache is than the memory.
+        launch_s: Seconds of a kernel that does nothing.
+        efficiency: Share of the peak that an endless tile would reach. Above 1 where ``tile_loss``
+            is large.
+        tile_loss: Half of the extra time of a tile of 128 x 128 over an endless one, as a share.
+        ramp: Steps of depth that a tile costs before and after its sum.
+        memory_efficiency: Share of the bandwidth that a large product reaches.
+        cache_speedup: Factor by which the cache is faster than the memory.
     """
 
     launch_s: float
@@ -79,12 +79,12 @@ class ProductModel:
         """Seconds of products.
 
         Args:
-            chip: where they run.
+            chip: Chip where they run.
             sizes: (batch, rows, columns, depth) of each.  # [num_products, 4]
-            num_bytes: that each reads and writes.  # [num_products]
+            num_bytes: Bytes that each reads and writes.  # [num_products]
 
         Returns:
-            Of each product.  # [num_products]
+            Seconds of each product.  # [num_products]
         """
         batch, rows, columns, depth = sizes.T[:, :, None]
         tile_rows, tile_columns, splits = _WAYS.T
@@ -111,8 +111,8 @@ def product_bytes(sizes: FloatArray, input_bytes: float, output_bytes: float) ->
 
     Args:
         sizes: (batch, rows, columns, depth) of each.  # [num_products, 4]
-        input_bytes: of an element of the factors.
-        output_bytes: of an element of the result.
+        input_bytes: Bytes of an element of the factors.
+        output_bytes: Bytes of an element of the result.
     """
     batch, rows, columns, depth = sizes.T
     factors = rows * depth + depth * columns

@@ -1,4 +1,4 @@
-"""Device models that were fitted to recorded runs, as a file for ``calibration`` of a cluster."""
+"""Device models fitted to recorded runs, as a file for ``calibration`` of a cluster."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -37,7 +37,7 @@ class _RunsRecord(Record):
 
 
 def save_run_models(path: Path, models: DeviceModels, name: str, num_runs: int) -> None:
-    """Write what was fitted."""
+    """Write fitted device models."""
     types = {
         kind: {
             "products": each.products,

@@ -13,7 +13,7 @@ import numpy as np
 from heterog.graph.op_graph import FloatArray
 
 LONG_ROW = 1024
-"""Elements of a row above which torch takes another softmax kernel."""
+"""Number of elements of a row above which torch takes another softmax kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class StreamModel:
     """Parameters of one family of kernels on one GPU type.
 
     Attributes:
-        launch_s: of a kernel that does nothing.
-        efficiency: share of the bandwidth that a large kernel reaches.
-        long_row_efficiency: the same for rows of more than ``LONG_ROW`` elements.
+        launch_s: Seconds of a kernel that does nothing.
+        efficiency: Share of the bandwidth that a large kernel reaches.
+        long_row_efficiency: Share for rows of more than ``LONG_ROW`` elements.
     """
 
     launch_s: float
@@ -34,8 +34,8 @@ class StreamModel:
         """Seconds per byte of kernels.
 
         Args:
-            bandwidth_bytes_per_s: of the memory.
-            row: elements that are reduced together; 0 if none are.  # [num_kernels]
+            bandwidth_bytes_per_s: Bandwidth of the memory.
+            row: Number of elements that are reduced together; 0 if none are.  # [num_kernels]
         """
         share = np.where(row > LONG_ROW, self.long_row_efficiency, self.efficiency)
         return 1.0 / (bandwidth_bytes_per_s * share)

@@ -1,4 +1,4 @@
-"""Which rules the ops of teams have that share experts: expert parallelism of a layout.
+"""Rules of the ops of teams that share experts: expert parallelism of a layout.
 
 The members of a team are replicas: each works on its own samples, but for the experts of mixture
 layers, of which each member has some (GShard, Lepikhin et al. 2021, section 3). A member gathers
@@ -23,9 +23,9 @@ def expert_rules(graph: OpGraph, groups: Sequence[int], members: int) -> TeamRul
     """Rules of the ops of experts; all others follow the batch.
 
     Args:
-        graph: one training step.
-        groups: whose teams have several members.
-        members: of the largest team.
+        graph: One training step.
+        groups: Groups whose teams have several members.
+        members: Number of members of the largest team.
 
     Raises:
         LayoutError: the model has no experts, or fewer than a team has members.
@@ -66,11 +66,11 @@ def expert_rules(graph: OpGraph, groups: Sequence[int], members: int) -> TeamRul
 
 
 def expert_weights(graph: OpGraph, region: Sequence[int]) -> tuple[int, ...]:
-    """Parameters of three dimensions whose matrices are multiplied each with its own.
+    """Parameters that hold one matrix per expert, each multiplied with its own tokens.
 
     Args:
-        graph: one training step.
-        region: op indices.
+        graph: One training step.
+        region: Indices of the ops to look at.
 
     Returns:
         Tensor ids, in the order in which the forward pass reads them.

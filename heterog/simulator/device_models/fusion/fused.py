@@ -1,4 +1,4 @@
-"""What fusing comes to for each op of a graph: launches, and bytes to and from memory."""
+"""Effect of fusing on each op of a graph: launches, and bytes to and from memory."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,11 +21,11 @@ class Fused:
     first and for what it makes, the last one for the launch.
 
     Attributes:
-        kernels: of the forward and the backward pass, kernels of their own among them.
-        is_fused: ops of which a compiler makes all kernels; the rest are kernels of their own,
+        kernels: Kernels of the forward and the backward pass, those of libraries among them.
+        is_fused: Whether a compiler makes all kernels of an op; the rest are kernels of their own,
             views and updates.  # [num_ops]
-        launches: kernels that end with each op.  # [num_ops]
-        num_bytes: that each op moves.  # [num_ops]
+        launches: Number of kernels that end with each op.  # [num_ops]
+        num_bytes: Bytes that each op moves.  # [num_ops]
     """
 
     kernels: tuple[Kernel, ...]
@@ -34,7 +34,7 @@ class Fused:
     num_bytes: FloatArray
 
     def count(self, phase: Phase) -> int:
-        """Kernels of a pass that the compiler writes."""
+        """Number of kernels of a pass that the compiler writes."""
         return sum(each.phase == phase and not each.is_own for each in self.kernels)
 
 
@@ -43,8 +43,8 @@ def fused_kernels(graph: OpGraph, *, on_gpu: bool = True) -> Fused:
     """The kernels of a graph's forward and backward pass.
 
     Args:
-        graph: one training step.
-        on_gpu: whose rules the compiler goes by.
+        graph: One training step.
+        on_gpu: Whether the compiler's rules for GPUs hold, else those for CPUs.
     """
     lowered = steps_of(graph, on_gpu=on_gpu)
     compiled = passes_of(graph, lowered, on_gpu=on_gpu)
@@ -61,7 +61,7 @@ def fused_kernels(graph: OpGraph, *, on_gpu: bool = True) -> Fused:
 
 
 def _share_out(kernel: Kernel, num_bytes: FloatArray) -> None:
-    """Add a kernel's bytes to those of its ops."""
+    """Share a kernel's bytes out to its ops."""
     paid: set[int] = set()
     for loop in kernel.loops:
         for buffer, _ in loop.reads:

@@ -1,4 +1,4 @@
-"""What the backward pass keeps of the forward pass, and what it computes again.
+"""Values of the forward pass that the backward pass keeps, and those that it computes again.
 
 A pointwise loop that is fused with the backward loop that needs it costs nothing, so a compiler
 saves less than the values that backward ops read. Which ones is a minimum cut: the graph is cut
@@ -23,11 +23,11 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.simulator.device_models.fusion.loops import Step, Steps, Work
 
 _FAR = 40
-"""Steps from the backward pass beyond which no more is added: 1.1^40 is 45."""
+"""Steps from the backward pass beyond which the cost no longer grows: 1.1^40 is 45."""
 _PER_STEP = 1.1
 _TWICE = 2.0
 _SMALLER = 4
-"""A result that is so much smaller than what it is made of is saved, whatever it is."""
+"""Factor by which a result must be smaller than its inputs to be saved, whatever it is."""
 _LONGEST_CHAIN = 100
 _ENDLESS = 2**30
 
@@ -38,17 +38,17 @@ def kept_values(
     """Values of the forward pass, inputs of the graph included, that the backward pass reads.
 
     Args:
-        graph: one training step.
-        lowered: its steps.
-        follows: of each step whether it needs the gradient of the loss; the others could run in
-            the forward pass.
-        results: values that the step is run for.
+        graph: One training step.
+        lowered: Steps of the graph.
+        follows: Whether each step needs the gradient of the loss; others could run in the forward
+            pass.
+        results: Values that the step is run for.
     """
     return _Cut(graph, lowered, follows, results).run()
 
 
 def follows_loss(graph: OpGraph, lowered: Steps) -> list[bool]:
-    """Of each step whether it needs the gradient of the loss, with which the backward pass begins.
+    """Whether each step needs the gradient of the loss, with which the backward pass begins.
 
     A mask that only the backward pass reads does not, though it is made there in the graph.
     """
@@ -106,7 +106,7 @@ class _Cut:
         )
 
     def _required(self, results: Set[int]) -> list[bool]:
-        """Of each step whether the results of the forward pass need it."""
+        """Whether the results of the forward pass need each step."""
         needed = set(results)
         found = [False] * len(self.lowered.steps)
         for number in range(len(found) - 1, -1, -1):
@@ -129,7 +129,7 @@ class _Cut:
         return distance
 
     def _capacities(self, values: Sequence[int]) -> dict[int, int]:
-        """What it costs to keep each value, as integers whose sum fits 30 bits."""
+        """Cost of keeping each value, as integers whose sum fits 30 bits."""
         costs = {value: self._cost(value) for value in values}
         unit = max(sum(costs.values()) / (_ENDLESS / 2), 1e-9)
         return {
@@ -138,7 +138,7 @@ class _Cut:
         }
 
     def _cost(self, value: int) -> float:
-        """Bytes, more for what is far from the backward pass or only passes between loops."""
+        """Bytes of a value, more if far from the backward pass or only passed between loops."""
         is_input = value < self.num_inputs
         if is_input and self.graph.tensors[value].kind in (
             TensorKind.PARAMETER, TensorKind.BUFFER, TensorKind.CONSTANT
@@ -150,7 +150,7 @@ class _Cut:
         return max(cost if is_written_anyway else _TWICE * cost, 1.0)
 
     def _is_only_fused(self, value: int) -> bool:
-        """Whether all that read a value may be one kernel with what makes it."""
+        """Whether all readers of a value may be one kernel with the step that makes it."""
         maker = self.lowered.steps[self.lowered.maker[value]]
         return all(_may_fuse(maker, self.lowered.steps[r]) for r in self.readers[value])
 
@@ -186,7 +186,7 @@ class _Cut:
         return False
 
     def _ban_uses_far_apart(self, banned: set[int]) -> None:
-        """A value that is read before and after a kernel of its own is not carried on to both."""
+        """Ban uses of a value that come after a step with which its earlier uses cannot fuse."""
         for value, inside in enumerate(self.in_forward):
             uses = [reader for reader in self.readers[value] if self.is_required[reader]]
             if len(uses) < 2:
@@ -200,7 +200,7 @@ class _Cut:
                     banned.add(use)
 
     def _first_barrier(self, value: int, uses: Sequence[int], last: int) -> int:
-        """The first step up to ``last`` that uses of a value lead to and cannot fuse with."""
+        """First step up to ``last`` that uses of a value lead to but cannot fuse with."""
         steps = self.lowered.steps
         maker = self.lowered.maker[value]
         heap = [(use, maker < 0 or _may_fuse(steps[maker], steps[use])) for use in uses]
@@ -221,7 +221,7 @@ class _Cut:
         return last
 
     def _ban_long_chains(self, banned: set[int]) -> None:
-        """Cuts a chain of fused loops that goes on over more than 100 steps."""
+        """Cut chains of fused loops that go on over more than 100 steps."""
         steps = self.lowered.steps
         visited: set[int] = set()
         for start in range(len(steps)):

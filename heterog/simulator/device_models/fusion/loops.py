@@ -21,17 +21,18 @@ from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, 
 from heterog.graph.sharding_rules.table import dimension, dimensions
 
 SAME = ""
-"""A step reads the elements of a value in the order in which it loops over its own."""
+"""Order of reading a value: the same in which a step loops over its own elements."""
 ROWS = "rows"
-"""One element of the value serves a whole row of the step."""
+"""Order of reading a value: one of its elements serves a whole row of the step."""
 _LEAST_REDUCED = 8
-"""A sum of fewer elements is written out (``unroll_reductions_threshold`` of inductor)."""
+"""Fewest elements of a sum that is a loop; smaller ones are written out (inductor's
+``unroll_reductions_threshold``)."""
 _MOST_JOINED = 8
-"""A ``cat`` of at most so many tensors is one loop (``max_pointwise_cat_inputs``)."""
+"""Most tensors of a ``cat`` that is one loop (``max_pointwise_cat_inputs`` of inductor)."""
 
 
 class Work(StrEnum):
-    """What a step is to the compiler."""
+    """Kind of a step for the compiler."""
 
     VIEW = "view"
     POINTWISE = "pointwise"
@@ -41,7 +42,7 @@ class Work(StrEnum):
 
 
 class Read(NamedTuple):
-    """A value that a step reads, and how: ``SAME``, ``ROWS``, or any other order by a name."""
+    """A value that a step reads, and in which order: ``SAME``, ``ROWS``, or another by name."""
 
     value: int
     order: str = SAME
@@ -52,19 +53,19 @@ class Step:
     """One step.
 
     Attributes:
-        op: of the graph.
-        work: what it is.
-        reads: values, in order.
-        makes: values.
-        reduced: elements that a reduction makes one of; 1 if it is none.
-        order: how a reduction goes through what it reads: ``ROWS``, or the name of another order.
-        is_heavy: takes exponentials or logarithms, which a CPU does not compute twice.
-        is_random: must not be computed twice.
-        is_recomputable: the backward pass may compute it again.
-        is_fusible: may be one kernel with what it reads and with what reads it.
-        is_joined: may only be one kernel with what it reads.
-        is_part: its result is part of a larger tensor in memory.
-        adds_up: several iterations write one element, so that no reader may be fused.
+        op: Index of its op in the graph.
+        work: Kind of the step.
+        reads: Values that it reads, in order.
+        makes: Numbers of the values that it makes.
+        reduced: Number of elements that a reduction turns into one; 1 if it is none.
+        order: Order in which a reduction goes through what it reads: ``ROWS``, or another by name.
+        is_heavy: Whether it takes exponentials or logarithms, which a CPU does not compute twice.
+        is_random: Whether it must not be computed twice, because it draws random numbers.
+        is_recomputable: Whether the backward pass may compute it again.
+        is_fusible: Whether it may be one kernel with what it reads and with what reads it.
+        is_joined: Whether it may only be one kernel with what it reads.
+        is_part: Whether its result is part of a larger tensor in memory.
+        adds_up: Whether several iterations write one element, so that no reader may be fused.
     """
 
     op: int
@@ -96,19 +97,19 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of all elements."""
         return self.num_elements * self.item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Steps:
-    """A graph as steps, updates left out.
+    """All steps of a graph, updates left out.
 
     Attributes:
-        steps: in the order of their ops.
-        values: the inputs of the graph first, then what steps make.
-        of_tensor: the value of each tensor of the graph.
-        maker: number of the step that makes each value, -1 for inputs.
+        steps: Steps in the order of their ops.
+        values: Inputs of the graph, then the values that steps make.
+        of_tensor: Number of the value of each tensor of the graph.
+        maker: Number of the step that makes each value, -1 for inputs.
     """
 
     steps: tuple[Step, ...]
@@ -122,8 +123,8 @@ def steps_of(graph: OpGraph, *, on_gpu: bool = True) -> Steps:
     """The steps of a graph's forward and backward ops.
 
     Args:
-        graph: one training step.
-        on_gpu: there the gradient of a convolution's bias is a sum of its own.
+        graph: One training step.
+        on_gpu: Whether it runs on a GPU, where a convolution's bias gradient is a sum of its own.
     """
     return _Lowering(graph, on_gpu=on_gpu).run()
 
@@ -168,28 +169,28 @@ class _Lowering:
         return lower(self, call)
 
     def value(self, shape: tuple[int, ...], item_bytes: int, maker: int) -> int:
-        """A new value."""
+        """Add a value; returns its number."""
         self.values.append(Value(shape=shape, item_bytes=item_bytes))
         self.maker.append(maker)
         return len(self.values) - 1
 
     def input(self, position: int) -> int:
-        """The value of an input of the op."""
+        """Number of the value of an input of the op."""
         return self.of_tensor[self.graph.ops[self.op].inputs[position]]
 
     def named(self, call: OpCall, name: str) -> int | None:
-        """The value of an argument, if it is a tensor."""
+        """Number of the value of an argument, if it is a tensor."""
         given = call.args.get(name)
         return self.input(given.index) if isinstance(given, TensorRef) else None
 
     def all_inputs(self, call: OpCall) -> list[int]:
-        """Values of all inputs."""
+        """Numbers of the values of all inputs."""
         return [self.input(position) for position in range(len(call.inputs))]
 
     def add(
         self, work: Work, reads: Sequence[Read], made: Sequence[Value], **traits: object
     ) -> list[int]:
-        """A new step; returns the values that it makes."""
+        """Add a step; returns the values that it makes."""
         values = [self.value(each.shape, each.item_bytes, len(self.steps)) for each in made]
         self.steps.append(
             Step(op=self.op, work=work, reads=tuple(reads), makes=tuple(values), **traits)  # type: ignore[arg-type]
@@ -197,7 +198,7 @@ class _Lowering:
         return values
 
     def own(self, call: OpCall) -> list[int]:
-        """A kernel of its own."""
+        """Add a kernel of its own; returns the values that it makes."""
         made = [Value(shape=m.shape, item_bytes=ITEM_BYTES[m.dtype]) for m in call.outputs]
         reads = [Read(value) for value in self.all_inputs(call)]
         return self.add(Work.OWN, reads, made, is_recomputable=False, is_fusible=False)
@@ -209,7 +210,7 @@ class _Lowering:
         item_bytes: int,
         **traits: object,
     ) -> int:
-        """A loop over the elements of its result."""
+        """Add a loop over the elements of its result; returns the value that it makes."""
         found = [
             Read(each, _broadcast(self.values[each].shape, shape))
             if isinstance(each, int)
@@ -230,15 +231,15 @@ class _Lowering:
         shape: tuple[int, ...] | None = None,
         is_heavy: bool = False,
     ) -> int:
-        """A loop that reduces some dimensions of the shape that it goes over.
+        """Add a loop that reduces some dimensions of the shape that it goes over.
 
         Args:
-            reads: what the sum is made of, each read at every element of ``over``.
-            over: shape that it goes over.
-            reduced: dimensions of it.
-            item_bytes: of the result.
-            shape: of the result; by default ``over`` with 1 for what is reduced.
-            is_heavy: see ``Step``.
+            reads: Values that the sum is made of, each read at every element of ``over``.
+            over: Shape that it goes over.
+            reduced: Dimensions of it that are reduced.
+            item_bytes: Bytes of an element of the result.
+            shape: Shape of the result; by default ``over`` with 1 for what is reduced.
+            is_heavy: Whether it takes exponentials or logarithms, see ``Step``.
         """
         dims = frozenset(reduced)
         count = prod(size for dim, size in enumerate(over) if dim in dims)
@@ -261,7 +262,7 @@ class _Lowering:
         )[0]
 
     def view(self, call: OpCall) -> list[int]:
-        """A view: each output is the first input in another order."""
+        """Add a view: each output is the first input in another order."""
         source = self.input(0)
         made = []
         for number, output in enumerate(call.outputs):
@@ -272,7 +273,7 @@ class _Lowering:
 
 
 def _broadcast(shape: tuple[int, ...], to: tuple[int, ...]) -> str:
-    """How a loop over ``to`` reads a value of a shape that is broadcast to it.
+    """Order in which a loop over ``to`` reads a value of a shape that is broadcast to it.
 
     >>> _broadcast((4, 1), (4, 3)), _broadcast((3,), (4, 3)), _broadcast((12,), (4, 3))
     ('rows', 'broadcast(3,)', '')
@@ -305,7 +306,7 @@ def _order(over: tuple[int, ...], dims: frozenset[int]) -> str:
 
 
 def _order_of_view(call: OpCall, number: int) -> str:
-    """How a view's output reads its input."""
+    """Order in which a view's output reads its input."""
     shape, to = call.inputs[0].shape, call.outputs[number].shape
     if call.kind in RESHAPES or call.kind.startswith("squeeze"):
         return SAME
@@ -419,7 +420,7 @@ def _dropout(lowering: _Lowering, call: OpCall) -> list[int]:
     *("upsample_bilinear2d.default",),
 )
 def _elsewhere(lowering: _Lowering, call: OpCall) -> list[int]:
-    """One loop that reads its first input in places of its own."""
+    """One loop that reads its first input in an order of its own."""
     shape = call.outputs[0].shape
     inputs = lowering.all_inputs(call)
     first = Read(inputs[0], call.kind)
@@ -447,7 +448,7 @@ def _max_pool(lowering: _Lowering, call: OpCall) -> list[int]:
 
 @_lowers("cat.default", "stack.default")
 def _cat(lowering: _Lowering, call: OpCall) -> list[int]:
-    """One loop if all inputs are loops and few, else a copy of each into its part."""
+    """One loop if the inputs are few and all are loops, else a copy of each into its part."""
     inputs = lowering.all_inputs(call)
     item, shape = _item(call), call.outputs[0].shape
     makers = [lowering.steps[lowering.maker[each]] for each in inputs if lowering.maker[each] >= 0]
@@ -492,7 +493,7 @@ def _scatter(lowering: _Lowering, call: OpCall) -> list[int]:
 
 
 def _added_into(lowering: _Lowering, target: int, call: OpCall, inputs: Sequence[int]) -> int:
-    """A loop over the largest of its inputs that writes into places of the target."""
+    """A loop over the largest of its inputs that writes to scattered places of the target."""
     over = max((lowering.values[each] for each in inputs), key=lambda value: value.num_elements)
     reads = [Read(each, _broadcast(lowering.values[each].shape, over.shape)) for each in inputs]
     made = Value(shape=over.shape, item_bytes=over.item_bytes)

@@ -19,7 +19,7 @@ from heterog.simulator.device_models.fusion.splits import num_parts
 _MOST_REUSED_READS = 4
 _MOST_REUSED_OPS = {True: 30, False: 50}
 _MOST_READS = {True: 8, False: 12}
-"""On GPUs and on CPUs: ``realize_acc_reads_threshold`` of inductor and the like."""
+"""Most reads of a loop without a buffer, on GPUs and on CPUs: ``realize_acc_reads_threshold``."""
 _MOST_OPS = 100
 
 OF_PARTS = "parts"
@@ -34,16 +34,16 @@ class Loop:
     """A loop that is not written into others, or a kernel of its own.
 
     Attributes:
-        op: that it is counted for.
-        work: ``POINTWISE``, ``REDUCTION`` or ``OWN``.
-        whole: iterations.
-        kept: elements of its result; less than ``whole`` for a reduction.
-        order: of a reduction; see ``Step``.
-        parts: into which a GPU's reduction is cut; this loop makes one result of each.
-        reads: bytes that it reads of each buffer, by the order of reading.
-        writes: bytes of each buffer that it makes.
-        ops: all ops that are written into it, its own among them.
-        adds_up: see ``Step``.
+        op: Op that it is counted for.
+        work: Kind of work: ``POINTWISE``, ``REDUCTION`` or ``OWN``.
+        whole: Number of iterations.
+        kept: Number of elements of its result; less than ``whole`` for a reduction.
+        order: Order of a reduction; see ``Step``.
+        parts: Number of parts of a GPU's reduction; this loop makes one result of each.
+        reads: Bytes that it reads of each buffer, by the order of reading.
+        writes: Bytes of each buffer that it makes.
+        ops: All ops that are written into it, its own among them.
+        adds_up: Whether several iterations write one element; see ``Step``.
     """
 
     op: int
@@ -59,7 +59,7 @@ class Loop:
 
     @property
     def reduced(self) -> int:
-        """Elements that each result is made of."""
+        """Number of elements that each result is made of."""
         return self.whole // max(self.kept, 1)
 
 
@@ -68,10 +68,10 @@ class Pass:
     """One compiled graph.
 
     Attributes:
-        phase: forward or backward.
-        loops: in program order.
-        outputs: buffers that something outside reads.
-        on_gpu: whose rules hold.
+        phase: Phase of the ops, forward or backward.
+        loops: Loops in program order.
+        outputs: Buffers that something outside reads.
+        on_gpu: Whether rules of GPUs hold, else those of CPUs.
     """
 
     phase: Phase
@@ -84,9 +84,9 @@ def passes_of(graph: OpGraph, lowered: Steps, *, on_gpu: bool = True) -> tuple[P
     """The forward and the backward pass of a graph.
 
     Args:
-        graph: one training step.
-        lowered: its steps.
-        on_gpu: whose thresholds apply.
+        graph: One training step.
+        lowered: Steps of the graph.
+        on_gpu: Whether thresholds of GPUs hold, else those of CPUs.
     """
     results = _results(graph, lowered)
     follows = follows_loss(graph, lowered)
@@ -134,7 +134,7 @@ def _results(graph: OpGraph, lowered: Steps) -> set[int]:
 def _with_recomputed(
     lowered: Steps, backward: Sequence[int], given: frozenset[int]
 ) -> Iterator[tuple[int, int]]:
-    """(step, op that it is counted for) of the backward pass, what is computed again included."""
+    """(step, op that it is counted for) of the backward pass, with what is computed again."""
     ready = set(given)
 
     def needed(number: int, op: int) -> Iterator[tuple[int, int]]:
@@ -150,7 +150,7 @@ def _with_recomputed(
 
 @dataclass(frozen=True, slots=True)
 class _Expression:
-    """What a value is to a loop that reads it: buffers and the ops that are written in."""
+    """A value as a loop reads it: buffers, and the ops that are written into the loop."""
 
     reads: frozenset[Access]
     num_ops: int = 0
@@ -158,7 +158,7 @@ class _Expression:
     ops: frozenset[int] = frozenset()
 
     def in_order(self, order: str) -> "_Expression":
-        """The same, read in another order."""
+        """The same value, read in another order."""
         if order == SAME:
             return self
         reads = frozenset((buffer, _after(given, order)) for buffer, given in self.reads)
@@ -166,7 +166,7 @@ class _Expression:
 
 
 def _after(given: str, order: str) -> str:
-    """The order in which a buffer is read that is seen in one order through another."""
+    """Combined order of a buffer that is read in one order through another."""
     if given == SAME:
         return order
     return ROWS if given == order == ROWS else f"{given}>{order}"
@@ -186,7 +186,7 @@ class _Writer:
     readers: dict[int, list[int]] = field(default_factory=dict)
 
     def write(self, phase: Phase) -> Pass:
-        """All loops that the outputs need."""
+        """Write all loops that the outputs need."""
         self._drop_unneeded()
         for value in self.given:
             self.expressions[value] = _Expression(frozenset({(self._storage(value), SAME)}))
@@ -198,7 +198,7 @@ class _Writer:
         return Pass(phase=phase, loops=tuple(self.loops), outputs=outputs, on_gpu=self.on_gpu)
 
     def _drop_unneeded(self) -> None:
-        """Leave out steps that no output needs, and note who reads each value."""
+        """Leave out steps that no output needs, and note the readers of each value."""
         needed = set(self.outputs)
         steps = []
         for number, op in reversed(self.steps):
@@ -211,7 +211,7 @@ class _Writer:
         self.steps = steps[::-1]
 
     def _storage(self, value: int) -> int:
-        """The value that owns the memory of one, through views that keep the order."""
+        """The value that owns the memory of a value, through views that keep the order."""
         maker = self.lowered.maker[value]
         while maker >= 0 and self.lowered.steps[maker].work == Work.VIEW:
             read = self.lowered.steps[maker].reads[0]
@@ -236,7 +236,7 @@ class _Writer:
             self.expressions[value] = _Expression(frozenset({(value, SAME)}))
 
     def _joined(self, step: Step, op: int) -> _Expression:
-        """A step with all that is written into it."""
+        """Expression of a step with all that is written into it."""
         inputs = [self.expressions[read.value].in_order(read.order) for read in step.reads]
         own = frozenset() if step.work == Work.VIEW else frozenset({op})
         return _Expression(
@@ -260,7 +260,7 @@ class _Writer:
         return len(whole.reads) > _MOST_READS[self.on_gpu] or whole.num_ops > _MOST_OPS
 
     def _is_wanted(self, value: int) -> bool:
-        """Whether something else than a loop of this pass reads a value, or a view of it."""
+        """Whether anything but a loop of this pass reads a value, or a view of it."""
         if value in self.outputs:
             return True
         for number in self.readers.get(value, ()):
@@ -303,7 +303,7 @@ class _Writer:
 
 
 def _cut(loop: Loop, parts: int, buffer: int) -> tuple[Loop, ...]:
-    """A reduction, or two: of each part, and of the parts, which pass through a buffer."""
+    """A reduction as it is, or as two loops: over each part, and over the results of parts."""
     if parts == 1:
         return (loop,)
     (num_bytes,) = loop.writes.values()

@@ -1,4 +1,4 @@
-"""Loops of a pass put together into kernels, as inductor's scheduler does it.
+"""Scheduling of a pass: its loops put together into kernels, as inductor's scheduler does it.
 
 Two kernels may become one if one reads what the other makes, in the order in which it is made, or
 if both read the same buffer in the same order; if they loop over equally many elements; and if
@@ -31,10 +31,10 @@ class Kernel:
     """Loops that run as one kernel.
 
     Attributes:
-        phase: forward or backward.
-        loops: in program order.
-        reads: bytes of each buffer that it reads from memory; what it makes itself is not there.
-        writes: bytes of each buffer that something outside reads.
+        phase: Phase of the loops, forward or backward.
+        loops: Loops in program order.
+        reads: Bytes of each buffer that it reads from memory; what it makes itself is not there.
+        writes: Bytes of each buffer that something outside reads.
     """
 
     phase: Phase
@@ -49,12 +49,12 @@ class Kernel:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that it moves."""
+        """Bytes that the kernel moves."""
         return sum(self.reads.values()) + sum(self.writes.values())
 
 
 def kernels_of(compiled: Pass) -> tuple[Kernel, ...]:
-    """The kernels of a pass, by the place of their first loops."""
+    """The kernels of a pass, in the order of their first loops."""
     return _Scheduler(compiled).run()
 
 
@@ -91,7 +91,7 @@ class _Scheduler:
                     self.groups[maker].after.add(number)
 
     def run(self) -> tuple[Kernel, ...]:
-        """Merge, then say what each kernel moves."""
+        """Merge groups, and return a kernel for each."""
         for _ in range(_ROUNDS):
             if not self._merge_once():
                 break
@@ -103,7 +103,7 @@ class _Scheduler:
         return tuple(self._kernel(number, group, readers) for number, group in ordered)
 
     def _merge_once(self) -> bool:
-        """One round over all pairs; whether any were merged."""
+        """Make one round over all pairs; returns whether any were merged."""
         scored = []
         for one, other in self._pairs():
             score = self._score(one, other)
@@ -119,7 +119,7 @@ class _Scheduler:
         return is_changed
 
     def _pairs(self) -> Iterator[tuple[int, int]]:
-        """Groups that share a buffer, each pair once, in program order."""
+        """Pairs of groups that share a buffer, each once, in program order."""
         users: dict[int, dict[int, None]] = {}
         for number, loop in enumerate(self.loops):
             if loop.work == Work.OWN:
@@ -140,7 +140,7 @@ class _Scheduler:
                         yield one, other
 
     def _score(self, one: int, other: int) -> tuple[bool, float, int] | None:
-        """How good it is to merge two groups: (of one kind, bytes, nearness); ``None``: not."""
+        """Rank of a merge of two groups, (of one kind, bytes, nearness), if allowed."""
         first, second = self.groups[one], self.groups[other]
         if len(first.members) + len(second.members) > _MOST_LOOPS:
             return None
@@ -168,7 +168,7 @@ class _Scheduler:
         return other in self.groups[one].after or self._leads_around(one, other)
 
     def _leads_around(self, one: int, other: int) -> bool:
-        """Whether a way from one group to another, or back, passes a third."""
+        """Whether a path from one group to another, or back, passes a third."""
         return self._is_way(one, other) or self._is_way(other, one)
 
     def _is_way(self, begin: int, end: int) -> bool:
@@ -185,7 +185,7 @@ class _Scheduler:
         return False
 
     def _reads_as_made(self, first: _Group, second: _Group) -> bool:
-        """Whether every read of what a group makes is of the element that it has just made."""
+        """Whether each read of what the first group makes is of the element just made."""
         for number in second.members:
             reader = self.loops[number]
             for buffer, order in reader.reads:
@@ -276,7 +276,7 @@ def _are_mixed(one: _Group, other: _Group) -> bool:
 
 
 def _is_at_hand(maker: Loop, reader: Loop, order: str, *, on_gpu: bool) -> bool:
-    """Whether a loop has what another reads when both run as one."""
+    """Whether a loop has what another reads at hand when both run as one."""
     if maker.adds_up or maker.parts > 1 or reader.parts > 1:
         return False
     is_whole = not on_gpu and maker.work == Work.REDUCTION and maker.kept == 1
@@ -295,7 +295,7 @@ def _is_at_hand(maker: Loop, reader: Loop, order: str, *, on_gpu: bool) -> bool:
 
 
 def _shared_bytes(one: _Group, other: _Group) -> float:
-    """Bytes that two groups read alike, or that one makes and the other reads."""
+    """Bytes that two groups read in the same order, or that one makes and the other reads."""
     read_alike = sum(num_bytes for access, num_bytes in one.reads.items() if access in other.reads)
     passed = sum(n for (buffer, _), n in other.reads.items() if buffer in one.writes)
     return (

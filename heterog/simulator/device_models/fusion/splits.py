@@ -1,4 +1,4 @@
-"""In how many parts inductor cuts a reduction of few results, so that all of a GPU works on it.
+"""Number of parts of a reduction with few results, cut by inductor so that all of a GPU works.
 
 Each part is summed by itself, and a second kernel adds up the parts. The rules are those of
 ``Reduction.num_splits`` (``torch/_inductor/ir.py``) and ``reduction_split_factor``
@@ -19,12 +19,12 @@ _ROWS_OF_THREAD = 4
 
 
 def num_parts(results: int, reduced: int, *, along_rows: bool) -> int:
-    """Parts of a reduction; 1 if it stays whole.
+    """Number of parts of a reduction; 1 if it stays whole.
 
     Args:
-        results: elements that it makes.
-        reduced: elements that each is made of.
-        along_rows: whether these lie beside each other in memory.
+        results: Number of elements that it makes.
+        reduced: Number of elements that each is made of.
+        along_rows: Whether these lie beside each other in memory.
 
     >>> num_parts(8192, 768, along_rows=True), num_parts(768, 8192, along_rows=False)
     (1, 64)
@@ -49,7 +49,7 @@ def _parts_of_rows(results: int, reduced: int) -> int:
 
 
 def _per_thread(elements: int, even: int) -> int:
-    """Elements that a thread reduces; ``even`` fills the GPU once."""
+    """Number of elements that a thread reduces; ``even`` is the number that fills the GPU once."""
     if elements <= _LEAST_PER_THREAD * _MULTIPROCESSORS * _THREADS:
         return _LEAST_PER_THREAD
     if elements < _MOST_PER_THREAD * _MULTIPROCESSORS * _THREADS:
