@@ -17,7 +17,7 @@ from heterog.graph.serialize import save_graph
 from heterog.planners.plan import load_plan
 from heterog.simulator.compile_kernels import smallest_graph
 from tests.envs.cases import language_graph
-from tests.thorough import few_of, one_in
+from tests.thorough import THOROUGH, few_of, one_in
 
 pytestmark = pytest.mark.distributed  # they start processes
 WAIT_S = 300.0
@@ -200,8 +200,8 @@ def test_workers_end_with_a_launcher_that_does_not_wait(
     assert_nobody_is_left(process)
 
 
-@one_in(2)
-@pytest.mark.parametrize("workers", few_of(["1", "2"], 1))
+@THOROUGH
+@pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_terminated_training_keeps_the_best_policy(tmp_path: Path, workers: str) -> None:
     save_graph(language_graph(), tmp_path / "lm.json")
     process = started(

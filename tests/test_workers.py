@@ -22,7 +22,7 @@ from heterog.errors import HeterogError
 from heterog.workers import HERE, Processes, Workers, open_seats, open_workers
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.jobs import die, refuse_name, remember, who
-from tests.thorough import few_of
+from tests.thorough import THOROUGH
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,9 @@ def trained(workers: Workers) -> TrainingResult:
     return Trainer(source, config, network, workers=workers).run()
 
 
+@THOROUGH
 @pytest.mark.distributed
-@pytest.mark.parametrize("kind", few_of(["2", "ray:2"], 1))
+@pytest.mark.parametrize("kind", ["2", "ray:2"])
 def test_the_same_seed_gives_the_same_policy_on_workers(
     kind: str, alone: TrainingResult, request: pytest.FixtureRequest
 ) -> None:

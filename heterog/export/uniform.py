@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from heterog.export.folder import ExportError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
+from heterog.graph.sharding_rules import Special
 from heterog.planners.plan import Plan
 from heterog.strategy.division import micro_shares
 from heterog.strategy.strategy import Decision
@@ -131,9 +132,19 @@ def _global_values(plan: Plan) -> list[str]:
     graph = plan.graph
     batch = batch_plan(graph)
     remarks: dict[str, None] = {}
-    for index, tensor in reads_across_samples(graph):
-        if batch.placements[tensor].kind != "P":
-            continue
+    reads = [
+        (index, tensor)
+        for index, tensor in reads_across_samples(graph)
+        if batch.placements[tensor].kind == "P"
+    ]
+    reads += [
+        (reader, tensor)
+        for index, special in enumerate(batch.specials)
+        if special == Special.OF_WHOLE_BATCH
+        for tensor in graph.outputs(index)
+        for reader in graph.readers(tensor)
+    ]
+    for index, _ in sorted(reads):
         op = graph.ops[index]
         where = f"in module '{op.module or '(root)'}'"
         if op.kind.startswith("nll_loss"):

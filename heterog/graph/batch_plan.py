@@ -70,8 +70,8 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         ):
             placements, needed, specials, unruled, follows = second
     costs = [
-        op_work(graph, index, placements, needed[index], graph.batch_size)
-        for index in range(graph.num_ops)
+        op_work(graph, index, placements, _read(needed[index], special), graph.batch_size)
+        for index, special in enumerate(specials)
     ]
     columns = np.array(costs, np.float64).reshape(graph.num_ops, 4)
     return BatchPlan(
@@ -85,6 +85,11 @@ def batch_plan(graph: OpGraph) -> BatchPlan:
         bytes_fixed=columns[:, 2],
         bytes_per_sample=columns[:, 3],
     )
+
+
+def _read(needed: tuple[Placement, ...], special: str | None) -> tuple[Placement, ...]:
+    """Placements of what an op reads in fact."""
+    return tuple(R for _ in needed) if special == Special.OF_WHOLE_BATCH else needed
 
 
 _State = tuple[
@@ -113,7 +118,7 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
             result = RuleResult(*op.rule)
         else:
             result = _rule_of(graph, index, given, counting, follows)
-            if is_known and not graph.is_view[index] and _asks_for_others(given, result):
+            if is_known and result is not None and set(result.outputs) == {P}:
                 # Whoever reads a sum of the batch's own numbers makes it of the whole batch, which
                 # every rank has: it is there in each micro-batch, and nothing is sent.
                 result = RuleResult(given, (R,) * op.num_outputs, Special.OF_WHOLE_BATCH)
@@ -154,16 +159,6 @@ def _rule_of(
         # A mask over the gradient of what all samples share: position biases of T5.
         return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
     return result
-
-
-def _asks_for_others(given: tuple[Placement, ...], result: RuleResult | None) -> bool:
-    """Whether an op makes or needs anything that depends on samples of other devices."""
-    if L in given or all(place == R for place in given):
-        return False
-    if result is None:
-        return True
-    special = result.special in (Special.LOCAL_STATISTICS, *_RANDOM)
-    return not special and (P in result.outputs or result.inputs != given)
 
 
 def _by_own_rows(

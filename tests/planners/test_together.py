@@ -20,7 +20,7 @@ from tests.planners.test_planners import graph as mlp
 from tests.test_interrupt import started, wait_for
 from tests.thorough import THOROUGH, cases
 
-BUDGET = Budget(evaluations=cases(240, 120))
+BUDGET = Budget(evaluations=cases(240, 60))
 TARGET = "a100_v100_16"
 
 

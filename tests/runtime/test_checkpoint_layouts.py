@@ -165,7 +165,7 @@ def random_layout(rng: Random, graph: OpGraph, num_devices: int) -> Strategy:
     return any_strategy(rng, graph, num_devices)
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", MODELS)
 def test_random_layouts_follow_each_other(

@@ -25,7 +25,7 @@ from heterog.runtime.rank import _listen, join
 from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
 from tests.simulator.builders import cluster_of
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, few_of
 
 pytestmark = [
     pytest.mark.distributed,
@@ -254,7 +254,7 @@ run_commands(["-c", "import sys, time; time.sleep(600)", sys.argv[1]], 2)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", few_of([signal.SIGKILL, signal.SIGINT, signal.SIGTERM], 1))
 def test_no_rank_survives_the_launcher(number: signal.Signals, tmp_path: Path) -> None:
     def ranks() -> list[str]:
         found = subprocess.run(

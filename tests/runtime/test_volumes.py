@@ -45,7 +45,7 @@ def trained(
     return results
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "units", "dim"),

@@ -190,7 +190,7 @@ def peak_of_a_step(rank: int, path: str) -> int:
     return peak_bytes(step, batch)
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.distributed
 @pytest.mark.parametrize("step_barrier", [True, False])
 @pytest.mark.parametrize("sync", [Sync.RING, Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])

@@ -148,7 +148,7 @@ def strategies_on_two(graph: OpGraph, cluster: Cluster) -> Iterator[Strategy]:
     ("num_layers", "types"),
     [
         (1, (FAST, SLOW)),
-        (1, (SLOW, SLOW)),
+        pytest.param(1, (SLOW, SLOW), marks=THOROUGH),
         (2, (FAST, SLOW)),
         pytest.param(2, (SLOW, SLOW), marks=THOROUGH),
     ],

@@ -44,9 +44,9 @@ class Special(StrEnum):
             its own; the distribution is that of the op, the numbers are not.
         SHARED_RANDOM_STREAM: random numbers every device must hold alike: draw them from
             generators in the same state, or on one device and broadcast.
-        OF_WHOLE_BATCH: the op reads what follows from the batch alone, and more of it than a
-            device's samples. Run it, and all that it reads, on the whole batch, which every rank
-            has; in each micro-batch that gives the same.
+        OF_WHOLE_BATCH: a sum over samples of what follows from the batch alone. Run the op, and
+            all that it reads, on the whole batch, which every rank has; in each micro-batch that
+            gives the same.
     """
 
     MEAN_TO_SUM = "mean_to_sum"
