@@ -28,6 +28,7 @@ KINDS = {
     "all_reduce": ("all_reduce_ring", 2.0),
     "reduce_scatter": ("reduce_scatter", 1.0),
     "all_gather": ("all_gather", 1.0),
+    "alltoall": ("all_to_all", 1.0),  # of each member's own payload
 }
 """Name of the channel's kind, and how often each byte goes over a link."""
 BYTES = {"half": 2.0, "int8": 1.0}

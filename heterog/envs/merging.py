@@ -189,7 +189,7 @@ class _Merger:
             "op_id": fine.op_id[first_op],
             "op_group": fine.op_group[first_op],
             "op_axis": fine.op_axis[first_op],
-            "op_scatters": np.zeros(num_ops, np.int32),
+            "op_recut": np.zeros(num_ops, np.int32),
             "value_start": self.value_start,
             "read_start": _starts([len(entries) for entries in reads]),
             "read_value": _ints([value for entries in reads for value, _ in entries]),

@@ -5,7 +5,7 @@ The batch plan states what each op does when only the batch is divided. Rules of
 in program order finds the placement of every tensor, and where a reader needs another one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -45,6 +45,8 @@ class AxisPlan:
         reshaped: Views with the same rows as their values, one for one, if there is one sample.
         scattered: Tensors that their ops make as parts of a sum, and that a reduce-scatter right
             after them turns into slices.
+        exchanged: Tensors that their ops make in slices along one axis, and that an all-to-all
+            right after them turns into slices along another; with their placements before it.
         sharded: Parameters of which each device holds only its own slice.
         flops_fixed: FLOPs that every device does, whatever its share.  # [num_ops]
         flops_per_unit: FLOPs per unit of the local share.  # [num_ops]
@@ -64,6 +66,7 @@ class AxisPlan:
     viewed: frozenset[int]
     reshaped: frozenset[int]
     scattered: frozenset[int]
+    exchanged: Mapping[int, Placement]
     sharded: frozenset[int]
     flops_fixed: FloatArray
     flops_per_unit: FloatArray
@@ -76,8 +79,10 @@ class AxisPlan:
         return self.axes[int(self.op_axis[op])]
 
     def made(self, tensor: int) -> Placement:
-        """Placement of a tensor when its op is done, before it is scattered."""
-        return P if tensor in self.scattered else self.placements[tensor]
+        """Placement of a tensor when its op is done, before its team cuts it in another way."""
+        if tensor in self.scattered:
+            return P
+        return self.exchanged.get(tensor, self.placements[tensor])
 
     @cached_property
     def scatter_axes(self) -> frozenset[int]:
@@ -201,6 +206,7 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
             viewed=frozenset(),
             reshaped=frozenset(),
             scattered=frozenset(),
+            exchanged={},
             sharded=frozenset(),
             flops_fixed=batch.flops_fixed,
             flops_per_unit=batch.flops_per_sample,
@@ -229,14 +235,18 @@ class _Propagation:
             op: (size, size == graph.batch_size and self._is_along_batch(op))
             for op, size in units.items()
         }
-        scatters = (rule.scatter for rule, _ in self.rules.values())
-        slices = [(scatter.units, False) for scatter in scatters if scatter is not None]
+        slices = [
+            self._axis_after(op, rule.scatter)
+            for op, (rule, _) in self.rules.items()
+            if rule.scatter is not None
+        ]
         axes = dict.fromkeys([(graph.batch_size, True), *self.own_axis.values(), *slices])
         self.axes = tuple(size for size, _ in axes)
         self.axis_of = {key: axis for axis, key in enumerate(axes)}
         self.placements = list(graph.batch_placements)
         self.tensor_axis = [BATCH_AXIS] * graph.num_inputs
         self.scattered: set[int] = set()
+        self.exchanged: dict[int, Placement] = {}
         self.needed: list[tuple[Placement, ...]] = []
         self.specials: list[str | None] = []
         self.op_axis: list[int] = []
@@ -258,15 +268,15 @@ class _Propagation:
                 axis = self.axis_of[self.own_axis[index]]
                 self._add(rule.inputs, rule.outputs, result.special, axis)
                 if rule.scatter is not None:
-                    self.scattered.add(len(self.placements) - 1)
-                    self.placements[-1] = rule.scatter.place
-                    self.tensor_axis[-1] = self.axis_of[rule.scatter.units, False]
+                    self._cut_again(index, rule, rule.scatter)
             else:
                 self._add_as_in_batch(index)
             self._check_local_statistics(index, given)
         made = list(self.placements)
         for tensor in self.scattered:
             made[tensor] = P
+        for tensor, place in self.exchanged.items():
+            made[tensor] = place
         work = np.array(
             [
                 op_work(graph, index, made, self.needed[index], self._units(index))
@@ -285,6 +295,7 @@ class _Propagation:
             viewed=frozenset(np.flatnonzero(graph.storage != np.arange(len(graph.tensors)))),
             reshaped=self._reshaped(),
             scattered=frozenset(self.scattered),
+            exchanged=self.exchanged,
             sharded=frozenset(sharded),
             flops_fixed=work[:, 0],
             flops_per_unit=work[:, 1],
@@ -292,6 +303,25 @@ class _Propagation:
             bytes_per_unit=work[:, 3],
             follows_batch=np.array([self._follows_batch(op, made) for op in range(graph.num_ops)]),
         )
+
+    def _axis_after(self, op: int, scatter: Scatter) -> tuple[int, bool]:
+        """Units of the axis along which a value is cut again, and whether that is the batch."""
+        (tensor,) = self.graph.outputs(op)
+        in_batch = scatter == Scatter(
+            place=self.batch.placements[tensor], units=self.graph.batch_size
+        )
+        return scatter.units, in_batch
+
+    def _cut_again(self, op: int, rule: OpRule, scatter: Scatter) -> None:
+        """Note that the value made last changes from the axis of its rule to another."""
+        (tensor,), (made,) = self.graph.outputs(op), rule.outputs
+        axis = self.axis_of[self._axis_after(op, scatter)]
+        if made == P:
+            self.scattered.add(tensor)
+        else:
+            self.exchanged[tensor] = made
+        self.placements[-1] = scatter.place
+        self.tensor_axis[-1] = axis
 
     def _reshaped(self) -> frozenset[int]:
         """Views that have the rows of their values, in the same order, along their axis."""
@@ -607,13 +637,14 @@ def _check_scatter(graph: OpGraph, op: int, rule: OpRule, scatter: Scatter) -> N
     """Refuse a scatter that cannot be made.
 
     Raises:
-        StrategyError: the output is not a sum over a team, or cannot be cut that way.
+        StrategyError: the output is neither a sum over a team nor in slices, or cannot be cut that
+            way.
     """
     name, place = _name(graph, op), scatter.place
-    if rule.outputs != (P,):
+    if len(rule.outputs) != 1 or rule.outputs[0].kind not in "SP":
         raise StrategyError(
             f"{name} leaves {', '.join(map(str, rule.outputs))}: only an op with one output, a "
-            "part of a sum (P), can be followed by a reduce-scatter."
+            "part of a sum (P) or slices (S), can be followed by a reduce-scatter or all-to-all."
         )
     (tensor,) = graph.outputs(op)
     shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
@@ -631,9 +662,25 @@ def _check_scatter(graph: OpGraph, op: int, rule: OpRule, scatter: Scatter) -> N
             f"{name} makes a tensor of shape {shape}, which cannot be cut into {scatter.units} "
             f"units by {place}."
         )
-    if crosses(place, scatter.units, along, graph.batch_size):
+    is_batch = scatter == Scatter(place=along, units=graph.batch_size)
+    if not is_batch and crosses(place, scatter.units, along, graph.batch_size):
         raise StrategyError(
             f"{name}: {place} over {scatter.units} units goes across the samples of its result."
+        )
+    if rule.outputs == (place,) and rule.units == scatter.units:
+        raise StrategyError(
+            f"{name} makes slices by {place} over {scatter.units} units; its scatter names the "
+            "same ones. Leave it out."
+        )
+    if crosses(place, scatter.units, rule.outputs[0], rule.units):
+        raise StrategyError(
+            f"{name}: {place} over {scatter.units} units goes across the slices that it makes, "
+            f"{rule.outputs[0]} over {rule.units} units."
+        )
+    if is_batch and rule.outputs == (P,):
+        raise StrategyError(
+            f"{name} makes a part of a sum over its team, which is added up in slices of another "
+            "axis than the batch; leave out its scatter."
         )
 
 

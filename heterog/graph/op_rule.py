@@ -7,11 +7,16 @@ from heterog.graph.placement import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scatter:
-    """A reduce-scatter that leaves the sum over a team in slices.
+    """How the members of a team cut a value as soon as it is made, along an axis of its own.
+
+    A part of a sum is added up in slices, by a reduce-scatter. Slices along the rule's axis become
+    slices along this one, by an all-to-all: each member sends each other what is in the slices of
+    both.
 
     Attributes:
-        place: Placement of the sum over the members of the team.
-        units: Number of units of the axis that ``place`` splits, which is not the rule's own.
+        place: Placement of the value over the members of the team afterwards.
+        units: Number of units of the axis that ``place`` splits, which is not the rule's own; the
+            batch size with the value's placement along the batch means the batch.
     """
 
     place: Placement
@@ -41,14 +46,18 @@ class OpRule:
     Parts of a sum need not become the whole: with ``scatter`` they are summed in slices as soon
     as the op is done, and readers find these. Sequence parallelism (Korthikanti et al. 2022,
     section 4.2) splits activations between two matrix products along the positions in this way.
+    Nor need slices be gathered for readers along another axis: with ``scatter`` they change owners
+    as soon as the op is done. Expert parallelism (Lepikhin et al. 2021, section 3.2) sends tokens
+    from the device that has the sample to the one that has the expert in this way, and back.
 
     Attributes:
         inputs: Needed placement of each tensor input of the op.
         outputs: Placement of each output.
         units: Number of units of the axis that ``S`` means here; the batch size means the batch
             split; any number if nothing is ``S``.
-        scatter: For an op whose only output is a part of a sum, the way to sum it in slices; with
-            ``None`` readers get parts of the sum, or the whole, as they need it.
+        scatter: For an op whose only output is a part of a sum, the way to sum it in slices, or
+            for one whose only output is split, the axis along which readers find it; with ``None``
+            readers get parts, or the whole, as they need it.
     """
 
     inputs: tuple[Placement, ...]

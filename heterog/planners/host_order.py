@@ -134,10 +134,15 @@ class HostTraffic:
                 transfers[places] += num_bytes
                 continue
             hosts = tuple(sorted(set(places)))
-            # A reduce-scatter or all-gather sends half of what a ring's all-reduce does.
-            half = channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+            # A reduce-scatter or all-gather sends half of what a ring's all-reduce does, and a
+            # member of an all-to-all its own part of that.
+            part = 1.0
+            if channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER):
+                part = 0.5
+            elif channel.kind == ChannelKind.ALL_TO_ALL:
+                part = 0.5 / len(channel.devices)
             if len(hosts) > 1:
-                rings[hosts] = rings.get(hosts, 0.0) + num_bytes * (0.5 if half else 1.0)
+                rings[hosts] = rings.get(hosts, 0.0) + num_bytes * part
         np.fill_diagonal(transfers, 0.0)
         by_size = sorted({len(hosts) for hosts in rings})
         return HostTraffic(

@@ -24,7 +24,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.experts import expert_weights
-from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
+from heterog.strategy.layouts.layout import Dispatch, Layout, LayoutError, Recompute
 from heterog.strategy.layouts.placed import Given, place_layout
 from heterog.strategy.layouts.stages import layers_of
 
@@ -203,15 +203,16 @@ class _Grid:
         """Other manners of a point: ZeRO, recomputation, sequences, experts, the schedule."""
         layout = start.layout
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
-        for (zero, copies), recompute, along_positions, ep, (schedule, chunks) in product(
+        for (zero, copies), recompute, along_positions, (ep, way), (schedule, chunks) in product(
             self._kept(start, stages if layout.dp > 1 else [0]),
             (Recompute.NONE, Recompute.FULL),
             [False, True] if layout.tp > 1 else [False],
-            self._expert_degrees(layout),
+            self._expert_manners(layout),
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):
             varied = replace(
                 _in_manner(layout, zero, recompute, along_positions, ep),
+                dispatch=way,
                 dp_replicate=copies,
                 schedule=schedule,
                 chunks=chunks,
@@ -226,6 +227,11 @@ class _Grid:
         if layout.tp > 1 or not self.num_experts:
             return [1]
         return [ep for ep in _divisors(layout.dp) if ep <= self.num_experts]
+
+    def _expert_manners(self, layout: Layout) -> list[tuple[int, Dispatch]]:
+        """Degrees of expert parallelism, with the ways in which tokens may come to experts."""
+        shared = [ep for ep in self._expert_degrees(layout) if ep > 1]
+        return [(1, Dispatch.ALL_TO_ALL), *product(shared, Dispatch)]
 
     def _kept(self, start: _Point, stages: Sequence[int]) -> list[tuple[int, int]]:
         """(stage of ZeRO, copies): one copy over all replicas, or one on each host."""

@@ -384,6 +384,29 @@ class Communicator:
         work = self._exchange([part] * len(devices), parts, devices)
         return self._pending(work, lambda: combine(parts))
 
+    def all_to_all(
+        self,
+        pieces: Sequence[Tensor],
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        combine: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """Send every device its flat piece, receive one from each, and combine these.
+
+        Args:
+            pieces: Piece for each of the devices, the one for this rank among them.
+            devices: Devices that take part.
+            counts: Number of elements of the piece from each of them.
+            combine: Makes one tensor of the pieces, in the order of the devices.
+        """
+        own = devices.index(self.rank)
+        parts = [
+            pieces[own] if index == own else pieces[own].new_empty(count)
+            for index, count in enumerate(counts)
+        ]
+        work = self._exchange(pieces, parts, devices)
+        return self._pending(work, lambda: combine(parts))
+
     def _exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], devices: tuple[int, ...]
     ) -> "_Works":

@@ -1,6 +1,7 @@
 """Conversion of values between divisions of the work: sends, joins, reductions, gathers."""
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -311,6 +312,122 @@ class Conversions:
             if part.program.buffer_device[buffer] == part.rank:
                 summed = Pending(None, lambda: pending.wait().view(own))
                 self._values.held[buffer] = Held(summed, samples, along.units_of(part.rank))
+
+    def exchange(self, task: int, value: int, micro: int) -> None:
+        """Cut a value that its team's members have just made along another axis.
+
+        Each sends every member what lies in its own box of before and in the other's box of
+        afterwards.
+        """
+        part = self._part
+        tensor = int(part.tables.value_tensor[value])
+        before, after = part.spans_of_op(part.maker(value)), part.spans_of_value(value)
+        assert before is not None
+        assert after is not None
+        cuts = TwoCuts.of_value(part, tensor, before, after)
+        devices, rank = part.channel(task).devices, part.rank
+        local = self._values.zeros(tensor, (0,))
+        for buffer in part.reads(task):
+            if buffer in self._values.held:
+                local = self._values.held[buffer].tensor()
+        has_any = bool(before.shares[micro].get(rank, 0))
+        pieces = [
+            cuts.piece(local, micro, rank, device).reshape(-1) if has_any else local[:0]
+            for device in devices
+        ]
+        shapes = [cuts.shape(micro, device, rank) for device in devices]
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            shaped = [
+                (begin, flat.view(shape))
+                for begin, flat, shape in zip(
+                    (cuts.begin(micro, device) for device in devices), parts, shapes, strict=True
+                )
+                if flat.numel()
+            ]
+            if not shaped:
+                return local.new_zeros(cuts.shape(micro, rank, rank))
+            return _joined(shaped, cuts.place_of_parts(micro, rank))
+
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        pending = self._communicator.all_to_all(pieces, devices, counts, whole)
+        samples = after.samples(micro, rank)
+        units = EVERY if after.axis == BATCH_AXIS else after.units_of(rank)
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == rank:
+                self._values.held[buffer] = Held(pending, samples, units)
+
+
+class TwoCuts(NamedTuple):
+    """A value of a team that is cut along one axis before an all-to-all, another afterwards."""
+
+    shape_of_all: tuple[int, ...]
+    batch_size: int
+    in_batch: Placement
+    made: Placement  # along the axis before, R if that is the batch
+    wanted: Placement  # along the axis afterwards, R if that is the batch
+    before: Spans
+    after: Spans
+
+    @staticmethod
+    def of_value(part: RankProgram, tensor: int, before: Spans, after: Spans) -> "TwoCuts":
+        """The cuts of a tensor."""
+        plan = part.plan
+        return TwoCuts(
+            shape_of_all=part.graph.tensors[tensor].shape,
+            batch_size=part.graph.batch_size,
+            in_batch=plan.batch.placements[tensor],
+            made=R if before.axis == BATCH_AXIS else plan.made(tensor),
+            wanted=R if after.axis == BATCH_AXIS else plan.placements[tensor],
+            before=before,
+            after=after,
+        )
+
+    def begin(self, micro: int, src: int) -> int:
+        """First sample, or first unit before, of what comes from a device."""
+        if self.before.axis == BATCH_AXIS:
+            return self.before.samples(micro, src)[0]
+        return self.before.units_of(src)[0]
+
+    def place_of_parts(self, micro: int, dst: int) -> Placement:
+        """How the parts that a device receives lie in what it has afterwards."""
+        if self.before.axis == BATCH_AXIS:
+            units = self.after.units_of(dst)[1]
+            return nested(self.in_batch, self.wanted, self.after.units, units)
+        samples = self.after.samples(micro, dst)[1]
+        place = nested(self.made, self.in_batch, self.batch_size, samples)
+        units = self.after.units_of(dst)[1]
+        return nested(place, self.wanted, self.after.units, units)
+
+    def _samples(self, micro: int, src: int, dst: int) -> Span:
+        """Samples that go from one device to another."""
+        return _overlap(self.before.samples(micro, src), self.after.samples(micro, dst))
+
+    def shape(self, micro: int, src: int, dst: int) -> tuple[int, ...]:
+        """Shape of what goes from one device to another."""
+        count = self._samples(micro, src, dst)[1]
+        shape = local_shape(self.shape_of_all, self.in_batch, count, self.batch_size)
+        for place, spans, device in (
+            (self.made, self.before, src),
+            (self.wanted, self.after, dst),
+        ):
+            if spans.axis != BATCH_AXIS:
+                inside = nested(place, self.in_batch, self.batch_size, count)
+                shape = local_shape(shape, inside, spans.units_of(device)[1], spans.units)
+        return shape
+
+    def piece(self, local: Tensor, micro: int, src: int, dst: int) -> Tensor:
+        """What a device sends to another of its part before."""
+        low, owned = self.before.samples(micro, src)
+        begin, count = self._samples(micro, src, dst)
+        units = self.before.units_of(src)[1]
+        in_batch = nested(self.in_batch, self.made, self.before.units, units)
+        local = cut(local, in_batch, owned, begin - low, count)
+        if self.after.axis == BATCH_AXIS:
+            return local
+        place = nested(self.wanted, self.in_batch, self.batch_size, count)
+        place = nested(place, self.made, self.before.units, units)
+        return cut(local, place, self.after.units, *self.after.units_of(dst))
 
 
 def _overlap(one: Span, other: Span) -> Span:

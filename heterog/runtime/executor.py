@@ -42,6 +42,7 @@ from heterog.strategy.averaging import island_of, island_samples, islands
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import Recut
 
 _RECOMPUTE = TaskKind.RECOMPUTE
 _Action = Callable[[int, int, int, StepUpdates], None]
@@ -367,6 +368,9 @@ class StepExecutor:
             TaskKind.SCATTER_VALUE: lambda task, value, micro, _: self._conversions.scatter(
                 task, value, micro
             ),
+            TaskKind.EXCHANGE_VALUE: lambda task, value, micro, _: self._conversions.exchange(
+                task, value, micro
+            ),
         }
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
@@ -502,8 +506,8 @@ class StepExecutor:
         )
 
     def _units_made(self, row: int, reader: Reader) -> Span:
-        """Units that an op outputs: its own, or all where parts of a sum will be scattered."""
-        if not self._part.tables.op_scatters[row]:
+        """Units that an op outputs: its own, or all of the axis that its team cuts later."""
+        if self._part.tables.op_recut[row] == Recut.NONE:
             return reader.units
         along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
         assert along is not None

@@ -426,7 +426,7 @@ class RankProgram:
             value = int(self.tables.value_start[subject]) + buffer - first
             is_token = value >= int(self.tables.value_start[subject + 1])
             return (-1 if is_token else value), AS_MADE
-        if kind is TaskKind.SCATTER_VALUE:
+        if kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
             return subject, AS_MADE
         if kind in CONVERSIONS and has_window(self.tables, subject):
             return int(self.tables.slot_value[subject]), WINDOW

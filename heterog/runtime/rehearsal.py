@@ -260,7 +260,7 @@ class _Stage:
         if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
             op = graph.ops[int(tables.op_id[subject])]
             what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
-        elif kind == TaskKind.SCATTER_VALUE:
+        elif kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
             op = graph.ops[int(tables.op_id[tables.value_op[subject]])]
             what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
         elif kind in _OF_SLOTS:

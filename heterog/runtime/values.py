@@ -33,7 +33,10 @@ from heterog.runtime.spans import EVERY, Span, Spans, unit_rows, window_rows
 from heterog.runtime.windows import fit
 from heterog.strategy.program import TaskKind
 
-_READS_VALUES = CONVERSIONS | {TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.SCATTER_VALUE}
+_READS_VALUES = CONVERSIONS | {
+    *(TaskKind.COMPUTE, TaskKind.RECOMPUTE),
+    *(TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE),
+}
 
 
 @dataclass(slots=True)

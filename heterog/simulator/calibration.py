@@ -672,10 +672,13 @@ def _link_rates(cluster: Cluster, seconds_per_byte: Mapping[Channel, float]) -> 
 def _measured_as(kind: ChannelKind) -> str:
     """Name under which a kind of channel was measured.
 
-    Both all-reduces are one call of the communication library, which chooses for itself.
+    Both all-reduces are one call of the communication library, which chooses for itself. Ranks
+    run an all-to-all by the same sends as an all-gather.
     """
     if kind == ChannelKind.ALL_REDUCE_HIERARCHICAL:
         kind = ChannelKind.ALL_REDUCE_RING
+    if kind == ChannelKind.ALL_TO_ALL:
+        kind = ChannelKind.ALL_GATHER
     return kind.name.lower()
 
 

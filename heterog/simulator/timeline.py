@@ -45,8 +45,10 @@ _VERBS = {
     TaskKind.ALL_GATHER: "all-gather",
     TaskKind.GATHER_PARAMETERS: "gather parameters",
     TaskKind.SCATTER_VALUE: "reduce-scatter",
+    TaskKind.EXCHANGE_VALUE: "all-to-all",
 }
 _OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
+_RECUT_KINDS = (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE)
 _VALUE_KINDS = (
     TaskKind.SPLIT,
     TaskKind.CONCAT,
@@ -67,6 +69,7 @@ _COLLECTIVES = {
     ChannelKind.ALL_REDUCE_HIERARCHICAL: "hierarchical all-reduce",
     ChannelKind.REDUCE_SCATTER: "reduce-scatter",
     ChannelKind.ALL_GATHER: "all-gather",
+    ChannelKind.ALL_TO_ALL: "all-to-all",
 }
 
 
@@ -232,7 +235,7 @@ class Timeline:
         is_bucket = kind in _BUCKET_KINDS or (
             kind in (TaskKind.ENCODE, TaskKind.DECODE_SUM) and self.program.bucket[subject] >= 0
         )
-        if self._is_about_value(task) or kind == TaskKind.SCATTER_VALUE:
+        if self._is_about_value(task) or kind in _RECUT_KINDS:
             words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
         elif is_bucket and self._bucket_size[subject] > 1:
             words = f"{_VERBS[kind]} {self._bucket_size[subject]} tensors"
@@ -277,7 +280,7 @@ class Timeline:
             return int(self._tables.op_id[subject])
         if self._is_about_value(task):
             return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])
-        if kind == TaskKind.SCATTER_VALUE:
+        if kind in _RECUT_KINDS:
             return int(self._tables.op_id[self._tables.value_op[subject]])
         return self.graph.updates[subject][0]
 

@@ -14,6 +14,8 @@ With n devices and payload S (bytes of the whole tensor), per direction:
 - reduce-scatter with uneven slices: host h, which owns the part w_h of the tensor, sends
   (1 - w_h) S and receives (H-1) w_h S, after a reduce-scatter inside the host. The all-gather is
   its mirror image.
+- all-to-all: every device sends S/n^2 to each other, n-1 messages one after the other (pairwise
+  exchange, Thakur et al. 2005, section 5). A host with n_h of them sends n_h (n - n_h)/n^2 S.
 
 Where a host has several NICs, those of the members carry equal parts of what it sends. What lies
 between two hosts beside their NICs (``Cluster.pairs``) carries what goes from one to the other:
@@ -23,6 +25,7 @@ rings send to the next host alone, in a reduce-scatter each host sends every oth
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import permutations
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +42,7 @@ class ChannelKind(IntEnum):
     ALL_REDUCE_HIERARCHICAL = 2
     REDUCE_SCATTER = 3
     ALL_GATHER = 4
+    ALL_TO_ALL = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,10 @@ class ChannelTable:
         """Number of an all-gather channel with the given relative slices."""
         return self._number(ChannelKind.ALL_GATHER, devices, slices)
 
+    def all_to_all(self, devices: tuple[int, ...]) -> int:
+        """Number of the all-to-all channel over a device set."""
+        return self._number(ChannelKind.ALL_TO_ALL, devices, ())
+
     def alike(self, channel: Channel, devices: tuple[int, ...]) -> Channel:
         """A channel of the same kind over equally many other devices; it gets no number."""
         if channel.kind == ChannelKind.POINT_TO_POINT:
@@ -185,6 +193,8 @@ class ChannelTable:
         parts = tuple(float(part) for part in weights / weights.sum())
         if kind == ChannelKind.ALL_REDUCE_RING:
             phases, latency = self._ring(devices)
+        elif kind == ChannelKind.ALL_TO_ALL:
+            phases, latency = self._pairwise(devices)
         else:
             phases, latency = self._by_hosts(kind, devices, parts)
         has_slices = kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
@@ -217,6 +227,28 @@ class ChannelTable:
             for resource in self.cluster.route(src, dst):
                 load[resource] = load.get(resource, 0.0) + multiple
         return [tuple(sorted(load.items()))], 2.0 * (count - 1) * latency
+
+    def _pairwise(
+        self, devices: tuple[int, ...]
+    ) -> tuple[list[tuple[tuple[int, float], ...]], float]:
+        """The one phase of an all-to-all, and the latency of one message after the other."""
+        multiple = 1.0 / len(devices) ** 2
+        load: dict[int, float] = {}
+        members = self._members(devices)
+        for local in members.values():
+            for src, dst in permutations(local, 2):
+                for resource in self.cluster.route(src, dst):
+                    load[resource] = load.get(resource, 0.0) + multiple
+        for (here, senders), (there, receivers) in permutations(members.items(), 2):
+            sent = len(senders) * len(receivers) * multiple
+            self._load_nics(load, senders, 0, sent)
+            self._load_nics(load, receivers, 1, sent)
+            self._load_between(load, here, there, sent)
+        latency = max(
+            sum(self.cluster.latency_s(device, other) for other in devices if other != device)
+            for device in devices
+        )
+        return [tuple(sorted(load.items()))], latency
 
     def _members(self, devices: Sequence[int]) -> dict[int, list[int]]:
         """The members on each host."""

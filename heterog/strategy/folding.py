@@ -152,6 +152,7 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
     teams, rings = _folded_teams(choice.teams, columns), _folded_rings(choice.rings, fold)
     named = [choice.reduce_channel, choice.gather_channel, teams.reduce_channel.ravel()]
     named += [teams.gather_channel.ravel(), teams.scatter_channel.ravel()]
+    named += [teams.exchange_channel.ravel()]
     named += [rings.first_channel, rings.second_channel]
     collectives = np.unique(np.concatenate(named))
     collectives = collectives[collectives >= 0]
@@ -167,6 +168,7 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
             reduce_channel=renumbered(teams.reduce_channel),
             gather_channel=renumbered(teams.gather_channel),
             scatter_channel=renumbered(teams.scatter_channel),
+            exchange_channel=renumbered(teams.exchange_channel),
         ),
         rings=rings._replace(
             first_channel=renumbered(rings.first_channel),

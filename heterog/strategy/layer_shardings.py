@@ -20,9 +20,10 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import R
+from heterog.graph.placement import R, S
 from heterog.graph.sharding_rules import propagate
-from heterog.strategy.tensor_parallel import shardings
+from heterog.strategy.dispatch import exchanged
+from heterog.strategy.tensor_parallel import Sharding, shardings
 
 WINDOW = 4
 """Number of consecutive groups through which a split is followed."""
@@ -74,7 +75,9 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
                 range(group, min(group + WINDOW, windows.num_groups)),
                 parameters=windows.parameters[group],
             )
-            known[kind] = [windows.signature(way.op_rules, group) for way in ways]
+            known[kind] = [
+                windows.signature(rules, group) for way in ways for rules in _rules(graph, way)
+            ]
         for signature in known[kind]:
             found.setdefault(signature, []).append(windows.rules(signature, group))
     for group, rules in _gathered_gradients(graph, windows):
@@ -104,6 +107,15 @@ def layer_shardings(graph: OpGraph) -> tuple[LayerSharding, ...]:
                 )
             )
     return tuple(result)
+
+
+def _rules(graph: OpGraph, way: Sharding) -> Iterator[OpRules]:
+    """The rules of a way to shard; of experts also those by which tokens are exchanged."""
+    yield way.op_rules
+    if way.placement == S(0) and len(graph.tensors[way.parameter].shape) == 3:
+        rules = exchanged(graph, dict(way.op_rules), [way.parameter])
+        if rules is not None:
+            yield tuple(sorted(rules.items()))
 
 
 def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[int, OpRules]]:
@@ -158,18 +170,25 @@ def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
     """Bytes of the activations that are moved because of some rules.
 
     Inputs from ops that follow the batch are gathered once, outputs left in parts for others are
-    gathered once, and a sum is two such movements.
+    gathered once, and a sum is two such movements. Two devices that exchange a value move half as
+    much as if they gathered it.
     """
     size, storage, batch = graph.tensor_bytes, graph.storage, batch_plan(graph)
-    inside = {op for op, _ in rules}
+    inside, batch_size = {op for op, _ in rules}, graph.batch_size
     moved: dict[int, float] = {}
     for op, rule in rules:
-        for tensor in graph.ops[op].inputs:
+        is_exchanged = rule.scatter is not None and rule.outputs[0].kind == "S"
+        if is_exchanged:
+            (made,) = graph.outputs(op)
+            moved[made] = 0.5 * float(size[made])
+        for tensor in () if is_exchanged and rule.units == batch_size else graph.ops[op].inputs:
             value = int(storage[tensor])
             times = {"S": 1.0, "P": 2.0}.get(batch.placements[value].kind, 0.0)
             if times and int(graph.producer[value]) not in inside:
                 moved[value] = times * float(size[value])
         for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
+            if is_exchanged:
+                continue
             if place.kind != "R" and not all(
                 reader in inside or graph.ops[reader].phase == Phase.UPDATE
                 for reader in graph.readers(tensor)

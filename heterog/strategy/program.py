@@ -51,6 +51,7 @@ class TaskKind(IntEnum):
     ALL_GATHER = 18  # of a gradient; subject: bucket
     GATHER_PARAMETERS = 19  # all-gather of the parameters of a bucket, under ZeRO
     SCATTER_VALUE = 20  # reduce-scatter of a partial value, right behind its op; subject: value
+    EXCHANGE_VALUE = 21  # all-to-all of a split value, right behind its op; subject: value
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)

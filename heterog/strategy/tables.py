@@ -52,6 +52,16 @@ class Domain(IntEnum):
     batch; along the next axes the numbers after this one."""
 
 
+class Recut(IntEnum):
+    """How a team cuts the one value of an op anew, as soon as it is made."""
+
+    NONE = 0
+    SUMMED = 1
+    """Parts of a sum become slices: a reduce-scatter."""
+    EXCHANGED = 2
+    """Slices along one axis become slices along another: an all-to-all."""
+
+
 class SparseTables(NamedTuple):
     """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
 
@@ -76,7 +86,7 @@ class GraphTables(NamedTuple):
     op_id: IntArray  # graph op of each compute op
     op_group: IntArray  # CONSTANT_GROUP for constants
     op_axis: IntArray
-    op_scatters: IntArray  # 1: a reduce-scatter follows it, of the one value that it makes
+    op_recut: IntArray  # ``Recut`` of the one value that it makes
     value_start: IntArray  # values made by each compute op  # [num_compute_ops + 1]
     read_start: IntArray  # value reads of each compute op  # [num_compute_ops + 1]
     read_value: IntArray
@@ -94,7 +104,7 @@ class GraphTables(NamedTuple):
     # Values.
     value_op: IntArray
     value_tensor: IntArray  # graph tensor of each value
-    value_axis: IntArray  # along which it lies: its op's, or the one that it is scattered along
+    value_axis: IntArray  # along which it lies: its op's, or the one that it is cut anew along
     value_kind: IntArray  # KIND_NUMBER of the placement
     value_bytes: FloatArray  # size where it does not depend on the share
     value_bytes_per_unit: FloatArray  # of its axis
@@ -250,7 +260,7 @@ class _Builder:
         )
 
     def _op_tables(self) -> dict[str, Any]:
-        graph, scattered = self.graph, self.plan.scattered
+        graph = self.graph
         finished: list[list[int]] = [[] for _ in self.ops]
         for row in range(len(graph.updates)):
             finished[self._last_op(row)].append(row)
@@ -258,9 +268,7 @@ class _Builder:
             "op_id": _ints(self.ops),
             "op_group": _ints(self.op_group),
             "op_axis": _ints([int(self.plan.op_axis[index]) for index in self.ops]),
-            "op_scatters": _ints(
-                [int(bool(scattered.intersection(graph.outputs(index)))) for index in self.ops]
-            ),
+            "op_recut": _ints(list(map(self._recut, self.ops))),
             "value_start": _starts([graph.ops[index].num_outputs for index in self.ops]),
             "read_start": _starts([len(entries) for entries in self.reads]),
             "read_value": _ints([value for entries in self.reads for value, _ in entries]),
@@ -275,6 +283,13 @@ class _Builder:
             "op_is_weights": _ints(self._makes_weights_only()),
         }
 
+    def _recut(self, op: int) -> Recut:
+        """How a team cuts anew what an op makes."""
+        plan, made = self.plan, self.graph.outputs(op)
+        if plan.scattered.intersection(made):
+            return Recut.SUMMED
+        return Recut.EXCHANGED if plan.exchanged.keys() & set(made) else Recut.NONE
+
     def _recomputation_tables(self) -> dict[str, Any]:
         """Recomputation of each block, stored at its reader's group for the kernel."""
         found = recomputations(
@@ -284,8 +299,8 @@ class _Builder:
                 [
                     self.value_op[value]
                     for value, slot in entries
-                    # No sum over a team is made twice: what was added up is kept.
-                    if slot is None and self.values[value] not in self.plan.scattered
+                    # What a team has added up or exchanged is kept, not made twice.
+                    if slot is None and not self._recut(self.ops[self.value_op[value]])
                 ]
                 for entries in self.reads
             ],

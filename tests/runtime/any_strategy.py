@@ -96,6 +96,7 @@ def features(graph: OpGraph, strategy: Strategy) -> list[str]:
         "stages": len({each.devices for each in decisions}) > 1,
         "rules": bool(strategy.op_rules),
         "sums added up in slices": bool(plan.scattered),
+        "slices exchanged": bool(plan.exchanged),
         "sharded parameters": bool(plan.sharded),
         "micro-batches": strategy.num_micro_batches > 1,
         "a table of micro-batches": sum(map(any, strategy.micro_batches)) > 1,

@@ -37,6 +37,9 @@ from tests.thorough import THOROUGH, one_in
         ("llama", "cp=4,zero=1,recompute=full"),
         ("moe", "ep=2,zero=1,num_micro=2"),
         ("moe", "ep=4,recompute=full"),
+        ("moe", "ep=2,dispatch=allgather"),
+        ("moe", "ep=2,tp=2,zero=1,num_micro=2"),
+        ("moe", "ep=2,cp=2"),
         ("mlp", "tp=4,num_micro=2"),
         ("mlp", "tp=2,pp=2,layers=3-2,num_micro=4"),
         # Each of these has its parts in the ones above.

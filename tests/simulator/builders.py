@@ -538,22 +538,30 @@ def random_rules(rng: Random, graph: OpGraph) -> OpRules:
 
 
 def with_random_scatters(rng: Random, graph: OpGraph, rules: OpRules) -> OpRules:
-    """Some of the sums that the rules leave in parts are added up in slices, of any kind."""
+    """Some of the sums that the rules leave in parts are added up in slices, of any kind.
+
+    Of what they leave in slices, some is exchanged for other slices, or for samples.
+    """
     return tuple(
-        (op, replace(rule, scatter=random_scatter(rng, graph, op)))
-        if rule.outputs == (P,) and rng.random() < 0.6
+        (op, replace(rule, scatter=random_scatter(rng, graph, op, rule)))
+        if (rule.outputs == (P,) and rng.random() < 0.6)
+        or (len(rule.outputs) == 1 and rule.outputs[0].kind == "S" and rng.random() < 0.15)
         else (op, rule)
         for op, rule in rules
     )
 
 
-def random_scatter(rng: Random, graph: OpGraph, op: int) -> Scatter | None:
-    """Any way to add up the parts of a sum in slices, if there is one."""
-    (tensor,) = graph.outputs(op)
+def random_scatter(rng: Random, graph: OpGraph, op: int, rule: OpRule) -> Scatter | None:
+    """Any way to cut anew what an op with a rule makes, if there is one."""
+    (tensor,), (made,) = graph.outputs(op), rule.outputs
     along = axis_plan(graph).placements[tensor]
     if along.kind != "S":
         return None
     shape = graph.tensors[tensor].shape
+    to_batch = made.kind == "S" and (made, rule.units) != (along, graph.batch_size)
+    if to_batch and rng.random() < 0.5:
+        is_cut = crosses(along, graph.batch_size, made, rule.units)
+        return None if is_cut else Scatter(place=along, units=graph.batch_size)
     options = [
         Scatter(place=S(dim, outer), units=size // (outer * inner))
         for dim, size in enumerate(shape)
@@ -562,8 +570,10 @@ def random_scatter(rng: Random, graph: OpGraph, op: int) -> Scatter | None:
         for inner in range(1, size // outer + 1)
         if (size // outer) % inner == 0
         and not crosses(S(dim, outer), size // (outer * inner), along, graph.batch_size)
+        and not crosses(S(dim, outer), size // (outer * inner), made, rule.units)
+        and (made, rule.units) != (S(dim, outer), size // (outer * inner))
     ]
-    return rng.choice(options)
+    return rng.choice(options) if options else None
 
 
 def with_rules(

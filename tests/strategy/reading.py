@@ -104,9 +104,13 @@ class Reading:
         return self.scatter_of(self.maker[value])
 
     def scatter_of(self, op: int) -> bool:
-        """Whether the result of an op is added up in slices."""
+        """Whether a team cuts the result of an op anew as soon as it is made."""
         rule = self.op_rules.get(op)
         return rule is not None and rule.scatter is not None
+
+    def is_sum(self, op: int) -> bool:
+        """Whether what a team cuts anew are parts of a sum; otherwise it is cut already."""
+        return self.op_rules[op].outputs[0].kind == "P"
 
     def block_of(self, op: int) -> int:
         """The block of groups that an op belongs to."""
@@ -213,7 +217,7 @@ class Reading:
         scattered = {
             int(self.plan.tensor_axis[made])
             for maker, rule in self.op_rules.items()
-            if rule.scatter is not None
+            if rule.scatter is not None and rule.outputs[0].kind == "P"
             for made in self.graph.outputs(maker)
         }
         _, along = self.kinds(value)

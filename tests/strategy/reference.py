@@ -268,15 +268,57 @@ class Walk:
             task = self.add(kind, op, device, reads=reads, micro=self.micro, part=part)
             for value, where in made.items():
                 size = self.reading.bytes_of(value, part)
-                if self.reading.scatter_of(op):  # afterwards; this is a part of the whole sum
-                    size = self.reading.bytes_of(value, self.all_of(value, part.samples))
+                if self.reading.scatter_of(op):  # afterwards; this is before it
+                    size = self.bytes_before(op, value, part)
                 where[device] = task.make(device, size)
             if kind == TaskKind.COMPUTE:
                 self.make_tokens(op, task)
         self.values |= made
 
+    def bytes_before(self, op: int, value: int, part: Part) -> float:
+        """Bytes of what an op has made before its team cuts it anew."""
+        graph, axis = self.reading.graph, self.reading.axis(op)
+        if self.reading.is_sum(op):  # a part of the whole sum
+            return self.reading.bytes_of(value, self.all_of(value, part.samples))
+        size = float(graph.tensor_bytes[value]) * part.samples / graph.batch_size
+        return size if axis == BATCH else size * part.units / self.reading.plan.axes[axis]
+
+    def exchange_value(self, op: int) -> None:
+        """Send each member of each team what lies in its box of the value's new axis."""
+        (value,) = self.reading.graph.outputs(op)
+        layout = self.shares.layouts[self.reading.group[op]]
+        lies, size = self.values[value], float(self.reading.graph.tensor_bytes[value])
+        batch = self.reading.graph.batch_size
+        axes = self.reading.axis(op), self.reading.value_axis(value)
+        boxes = [self.shares.boxes(layout, axis, self.micro) for axis in axes]
+        for team, samples in self.shares.team_samples(layout, self.micro).items():
+            if len(team) == 1:
+                continue
+            piece = size if BATCH in axes else size * len(samples) / batch
+            for axis, having in zip(axes, boxes, strict=True):
+                parts = [having[device].part for device in team if device in having]
+                piece *= max(
+                    part.samples / batch
+                    if axis == BATCH
+                    else part.units / self.reading.plan.axes[axis]
+                    for part in parts
+                )
+            units = 0 if axes[1] == BATCH else self.reading.plan.axes[axes[1]]
+            task = self.add(
+                TaskKind.EXCHANGE_VALUE, value, reads=[lies.get(device) for device in team],
+                micro=self.micro, part=Part(len(samples), units),
+                num_bytes=len(team) ** 2 * piece,
+                route=_collective(ChannelKind.ALL_TO_ALL, tuple(sorted(team))),
+            )  # fmt: skip
+            for device in team:
+                box = boxes[1].get(device)
+                own = self.reading.bytes_of(value, box.part) if box else 0.0
+                lies[device] = task.make(device, own)
+
     def scatter_value(self, op: int) -> None:
         """Add up the parts that the members of each team have made, each member a slice."""
+        if not self.reading.is_sum(op):
+            return self.exchange_value(op)
         (value,) = self.reading.graph.outputs(op)
         layout = self.shares.layouts[self.reading.group[op]]
         lies = self.values[value]
@@ -1376,7 +1418,7 @@ def _collective(
     kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...] = ()
 ) -> Route:
     """A collective; only where each member owns a slice it matters how large."""
-    if kind in (ChannelKind.ALL_REDUCE_RING, ChannelKind.ALL_REDUCE_HIERARCHICAL):
+    if kind not in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER):
         return Route(kind, devices)
     weights = slices or (1,) * len(devices)
     return Route(kind, devices, tuple(weight / sum(weights) for weight in weights))

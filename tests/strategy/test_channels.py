@@ -50,6 +50,19 @@ def test_point_to_point_channels_come_first() -> None:
     assert table[9].traffic() == {}  # a device and itself
 
 
+def test_all_to_all() -> None:
+    """Of 8 devices each sends a 64th of the payload to each other."""
+    table = ChannelTable(PAPER)
+    channel = table[table.all_to_all(ALL)]
+    sent, received = nic_traffic(channel)
+    assert sent == received == pytest.approx([2 * 6 / 64] * 4)  # two senders, six receivers
+    assert channel.latency_s == pytest.approx(sum(PAPER.latency_s(0, d) for d in range(1, 8)))
+    inside = table[table.all_to_all((0, 1))].traffic()
+    assert set(inside.values()) == {1 / 4}
+    assert not set(inside) & set(range(8))  # no NIC
+    assert table.all_to_all(ALL) == table.all_to_all(ALL)
+
+
 def test_ring() -> None:
     table = ChannelTable(PAPER)
     ring = table[table.all_reduce(ALL, hierarchical=False)]

@@ -8,14 +8,20 @@ from heterog.planners.judging import run_method
 from heterog.planners.megatron_grid import MegatronGrid
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.experts import expert_weights
-from heterog.strategy.layouts.layout import LayoutError, parse_layout
+from heterog.strategy.layouts.experts import expert_weights, groups_of_experts
+from heterog.strategy.layouts.layout import Dispatch, LayoutError, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Strategy
 from tests.runtime.grids import grid_cluster
 from tests.runtime.strategies import graph_of
 from tests.simulator.builders import cluster_of
 
+CAPACITY, WIDTH = 3, 8
+"""Of each expert, for each sample; of a token."""
+LEAST_BYTES = 64
+"""Smaller payloads are losses and counts of labels."""
 SLOW = 0.05
 """GB/s, at which gradients of experts cost more than tokens."""
 
@@ -40,6 +46,8 @@ def test_a_member_has_its_own_samples_and_its_own_experts(ep: int) -> None:
     decisions = set(given.strategy.decisions)
     assert {decision.shares for decision in decisions} == {(2, 2, 2, 2)}
     assert {len(team) for decision in decisions for team in decision.teams} == {ep}
+    experts = groups_of_experts(graph)
+    assert {g for g, each in enumerate(given.strategy.decisions) if each.teams} == experts
     plain = lower(graph, cluster, place_layout(parse_layout("dp=4"), graph, cluster).strategy)
     shared = lower(graph, cluster, given.strategy)
     in_experts = sum(
@@ -53,12 +61,49 @@ def test_a_member_has_its_own_samples_and_its_own_experts(ep: int) -> None:
     assert (plain.resident_bytes - shared.resident_bytes).tolist() == [elsewhere] * 4
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_bytes_of_both_dispatchers_by_the_textbook(ep: int) -> None:
+    """What a device sends: (n - 1)/n of its own tokens, or of all of its team's.
+
+    Dispatched are [experts, capacity, width] float32 numbers for each sample. They go to the
+    experts and back, forward and backward: four all-to-alls. Gathered instead, the dispatched
+    tokens and the gradients of what experts make of them go from each member to all others.
+    """
+    graph, cluster = moe(), grid_cluster(4)
+    own = 2 * 4 * CAPACITY * WIDTH * 4  # two samples, four experts, four bytes
+    sent = {}
+    for way in Dispatch:
+        given = place_layout(parse_layout(f"ep={ep},dispatch={way}"), graph, cluster)
+        sent[way] = bytes_for_experts(graph, cluster, given.strategy)
+        assert not any("gather" in remark for remark in given.remarks)
+    assert sent[Dispatch.ALL_TO_ALL] == pytest.approx([4 * own * (ep - 1) / ep] * 4)
+    assert min(sent[Dispatch.ALL_GATHER]) >= 2 * own * (ep - 1)
+    assert min(sent[Dispatch.ALL_GATHER]) > 1.9 * ep * max(sent[Dispatch.ALL_TO_ALL])
+
+
+def bytes_for_experts(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> list[float]:
+    """Bytes that each device sends because of experts' tokens, with one team or several."""
+    program = lower(graph, cluster, strategy)
+    sent = [0.0] * cluster.num_devices
+    for task in range(program.num_tasks):
+        kind, payload = TaskKind(program.kind[task]), float(program.num_bytes[task])
+        channel = program.channels[program.channel[task]]
+        members = len(channel.devices)
+        part = {
+            TaskKind.EXCHANGE_VALUE: 1.0 / members,
+            TaskKind.GATHER_VALUE: 1.0,
+            TaskKind.REDUCE_VALUE: 2.0,
+        }.get(kind, 0.0)
+        for device in channel.devices if part and payload > LEAST_BYTES else ():
+            sent[device] += part * payload * (members - 1) / members
+    return sent
+
+
 @pytest.mark.parametrize(
     ("text", "name", "problem"),
     [
-        ("ep=2,tp=2", "moe", "ep=2 and tp=2: .* give one of them"),
-        ("ep=2,cp=2", "moe", "ep=2 and cp=2"),
         ("ep=2,dp=3", "moe", "does not divide dp=3"),
+        ("ep=2,dispatch=all", "moe", "unknown dispatch 'all'; did you mean"),
         ("ep=3", "moe", "ep=3 does not divide the 4 replicas"),
         ("ep=2", "gpt", "no experts to share"),
         ("ep=2,zero=3,dp_replicate=2", "moe", "nothing to slice; give fewer copies"),
@@ -72,7 +117,7 @@ def test_what_does_not_fit_says_why(text: str, name: str, problem: str) -> None:
 
 
 def test_more_members_than_experts_are_refused() -> None:
-    with pytest.raises(LayoutError, match="ep=8 is more than the 4 experts"):
+    with pytest.raises(LayoutError, match=r"8 devices share experts .* but there are 4 experts"):
         place_layout(parse_layout("ep=8"), moe(), grid_cluster(8))
 
 

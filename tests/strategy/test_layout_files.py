@@ -170,8 +170,8 @@ def test_accelerate(tmp_path: Path) -> None:
         ("a.toml", "[parallelism", "not valid TOML"),
         (
             "a.toml",
-            "[parallelism]\nexpert_parallel_degree = 2\ntensor_parallel_degree = 2",
-            "ep=2 and tp=2",
+            "[parallelism]\nexpert_parallel_degree = 3\ntensor_parallel_degree = 2",
+            "expert_parallel_degree 3 must be a multiple of the 2 devices of a replica",
         ),
         ("a.json", "[]", "not fields with names"),
         ("a.json", '{"zero_optimization": {"stage": 7}}', "stages of ZeRO"),

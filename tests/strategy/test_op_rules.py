@@ -139,11 +139,21 @@ def test_what_cannot_be_added_up_in_slices_is_refused(
         strategy.check(graph, THREE)
 
 
-def test_only_sums_are_added_up_in_slices() -> None:
+@pytest.mark.parametrize(
+    ("of", "scatter", "what"),
+    [
+        ("S", Scatter(place=S(1), units=16), "names the same ones"),
+        ("P", Scatter(place=S(0), units=8), "slices of another axis than the batch"),
+    ],
+)
+def test_only_what_lies_in_another_way_is_cut_anew(of: str, scatter: Scatter, what: str) -> None:
     graph, strategy = sharded_mlp()
-    scatter = Scatter(place=S(1), units=16)
-    rules = tuple((op, replace(rule, scatter=scatter)) for op, rule in strategy.op_rules)
-    with pytest.raises(StrategyError, match="only an op with one output, a part of a sum"):
+    rules = tuple(
+        (op, replace(rule, scatter=scatter) if rule.outputs[0].kind == of else rule)
+        for op, rule in strategy.op_rules
+    )
+    assert rules != strategy.op_rules
+    with pytest.raises(StrategyError, match=what):
         replace(strategy, op_rules=rules).check(graph, THREE)
 
 
@@ -319,7 +329,7 @@ class _Follower:
                 assert is_early or parts == self.whole(value)
                 for buffer in made:
                     self.held[buffer] = value, self.whole(value)
-            elif kind == TaskKind.SCATTER_VALUE:
+            elif kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
                 value = int(program.subject[task])
                 row = int(self.tables.value_op[value])
                 group, axis = int(self.tables.op_group[row]), int(self.tables.op_axis[row])
@@ -363,7 +373,7 @@ class _Follower:
             placement = plan.placements[int(self.tables.value_tensor[number])]
             part = {"S": frozenset(own), "P": frozenset({device})}.get(placement.kind)
             buffer = int(program.buffer_start[task]) + number - int(self.tables.value_start[row])
-            if self.tables.op_scatters[row]:
+            if self.tables.op_recut[row]:
                 is_alone = len(self.strategy.decisions[group].devices) == 1
                 part = self.whole(number) if is_alone else frozenset({device})
             self.held[buffer] = number, frozenset({0}) if part is None else part

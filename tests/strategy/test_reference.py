@@ -22,6 +22,7 @@ from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Window
 from heterog.strategy.division import micro_shares
 from heterog.strategy.graph_split import feature_splits, row_splits
+from heterog.strategy.layouts.experts import expert_rules
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
@@ -89,7 +90,7 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
     """What a task is about: a graph op, a parameter or a need."""
     if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
         return int(tables.op_id[subject])
-    if kind == TaskKind.SCATTER_VALUE:
+    if kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
         return int(tables.value_tensor[subject])
     about_slots = {
         TaskKind.SPLIT,
@@ -350,6 +351,16 @@ def test_along_positions(number: int) -> None:
     groups = tuple(range(group_ops(graph).num_groups))
     rules = team_rules(graph, groups, sequence_parallel=True).op_rules
     assert_lowered_alike(random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0))
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 4))
+def test_tokens_are_exchanged(number: int) -> None:
+    """An all-to-all to the experts and one back, forward and backward."""
+    rng = Random(f"{SEED} experts {number}")
+    graph = model_of("moe")
+    rules = expert_rules(graph, tuple(range(group_ops(graph).num_groups)), 2).op_rules
+    case = random_strategy_of(rng, graph, rules, in_teams=number % 3 > 0)
+    assert_lowered_alike(case)
 
 
 @cache

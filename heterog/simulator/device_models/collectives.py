@@ -4,7 +4,8 @@
     W = rounds S (n - 1) / n
     rate = bandwidth of a link x efficiency x (n / 8)^growth
 
-S is the payload in bytes, n the members, rounds 2 for an all-reduce and 1 for others. NCCL has
+S is the payload in bytes (of an all-to-all, what each member has), n the members, rounds 2 for an
+all-reduce and 1 for others. NCCL has
 protocols of low latency and low bandwidth for small payloads and the reverse for large ones, and
 takes the faster: the lesser of two lines, which is what the third term makes of the sum (NCCL's
 tuning model, ``ncclTopoTuneModel``). Rates grow with members because a switch adds up (NVLS) and

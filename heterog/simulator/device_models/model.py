@@ -153,6 +153,8 @@ def _as_measured(cluster: Cluster, channel: Channel, found: ChannelSeconds) -> C
         return found
     members = np.array(float(len(devices)))
     sent = float(model.sent_per_byte(members))
+    if channel.kind == ChannelKind.ALL_TO_ALL:
+        sent /= len(devices)  # measured are bytes of each member, a channel's are of all
     per_byte = sent / float(model.rate(members, link.bandwidth_bytes_per_s))
     scale = per_byte / found.seconds_per_byte
     return found._replace(

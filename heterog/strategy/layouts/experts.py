@@ -1,17 +1,21 @@
 """Rules of the ops of teams that share experts: expert parallelism of a layout.
 
 The members of a team are replicas: each works on its own samples, but for the experts of mixture
-layers, of which each member has some (GShard, Lepikhin et al. 2021, section 3). A member gathers
-the tokens of the whole team, applies its own experts, and the team adds up what they make: the
-all-gather dispatcher of Megatron-LM. Its all-to-all would send a token to its own experts alone.
+layers, of which each member has some (GShard, Lepikhin et al. 2021, section 3). Tokens go to the
+members that have their experts (``dispatch``), or a member gathers the tokens of the whole team,
+applies its own experts, and the team adds up what they make: the all-to-all and the all-gather
+dispatcher of Megatron-LM.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule
 from heterog.graph.placement import S
-from heterog.strategy.layouts.layout import LayoutError
+from heterog.strategy.dispatch import exchanged
+from heterog.strategy.layouts.layout import Dispatch, LayoutError
 from heterog.strategy.layouts.tensor import TeamRules
 from heterog.strategy.tensor_parallel import follow_split, ops_of_groups
 
@@ -19,13 +23,20 @@ _PRODUCTS = ("bmm.default", "baddbmm.default", "_grouped_mm.default")
 """Products of many matrices, one for each expert."""
 
 
-def expert_rules(graph: OpGraph, groups: Sequence[int], members: int) -> TeamRules:
+def expert_rules(
+    graph: OpGraph,
+    groups: Sequence[int],
+    members: int,
+    dispatch: Dispatch = Dispatch.ALL_TO_ALL,
+) -> TeamRules:
     """Rules of the ops of experts; all others follow the batch.
 
     Args:
         graph: One training step.
         groups: Groups whose teams have several members.
         members: Number of members of the largest team.
+        dispatch: How tokens come to experts on other members; where they cannot be exchanged they
+            are gathered.
 
     Raises:
         LayoutError: the model has no experts, or fewer than a team has members.
@@ -34,35 +45,65 @@ def expert_rules(graph: OpGraph, groups: Sequence[int], members: int) -> TeamRul
     weights = expert_weights(graph, region)
     if not weights:
         raise LayoutError(
-            f"ep={members} has no experts to share: no op multiplies a batch of matrices by a "
-            "weight of [experts, ..., ...]; take ep=1."
+            "ep has no experts to share: no op multiplies a batch of matrices by a weight of "
+            "[experts, ..., ...]; take ep=1."
         )
     rules: dict[int, OpRule] = {}
+    gathered: list[str] = []
     split: set[int] = set()
     for weight in weights:
         if weight in split:
             continue
         num_experts = graph.tensors[weight].shape[0]
         found = dict(follow_split(graph, region, {weight: S(0)}, num_experts))
+        split |= {int(graph.storage[read]) for op in found for read in graph.ops[op].inputs}
+        if dispatch == Dispatch.ALL_TO_ALL:
+            dispatched = exchanged(graph, found, [weight])
+            if dispatched is None:
+                gathered.append(graph.tensors[weight].name)
+            found = found if dispatched is None else dispatched
         if found and found.keys().isdisjoint(rules):
             rules |= found
-        split |= {tensor for op in found for tensor in graph.ops[op].inputs}
     if not rules:
         raise LayoutError(
-            f"ep={members} cannot share the {len(weights)} weights of experts: no op that reads "
-            "them can be done for some experts alone; take ep=1."
+            f"ep cannot share the {len(weights)} weights of experts: no op that reads them can be "
+            "done for some experts alone; take ep=1."
         )
-    fewest = min(rule.units for rule in rules.values())
+    fewest = min(graph.tensors[weight].shape[0] for weight in weights)
     if fewest < members:
-        raise LayoutError(f"ep={members} is more than the {fewest} experts there are.")
+        raise LayoutError(
+            f"{members} devices share experts (ep, of which each has tp or cp of them), but there "
+            f"are {fewest} experts."
+        )
     return TeamRules(
         op_rules=tuple(sorted(rules.items())),
         least_units=fewest,
-        remarks=(
-            "Members of a team gather each other's tokens for their experts (Megatron's "
-            "all-gather dispatcher); an all-to-all would send less.",
-        ),
+        remarks=tuple(_about_gathered(gathered)),
     )
+
+
+@lru_cache(maxsize=16)
+def groups_of_experts(graph: OpGraph) -> frozenset[int]:
+    """Groups whose ops read or make something of experts; empty if there are none."""
+    group = group_ops(graph).group
+    region = range(graph.num_ops)
+    weights = set(expert_weights(graph, region))
+    return frozenset(
+        int(group[op])
+        for op in region
+        if graph.ops[op].phase == Phase.FORWARD
+        and any(int(graph.storage[tensor]) in weights for tensor in graph.ops[op].inputs)
+    ) - {CONSTANT_GROUP}
+
+
+def _about_gathered(weights: Sequence[str]) -> Iterator[str]:
+    """A sentence about experts whose tokens are gathered although they should be exchanged."""
+    if weights:
+        rest = f" and of {len(weights) - 1} more" if len(weights) > 1 else ""
+        yield (
+            f"The tokens of {weights[0]}{rest} are read by others than experts, too: members of a "
+            "team gather them (dispatch=allgather) instead of exchanging them."
+        )
 
 
 def expert_weights(graph: OpGraph, region: Sequence[int]) -> tuple[int, ...]:

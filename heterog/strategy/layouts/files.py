@@ -219,6 +219,7 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
     tp = fields.number(at, "tensor_parallel_degree", 1)
+    cp = fields.number(at, "context_parallel_degree", 1)
     pp = fields.number(at, "pipeline_parallel_degree", 1)
     split = fields.words(at, "pipeline_parallel_split_points")
     fields.skip(
@@ -227,7 +228,6 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
         "enable_async_tensor_parallel",
         "context_parallel_rotate_method",
         "enable_compiled_autograd",
-        "expert_tensor_parallel_degree",
     )
     local = fields.number("training", "local_batch_size", 0, least=0)
     local = local or fields.number("training", "batch_size", 0, least=0)
@@ -238,8 +238,8 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     fields.skip(at, "pipeline_parallel_schedule")
     said = {
         "tp": str(tp),
-        "cp": str(fields.number(at, "context_parallel_degree", 1)),
-        "ep": str(fields.number(at, "expert_parallel_degree", 1)),
+        "cp": str(cp),
+        "ep": str(_torchtitan_experts(fields, tp, cp)),
         "pp": str(pp),
         "dp": str(replicas * max(shards, 0)),  # -1: what the other degrees leave
         "dp_replicate": "1" if shards == 1 else str(replicas),
@@ -257,6 +257,26 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
         if not rest and chunks > 1:
             said["chunks"] = str(chunks)
     return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
+
+
+def _torchtitan_experts(fields: _Fields, tp: int, cp: int) -> int:
+    """Replicas that share experts, where torchtitan counts devices.
+
+    They take in all of ``cp``, and ``tp`` unless that splits each expert.
+    """
+    at = "parallelism"
+    ep = fields.number(at, "expert_parallel_degree", 1)
+    each = fields.number(at, "expert_tensor_parallel_degree", 1)
+    if ep == 1:
+        return 1
+    inside = cp * (1 if each == tp else tp)
+    if ep % inside:
+        raise LayoutError(
+            f"expert_parallel_degree {ep} must be a multiple of the {inside} devices of a replica "
+            "(context_parallel_degree, and tensor_parallel_degree unless "
+            "expert_tensor_parallel_degree is as large)."
+        )
+    return ep // inside
 
 
 def _torchtitan_checkpoints(fields: _Fields) -> dict[str, str]:

@@ -34,6 +34,15 @@ class Recompute(StrEnum):
     """Scores and softmax of attention, as in Megatron; a fused kernel keeps neither anyway."""
 
 
+class Dispatch(StrEnum):
+    """How tokens come to the experts of other devices; Megatron's token dispatchers."""
+
+    ALL_TO_ALL = "alltoall"
+    """Each token goes to the devices of its experts alone, and its results come back."""
+    ALL_GATHER = "allgather"
+    """Each device gets the tokens of the whole team, and the team adds up what experts make."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """Uniform parallelism, in the terms of Megatron and FSDP.
@@ -45,8 +54,10 @@ class Layout:
         tp: devices that share every matrix product of a layer (tensor parallelism).
         cp: devices that share every sequence, each with a run of its positions (context
             parallelism); instead of ``tp``, not beside it.
-        ep: neighbouring replicas that share the experts of mixture layers, each with some of them
-            (expert parallelism); it divides ``dp``, and goes with neither ``tp`` nor ``cp``.
+        ep: neighbouring replicas that share the experts of mixture layers, each device with some
+            of them (expert parallelism); it divides ``dp``. With ``tp`` or ``cp`` all devices of
+            these replicas have whole experts (Megatron's ``expert-tensor-parallel-size=1``).
+        dispatch: how tokens come to experts on other replicas.
         pp: devices in a row, each with the layers of its stage (pipeline parallelism).
         dp: replicas (data parallelism); 0 for as many as the cluster has devices for.
         micro_batch: samples of one replica that go through the model at a time; 0 for one sample
@@ -76,6 +87,7 @@ class Layout:
     tp: int = 1
     cp: int = 1
     ep: int = 1
+    dispatch: Dispatch = Dispatch.ALL_TO_ALL
     pp: int = 1
     dp: int = 0
     micro_batch: int = 0
@@ -114,12 +126,6 @@ class Layout:
             raise LayoutError(
                 f"tp={self.tp} and cp={self.cp}: a team splits its layers or its sequences, not "
                 f"both; give one of them, such as cp={self.tp * self.cp}."
-            )
-        if self.ep > 1 and (self.tp > 1 or self.cp > 1):
-            team = f"tp={self.tp}" if self.tp > 1 else f"cp={self.cp}"
-            raise LayoutError(
-                f"ep={self.ep} and {team}: a team of replicas shares its experts, each replica "
-                "being one device; give one of them (tp splits experts, too)."
             )
         if self.dp % self.ep:
             raise LayoutError(
@@ -255,6 +261,8 @@ def layout_of_words(said: Mapping[str, str]) -> Layout:
     for name, value in said.items():
         if name == "recompute":
             found[name] = _recompute(value)
+        elif name == "dispatch":
+            found[name] = _dispatch(value)
         elif name == "schedule":
             found[name] = _SCHEDULE_WORDS.get(_plain(value), _plain(value))
         elif name == "layers":
@@ -307,7 +315,8 @@ _KEY_WORDS: Mapping[str, str] = MappingProxyType({
     "tensor_parallel_size": "tp", "context_parallel": "cp", "context_parallel_size": "cp",
     "context_parallel_degree": "cp", "expert_parallel": "ep",
     "expert_model_parallel_size": "ep", "expert_parallel_size": "ep",
-    "expert_parallel_degree": "ep",
+    "expert_parallel_degree": "ep", "moe_token_dispatcher_type": "dispatch",
+    "token_dispatcher": "dispatch",
     "pipeline_parallel": "pp", "pipeline_model_parallel_size": "pp",
     "pipeline_parallel_degree": "pp", "pipeline_parallel_size": "pp", "data_parallel": "dp",
     "data_parallel_replicate_degree": "dp_replicate", "dp_replicate_size": "dp_replicate",
@@ -385,6 +394,15 @@ def _recompute(value: str) -> Recompute:
     if plain not in tuple(Recompute):
         raise LayoutError(_unknown("recompute", value, tuple(Recompute)))
     return Recompute(plain)
+
+
+def _dispatch(value: str) -> Dispatch:
+    plain = _plain(value).replace("_", "")
+    if plain == "flex":  # Megatron's third one sends the same tokens by other kernels
+        plain = "alltoall"
+    if plain not in tuple(Dispatch):
+        raise LayoutError(_unknown("dispatch", value, tuple(Dispatch)))
+    return Dispatch(plain)
 
 
 def _number(name: str, value: str) -> int:

@@ -1,6 +1,6 @@
 """Pipelines of teams beside each other, equal or not, as decisions and micro-batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -10,8 +10,8 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.context import context_rules
-from heterog.strategy.layouts.experts import expert_rules
-from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.experts import expert_rules, groups_of_experts
+from heterog.strategy.layouts.layout import Dispatch, Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
@@ -58,7 +58,8 @@ class Manner:
         vocabulary_parallel: whether teams split what is outside of the layers, too.
         sequence_parallel: whether they split what is between matrix products along positions.
         context_parallel: whether teams split sequences instead of layers.
-        expert_parallel: whether teams share experts only, each member having its own samples.
+        expert_parallel: how many neighbouring replicas share experts; 1 for none.
+        dispatch: how tokens come to experts on other members.
         step_barrier: whether a step ends with all updates.
     """
 
@@ -71,7 +72,8 @@ class Manner:
     vocabulary_parallel: bool = True
     sequence_parallel: bool = False
     context_parallel: bool = False
-    expert_parallel: bool = False
+    expert_parallel: int = 1
+    dispatch: Dispatch = Dispatch.ALL_TO_ALL
     step_barrier: bool = True
 
 
@@ -101,10 +103,18 @@ def strategy_of_pipelines(
         step_barrier=manner.step_barrier,
         op_rules=rules.op_rules if rules is not None else (),
         schedule=_schedule(pipelines, manner, cluster.num_devices),
-        blocks=layer_blocks(graph) if manner.recompute == Recompute.FULL else (),
+        blocks=_blocks(graph, decisions) if manner.recompute == Recompute.FULL else (),
     )
     strategy.check(graph, cluster)
     return strategy
+
+
+def _blocks(graph: OpGraph, decisions: Sequence[Decision]) -> tuple[int, ...]:
+    """First groups of the layers, and of what has other teams in one: a block has one decision."""
+    cuts = {
+        group for group in range(1, len(decisions)) if decisions[group] != decisions[group - 1]
+    }
+    return tuple(sorted({*layer_blocks(graph), *cuts}))
 
 
 def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list[tuple[int, ...]]:
@@ -123,18 +133,31 @@ def _samples_of_devices(pipelines: Sequence[Pipeline], num_devices: int) -> list
 
 
 def teams_of_groups(
-    pipelines: Sequence[Pipeline], manner: Manner, num_groups: int
+    graph: OpGraph, pipelines: Sequence[Pipeline], manner: Manner
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """The teams of each group, pipeline by pipeline.  # [num_groups]"""
+    """The teams of each group, pipeline by pipeline.  # [num_groups]
+
+    Those of replicas that share experts are one team in the groups of experts.
+    """
     rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
-    return [
-        tuple(
-            team
-            for pipeline, rank in zip(pipelines, rank_of, strict=True)
-            for team in pipeline.teams[rank[pipeline.stages[group]]]
+    experts = groups_of_experts(graph) if manner.expert_parallel > 1 else frozenset()
+    found = []
+    for group in range(group_ops(graph).num_groups):
+        joined = manner.expert_parallel if group in experts else 1
+        found.append(
+            tuple(
+                team
+                for pipeline, rank in zip(pipelines, rank_of, strict=True)
+                for team in _joined(pipeline.teams[rank[pipeline.stages[group]]], joined)
+            )
         )
-        for group in range(num_groups)
-    ]
+    return found
+
+
+def _joined(teams: Sequence[tuple[int, ...]], number: int) -> Iterator[tuple[int, ...]]:
+    """Runs of so many teams as one."""
+    for first in range(0, len(teams), number):
+        yield tuple(device for team in teams[first : first + number] for device in team)
 
 
 def rules_of_teams(
@@ -145,15 +168,41 @@ def rules_of_teams(
     Raises:
         LayoutError: nothing can be split, or not into so many parts.
     """
-    teams = teams_of_groups(pipelines, manner, group_ops(graph).num_groups)
-    sizes = [max(map(len, each)) for each in teams]
+    sizes = [max(map(len, each)) for each in teams_of_groups(graph, pipelines, manner)]
     groups = tuple(group for group, size in enumerate(sizes) if size > 1)
+    if manner.expert_parallel == 1:
+        return _rules_of_layers(graph, groups, sizes, manner)
+    experts = groups_of_experts(graph)
+    of_experts = expert_rules(graph, sorted(experts), max(sizes, default=1), manner.dispatch)
+    rest = tuple(group for group in groups if group not in experts)
+    others = _rules_of_layers(graph, rest, sizes, manner)
+    if others is None:
+        return of_experts
+    group_of = group_ops(graph).group
+    kept = {op: rule for op, rule in others.op_rules if int(group_of[op]) not in experts}
+    return TeamRules(
+        op_rules=tuple(sorted((kept | dict(of_experts.op_rules)).items())),
+        least_units=min(others.least_units, of_experts.least_units),
+        remarks=(*others.remarks, *of_experts.remarks),
+    )
+
+
+def _rules_of_layers(
+    graph: OpGraph, groups: tuple[int, ...], sizes: Sequence[int], manner: Manner
+) -> TeamRules | None:
+    """Rules by which teams split layers or sequences.
+
+    Args:
+        graph: One training step.
+        groups: Groups of teams of several devices.
+        sizes: Size of the largest team of each group.
+        manner: Which of the two, and how.
+    """
     if not groups:
         return None
+    sizes = [sizes[group] for group in groups]
     if manner.context_parallel:
         return context_rules(graph, max(sizes))
-    if manner.expert_parallel:
-        return expert_rules(graph, groups, max(sizes))
     return team_rules(
         graph,
         groups,
@@ -174,7 +223,7 @@ def _decisions(
     samples = _samples_of_devices(pipelines, cluster.num_devices)
     made: dict[tuple[tuple[tuple[int, ...], ...], bool], Decision] = {}
     found = []
-    for group, teams in enumerate(teams_of_groups(pipelines, manner, len(in_layer))):
+    for group, teams in enumerate(teams_of_groups(graph, pipelines, manner)):
         recompute = (
             manner.recompute == Recompute.FULL
             and in_layer[group] != NO_LAYER

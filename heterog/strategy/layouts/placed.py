@@ -12,6 +12,7 @@ from heterog.strategy.layouts.pipelines import (
     Pipeline,
     rules_of_teams,
     strategy_of_pipelines,
+    teams_of_groups,
 )
 from heterog.strategy.layouts.stages import shared_across_stages, stage_of_groups
 from heterog.strategy.strategy import Strategy
@@ -24,7 +25,7 @@ class Sizes:
     Attributes:
         tp: devices of a team that splits layers.
         cp: devices of a team that splits sequences.
-        ep: replicas of a team that shares experts.
+        ep: replicas whose devices share experts.
         pp: ranks of a pipeline.
         dp: replicas.
         micro_batch: samples of a replica that go through the model at a time.
@@ -43,13 +44,8 @@ class Sizes:
 
     @property
     def members(self) -> int:
-        """Devices of a team."""
-        return self.tp * self.cp * self.ep
-
-    @property
-    def num_teams(self) -> int:
-        """Teams of each rank of the pipeline."""
-        return self.dp // self.ep
+        """Devices of a replica on each rank of the pipeline: its team."""
+        return self.tp * self.cp
 
     @property
     def num_devices(self) -> int:
@@ -57,8 +53,8 @@ class Sizes:
         return self.tp * self.cp * self.pp * self.dp
 
     def team(self, rank: int, number: int) -> tuple[int, ...]:
-        """Devices of a team, as Megatron numbers them: tp, cp or ep inside dp inside pp."""
-        first = (rank * self.num_teams + number) * self.members
+        """Devices of a replica, as Megatron numbers them: tp or cp inside dp inside pp."""
+        first = (rank * self.dp + number) * self.members
         return tuple(range(first, first + self.members))
 
 
@@ -179,7 +175,7 @@ def place_layout(
         teams=tuple(
             tuple(
                 tuple(ranks[member] for member in sizes.team(rank, number))
-                for number in range(sizes.num_teams)
+                for number in range(sizes.dp)
             )
             for rank in range(sizes.pp)
         ),
@@ -188,7 +184,9 @@ def place_layout(
     )
     manner = _manner(layout, has_shared=bool(shared), step_barrier=step_barrier)
     rules = rules_of_teams(graph, (pipeline,), manner)
-    teams = [team for rank in pipeline.teams for team in rank]
+    teams = dict.fromkeys(
+        team for of_group in teams_of_groups(graph, (pipeline,), manner) for team in of_group
+    )
     return Given(
         layout=asked,
         sizes=sizes,
@@ -197,7 +195,7 @@ def place_layout(
             *_remarks(asked, sizes, cluster, shared),
             *_about_attention(asked, graph),
             *(rules.remarks if rules is not None else ()),
-            *_across_hosts(teams, cluster),
+            *_across_hosts(list(teams), cluster),
         ),
     )
 
@@ -230,9 +228,11 @@ def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
     """
     if layout.dp_replicate == 1 or sizes.dp == 1:
         return sizes
-    copies, teams = layout.dp_replicate, sizes.num_teams
+    copies, teams = layout.dp_replicate, sizes.dp // sizes.ep  # replicas that share experts: one
     if not copies:
-        first = [[hosts[sizes.team(k, r)[0]] for r in range(teams)] for k in range(sizes.pp)]
+        first = [
+            [hosts[sizes.team(k, r * sizes.ep)[0]] for r in range(teams)] for k in range(sizes.pp)
+        ]
         copies = len(set(first[0]))
         size = teams // copies
         if any(of[r] != of[r - r % size] for of in first for r in range(size * copies)) or (
@@ -276,7 +276,8 @@ def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
         vocabulary_parallel=layout.vocabulary_parallel,
         sequence_parallel=layout.sequence_parallel,
         context_parallel=layout.cp > 1,
-        expert_parallel=layout.ep > 1,
+        expert_parallel=layout.ep,
+        dispatch=layout.dispatch,
         step_barrier=step_barrier,
     )
 

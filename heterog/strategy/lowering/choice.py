@@ -24,7 +24,7 @@ from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from heterog.strategy.tables import Domain, GraphTables
+from heterog.strategy.tables import Domain, GraphTables, Recut
 
 BoolArray = npt.NDArray[np.bool_]
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -46,6 +46,7 @@ class Teams(NamedTuple):
     reduce_channel: IntArray  # all-reduce in a team, -1 if alone  # [num_divisions, num_devices]
     gather_channel: IntArray  # all-gather in a team  # [num_divisions, num_devices]
     scatter_channel: IntArray  # reduce-scatter in a team  # [num_divisions, num_devices]
+    exchange_channel: IntArray  # all-to-all in a team  # [num_divisions, num_devices]
 
 
 class Rings(NamedTuple):
@@ -120,6 +121,7 @@ class DivisionRows(NamedTuple):
     team_reduce: IntArray  # [num_devices]
     team_gather: IntArray  # [num_devices]
     team_scatter: IntArray  # [num_devices]
+    team_exchange: IntArray  # [num_devices]
 
 
 class RingRows(NamedTuple):
@@ -148,7 +150,8 @@ class Encoder:
         self._tables = tables
         self._channels = channels
         self._num_devices = channels.cluster.num_devices
-        self._has_scatters = bool(tables.op_scatters.any())
+        self._has_scatters = bool((tables.op_recut == Recut.SUMMED).any())
+        self._has_exchanges = bool((tables.op_recut == Recut.EXCHANGED).any())
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
         self._rings: dict[tuple[object, ...], RingRows] = {}
         self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
@@ -235,6 +238,7 @@ class Encoder:
             reduce_channel=np.stack([row.team_reduce for row in rows]),
             gather_channel=np.stack([row.team_gather for row in rows]),
             scatter_channel=np.stack([row.team_scatter for row in rows]),
+            exchange_channel=np.stack([row.team_exchange for row in rows]),
         )
 
     def _class(self, decision: Decision) -> int:
@@ -253,6 +257,7 @@ class Encoder:
         team_reduce = np.full(num_devices, -1, np.int32)
         team_gather = np.full(num_devices, -1, np.int32)
         team_scatter = np.full(num_devices, -1, np.int32)
+        team_exchange = np.full(num_devices, -1, np.int32)
         for team in division.all_teams:
             members = list(team)
             size[members] = len(team)
@@ -262,6 +267,8 @@ class Encoder:
                 team_gather[members] = channels.all_gather(ordered, ())
                 if self._has_scatters:
                     team_scatter[members] = channels.reduce_scatter(ordered, ())
+                if self._has_exchanges:
+                    team_exchange[members] = channels.all_to_all(ordered)
         for axis, total in enumerate(self._axes):
             for team, counts in zip(division.all_teams, division.units(total), strict=True):
                 units[axis, list(team)] = counts
@@ -278,6 +285,7 @@ class Encoder:
             team_reduce=team_reduce,
             team_gather=team_gather,
             team_scatter=team_scatter,
+            team_exchange=team_exchange,
         )
 
     def _constants(self, rows: Sequence[DivisionRows]) -> DivisionRows:
@@ -301,6 +309,7 @@ class Encoder:
             team_reduce=none,
             team_gather=none,
             team_scatter=none,
+            team_exchange=none,
         )
 
     def _all_rings(

@@ -6,9 +6,10 @@ from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
 from heterog.strategy.lowering.turns import Turns
 from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import KIND_NUMBER, GraphTables
+from heterog.strategy.tables import KIND_NUMBER, GraphTables, Recut
 
 _COMPUTE = int(TaskKind.COMPUTE)
+_EXCHANGED = int(Recut.EXCHANGED)
 _S = KIND_NUMBER["S"]
 
 
@@ -38,8 +39,8 @@ def compute_op(
     num_reads = last_read - first_read + last_ready - first_ready
     if not _has_room(tape, num_devices, num_devices * num_reads, last_value - first_value):
         return
-    is_scattered = tables.op_scatters[op] == 1
-    units = tables.axis_units[tables.value_axis[first_value]] if is_scattered else 0
+    recut = tables.op_recut[op]
+    units = tables.axis_units[tables.value_axis[first_value]] if recut > 0 else 0
     for device in range(num_devices):
         share = choice.shares[division, micro, device]
         if share == 0:
@@ -79,8 +80,10 @@ def compute_op(
             buffer.maker = number
             buffer.device = device
             size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
-            if is_scattered:  # afterwards; this is a part of the whole sum
+            if recut > 0:  # afterwards; this is a part of the whole sum, or a slice along its axis
                 size = tables.value_bytes_per_unit[value] * units
+                if recut == _EXCHANGED:
+                    size *= share / tables.axis_units[axis]
             if axis > 0 and tables.value_batch_kind[value] == _S:
                 size *= part
             buffer.num_bytes = size

@@ -6,8 +6,9 @@ conversion makes the value whole inside teams where it has to (a gather, a reduc
 boxes from where they lie to where they are needed, piece by piece from the nearest that has it,
 and gathers or reduces over all devices what is needed whole.
 
-One conversion belongs to the maker and not to readers: parts of a sum that a rule says to add up
-in slices (``scatter_in_teams``).
+Two conversions belong to the maker and not to readers: parts of a sum that a rule says to add up
+in slices (``scatter_in_teams``), and slices that it says to cut along another axis
+(``exchange_in_teams``).
 """
 
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
@@ -33,6 +34,7 @@ _SEND = int(TaskKind.SEND)
 _REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
 _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
 _SCATTER_VALUE = int(TaskKind.SCATTER_VALUE)
+_EXCHANGE_VALUE = int(TaskKind.EXCHANGE_VALUE)
 _S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
 _ALL, _FIRST, _FIRST_TEAM, _FIRSTS = 0, 1, 2, 3
 """Devices that get a copy of a whole value: all, or those that count it in a partial sum: the
@@ -735,6 +737,61 @@ def scatter_in_teams(
             if teams.number[division, device] == number:
                 own = choice.shares[slices, micro, device] * per_unit
                 scratch.value_buffer[value, device] = write_buffer(tape, device, own)
+
+
+@helper
+def exchange_in_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Cut a value along another axis inside each team: a padded all-to-all.
+
+    A device's box is its own samples if an axis is the batch, otherwise all samples of its team
+    and its own units. With s and u, the largest shares of a member along the two axes, each member
+    of n gets n pieces of s u units.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``value_buffer`` is written.
+        tape: Output.
+        value: The value, just made.
+        row: Row of its op, which tells the boxes before.
+        micro: Number of the micro-batch.
+    """
+    teams, num_devices = choice.teams, choice.member.shape[1]
+    division, axis = row % len(choice.member), tables.value_axis[value]
+    after = division + axis * len(choice.member)
+    whole = tables.value_bytes_per_unit[value] * tables.axis_units[axis]
+    for first in range(num_devices):
+        channel = teams.exchange_channel[division, first]
+        samples = teams.samples[division, micro, first]
+        if teams.position[division, first] != 0 or channel < 0 or samples == 0:
+            continue
+        number, size = teams.number[division, first], teams.size[division, first]
+        piece = whole * _largest_part(tables, choice, row, micro, number)
+        piece *= _largest_part(tables, choice, after, micro, number)
+        if row != division and after != division:
+            piece *= samples / tables.batch_size
+        write_task(tape, _EXCHANGE_VALUE, value, -1, micro, samples, channel, size * size * piece)
+        set_units(tape, tables.axis_units[axis] if axis > 0 else 0)
+        for device in range(num_devices):
+            is_member = teams.number[division, device] == number
+            if is_member and choice.shares[row, micro, device] > 0:
+                write_read(tape, scratch.value_buffer[value, device])
+        for device in range(num_devices):
+            if teams.number[division, device] == number:
+                own = whole * choice.shares[after, micro, device] / tables.axis_units[axis]
+                if after != division:
+                    own *= samples / tables.batch_size
+                scratch.value_buffer[value, device] = write_buffer(tape, device, own)
+
+
+@helper
+def _largest_part(tables: GraphTables, choice: Choice, row: int, micro: int, team: int) -> float:
+    """The largest share of a member of a team, as a part of all units of the row's axis."""
+    units = tables.axis_units[row // len(choice.member)]
+    return float(_largest_share(choice, row, micro, team) / units)
 
 
 @helper

@@ -3,7 +3,12 @@
 from heterog.strategy.kernels import helper, kernel, part
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
-from heterog.strategy.lowering.convert import convert, scatter_in_teams, wait_for_gradients
+from heterog.strategy.lowering.convert import (
+    convert,
+    exchange_in_teams,
+    scatter_in_teams,
+    wait_for_gradients,
+)
 from heterog.strategy.lowering.gradients import (
     accumulate,
     fresh_gradient,
@@ -33,9 +38,10 @@ from heterog.strategy.lowering.turns import (
     work_of,
 )
 from heterog.strategy.sync import Sharded
-from heterog.strategy.tables import BACKWARD_PASS, GraphTables
+from heterog.strategy.tables import BACKWARD_PASS, GraphTables, Recut
 
 # Plain integers, because numba freezes enum members into slow objects.
+_SUMMED, _EXCHANGED = int(Recut.SUMMED), int(Recut.EXCHANGED)
 _STATE = int(Sharded.STATE)
 _GRADIENTS = int(Sharded.GRADIENTS)
 _PARAMETERS = int(Sharded.PARAMETERS)
@@ -110,8 +116,10 @@ def _lower_op(
     if gathers and tables.value_start[op] < tables.value_start[op + 1]:
         is_backward = tables.op_is_backward[op]
         note_reader(choice, scratch, tables.value_start[op], division, micro, is_backward)
-    if tables.op_scatters[op] == 1:
+    if tables.op_recut[op] == _SUMMED:
         scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
+    elif tables.op_recut[op] == _EXCHANGED:
+        exchange_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
         parameter = tables.finished_parameter[entry]
         _note_last_readers(tables, scratch, parameter)
