@@ -223,10 +223,10 @@ class _Grid:
                 yield point
 
     def _expert_degrees(self, layout: Layout) -> list[int]:
-        """How many replicas may share the experts, if there are any: each has at least one."""
-        if layout.tp > 1 or not self.num_experts:
+        """How many replicas may share the experts, if any: each device has at least one."""
+        if not self.num_experts:
             return [1]
-        return [ep for ep in _divisors(layout.dp) if ep <= self.num_experts]
+        return [ep for ep in _divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
 
     def _expert_manners(self, layout: Layout) -> list[tuple[int, Dispatch]]:
         """Degrees of expert parallelism, with the ways in which tokens may come to experts."""

@@ -395,9 +395,12 @@ class TwoCuts(NamedTuple):
             units = self.after.units_of(dst)[1]
             return nested(self.in_batch, self.wanted, self.after.units, units)
         samples = self.after.samples(micro, dst)[1]
-        place = nested(self.made, self.in_batch, self.batch_size, samples)
-        units = self.after.units_of(dst)[1]
-        return nested(place, self.wanted, self.after.units, units)
+        made, wanted = self._inside(self.made, samples), self._inside(self.wanted, samples)
+        return nested(made, wanted, self.after.units, self.after.units_of(dst)[1])
+
+    def _inside(self, place: Placement, samples: int) -> Placement:
+        """Placement of units in a part with some samples."""
+        return nested(place, self.in_batch, self.batch_size, samples)
 
     def _samples(self, micro: int, src: int, dst: int) -> Span:
         """Samples that go from one device to another."""
@@ -407,14 +410,14 @@ class TwoCuts(NamedTuple):
         """Shape of what goes from one device to another."""
         count = self._samples(micro, src, dst)[1]
         shape = local_shape(self.shape_of_all, self.in_batch, count, self.batch_size)
-        for place, spans, device in (
-            (self.made, self.before, src),
-            (self.wanted, self.after, dst),
-        ):
-            if spans.axis != BATCH_AXIS:
-                inside = nested(place, self.in_batch, self.batch_size, count)
-                shape = local_shape(shape, inside, spans.units_of(device)[1], spans.units)
-        return shape
+        made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
+        if self.before.axis != BATCH_AXIS:
+            units = self.before.units_of(src)[1]
+            shape = local_shape(shape, made, units, self.before.units)
+            wanted = nested(wanted, made, self.before.units, units)
+        if self.after.axis == BATCH_AXIS:
+            return shape
+        return local_shape(shape, wanted, self.after.units_of(dst)[1], self.after.units)
 
     def piece(self, local: Tensor, micro: int, src: int, dst: int) -> Tensor:
         """What a device sends to another of its part before."""
@@ -425,8 +428,8 @@ class TwoCuts(NamedTuple):
         local = cut(local, in_batch, owned, begin - low, count)
         if self.after.axis == BATCH_AXIS:
             return local
-        place = nested(self.wanted, self.in_batch, self.batch_size, count)
-        place = nested(place, self.made, self.before.units, units)
+        made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
+        place = nested(wanted, made, self.before.units, units)
         return cut(local, place, self.after.units, *self.after.units_of(dst))
 
 

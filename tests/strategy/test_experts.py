@@ -1,9 +1,14 @@
 """Expert parallelism of layouts: replicas share experts, and nothing else."""
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
 
 from heterog.cluster import Cluster
+from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
 from heterog.planners.judging import run_method
 from heterog.planners.megatron_grid import MegatronGrid
 from heterog.planners.planner import Budget, Problem
@@ -119,6 +124,40 @@ def test_what_does_not_fit_says_why(text: str, name: str, problem: str) -> None:
 def test_more_members_than_experts_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"8 devices share experts .* but there are 4 experts"):
         place_layout(parse_layout("ep=8"), moe(), grid_cluster(8))
+
+
+class Picked(nn.Module):
+    """Each sample is multiplied with the matrices of its own expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(4, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x.argmax(-1) % 4
+        return torch.bmm(x[:, None], self.experts[chosen])[:, 0]
+
+
+class Grouped(Picked):
+    """All samples of an expert are one product, as long as there are any."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = functional.one_hot(x.argmax(-1) % 4, 4)
+        ends = chosen.sum(0).cumsum(0).to(torch.int32)
+        return functional.grouped_mm(x, self.experts, offs=ends)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [(Picked, "token picks the matrices"), (Grouped, "only while the model")],
+)
+def test_experts_of_changing_sizes_say_why_they_are_not_shared(
+    model: type[nn.Module], why: str
+) -> None:
+    batch = (torch.zeros(8, 8), torch.zeros(8, 8))
+    graph = capture(Workload(model, batch, functional.mse_loss, torch.optim.Adam))
+    with pytest.raises(LayoutError, match=f"ep cannot share 'experts'.*{why}"):
+        place_layout(parse_layout("ep=2"), graph, grid_cluster(4))
 
 
 def test_the_grid_shares_experts_where_their_gradients_cost_most() -> None:

@@ -21,6 +21,8 @@ from heterog.strategy.tensor_parallel import follow_split, ops_of_groups
 
 _PRODUCTS = ("bmm.default", "baddbmm.default", "_grouped_mm.default")
 """Products of many matrices, one for each expert."""
+_PICKS = ("index.Tensor", "index_select.default", "embedding.default", "gather.default")
+"""Ops that pick matrices by number."""
 
 
 def expert_rules(
@@ -44,10 +46,7 @@ def expert_rules(
     region = ops_of_groups(graph, groups)
     weights = expert_weights(graph, region)
     if not weights:
-        raise LayoutError(
-            "ep has no experts to share: no op multiplies a batch of matrices by a weight of "
-            "[experts, ..., ...]; take ep=1."
-        )
+        raise LayoutError(_nothing_to_share(graph))
     rules: dict[int, OpRule] = {}
     gathered: list[str] = []
     split: set[int] = set()
@@ -66,8 +65,8 @@ def expert_rules(
             rules |= found
     if not rules:
         raise LayoutError(
-            f"ep cannot share the {len(weights)} weights of experts: no op that reads them can be "
-            "done for some experts alone; take ep=1."
+            f"ep cannot share '{graph.tensors[weights[0]].name}' and other weights of experts: "
+            f"{_why_not(graph, region)}; take ep=1, and zero=3 to slice the weights."
         )
     fewest = min(graph.tensors[weight].shape[0] for weight in weights)
     if fewest < members:
@@ -80,6 +79,35 @@ def expert_rules(
         least_units=fewest,
         remarks=tuple(_about_gathered(gathered)),
     )
+
+
+def _nothing_to_share(graph: OpGraph) -> str:
+    """A sentence that says why a model has no experts to share."""
+    parameters = frozenset(parameter for _, parameter, _ in graph.updates)
+    for op in graph.ops:
+        for tensor in op.inputs[:1]:
+            weight = int(graph.storage[tensor])
+            shape = graph.tensors[weight].shape
+            if op.kind in _PICKS and weight in parameters and len(shape) == 3:
+                return (
+                    f"ep cannot share '{graph.tensors[weight].name}': each token picks the "
+                    "matrices of its experts by number (experts_implementation='batched_mm'), so "
+                    "that every device needs all of them; take ep=1, and zero=3 to slice them."
+                )
+    return (
+        "ep has no experts to share: no op multiplies a batch of matrices by a weight of "
+        "[experts, ..., ...]; take ep=1."
+    )
+
+
+def _why_not(graph: OpGraph, region: Sequence[int]) -> str:
+    """Why no op of experts can be done for some of them alone."""
+    if any(graph.ops[op].kind == "_grouped_mm.default" for op in region):
+        return (
+            "how many tokens each gets is known only while the model runs (grouped_mm), and a "
+            "plan sends tensors of known sizes, such as those of experts with a capacity"
+        )
+    return "no op that reads them can be done for some experts alone"
 
 
 @lru_cache(maxsize=16)
