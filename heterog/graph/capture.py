@@ -507,7 +507,7 @@ class _Reader:
         self._read_ops()
         loss, gradients = self._read_outputs()
         optimizer = self.workload.optimizer
-        ratio = self._with_masters(
+        ratio = self._in_own_dtypes(
             optimizer_state_ratio(optimizer, dict(self.workload.optimizer_options)), gradients
         )
         self._append_updates(gradients, ratio)
@@ -706,19 +706,31 @@ class _Reader:
                 self.tensors[gradient] = replace(self.tensors[gradient], kind=TensorKind.GRADIENT)
         return loss, gradients
 
-    def _with_masters(self, ratio: float, trained: Iterable[int]) -> float:
-        """Bytes of master weights and of the optimizer's state, per byte of parameter."""
-        master = self.workload.master_dtype
+    def _in_own_dtypes(self, ratio: float, trained: Iterable[int]) -> float:
+        """Bytes of master weights and of the optimizer's state, per byte of parameter.
+
+        Raises:
+            CaptureError: the state would be kept with more digits than it is computed with.
+        """
+        master, kept = self.workload.master_dtype, self.workload.state_dtype
         metas = [self.tensors[parameter] for parameter in trained]
         whole = sum(meta.meta.num_bytes for meta in metas)
-        if master is None or whole == 0:
+        if (master is None and kept is None) or whole == 0:
             return ratio
         state = 0.0
         for meta in metas:
             dtype = getattr(torch, meta.dtype)
-            is_copied = dtype.is_floating_point and dtype != master
-            size = meta.meta.num_elements * (master if is_copied else dtype).itemsize
-            state += size * (ratio + is_copied)
+            is_copied = master is not None and dtype.is_floating_point and dtype != master
+            stepped = master if is_copied and master is not None else dtype
+            if kept is not None and torch.promote_types(kept, stepped) != stepped:
+                raise CaptureError(
+                    f"workload '{self.workload.name}': state_dtype is {kept}, but the optimizer "
+                    f"steps '{meta.name}' in {stepped}, which holds less; give "
+                    f"master_dtype={kept} as well, or leave out state_dtype."
+                )
+            elements = meta.meta.num_elements
+            state += elements * ratio * (kept or stepped).itemsize
+            state += elements * stepped.itemsize * is_copied
         return float(state / whole)
 
     def _append_updates(self, gradients: Mapping[int, int], state_ratio: float) -> None:

@@ -43,6 +43,8 @@ class Workload:
             rounded after each step. By default the optimizer updates the parameters themselves.
         reduce_dtype: Type in which gradients are added up over devices and micro-batches; by
             default that of their parameters.
+        state_dtype: Type in which the optimizer keeps its state between steps: it is widened for a
+            step and rounded after it. By default that of what the optimizer updates.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -55,9 +57,10 @@ class Workload:
     batch_dims: Mapping[int | str, int | None] = field(default_factory=dict)
     master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for what in ("master_dtype", "reduce_dtype"):
+        for what in ("master_dtype", "reduce_dtype", "state_dtype"):
             dtype = getattr(self, what)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
                 raise CaptureError(

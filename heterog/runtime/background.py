@@ -28,6 +28,7 @@ from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.graph.workload import Workload
 from heterog.runtime.accelerators import has_accelerator, stream_of_priority
+from heterog.runtime.kept_state import keep_state_in
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
 from heterog.runtime.masters import Masters
 from heterog.zoo import load_workload
@@ -54,6 +55,7 @@ class Trainer:
         self._model = workload.make_model().to(device)
         self._masters = Masters(workload.master_dtype, list(self._model.parameters()))
         self._optimizer = workload.optimizer(self._masters.stepped, **workload.optimizer_options)
+        keep_state_in(self._optimizer, workload.state_dtype)
         batch = workload.make_batch()
         self._batch: Any = (
             {key: value.to(device) for key, value in batch.items()}

@@ -25,6 +25,7 @@ from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
 from heterog.runtime.feedback import ErrorFeedback
+from heterog.runtime.kept_state import keep_state_in
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
@@ -620,7 +621,9 @@ def _make_optimizer(workload: Workload, updated: list[nn.Parameter]) -> torch.op
     """The user's optimizer, with one empty group where there is nothing to update."""
     options = dict(workload.optimizer_options)
     if updated:
-        return workload.optimizer(updated, **options)
+        optimizer = workload.optimizer(updated, **options)
+        keep_state_in(optimizer, workload.state_dtype)
+        return optimizer
     # torch refuses to make an optimizer of no parameters.
     optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))], **options)
     optimizer.param_groups[0]["params"] = []

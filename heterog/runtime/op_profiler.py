@@ -30,6 +30,7 @@ from heterog.runtime.accelerators import (
 )
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, local_ops
+from heterog.runtime.kept_state import keep_state_in
 from heterog.runtime.masters import Masters
 from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.runtime.rank_program import RankProgram
@@ -163,6 +164,7 @@ def profile_ops(
             buffers[tensor] = getattr(captured.module, name).to(device)
     masters = Masters(workload.master_dtype, list(parameters.values()))
     optimizer = workload.optimizer(masters.stepped, **dict(workload.optimizer_options))
+    keep_state_in(optimizer, workload.state_dtype)
     part = RankProgram(graph, _strategy(graph, samples), program, 0)
     executor = StepExecutor(
         part,

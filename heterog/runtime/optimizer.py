@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from heterog.runtime.codecs import encode
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.gradients import Gradients, decoded
+from heterog.runtime.kept_state import is_narrow
 from heterog.runtime.loss_scale import LossScale
 from heterog.runtime.masters import Masters
 from heterog.runtime.rank_program import RankProgram
@@ -251,7 +252,9 @@ class Updates:
         rows = list(waiting.values())
         # One by one where gradients are copied into another dtype: the copies of all of them would
         # be there together.
-        parts = [[row] for row in rows] if any(map(self._is_copied, rows)) else [rows]
+        # So it is where state is widened for the step.
+        is_copied = is_narrow(self._optimizer) or any(map(self._is_copied, rows))
+        parts = [[row] for row in rows] if is_copied else [rows]
         for part in parts:
             tensors = [self._part.graph.updates[row][1] for row in part]
             targets = [

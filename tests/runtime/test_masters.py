@@ -5,6 +5,7 @@ last digits, as for any other step, while leaving the masters out would show.
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -179,6 +180,100 @@ def test_updates_too_small_for_bfloat16_add_up(
         assert first == [expected] * 4
 
 
+NARROW_STEPS = 2
+"""Under each of two plans."""
+
+
+def narrow(state: torch.dtype | None = torch.bfloat16, **dtypes: torch.dtype) -> Workload:
+    """A model in double precision: rounding of the state is all there is to see."""
+
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+
+    torch.manual_seed(1)
+    batch = (torch.randn(8, 6).double(), torch.randn(8, 4).double())
+    adam = {"lr": 1e-2}
+    return Workload(
+        seeded, batch, functional.mse_loss, torch.optim.Adam, adam, state_dtype=state, **dtypes
+    )
+
+
+def with_rounded_moments(state: torch.dtype) -> dict[str, Tensor]:
+    """The weights by plain PyTorch, the moments rounded by hand after each step."""
+    workload = narrow()
+    model, batch = workload.make_model(), workload.make_batch()
+    stepper = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(2 * NARROW_STEPS):
+        stepper.zero_grad()
+        torch.autograd.backward(workload.step_loss(model, batch))
+        stepper.step()
+        for moments in stepper.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                moments[key] = moments[key].to(state).double()
+    return {key: value.detach() for key, value in model.named_parameters()}
+
+
+def train_with_narrow_state(
+    rank: int, paths: list[str], folder: str
+) -> tuple[dict[str, Tensor] | None, set[str], int]:
+    """Weights after steps under each plan, and dtypes and bytes of this rank's state."""
+    weights, dtypes, size = None, set[str](), 0
+    for number, path in enumerate(paths):
+        with captured_once("narrow"):
+            step = deploy(narrow(), load_plan(path))
+        if number:
+            load_checkpoint(step, folder)
+        for _ in range(NARROW_STEPS):
+            step(narrow().make_batch())
+        save_checkpoint(step, folder)
+        weights = step.state_dict()
+        moments = [
+            value
+            for state in step.optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim()
+        ]
+        dtypes |= {str(value.dtype) for value in moments}
+        size = sum(value.nbytes for value in moments)
+        step.close()
+    return weights, dtypes, size
+
+
+@pytest.mark.distributed
+def test_state_is_kept_in_fewer_digits(four_ranks: Ranks, tmp_path: Path) -> None:
+    """As on one device, whole and then in slices, resumed from a checkpoint between."""
+    graph = capture(narrow())
+    whole = capture(narrow(state=None))
+    assert (whole.optimizer_state_ratio, graph.optimizer_state_ratio) == (2.0, 0.5)
+    paths, kept = [], 0.0
+    for sync in (Sync.RING, Sync.ZERO2):
+        decision = Decision(devices=(0, 1, 2, 3), shares=(4, 2, 1, 1), sync=sync)
+        strategies = [strategy_of(each, grid_cluster(4), decision) for each in (graph, whole)]
+        paths.append(str(tmp_path / f"{sync.name}.json"))
+        plan_by_hand(graph, grid_cluster(4), strategies[0]).save(paths[-1])
+        narrower, wider = (
+            lower(each, grid_cluster(4), strategy).resident_bytes[0]
+            for each, strategy in zip((graph, whole), strategies, strict=True)
+        )
+        kept = (wider - narrower) / 3  # two bytes of eight
+    found = four_ranks.run(train_with_narrow_state, paths, str(tmp_path / "saved"))
+    wanted, unrounded = with_rounded_moments(torch.bfloat16), with_rounded_moments(torch.float64)
+    for weights, dtypes, size in found:
+        assert dtypes == {"torch.bfloat16"}
+        assert size == pytest.approx(kept, abs=16)  # slices of whole elements
+        for key, value in (weights or {}).items():
+            assert float((value - wanted[key]).abs().max()) <= 1e-9, key
+            assert float((value - unrounded[key]).abs().max()) > 1e-5, key
+
+
+def test_state_with_more_digits_than_what_is_stepped_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"holds less; give master_dtype=torch.float32 as well"):
+        capture(replace(scale(None), optimizer=torch.optim.Adam, state_dtype=torch.float32))
+    both = replace(scale(torch.float32), optimizer=torch.optim.Adam, state_dtype=torch.bfloat16)
+    assert capture(both).optimizer_state_ratio == 4.0  # 4 + 2 * 2 bytes, for 2 of the parameter
+
+
 class TwoDtypes(nn.Module):
     """Layers in bfloat16, the normalisation between them in float32."""
 
@@ -275,6 +370,10 @@ def test_memory_and_traffic_follow() -> None:
 
 
 def test_a_dtype_that_cannot_be_added_in_is_refused() -> None:
-    for changes in ({"master_dtype": torch.int8}, {"reduce_dtype": "float32"}):
+    for changes in (
+        {"master_dtype": torch.int8},
+        {"reduce_dtype": "float32"},
+        {"state_dtype": torch.int64},
+    ):
         with pytest.raises(CaptureError, match="give a floating point dtype"):
             Workload(nn.Linear(2, 2), (torch.ones(2, 2),), None, torch.optim.SGD, **changes)

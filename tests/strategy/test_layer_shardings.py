@@ -96,3 +96,11 @@ def test_rows_that_were_looked_up_are_fewer_than_an_embedding_has() -> None:
     lookups = [rules for each in layer_shardings(captured_words(rows=32)) for rules in each.places]
     kinds = {graph.ops[op].kind for rules in lookups for op, _ in rules if len(rules) == 1}
     assert "embedding_dense_backward.default" not in kinds  # 32 rows are fewer than 64 look-ups
+
+
+def test_experts_are_sharded_with_their_tokens_exchanged() -> None:
+    """Of both ways the one that moves less: each token to its experts alone, and back."""
+    graph = graph_of("moe")
+    rules = [rule for way in layer_shardings(graph) for rules in way.places for _, rule in rules]
+    assert sum(rule.scatter is not None for rule in rules) == 4
+    assert not any(place.kind == "P" for rule in rules for place in rule.outputs)
