@@ -2,7 +2,7 @@
 
 Adam's two moments are twice as large as the parameters. Kept in bfloat16 they take half of that:
 before a step they are widened to the dtype of what is stepped, and rounded after it. The step
-itself loses nothing (Megatron-LM's ``exp-avg-dtype``, DeepSpeed's ``bf16_optimizer_states``).
+itself loses nothing (as with Megatron-LM's ``exp-avg-dtype``).
 """
 
 import torch

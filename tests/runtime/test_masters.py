@@ -184,7 +184,7 @@ NARROW_STEPS = 2
 """Under each of two plans."""
 
 
-def narrow(state: torch.dtype | None = torch.bfloat16, **dtypes: torch.dtype) -> Workload:
+def narrow(state: torch.dtype | None = torch.bfloat16) -> Workload:
     """A model in double precision: rounding of the state is all there is to see."""
 
     def seeded() -> nn.Module:
@@ -194,9 +194,7 @@ def narrow(state: torch.dtype | None = torch.bfloat16, **dtypes: torch.dtype) ->
     torch.manual_seed(1)
     batch = (torch.randn(8, 6).double(), torch.randn(8, 4).double())
     adam = {"lr": 1e-2}
-    return Workload(
-        seeded, batch, functional.mse_loss, torch.optim.Adam, adam, state_dtype=state, **dtypes
-    )
+    return Workload(seeded, batch, functional.mse_loss, torch.optim.Adam, adam, state_dtype=state)
 
 
 def with_rounded_moments(state: torch.dtype) -> dict[str, Tensor]:
