@@ -7,6 +7,9 @@ seconds are those of whole epochs that the scripts print; a balanced script begi
 shares, and epochs in which it finds its shares are left out. What perfect shares allow is the mean
 over the least speed of the ranks, measured with the same script alone in each rank's part of the
 machine, without communication. On equal ranks the same is measured with equal quotas.
+
+A quota is given every 100 ms, so that ranks that wait for each other several times in a short step
+lose parts of it: ``--pixels 128`` makes images larger and steps about a second long.
 """
 
 import argparse
@@ -25,6 +28,8 @@ from heterog.runtime.testbed import Testbed, load_testbed
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("plain_ddp", "fsdp2", "hf_accelerate", "hf_trainer", "lightning_ddp")
+PIXELS = 64
+"""Height and width of the images in the scripts."""
 SETTLING = 3
 """Epochs of eleven steps in which shares may still change."""
 EQUAL = """
@@ -39,17 +44,22 @@ hosts:
 
 
 def epoch_seconds(
-    cluster: Cluster, script: str, epochs: int, *, alone: bool = False
+    cluster: Cluster, script: Path, epochs: int, pixels: int, *, alone: bool = False
 ) -> list[list[float]]:
     """Seconds of each epoch that each rank printed.
 
     Args:
         cluster: of the testbed.
-        script: module below ``examples.balance``.
+        script: a file of ``examples/balance``.
         epochs: to run.
+        pixels: height and width of the images.
         alone: every rank is a job of its own.
     """
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        resized = Path(name, script.name)
+        resized.write_text(
+            script.read_text().replace(f"3, {PIXELS}, {PIXELS})", f"3, {pixels}, {pixels})")
+        )
 
         def wrap(rank: int, command: list[str]) -> list[str]:
             single = ["env", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1"]
@@ -57,7 +67,7 @@ def epoch_seconds(
             return bed.command(rank, [*shell, *(single if alone else []), *command])
 
         run_commands(
-            ["-m", f"examples.balance.{script}"],
+            [str(resized)],
             cluster.num_devices,
             wrap=wrap,
             environment=lambda rank: {
@@ -74,22 +84,27 @@ def epoch_seconds(
         return [[float(s) for s in re.findall(r"^epoch \d+ ([\d.]+) s", t, re.M)] for t in texts]
 
 
-def measure(cluster: Cluster, script: str, epochs: int, rounds: int) -> dict[str, Any]:
+def measure(
+    cluster: Cluster, script: str, epochs: int, rounds: int, pixels: int
+) -> dict[str, Any]:
     """Both scripts in turn, and what the ranks could do."""
-    alone = epoch_seconds(cluster, f"before.{script}", 3, alone=True)
+    with_balancer = ROOT / "examples" / "balance" / f"{script}.py"
+    without = with_balancer.parent / "before" / with_balancer.name
+    alone = epoch_seconds(cluster, without, 3, pixels, alone=True)
     speeds = [1 / statistics.median(seconds[1:]) for seconds in alone]
     perfect = statistics.mean(speeds) / min(speeds)
     before: list[list[float]] = []
     after: list[list[float]] = []
     for number in range(rounds):
-        for name in ("before.", "")[:: 1 if number % 2 == 0 else -1]:
-            seconds = epoch_seconds(cluster, f"{name}{script}", epochs)[0]
-            (before if name else after).append(seconds)
+        for path in (without, with_balancer)[:: 1 if number % 2 == 0 else -1]:
+            seconds = epoch_seconds(cluster, path, epochs, pixels)[0]
+            (before if path is without else after).append(seconds)
     plain = statistics.median(s for each in before for s in each[1:])
     ours = statistics.median(s for each in after for s in each[SETTLING:])
     return {
         "testbed": cluster.name,
         "script": script,
+        "pixels": pixels,
         "plain_epoch_s": plain,
         "balanced_epoch_s": ours,
         "speedup": plain / ours,
@@ -109,6 +124,7 @@ def main() -> None:
     parser.add_argument("--scripts", default=",".join(SCRIPTS))
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--pixels", type=int, default=PIXELS)
     parser.add_argument("--testbeds", default="skew_compute,equal")
     arguments = parser.parse_args()
     if arguments.epochs <= SETTLING:
@@ -117,7 +133,7 @@ def main() -> None:
     for testbed in arguments.testbeds.split(","):
         cluster = parse_cluster(EQUAL, ROOT) if testbed == "equal" else load_testbed(testbed)
         for script in arguments.scripts.split(","):
-            row = measure(cluster, script, arguments.epochs, arguments.rounds)
+            row = measure(cluster, script, arguments.epochs, arguments.rounds, arguments.pixels)
             rows.append(row)
             print(
                 f"{testbed:13} {script:14} {row['plain_epoch_s']:.2f} -> "
