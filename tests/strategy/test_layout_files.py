@@ -230,3 +230,16 @@ def test_damaged_files_are_refused_in_a_line_or_read(tmp_path: Path) -> None:
     assert accepted > 20
     assert len(problems) > 100
     assert {len(problem.splitlines()) for problem in problems} == {1}
+
+
+@pytest.mark.parametrize(("each", "replicas"), [(1, 2), (2, 4)])
+def test_torchtitan_counts_devices_that_share_experts(
+    tmp_path: Path, each: int, replicas: int
+) -> None:
+    """Both of a team of two, unless they split every expert."""
+    text = (
+        "[parallelism]\nexpert_parallel_degree = 4\ntensor_parallel_degree = 2\n"
+        f"expert_tensor_parallel_degree = {each}\n"
+    )
+    layout = read(tmp_path, "experts.toml", text).layout
+    assert (layout.ep, layout.tp) == (replicas, 2)
