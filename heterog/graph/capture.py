@@ -167,7 +167,10 @@ def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
         add_ops_of_more_samples(traced.graph, planned)
     inputs = parameters, buffers, frozen, batch
     step = _Reader(workload, traced, *inputs).read()
-    if make_repeated_constants_once(step.graph, step.module, step.node_of_op):
+    is_one_of_more = planned is not None and step.graph.batch_size == 1
+    if not is_one_of_more and make_repeated_constants_once(
+        step.graph, step.module, step.node_of_op
+    ):
         merge_equal_constants(traced.graph)
         step = _Reader(workload, traced, *inputs).read()
     return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))

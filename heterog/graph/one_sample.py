@@ -2,12 +2,14 @@
 
 Before torch views a tensor in another shape, it copies it unless its elements are consecutive.
 Those of one sample often are where those of several are not. And a value that is broadcast over
-the samples has a gradient that is summed over them, unless there is only one. So the step on a
-last batch of one sample has fewer ops than the planned one. To run it by the plan, the missing
-ops are added.
+the samples has a gradient that is summed over them, unless there is only one. And constants that
+are alike for all samples are made once and expanded (``traced_constants``), while in the step on
+one sample any dimension of size 1 may be that of the samples. So the step on a last batch of one
+sample has other ops than the planned one. To run it by the plan, the missing ops are added.
 """
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from heterog.graph.op_graph import GraphOp, OpGraph, Phase
 
 _COPY = "clone.default"
 _SUM = "sum.dim_IntList"
+_EXPAND = "expand.default"
 _VIEW = "view.default"
 _VIEW_OF_COPY = "_unsafe_view.default"
 """Op that torch records for a view of a copy that nothing else reads."""
@@ -34,6 +37,7 @@ def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
     inputs = [node for node in traced.nodes if node.op == "placeholder"]
     inputs += [node for node in traced.nodes if node.op == "get_attr"]
     made_by = dict(enumerate(inputs))
+    missing = {_COPY, _SUM, _EXPAND} if _num_samples(inputs, planned) == 1 else {_COPY, _SUM}
     instead_of: dict[int, fx.Node] = {}
     """Node that readers read instead of an added op's result, by the result's tensor."""
     first_output: dict[Any, int] = {}
@@ -46,7 +50,7 @@ def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         kind = str(node.target).removeprefix("aten.")
-        while walk.op is not None and walk.op.kind in (_COPY, _SUM) and walk.op.kind != kind:
+        while walk.op is not None and walk.op.kind in missing and walk.op.kind != kind:
             source, tensor = made_by.get(walk.op.inputs[0]), walk.first_output
             added = source and _added(traced, walk.op, source, node)
             if source is None or added is None:
@@ -63,6 +67,15 @@ def add_ops_of_more_samples(traced: fx.Graph, planned: OpGraph) -> None:
         first_output[node] = walk.first_output
         made_by[walk.first_output] = node
         walk.advance()
+
+
+def _num_samples(inputs: Sequence[fx.Node], planned: OpGraph) -> int:
+    """Number of samples of the traced step, by the first input that has some."""
+    for tensor, (node, place) in enumerate(zip(inputs, planned.batch_placements, strict=False)):
+        if place.kind == "S" and node.op == "placeholder":
+            size = int(node.meta["val"].shape[place.dim])
+            return size * planned.batch_size // planned.tensors[tensor].shape[place.dim]
+    return 0
 
 
 class _Walk:
@@ -106,6 +119,8 @@ def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx
         if any(value.shape[int(dim)] != 1 for dim in dims if isinstance(dim, int)):
             return None
         target, args, options = torch.ops.aten.sum.dim_IntList, (source, list(dims), True), {}
+    elif op.kind == _EXPAND:
+        target, args, options = torch.ops.aten.expand.default, (source, list(value.shape)), {}
     with graph.inserting_before(before):
         node = graph.call_function(target, args, options)
     place = {"module": op.module, "phase": int(op.phase)}

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from heterog.graph.capture import CapturedStep, capture_step
@@ -65,6 +68,16 @@ def bert() -> nn.Module:
     )
 
 
+def t5() -> nn.Module:
+    """Its position biases have one sample, whatever the batch has."""
+    options: dict[str, Any] = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    config = T5Config(
+        vocab_size=WORDS, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2,
+        dropout_rate=0.0, **options,
+    )  # fmt: skip
+    return T5ForConditionalGeneration(config)
+
+
 def step_of(
     make: Callable[[], nn.Module], samples: int, planned: OpGraph | None = None
 ) -> CapturedStep:
@@ -89,7 +102,7 @@ def test_ranges_of_samples_and_of_positions_stay_two(make: Callable[[], nn.Modul
 
 
 @one_in(3)
-@pytest.mark.parametrize("make", [llama, gpt2, bert])
+@pytest.mark.parametrize("make", [llama, gpt2, bert, t5])
 def test_one_sample_is_copied_and_summed_as_several_are(make: Callable[[], nn.Module]) -> None:
     planned = step_planned(make)
     alone = step_of(make, 1)
