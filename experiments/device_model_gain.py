@@ -1,15 +1,20 @@
 """What true device models do to plans: planned with data sheets, and judged with device models.
 
-    python experiments/device_model_gain.py --json
+    python experiments/device_model_gain.py --save gains.json --json
 
 Each model is planned twice with the same budget and seed: with the roofline prior, and with the
-device models. The referee then judges both plans with the device models.
+device models. The referee then judges both plans with the device models. Cases that are in the
+file of ``--save`` already are not planned again, so that a run may be stopped and go on later;
+without ``--json`` the rows are a table in Markdown.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,33 +23,58 @@ import heterog
 from heterog.cluster.spec import load_cluster
 from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE
 from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
-CLUSTERS = ("paper_8gpu", "a100_v100_16")
-MODELS = ("bert_large_24l", "gpt2", "transformer_24l", "resnet50", "vgg19", "inception_v3")
+CLUSTERS = ("mixed_16", "mixed_32", "mixed_64", "mixed_128", "mixed_256", "two_sites_32")
+MODELS = (
+    "bert_large_24l", "bert_base", "gpt2", "transformer_24l", "vit_base", "llama_1b", "bert_moe",
+    "resnet50", "vgg19", "inception_v3",
+)  # fmt: skip
 
 
-def compared(cluster_name: str, model: str, budget: str) -> dict[str, Any]:
-    """One model on one cluster."""
+def compared(cluster_name: str, graph: OpGraph, budget: str) -> dict[str, Any]:
+    """One model on one cluster.
+
+    Where no plan from sheets fits by the judge, there is no gain to state: it is infinite.
+    """
     plain = replace(load_cluster(cluster_name), calibration=ROOFLINE)
     modelled = replace(plain, calibration=DEVICE_MODELS)
-    graph = capture(build(model))
     by_sheets = heterog.plan(graph, plain, budget=budget)
     by_models = heterog.plan(graph, modelled, budget=budget)
-    judge = Evaluator(graph, modelled)
-    old = judge.referee(by_sheets.strategy)
+    old = Evaluator(graph, modelled).referee(by_sheets.strategy)
     assert by_models.step_time_s is not None
     return {
-        "cluster": cluster_name,
-        "model": model,
         "by_sheets_predicted_s": by_sheets.step_time_s,
-        "by_sheets_s": old.step_time_s,
+        "by_sheets_s": old.step_time_s if old.is_ok else None,
         "by_sheets_outcome": str(old.outcome),
         "by_models_s": by_models.step_time_s,
-        "gain": old.step_time_s / by_models.step_time_s,
+        "gain": old.step_time_s / by_models.step_time_s if old.is_ok else None,
         "methods": [by_sheets.method, by_models.method],
     }
+
+
+def geometric_mean(rows: Sequence[dict[str, Any]]) -> float:
+    """Of the gains of rows that have one; not a number if none has."""
+    gains = [row["gain"] for row in rows if row["gain"] is not None]
+    return float(np.exp(np.mean(np.log(gains)))) if gains else math.nan
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows in Markdown, in milliseconds."""
+    lines = [
+        "| model, cluster | from sheets: said | judged | from device models | gain | methods |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        judged = "does not fit" if row["gain"] is None else f"{1e3 * row['by_sheets_s']:.1f}"
+        gain = "" if row["gain"] is None else f"{row['gain']:.2f}"
+        lines.append(
+            f"| {row['model']}, {row['cluster']} | {1e3 * row['by_sheets_predicted_s']:.1f} "
+            f"| {judged} | {1e3 * row['by_models_s']:.1f} | {gain} | {', '.join(row['methods'])} |"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -53,21 +83,34 @@ def main() -> None:
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--budget", default="200e")
+    parser.add_argument("--save", type=Path, help="file that keeps rows between runs")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    rows = []
-    for cluster in arguments.clusters.split(","):
-        for model in arguments.models.split(","):
-            row = compared(cluster, model, arguments.budget)
+    saved: Path | None = arguments.save
+    rows: list[dict[str, Any]] = []
+    if saved is not None and saved.is_file():
+        rows = json.loads(saved.read_text())["rows"]
+    done = {(row["cluster"], row["model"], row["budget"]) for row in rows}
+    for model in arguments.models.split(","):
+        clusters = [
+            name
+            for name in arguments.clusters.split(",")
+            if (name, model, arguments.budget) not in done
+        ]
+        graph = capture(build(model)) if clusters else None
+        for cluster in clusters:
+            assert graph is not None
+            row = {"cluster": cluster, "model": model, "budget": arguments.budget}
+            row |= compared(cluster, graph, arguments.budget)
             rows.append(row)
-            print(f"{cluster} {model}: {row['by_sheets_s']:.4f} s planned from sheets (said "
-                  f"{row['by_sheets_predicted_s']:.4f}), {row['by_models_s']:.4f} from models: "
-                  f"{row['gain']:.2f}x", file=sys.stderr, flush=True)  # fmt: skip
-    mean = float(np.exp(np.mean([np.log(row["gain"]) for row in rows])))
+            print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+            if saved is not None:
+                saved.write_text(json.dumps({"rows": rows}, indent=2))
+    mean = geometric_mean(rows)
     if arguments.json:
         print(json.dumps({"rows": rows, "geometric_mean": mean}, indent=2))
     else:
-        print(f"{len(rows)} cases, geometric mean {mean:.3f}x")
+        print(f"{table(rows)}\n\n{len(rows)} cases, geometric mean {mean:.3f}x")
 
 
 if __name__ == "__main__":
