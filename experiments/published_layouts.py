@@ -68,7 +68,10 @@ Teams = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is captured: sizes, which library's model it is, and whether kernels are fused."""
+    """What is captured: sizes, which library's model it is, and whether kernels are fused.
+
+    ``fuses_softmax`` matters to fused kernels alone: whether scale, mask and softmax are one.
+    """
 
     family: str
     hidden: int
@@ -79,6 +82,7 @@ class Model:
     dtype: str
     is_tied: bool
     is_fused: bool = False
+    fuses_softmax: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +200,22 @@ def fused_softmax(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+def softmax_of_torch(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention as Megatron does it where its fused softmax does not apply: in float32, by ops.
+
+    With one mask for all samples. It is priced, never run.
+    """
+    del others, more
+    length = query.shape[-2]
+    later = torch.ones((length, length), dtype=torch.bool).triu(1)
+    scores = (query @ key.transpose(2, 3)).float() * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(later, -1e4).softmax(-1).to(query.dtype)
+    weights = functional.dropout(weights, _DROPOUT, module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
 _DROPOUT = 0.1
 _GELU = {False: "gelu_new", True: "gelu_pytorch_tanh"}
 """Written out as ops, or one kernel."""
@@ -209,6 +229,7 @@ def make_model(model: Model) -> nn.Module:
     """
     transformers.AttentionInterface.register("written_out", written_out)
     transformers.AttentionInterface.register("fused_softmax", fused_softmax)
+    transformers.AttentionInterface.register("softmax_of_torch", softmax_of_torch)
     is_opt = model.family == "opt"
     config: Any = transformers.GPT2Config
     config = config(
@@ -221,7 +242,7 @@ def make_model(model: Model) -> nn.Module:
         resid_pdrop=_DROPOUT * model.is_fused,
         embd_pdrop=_DROPOUT * model.is_fused,
         attn_pdrop=0.0,
-        attn_implementation="fused_softmax" if model.is_fused else "written_out",
+        attn_implementation=_attention(model),
         use_cache=False,
         tie_word_embeddings=model.is_tied,
         bos_token_id=None,
@@ -233,6 +254,12 @@ def make_model(model: Model) -> nn.Module:
         made.transformer.ln_f = nn.Identity()
     cast: nn.Module = made.to(getattr(torch, model.dtype))
     return cast
+
+
+def _attention(model: Model) -> str:
+    if not model.is_fused:
+        return "written_out"
+    return "fused_softmax" if model.fuses_softmax else "softmax_of_torch"
 
 
 @lru_cache(maxsize=4)

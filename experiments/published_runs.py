@@ -22,13 +22,14 @@ What the rows do not say is chosen. NeuSight's GPT-3 XL has a hidden size of 307
 128): with the 2048 of the GPT-3 paper it would run at half the rate of all other models of the
 set. Rows whose forward pass takes more than 0.7 of the backward pass contradict physics and are
 marked; all of the A100's do. Attention of that time is written out (``eager``). Megatron's fused
-kernels are one op each: GELU with its bias, softmax with scale and mask; its dropouts are on, and
-the vocabulary is padded where a team shares it. vTrain's runs on one node recompute nothing: with
-full recomputation, hidden 2048 and micro-batch 4 would run at 65 % of the peak of the tensor
-cores. Those on many nodes recompute whole layers where an A100 of 40 GB could not hold them
-otherwise.
-Sailor's products in float32 used TF32 where the card has it: its own layer profiles show the last
-layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and two times what float32 can.
+kernels are one op each: GELU with its bias, softmax with scale and mask (but where samples x heads
+of a device are no multiple of four, its ``FusedScaleMaskSoftmax`` falls back to torch's ops in
+float32); its dropouts are on, and the vocabulary is padded where a team shares it. vTrain's runs
+on one node recompute nothing: with full recomputation, hidden 2048 and micro-batch 4 would run at
+65 % of the peak of the tensor cores. Those on many nodes recompute whole layers where an A100 of
+40 GB could not hold them otherwise. Sailor's products in float32 used TF32 where the card has it:
+its own layer profiles show the last layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and
+two times what float32 can.
 
 1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
 is in its steady state, each further one takes what the last one took.
@@ -134,7 +135,7 @@ def _neusight_cluster(kind: str, count: int) -> Cluster:
 
 def one_gpu(path: Path) -> Iterable[Compared]:
     """NeuSight's training steps; mixtures of experts are left out (their routing is not known)."""
-    for row in _read(path):
+    for row in read_rows(path):
         model, _, sequence, batch, *layout = row["run"].split("-")
         if model not in _SIZES:
             print(f"{row['run']}: left out", file=sys.stderr)
@@ -162,7 +163,8 @@ def one_gpu(path: Path) -> Iterable[Compared]:
         )
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of a table."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
@@ -175,16 +177,21 @@ def _of_split(rows: Sequence[dict[str, str]], split: str) -> list[dict[str, str]
 # --- vTrain --------------------------------------------------------------------------------------
 
 
-def vtrain(path: Path, split: str, every: int, family: str) -> Iterable[Compared]:
+def vtrain(
+    path: Path, split: str, every: int, family: str, *, few_layers: bool
+) -> Iterable[Compared]:
     """One of so many of vTrain's rows; rows of one model and batch share a capture."""
-    rows = _of_split(_read(path), split)[::every]
-    said = [layouts.vtrain_run(row, number) for number, row in enumerate(rows)]
-    for each in sorted(said, key=lambda run: (str(run.model), run.batch)):
+    rows = _of_split(read_rows(path), split)[::every]
+    for row in sorted(rows, key=by_capture):
+        each = layouts.vtrain_run(row, 0)
         run = as_megatron_ran_it(each, Recompute.NONE)
-        predicted_s, evaluator, fits = step_seconds(run)
-        if not fits and len(run.cluster.hosts) > 1:
-            run = as_megatron_ran_it(each, Recompute.FULL)
-            predicted_s, evaluator, _ = step_seconds(run)
+        if few_layers and len(run.cluster.hosts) == 1:
+            predicted_s, evaluator = by_few_layers(row)
+        else:
+            predicted_s, evaluator, fits = step_seconds(run)
+            if not fits and len(run.cluster.hosts) > 1:
+                run = as_megatron_ran_it(each, Recompute.FULL)
+                predicted_s, evaluator, _ = step_seconds(run)
         yield Compared(
             family=family,
             name=f"{run.model.hidden}x{run.model.layers} batch {run.batch} {run.layout}",
@@ -196,15 +203,47 @@ def vtrain(path: Path, split: str, every: int, family: str) -> Iterable[Compared
         )
 
 
+def by_capture(row: dict[str, str]) -> tuple[int, ...]:
+    """Sizes that rows have in common which share a capture."""
+    named = (
+        "hidden size", "tensor parallelism", "pipeline parallelism", "global batch",
+        "micro batch", "# layers",
+    )  # fmt: skip
+    return tuple(int(row[name]) for name in named)
+
+
+def by_few_layers(
+    row: dict[str, str], models: DeviceModels | None = None
+) -> tuple[float, Evaluator]:
+    """Seconds of a step by two models with fewer layers: each further one takes the same."""
+    few = max(int(row["pipeline parallelism"]), 2)
+    (few_s, _, _), (many_s, evaluator, _) = (
+        step_seconds(
+            as_megatron_ran_it(
+                layouts.vtrain_run(row | {"# layers": str(number)}, 0), Recompute.NONE
+            ),
+            models,
+        )
+        for number in (few, 2 * few)
+    )
+    return few_s + (many_s - few_s) * (int(row["# layers"]) / few - 1.0), evaluator
+
+
 def as_megatron_ran_it(run: layouts.Run, recompute: Recompute) -> layouts.Run:
     """With Megatron's fused kernels and its padded vocabulary."""
     layout = replace(parse_layout(run.layout), recompute=recompute)
     padded = 128 * layout.tp if layout.tp > 1 else 1
     vocabulary = -(-run.model.vocabulary // padded) * padded
+    rows = layout.micro_batch * run.model.heads // layout.tp
     shortened = run.shortened
     return replace(
         run,
-        model=replace(run.model, is_fused=True, vocabulary=vocabulary),
+        model=replace(
+            run.model,
+            is_fused=True,
+            fuses_softmax=rows % _SOFTMAXES_OF_A_BLOCK == 0,
+            vocabulary=vocabulary,
+        ),
         layout=str(layout),
         cluster=replace(run.cluster, execution=Execution.MEGATRON),
         build=lambda graph, cluster: place_layout(layout, graph, cluster).strategy,
@@ -214,13 +253,19 @@ def as_megatron_ran_it(run: layouts.Run, recompute: Recompute) -> layouts.Run:
     )
 
 
-def step_seconds(run: layouts.Run) -> tuple[float, Evaluator, bool]:
+_SOFTMAXES_OF_A_BLOCK = 4
+"""Megatron's fused softmax takes so many heads of samples at a time, and applies to no rest."""
+
+
+def step_seconds(
+    run: layouts.Run, models: DeviceModels | None = None
+) -> tuple[float, Evaluator, bool]:
     """Seconds of a step, of a pipeline in its steady state by two shorter ones; if it fits."""
     stages = len(run.pipelines[0])
     if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
-        return _evaluated(run)
+        return _evaluated(run, models)
     few, many = run.shortened(_STEADY * stages), run.shortened(2 * _STEADY * stages)
-    (few_s, _, _), (many_s, evaluator, fits) = _evaluated(few), _evaluated(many)
+    (few_s, _, _), (many_s, evaluator, fits) = (_evaluated(each, models) for each in (few, many))
     each_s = (many_s - few_s) / (many.num_micro - few.num_micro)
     return many_s + (run.num_micro - many.num_micro) * each_s, evaluator, fits
 
@@ -229,9 +274,9 @@ _STEADY = 2
 """Micro-batches for each stage after which a 1F1B pipeline is in its steady state."""
 
 
-def _evaluated(run: layouts.Run) -> tuple[float, Evaluator, bool]:
+def _evaluated(run: layouts.Run, models: DeviceModels | None) -> tuple[float, Evaluator, bool]:
     graph = layouts.graph_of(run.model, run.batch)
-    evaluator = Evaluator(graph, run.cluster)
+    evaluator = Evaluator(graph, run.cluster, models)
     found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
     return found.step_time_s, evaluator, found.is_ok
 
@@ -341,7 +386,9 @@ def by_formula(run: Compared) -> float:
     return (micro + stages - 1.0) / stages
 
 
-def sources(data: Path, split: str, every: int) -> Iterable[Iterable[Compared]]:
+def sources(
+    data: Path, split: str, every: int, *, few_layers: bool = False
+) -> Iterable[Iterable[Compared]]:
     """The runs of each file that is there."""
     if (path := data / "training_steps_one_gpu.csv").is_file():
         yield one_gpu(path)
@@ -352,7 +399,7 @@ def sources(data: Path, split: str, every: int) -> Iterable[Iterable[Compared]]:
     for name in ("vtrain_one_node", "vtrain_many_nodes"):
         if (path := data / f"{name}.csv").is_file():
             words = name.removeprefix("vtrain_").replace("_", " ")
-            yield vtrain(path, split, every, f"vTrain, {words}")
+            yield vtrain(path, split, every, f"vTrain, {words}", few_layers=few_layers)
 
 
 def main() -> None:
@@ -361,11 +408,18 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--split", default="test", help="of the files that have splits")
     parser.add_argument("--every", type=int, default=1, help="one of so many of vTrain's rows")
+    parser.add_argument(
+        "--few-layers",
+        action="store_true",
+        help="vTrain's rows on one node by two models with fewer layers, in a straight line",
+    )
     parser.add_argument("--only", default="", help="families that begin so")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     families: dict[str, list[Compared]] = defaultdict(list)
-    for source in sources(arguments.data, arguments.split, arguments.every):
+    for source in sources(
+        arguments.data, arguments.split, arguments.every, few_layers=arguments.few_layers
+    ):
         for run in source:
             if not run.family.startswith(arguments.only):
                 break
