@@ -63,6 +63,19 @@ class Channel:
     phases: tuple[tuple[tuple[int, float], ...], ...]
     latency_s: float
 
+    @property
+    def sent_per_byte(self) -> float:
+        """Bytes that a member sends per payload byte.
+
+        A ring sends 2 (n - 1) / n in an all-reduce, (n - 1) / n in other collectives, and a
+        transfer is sent once.
+        """
+        if self.kind == ChannelKind.POINT_TO_POINT:
+            return 1.0
+        part = 1.0 - 1.0 / len(self.devices)
+        is_sum = self.kind in (ChannelKind.ALL_REDUCE_RING, ChannelKind.ALL_REDUCE_HIERARCHICAL)
+        return 2.0 * part if is_sum else part
+
     def traffic(self) -> dict[int, float]:
         """Bytes through each link resource per payload byte, all phases together."""
         total: dict[int, float] = {}

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from statistics import NormalDist
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -106,13 +105,17 @@ class DeviceModels(Roofline):
         return np.maximum(seconds, self.host.issue_s * of_kernels + self.host.graph_s * of_graphs)
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
-        """Alpha-beta seconds; a collective begins when the last host has issued it."""
+        """Alpha-beta seconds; collectives are issued, and fill more slowly than alone."""
         found = super().channel_seconds(cluster, channel)
         if channel.kind == ChannelKind.POINT_TO_POINT:
             return found
         found = _as_measured(cluster, channel, found)
-        waits = self.host.collective_s + self.host.skew_s * _largest_of(len(channel.devices))
-        return found._replace(latency_s=found.latency_s + waits)
+        per_byte = self.host.ramp_s_per_byte * channel.sent_per_byte
+        return found._replace(
+            latency_s=found.latency_s + self.host.collective_s,
+            fill_s=max(found.fill_s, self.host.ramp_s),
+            fill_s_per_byte=max(found.fill_s_per_byte, per_byte),
+        )
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Spread of predictions, by the errors of runs, of the longest kernels and of the host."""
@@ -164,15 +167,6 @@ def _as_measured(cluster: Cluster, channel: Channel, found: ChannelSeconds) -> C
         seconds_per_byte=per_byte,
         held={resource: seconds * scale for resource, seconds in found.held.items()},
     )
-
-
-def _largest_of(number: int) -> float:
-    """Expected largest of so many standard normal variables (Blom 1958).
-
-    >>> [round(_largest_of(number), 2) for number in (1, 2, 8)]
-    [0.0, 0.59, 1.43]
-    """
-    return NormalDist().inv_cdf((number - 0.375) / (number + 0.25))
 
 
 def provenance(device_types: Sequence[DeviceType]) -> str:

@@ -101,14 +101,15 @@ class Host:
         issue_s: Seconds to issue a kernel.
         graph_s: Seconds to enter a compiled graph, once in each pass.
         collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
-        skew_s: Deviation of the times at which members' hosts issue a collective, which begins
-            with the last of them.
+        ramp_s: Most seconds that a collective takes longer in a step than alone.
+        ramp_s_per_byte: The same for each byte that a member sends, where that is less.
         spread: Spread of log(measured / predicted) of steps, for what else this program does.
     """
 
     issue_s: float
     collective_s: float = 0.0
-    skew_s: float = 0.0
+    ramp_s: float = 0.0
+    ramp_s_per_byte: float = 0.0
     spread: float = 0.0
     graph_s: float = 0.0
 
