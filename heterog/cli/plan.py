@@ -208,7 +208,7 @@ def plan(
             seats=seats,
             asynchronous=averaged,
         )
-        if library is not None and found.strategy.apart is None:
+        if library is not None and found.strategy.inexact is None:
             warn(library.keep(found, evaluator))
         if codec is not None and not stop.is_requested:
             from heterog.planners.lossy import with_codec

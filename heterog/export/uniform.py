@@ -20,10 +20,10 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
             teams of the plan train alone.
     """
     strategy, graph = plan.strategy, plan.graph
-    if strategy.apart is not None:
+    if strategy.inexact is not None:
         raise ExportError(
             f"{target} sums gradients in every step, but this plan has "
-            f"{strategy.apart.words}; export with --to torchrun, or plan without "
+            f"{strategy.inexact.words}; export with --to torchrun, or plan without "
             "--asynchronous."
         )
     names = group_ops(graph).names

@@ -88,9 +88,9 @@ class HealingJob:
         self.options = options or HealOptions()
         self.trained = Trained()
         self._plan, self._path = load_plan(plan), plan.resolve()
-        if self._plan.strategy.apart is not None:
+        if self._plan.strategy.inexact is not None:
             raise HeterogError(
-                f"{plan} has {self._plan.strategy.apart.words}, and jobs that heal keep "
+                f"{plan} has {self._plan.strategy.inexact.words}, and jobs that heal keep "
                 "copies of one model only; run it without --heal, with --save."
             )
         self._whole = self._plan.cluster

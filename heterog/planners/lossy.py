@@ -349,7 +349,7 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
         if (
             strategy is not None
             and row.outcome == "ok"
-            and strategy.apart is None
+            and strategy.inexact is None
             and not strategy.codecs
             and (row.step_time_s or 0.0) < most * plan.step_time_s
         ):

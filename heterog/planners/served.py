@@ -29,6 +29,7 @@ from heterog.planners.averaged import (
 )
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
+from heterog.planners.stashed import STASH, StashedPipelines, parse_stash
 from heterog.simulator.asynchronous import ticks_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -37,7 +38,7 @@ from heterog.strategy.strategy import Decision, Strategy
 
 SERVER = "server"
 """Name of the row, and the word that asks for it."""
-NOT_EXACT = (AVERAGE, SERVER)
+NOT_EXACT = (AVERAGE, SERVER, STASH)
 """Names of the rows that ``--asynchronous`` may ask for."""
 _MOST_SERVERS = 8
 """Most devices that are tried as the server; the first ones of a larger cluster."""
@@ -54,7 +55,10 @@ def asynchronous_method(text: str) -> Planner:
     Raises:
         HeterogError: a word is unknown, missing or has no such value.
     """
-    if text.partition("=")[0].strip() != SERVER:
+    word = text.partition("=")[0].strip()
+    if word == STASH:
+        return StashedPipelines(parse_stash(text))
+    if word != SERVER:
         return AveragedReplicas(parse_asynchronous(text))
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
     value = first[1]

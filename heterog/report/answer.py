@@ -142,6 +142,9 @@ def _head(plan: Plan, width: int) -> str:
     server = plan.strategy.asynchronous
     if server is not None:
         barrier += f", not exact: asynchronous server, {server.staleness} steps ahead at most"
+    stash = plan.strategy.stash
+    if stash is not None:
+        barrier += f", not exact: weights {stash.boundary_steps} steps older per later stage"
     interval = ""
     if plan.interval_s is not None:
         interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"

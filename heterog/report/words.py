@@ -21,6 +21,7 @@ _HEADERS = {
     MemoryKind.BATCH: "batch",
     MemoryKind.CONSTANTS: "constants",
     MemoryKind.WORKSPACE: "workspace",
+    MemoryKind.STASH: "stash",
     MemoryKind.MARGIN: "margin",
 }
 _WIDTH = 100

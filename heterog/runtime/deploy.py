@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -34,11 +34,14 @@ from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import TaskTimes, gather_task_times
 from heterog.runtime.resized import Signature, by_name, planned_signature, resize, signature
 from heterog.runtime.slices import SlicedBucket
-from heterog.runtime.step_order import step_order
+from heterog.runtime.stash import StashedTraining, StashedWeights, TurnsByMoment
+from heterog.runtime.step_order import StepOrder, step_order
 from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, Program, TaskKind
+from heterog.strategy.stash_phases import stage_fault
 from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import graph_tables
 
 MAX_OTHER_SHAPES = 8
 """Number of further batch shapes whose programs are kept: one for the last batch of an epoch, or
@@ -67,6 +70,7 @@ class DeployedStep:
         averager: Averager of the islands' parameters every few steps, if the plan has any.
         loss_scale: Scale of the loss, if it is scaled.
         server: Object that pulls weights and pushes gradients, if there is an asynchronous server.
+        stash: Batches under way, if stages of a pipeline do not wait for each other.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class DeployedStep:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
         self.loss_scale = loss_scale
         self._max_grad_norm = max_grad_norm
-        _check_apart(plan.strategy, program, clips=self._clips)
+        _check_inexact(graph, plan.strategy, program, clips=self._clips)
         _check_scaled(graph, loss_scale)
         self.device = rank_device()
         self._model = _one_model(workload, self.device)
@@ -125,6 +129,7 @@ class DeployedStep:
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
         )
         self._by_shape = {self._planned: self._executor}
+        self.stash = self._make_stash()
         # When this step is no longer referenced, or at exit: gloo may abort a process whose
         # communication was not waited for.
         weakref.finalize(self, _abandon, self._by_shape)
@@ -165,11 +170,23 @@ class DeployedStep:
         sent_before: Sequence[tuple[int, int]] = (),
     ) -> StepExecutor:
         """Make the executor that runs a program on this rank's part of the model."""
-        graph = captured.graph
-        seen = RankProgram(graph, strategy, program, self.rank)
+        seen = RankProgram(captured.graph, strategy, program, self.rank)
         self._communicator.open(device_sets(program, strategy))
         if strategy.asynchronous is not None:
             check_teams_are_alone(seen)
+        order = step_order(seen, task_order, clips=self._clips)
+        return self._executor_of(captured, seen, order, sent_before)
+
+    def _executor_of(
+        self,
+        captured: CapturedStep,
+        seen: RankProgram,
+        order: StepOrder,
+        sent_before: Sequence[tuple[int, int]],
+        read_stashed: Callable[[int], Tensor] | None = None,
+    ) -> StepExecutor:
+        """Make an executor of a program as this rank sees it."""
+        graph = captured.graph
         held = by_name(self.captured.graph, self.part.parameters)
         parameters = {
             tensor: held[graph.tensors[tensor].name]
@@ -178,8 +195,8 @@ class DeployedStep:
         }
         return StepExecutor(
             seen,
-            step_order(seen, task_order, clips=self._clips),
-            ops=local_ops(captured, axis_plan(graph, strategy.op_rules), self.device),
+            order,
+            ops=local_ops(captured, axis_plan(graph, seen.strategy.op_rules), self.device),
             communicator=self._communicator,
             parameters=parameters,
             buffers=self._buffers(captured, parameters),
@@ -188,11 +205,27 @@ class DeployedStep:
             slices=self.part.slices,
             masters=self.masters,
             push=None if self.server is None else self.server.keep,
+            read_stashed=read_stashed,
             max_grad_norm=self._max_grad_norm,
             loss_scale=self.loss_scale,
             seed=self._seed,
             device=self.device,
         )
+
+    def _make_stash(self) -> StashedTraining | None:
+        """Make the object that has several batches under way, if the plan has any."""
+        plan, seen = self.plan, self._executor.seen
+        if plan.strategy.stash is None:
+            return None
+        turns = TurnsByMoment(seen, step_order(seen, plan.task_order, clips=False))
+
+        def make_executor(weights: StashedWeights) -> StepExecutor:
+            return self._executor_of(
+                self.captured, seen, turns.order, plan.sent_before, weights.read
+            )
+
+        parameters = self.part.parameters
+        return StashedTraining(turns, plan.strategy, self.rank, parameters, make_executor)
 
     def _take_up(self, batch: Any) -> None:
         """Switch to the executor for a batch of these shapes."""
@@ -208,11 +241,11 @@ class DeployedStep:
         shape = signature(batch)
         found = self._by_shape.pop(shape, None)
         if found is None:
-            if self.server is not None:
+            if self.is_free_running:
                 raise StrategyError(
-                    "with an asynchronous server every batch has the shapes that were planned: "
-                    "ranks are in different steps and cannot plan another one together. Leave "
-                    "a smaller last batch out."
+                    "with an asynchronous server or a stash every batch has the shapes that were "
+                    "planned: ranks are in different steps and cannot plan another one together. "
+                    "Leave a smaller last batch out."
                 )
             if {(name, dtype) for name, _, dtype in shape} != {
                 (name, dtype) for name, _, dtype in self._planned
@@ -260,20 +293,34 @@ class DeployedStep:
             step began; NaN where none was recorded.
         """
         self._take_up(batch)
-        if self.server is not None:
+        if self.is_free_running:
             self.settle()  # or a rank would wait here for one that waits for its gradients
         program = self._executor.program
         mine = (program.kind == TaskKind.UPDATE) & (program.device == self.rank)
         tasks = np.flatnonzero(mine)
         dist.barrier()
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
-        self._executor.recorder = times
+        self._record_in(times)
         try:
             loss = self(batch)
             self.flush()
+            if self.stash is not None:  # on its own, as the plan's timeline has it
+                self.settle()
+                loss = torch.tensor((float(loss), *self.stash.take_late_losses())[-1])
         finally:
-            self._executor.recorder = None
+            self._record_in(None)
         return loss, *gather_task_times(times, program.num_tasks)
+
+    def _record_in(self, recorder: TaskTimes | None) -> None:
+        """Have a recorder notified of the tasks of the next steps, or nobody."""
+        self._executor.recorder = recorder
+        if self.stash is not None:
+            self.stash.record(recorder)
+
+    @property
+    def is_free_running(self) -> bool:
+        """Whether ranks may be in different steps, so that nothing may make them wait."""
+        return self.server is not None or self.stash is not None
 
     @property
     def num_steps(self) -> int:
@@ -320,15 +367,21 @@ class DeployedStep:
         if self.server is not None:
             with torch.no_grad():
                 self.server.begin_step()
-        loss = self._executor(
-            {tensor: value.to(self.device) for tensor, value in by_tensor.items()}
-        )
+        run = self._executor if self.stash is None else self._run_stashed
+        loss = run({tensor: value.to(self.device) for tensor, value in by_tensor.items()})
         if self.averager is not None:
             self.averager.after_step(self.num_steps)
         if self.server is not None:
             self.server.end_step()
         # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def _run_stashed(self, batch: Mapping[int, Tensor]) -> Tensor:
+        """Begin a batch and end an older one."""
+        assert self.stash is not None
+        loss = self.stash(batch, self.num_steps)
+        self.num_steps += 1
         return loss
 
     def flush(self) -> None:
@@ -347,8 +400,9 @@ class DeployedStep:
         hundred groups take a tenth of a core. Before, read what is needed from ``state_dict`` or a
         checkpoint: the step cannot be called again.
         """
-        if self.server is not None and not self._is_closed:
+        if self.is_free_running and not self._is_closed:
             self.settle()
+        if self.server is not None and not self._is_closed:
             self.server.close()
         self._executor.close()
         self._is_closed = True
@@ -397,6 +451,12 @@ class DeployedStep:
         Raises:
             StrategyError: islands have trained apart since the last averaging.
         """
+        if self.stash is not None and not self.stash.is_alike():
+            raise StrategyError(
+                f"after step {self.num_steps} stages of this plan have batches under way, and "
+                "weights of different steps; call settle() on every rank, then read or save the "
+                "model."
+            )
         if self.server is not None and not self.server.is_alike(self.num_steps):
             raise StrategyError(
                 f"after step {self.num_steps} the server of this plan may miss gradients, and "
@@ -414,8 +474,9 @@ class DeployedStep:
     def settle(self) -> None:
         """Bring islands or teams together now; every rank has to call it after as many steps.
 
-        Islands average in the middle of a window; a server waits for all gradients. Afterwards
-        all ranks have the same parameters, to be read or saved. An exact plan has nothing to do.
+        Islands average in the middle of a window; a server waits for all gradients; stages end
+        the batches that are under way. Afterwards all ranks have the same parameters, to be read
+        or saved. An exact plan has nothing to do.
         """
         self.flush()
         if self.averager is not None:
@@ -423,6 +484,9 @@ class DeployedStep:
         if self.server is not None:
             with torch.no_grad():
                 self.server.settle(self.num_steps)
+        if self.stash is not None:
+            self.stash.settle()
+            self._communicator.flush()
 
     def _join_statistics(self) -> None:
         """Gather buffers that are updated in parts on their owner."""
@@ -575,15 +639,17 @@ def _check_masters(strategy: Strategy, workload: Workload) -> None:
         )
 
 
-def _check_apart(strategy: Strategy, program: Program, *, clips: bool) -> None:
-    if strategy.apart is None:
+def _check_inexact(graph: OpGraph, strategy: Strategy, program: Program, *, clips: bool) -> None:
+    if strategy.inexact is None:
         return
     if clips:
         raise StrategyError(
             "max_grad_norm is a norm over one gradient, and loss_scale asks for it, but the "
-            "islands of this plan have one each; train without them, or with an exact plan."
+            "islands or stages of this plan have one each; train without them, or with an exact "
+            "plan."
         )
-    if fault := crossing_fault(program, strategy):
+    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
+    if fault := crossing_fault(program, strategy) or stage_fault(program, strategy, tables):
         raise StrategyError(f"{fault}.")
 
 

@@ -81,6 +81,8 @@ class StepExecutor:
         slices: Slices of parameters that this rank owns.
         masters: The optimizer's copies of what it steps, if it has any.
         push: Sink of gradients for an asynchronous server; if ``None``, the optimizer steps here.
+        read_stashed: Reads a parameter, by tensor id, as the batch's forward pass has read it,
+            where several batches are under way; if ``None``, parameters are read as they are.
         max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it.
         loss_scale: Scale of the loss, if it is scaled.
         seed: Seed of random ops; the same on all ranks.
@@ -106,6 +108,7 @@ class StepExecutor:
         slices: Slices | None = None,
         masters: Masters | None = None,
         push: Push | None = None,
+        read_stashed: Callable[[int], Tensor] | None = None,
         max_grad_norm: float | None = None,
         loss_scale: LossScale | None = None,
         seed: int = 0,
@@ -117,6 +120,7 @@ class StepExecutor:
         self.num_steps = 0
         self.feedback = ErrorFeedback()
         self._part = part
+        self._is_alone = read_stashed is None  # no other batch is under way
         _check(part)
         self._communicator = communicator
         self._parameters = parameters
@@ -147,7 +151,7 @@ class StepExecutor:
             self._ops,
             [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
             parameters=parameters,
-            read_parameter=self._updates.read,
+            read_parameter=read_stashed or self._updates.read,
             buffers=buffers,
             device=device,
         )
@@ -219,7 +223,8 @@ class StepExecutor:
         self._values.begin(batch)
         # Values must not change while they are sent, and a parameter may at the next update.
         # Values that were received and not read are freed.
-        self._communicator.flush()
+        if self._is_alone:
+            self._communicator.flush()
         self._counted.clear()
         self._losses.begin()
         gradients = Gradients(
@@ -284,6 +289,21 @@ class StepExecutor:
             self._summed_loss.wait()
         self.num_steps += 1
         return self._losses.total
+
+    def end_forward(self) -> Pending:
+        """End the forward pass of a batch whose backward pass comes later.
+
+        Returns:
+            The loss, the same on every rank, which is still being summed.
+        """
+        loss, self._summed_loss = self._summed_loss, None
+        assert loss is not None
+        return loss
+
+    def end_backward(self) -> None:
+        """End the backward pass of a batch while others are under way: the optimizer steps."""
+        self._updates.step()
+        self._before = self._step = None
 
     def flush(self) -> None:
         """Finish all updates; without a step barrier every rank has to call it."""

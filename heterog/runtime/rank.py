@@ -161,23 +161,30 @@ def train(
     tasks: dict[str, list[float | None]] = {}
     measured_from = time.perf_counter()
     last = steps_before + WARM_UP_STEPS + num_steps
-    server = plan.strategy.asynchronous
-    free_running = server is not None  # ranks may be in different steps
-    has_no_loss = free_running and island_of(plan.strategy, dist.get_rank()) is None
+    free_running = step.is_free_running
+    is_idle = step.server is not None and island_of(plan.strategy, dist.get_rank()) is None
+    # Calls since the last settling after which a loss comes.
+    late = 0 if step.stash is None else step.stash.loss_delay
+    since = 0
     for number in range(steps_before + 1, last + 1):
         tell(f"step {number} of {last}")
         if number == steps_before + WARM_UP_STEPS + 1:
             measured_from = _all_at_once(step)
+            _late_losses(step)
+            since = 0
         elif not free_running:
             dist.barrier()
         begin = time.perf_counter()
         with stream_of_priority(own_device(), high=True) if beside else nullcontext():
             if number == last and record:
+                losses += _late_losses(step)
+                since = 0
                 loss_tensor, start, finish = step.record(batch)
                 tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
                 loss = float(loss_tensor)
             else:
                 loss = float(step(batch))
+                since += 1
         if not free_running:
             dist.barrier()  # a step is done when it is done everywhere
         elapsed_s = time.perf_counter() - begin
@@ -185,7 +192,7 @@ def train(
             beside.governor.observe(elapsed_s)
         # The loss is the same on all ranks: all of them stop here. With an asynchronous server a
         # rank that stops is missed by the others, and one of no team has no loss.
-        if not math.isfinite(loss) and not (allow_nonfinite or has_no_loss):
+        if not math.isfinite(loss) and not (allow_nonfinite or is_idle or 0 < since <= late):
             raise HeterogError(
                 f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
                 "learning rate. The option --allow-nonfinite goes on."
@@ -196,8 +203,10 @@ def train(
             check_can_save(step)
         if number > steps_before + WARM_UP_STEPS:
             seconds.append(elapsed_s)
-            losses.append(loss)
+            if not 0 < since <= late:
+                losses.append(loss)
     step.settle()  # where teams train apart: one model comes out, whatever the number of steps
+    losses += _late_losses(step)
     together_s = (time.perf_counter() - measured_from) / num_steps
     if save:
         tell("saving the checkpoint")
@@ -213,7 +222,7 @@ def train(
     # Where islands average, one step in many takes longer, and the plan predicts the mean.
     averages = plan.strategy.averaging is not None
     median_s = statistics.mean(seconds) if averages else statistics.median(seconds)
-    if free_running:  # a rank that ran ahead waits in the end
+    if step.server is not None:  # a rank that ran ahead waits in the end
         median_s = together_s
     return step, {
         "model": plan.graph.name,
@@ -236,10 +245,18 @@ def train(
 
 def _all_at_once(step: DeployedStep) -> float:
     """Wait until all ranks have made as many steps; returns the time."""
-    if step.server is not None:
+    if step.is_free_running:
         step.settle()
     dist.barrier()
     return time.perf_counter()
+
+
+def _late_losses(step: DeployedStep) -> list[float]:
+    """Losses that no call has returned, where stages of a pipeline do not wait."""
+    if step.stash is None:
+        return []
+    step.settle()
+    return step.stash.take_late_losses()
 
 
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:

@@ -28,10 +28,14 @@ from heterog.runtime.executor import StepExecutor, device_sets, local_ops
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.step_order import LOSS, NORM, step_order
+from heterog.runtime.stash import Moment, StashedTraining, StashedWeights, TurnsByMoment
+from heterog.runtime.step_order import LOSS, NORM, DueTask, step_order
 from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.stash import stages_of
+from heterog.strategy.stash_phases import stage_fault
 from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import graph_tables
 
 META = torch.device("meta")
 _CHECKED_EVERY = 256
@@ -92,7 +96,12 @@ def rehearse(
     Returns:
         Why the plan cannot be executed; empty if it can.
     """
-    wrong = _wrong_order(program, task_order) or crossing_fault(program, strategy)
+    tables = graph_tables(captured.graph, strategy.op_rules, strategy.blocks)
+    wrong = (
+        _wrong_order(program, task_order)
+        or crossing_fault(program, strategy)
+        or stage_fault(program, strategy, tables)
+    )
     if wrong:
         return wrong
     with torch.no_grad(), _without_collector():
@@ -158,23 +167,28 @@ class _Stage:
         self.batch = {
             tensor: _empty(graph, tensor) for tensor in graph.inputs_of_kind(TensorKind.BATCH)
         }
-        self.executors = [
-            self._executor(seen.seen_from(rank), ops, sent_before, clips)
-            for rank in range(program.num_devices)
-        ]
+        self.executors: list[StepExecutor] = []
+        self.stashed: list[StashedTraining] = []
+        self.turns_by_moment: TurnsByMoment | None = None
+        if strategy.stash is not None:
+            self.turns_by_moment = TurnsByMoment(seen, self.order)
+            self.order = self.turns_by_moment.order
+        for rank in range(program.num_devices):
+            self._add_rank(seen.seen_from(rank), ops, sent_before, clips)
         self.every_rank = tuple(range(program.num_devices))
         self.ranks_of_channel = [tuple(dict.fromkeys(c.devices)) for c in program.channels]
         self.is_local: list[bool] = (program.kind < FIRST_LINK_KIND).tolist()
         self.device: list[int] = program.device.tolist()
         self.channel: list[int] = program.channel.tolist()
 
-    def _executor(
+    def _add_rank(
         self,
         seen: RankProgram,
         ops: Mapping[int, LocalOp],
         sent_before: Sequence[tuple[int, int]],
         clips: bool,
-    ) -> StepExecutor:
+    ) -> None:
+        """Make the executor of a rank, or those of the batches that it has under way."""
         self.check()
         graph = self.graph
         held = {
@@ -190,28 +204,49 @@ class _Stage:
         # The user's optimizer is not rehearsed; only that it gets a gradient of the right shape is
         # checked.
         updated = part.updated or [nn.Parameter(torch.empty(0, device=META))]
-        return StepExecutor(
-            seen,
-            self.order,
-            ops=ops,
-            communicator=_RehearsedCommunicator(
-                seen.rank,
-                device_sets(self.program, self.strategy),
-                self.wire,
-                self.program.num_devices,
-            ),
-            parameters=part.parameters,
-            buffers=buffers,
-            sent_before=sent_before,
-            optimizer=torch.optim.SGD(updated, lr=0.0, foreach=False),
-            slices=part.slices,
-            max_grad_norm=1.0 if clips else None,
-            device=META,
+        communicator = _RehearsedCommunicator(
+            seen.rank,
+            device_sets(self.program, self.strategy),
+            self.wire,
+            self.program.num_devices,
         )
+
+        def make_executor(weights: StashedWeights | None = None) -> StepExecutor:
+            return StepExecutor(
+                seen,
+                self.order,
+                ops=ops,
+                communicator=communicator,
+                parameters=part.parameters,
+                buffers=buffers,
+                sent_before=sent_before,
+                optimizer=torch.optim.SGD(updated, lr=0.0, foreach=False),
+                slices=part.slices,
+                read_stashed=None if weights is None else weights.read,
+                max_grad_norm=1.0 if clips else None,
+                device=META,
+            )
+
+        if self.turns_by_moment is None:
+            self.executors.append(make_executor())
+        else:
+            self.stashed.append(
+                StashedTraining(
+                    self.turns_by_moment,
+                    self.strategy,
+                    seen.rank,
+                    part.parameters,
+                    make_executor,
+                )
+            )
 
     def play(self) -> str:
         """Run the steps and what they leave open; returns what went wrong."""
         try:
+            if self.turns_by_moment is not None:
+                self._play_stashed(self.turns_by_moment)
+                self.wire.check_all_received()
+                return ""
             for _ in range(1 if self.strategy.step_barrier else _NUM_STEPS):
                 self._step()
             if not self.strategy.step_barrier:
@@ -238,16 +273,78 @@ class _Stage:
         for executor in self._at(_END):
             executor.end()
 
+    def _play_stashed(self, turns: TurnsByMoment) -> None:
+        """Run batches until the pipeline is full and every stage has ended one.
+
+        In a moment a stage waits only for what earlier stages send in it, or later ones if it is
+        the backward pass, so stages may take it one after another; the ranks of a stage take it
+        turn by turn. Then all batches end, the last stage first.
+        """
+        stages = stages_of(self.strategy)
+        idle = sorted(set(self.every_rank).difference(*stages))
+        ranks = [*stages, *([tuple(idle)] if idle else [])]
+        by_moment = [
+            {moment: turns.of(moment, number if own[0] not in idle else -1) for moment in Moment}
+            for number, own in enumerate(ranks)
+        ]
+        by_stage = list(zip(ranks, by_moment, strict=True))
+        for number in range(self.stashed[0].loss_delay + 2):
+            for rank in self.every_rank:
+                self.now = rank, _BEGIN
+                self.stashed[rank].begin(self.batch, number)
+            for moment in Moment:
+                backwards = moment == Moment.BACKWARD
+                for own, own_turns in reversed(by_stage) if backwards else by_stage:
+                    self._play_moment(own, moment, own_turns[moment])
+            for rank in self.every_rank:
+                self.now = rank, _END
+                self.stashed[rank].end()
+        for own, own_turns in reversed(by_stage):
+            while not self.stashed[own[0]].is_alike():
+                for moment in (Moment.RECEIVE_GRADIENTS, Moment.BACKWARD):
+                    self._play_moment(own, moment, own_turns[moment], is_last=True)
+
+    def _play_moment(
+        self,
+        ranks: Sequence[int],
+        moment: Moment,
+        turns: Sequence[DueTask],
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Run a moment of the ranks of a stage, turn by turn.
+
+        Args:
+            ranks: The ranks.
+            moment: The moment.
+            turns: Turns of the stage in it.
+            is_last: Whether no more batches come.
+        """
+        about = {rank: self.stashed[rank].enter(moment, is_last=is_last) for rank in ranks}
+        for number, turn in enumerate(turns):
+            if number % _CHECKED_EVERY == 0:
+                self.check()
+            for rank in self._ranks_of(turn.task):
+                batch = about.get(rank)
+                if batch is not None:
+                    self.now = rank, turn.task
+                    batch.executor.take(turn)
+        for rank in ranks:
+            self.stashed[rank].leave(moment, about[rank])
+
     def _at(self, task: int) -> Iterator[StepExecutor]:
         """Executors of the ranks that take part in a task, one after another."""
-        ranks: tuple[int, ...] = self.every_rank
-        if task >= 0 and self.is_local[task]:
-            ranks = (self.device[task],)
-        elif task >= 0:
-            ranks = self.ranks_of_channel[self.channel[task]]
-        for rank in ranks:
+        for rank in self._ranks_of(task):
             self.now = rank, task
             yield self.executors[rank]
+
+    def _ranks_of(self, task: int) -> tuple[int, ...]:
+        """Ranks that take part in a task."""
+        if task < 0:
+            return self.every_rank
+        if self.is_local[task]:
+            return (self.device[task],)
+        return self.ranks_of_channel[self.channel[task]]
 
     def _where(self) -> str:
         """The current rank and task, in words."""

@@ -35,6 +35,7 @@ from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.simulator.sparse_work import SparseWork
+from heterog.simulator.stash import StagedStep, StagePace, held_s
 from heterog.strategy.asynchronous import Traffic, pulls_of, pushes_of
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import islands
@@ -43,11 +44,10 @@ from heterog.strategy.folding import Fold
 from heterog.strategy.lowering import (
     Choice,
     encode,
-    feedback_bytes,
+    kept_bytes,
     lower_to_tape,
     make_scratch,
     program_from_tape,
-    resident_bytes,
     used_channels,
 )
 from heterog.strategy.lowering.scratch import Scratch
@@ -358,6 +358,8 @@ class Evaluator:
         choice = choice._replace(rule_set=number)
         if strategy.asynchronous is not None:
             return self._with_server(strategy, choice)
+        if strategy.stash is not None:
+            return self._with_stash(strategy, choice)
         if strategy.averaging is None:
             return choice
         seconds = self.averaging_seconds(strategy, choice)
@@ -377,6 +379,36 @@ class Evaluator:
         local_s, _ = self._run(self._lower(choice), Order.FIFO, math.inf)
         self.num_evaluations = counted
         return choice._replace(averaging_s=seconds - local_s)
+
+    def _with_stash(self, strategy: Strategy, choice: Choice) -> Choice:
+        """The choice of a pipeline with a stash, at its steady pace."""
+        if self.tasks_of(choice) > self.most_tasks:  # it will not be simulated
+            return choice
+        assert strategy.stash is not None
+        counted = self.num_evaluations
+        lowered = self._lower(choice)
+        local_s, _ = self._run(lowered, Order.FIFO, math.inf)
+        self.num_evaluations = counted
+        seconds = self._pace_of(lowered).step_s(strategy.stash)
+        seconds = max(seconds, held_s(lowered.tape, lowered.prices))
+        return choice._replace(averaging_s=seconds - local_s)
+
+    def stage_pace(self, strategy: Strategy) -> StagePace:
+        """Seconds of the passes of each stage of a pipeline with a stash.
+
+        Not counted as an evaluation: it belongs to that of the strategy.
+        """
+        counted = self.num_evaluations
+        lowered = self._lower(self.encode(strategy)._replace(averaging_s=0.0))
+        self._run(lowered, Order.FIFO, math.inf)
+        self.num_evaluations = counted
+        return self._pace_of(lowered)
+
+    def _pace_of(self, lowered: _Lowered) -> StagePace:
+        """Pace of stages by the times of what was simulated last."""
+        number = int(lowered.tape.counts[NUM_TASKS])
+        staged = StagedStep(lowered.tape, self.tables_of(lowered.choice), lowered.choice.stage)
+        return staged.pace(self._timings.seconds[:number], self._timings.finish[:number])
 
     def _exchanges_on_links_s(self, strategy: Strategy) -> float:
         """Seconds for which one step of all teams holds the link that is held longest.
@@ -797,7 +829,9 @@ class Evaluator:
     def _fold(self, choice: Choice) -> _Lowered | None:
         """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
         tables, num_devices = self.tables_of(choice), self.cluster.num_devices
-        if choice.codecs or len(choice.kept_bytes):  # these are given by device
+        if (
+            choice.codecs or len(choice.kept_bytes) or len(choice.stage)
+        ):  # these are given by device
             return None
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
@@ -832,9 +866,7 @@ class Evaluator:
         """Peak bytes of each device, the largest over timings of the lowered choice."""
         choice, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
-        resident = resident_bytes(self.tables_of(choice), choice)
-        if choice.codecs:
-            resident = resident + feedback_bytes(tape, choice.codecs, len(resident))
+        resident = kept_bytes(tape, self.tables_of(choice), choice)
         for each, peak in zip(timings, peaks, strict=True):
             peak_memory(tape, each, resident, peak)
         most = peaks.max(axis=0)

@@ -40,6 +40,8 @@ class MemoryKind(StrEnum):
     """The model's buffers and constants, and parameters that are not trained."""
     WORKSPACE = "workspace"
     """Memory that kernels need besides their inputs and outputs while they run."""
+    STASH = "stash"
+    """Older weights, and what batches under way have left for their backward passes."""
     MARGIN = "margin"
     """Memory added for small workspaces and rounding of allocators."""
 
@@ -125,10 +127,11 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
     for timings in (evaluator.timings, evaluator.referee_timings):
         program, start, finish = timings(choice, order)
         kinds = _buffer_kinds(program, evaluator.tables_of(choice), evaluator.graph)
-        # What codecs have left out of gradients stays, too.
+        # What codecs have left out of gradients stays, too, and a stash.
         kept = program.resident_bytes - resident_bytes(evaluator.tables_of(choice), choice)
         parts = resident.copy()
-        parts[:, _NUMBER[MemoryKind.GRADIENTS]] += kept
+        kind = MemoryKind.STASH if len(choice.stage) else MemoryKind.GRADIENTS
+        parts[:, _NUMBER[kind]] += kept
         by_times.append(_parts_at_peak(program, start, finish, kinds, parts))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):

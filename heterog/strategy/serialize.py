@@ -16,6 +16,7 @@ from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
+from heterog.strategy.stash import WeightStash
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 2
@@ -79,7 +80,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             },
             "blocks": list(strategy.blocks),
         }
-        | _apart_to_dict(strategy)
+        | _inexact_to_dict(strategy)
         | _codecs_to_dict(strategy.codecs)
     )
 
@@ -134,6 +135,10 @@ class _ServerRecord(Record):
     order: str
 
 
+class _StashRecord(Record):
+    boundary_steps: Annotated[int, Field(ge=0, le=MAX_INT32)]
+
+
 class _CodecRecord(Record):
     traffic: str
     devices: Many[Int32]
@@ -158,6 +163,7 @@ class _StrategyRecord(Record):
     blocks: Many[Int32] = Field(default_factory=list)
     averaging: _AveragingRecord | None = None
     asynchronous: _ServerRecord | None = None
+    stash: _StashRecord | None = None
     codecs: Many[_CodecRecord] = Field(default_factory=list)
 
 
@@ -197,6 +203,9 @@ def strategy_from_dict(record: object) -> Strategy:
         blocks=tuple(found.blocks),
         averaging=_averaging(found.averaging),
         asynchronous=_server(found.asynchronous),
+        stash=None
+        if found.stash is None
+        else WeightStash(boundary_steps=found.stash.boundary_steps),
         codecs=tuple(_codec(number, each) for number, each in enumerate(found.codecs)),
     )
 
@@ -218,7 +227,7 @@ def _averaging(record: _AveragingRecord | None) -> Averaging | None:
     )
 
 
-def _apart_to_dict(strategy: Strategy) -> dict[str, Any]:
+def _inexact_to_dict(strategy: Strategy) -> dict[str, Any]:
     """An exact strategy has no such fields, so that its file is what it always was."""
     averaging, server = strategy.averaging, strategy.asynchronous
     found: dict[str, Any] = {}
@@ -231,6 +240,8 @@ def _apart_to_dict(strategy: Strategy) -> dict[str, Any]:
             "ticks": list(server.ticks),
             "order": str(server.order),
         }
+    if strategy.stash is not None:
+        found["stash"] = asdict(strategy.stash)
     return found
 
 

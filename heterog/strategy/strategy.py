@@ -26,6 +26,7 @@ from heterog.strategy.division import (
 )
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.stash import WeightStash as WeightStash
 from heterog.strategy.sync import Sync as Sync
 
 REPLICATED = -1
@@ -163,6 +164,8 @@ class Strategy:
             other weights than one device; ``None``: they do not.
         asynchronous: teams train alone and push gradients to a server that takes them as they
             come, which gives other weights than one device; ``None``: they do not.
+        stash: stages of a pipeline keep older weights instead of waiting for each other, which
+            gives other weights than one device; ``None``: they wait.
         codecs: lossy encodings of messages; with any, training has other numbers than on a single
             device. See ``codec``.
     """
@@ -179,6 +182,7 @@ class Strategy:
     blocks: tuple[int, ...] = ()
     averaging: Averaging | None = None
     asynchronous: AsynchronousServer | None = None
+    stash: WeightStash | None = None
     codecs: CodecRules = ()
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
@@ -196,6 +200,11 @@ class Strategy:
         With either the weights are not those of one device.
         """
         return self.averaging or self.asynchronous
+
+    @property
+    def inexact(self) -> Averaging | AsynchronousServer | WeightStash | None:
+        """What makes the weights others than those of one device, codecs left out."""
+        return self.apart or self.stash
 
     @property
     def num_micro_batches(self) -> int:
@@ -269,12 +278,7 @@ class Strategy:
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
         self._check_blocks(grouping.names)
-        if self.averaging is not None and self.asynchronous is not None:
-            raise StrategyError(
-                "the strategy averages parameters and has an asynchronous server; keep one."
-            )
-        if self.apart is not None:
-            self.apart.check(self, graph)
+        self._check_inexact(graph)
         self._check_codecs(cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
@@ -352,10 +356,24 @@ class Strategy:
                         "different decisions; begin a block at the second one."
                     )
 
-    def _check_codecs(self, cluster: Cluster) -> None:
-        if self.codecs and self.apart is not None:
+    def _check_inexact(self, graph: OpGraph) -> None:
+        if self.averaging is not None and self.asynchronous is not None:
             raise StrategyError(
-                f"the strategy has codecs and {self.apart.words}; what a codec leaves out would "
+                "the strategy averages parameters and has an asynchronous server; keep one."
+            )
+        if self.apart is not None and self.stash is not None:
+            raise StrategyError(
+                f"the strategy has {self.apart.words}, and {self.stash.words}; keep one."
+            )
+        if self.apart is not None:
+            self.apart.check(self, graph)
+        if self.stash is not None:
+            self.stash.check(self)
+
+    def _check_codecs(self, cluster: Cluster) -> None:
+        if self.codecs and self.inexact is not None:
+            raise StrategyError(
+                f"the strategy has codecs and {self.inexact.words}; what a codec leaves out would "
                 "never be made up for, so keep one of the two."
             )
         seen: set[tuple[Traffic, tuple[int, ...]]] = set()

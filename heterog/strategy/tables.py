@@ -97,6 +97,7 @@ class GraphTables(NamedTuple):
     finished_parameter: IntArray
     # Recomputation; see ``recomputation``.
     op_is_backward: IntArray
+    op_is_late: IntArray  # 1: of the backward pass, and no write of what the forward pass made
     op_is_weights: IntArray  # 1: of the backward pass, and no other group waits for it
     op_recomputes: IntArray  # 1: before it its group's recomputation happens, if it has one
     recompute_start: IntArray  # ops that each group runs again  # [num_groups + 1]
@@ -280,6 +281,7 @@ class _Builder:
             "finished_start": _starts([len(rows) for rows in finished]),
             "finished_parameter": _ints([row for rows in finished for row in rows]),
             "op_is_backward": _ints([int(flag) for flag in self.is_backward]),
+            "op_is_late": _ints([int(self._is_late(row)) for row in range(len(self.ops))]),
             "op_is_weights": _ints(self._makes_weights_only()),
         }
 
@@ -289,6 +291,23 @@ class _Builder:
         if plan.scattered.intersection(made):
             return Recut.SUMMED
         return Recut.EXCHANGED if plan.exchanged.keys() & set(made) else Recut.NONE
+
+    def _is_late(self, row: int) -> bool:
+        """Whether an op belongs to the backward pass.
+
+        Buffers are written at the end of a step (running statistics, counters), but what the
+        forward pass makes of a buffer belongs to it.
+        """
+        inputs = self.graph.ops[self.ops[row]].inputs
+        if not self.is_backward[row] or len(inputs) != 2:
+            return self.is_backward[row]
+        graph, (into, value) = self.graph, inputs
+        maker = int(graph.producer[graph.storage[value]])
+        is_write = (
+            graph.ops[self.ops[row]].kind == "copy_.default"
+            and graph.tensors[into].kind == TensorKind.BUFFER
+        )
+        return not (is_write and (maker < 0 or graph.ops[maker].phase == Phase.FORWARD))
 
     def _recomputation_tables(self) -> dict[str, Any]:
         """Recomputation of each block, stored at its reader's group for the kernel."""

@@ -19,9 +19,10 @@ What the kernel does, in program order, for each micro-batch (``walk``):
    (``gradients``), but for ZeRO (``slices``).
 
 ``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
-``tape`` its output, ``resident`` the bytes that stay on a device for the whole step. Each file
-calls only files further down in this list: ``walk``, ``reduce``, ``serve``, ``recompute``,
-``slices``, ``gradients``, ``compute``, ``convert``, ``scratch``, ``choice``, ``tape``.
+``tape`` its output, ``resident`` the bytes that stay on a device for the whole step, ``stashed``
+those that a stash adds. Each file calls only files further down in this list: ``stashed``,
+``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``, ``compute``,
+``convert``, ``scratch``, ``choice``, ``tape``.
 """
 
 import numpy as np
@@ -39,9 +40,11 @@ from heterog.strategy.lowering.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
+from heterog.strategy.lowering.stashed import source_stages as source_stages
+from heterog.strategy.lowering.stashed import stash_bytes as stash_bytes
 from heterog.strategy.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
 from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
-from heterog.strategy.program import IntArray, Program
+from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
 
@@ -115,6 +118,25 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
     return encode_messages(tape, tables, choice.home, coded) if coded else tape
 
 
+def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+    """Bytes that stay on each device for the whole step, whatever they are for.
+
+    Args:
+        tape: Tape of the choice.
+        tables: The graph's tables.
+        choice: The choice.
+
+    Returns:
+        # [num_devices]
+    """
+    kept = resident_bytes(tables, choice)
+    if choice.codecs:
+        kept = kept + feedback_bytes(tape, choice.codecs, len(kept))
+    if len(choice.stage):
+        kept = kept + stash_bytes(tape, tables, choice)
+    return kept
+
+
 def used_channels(channel: IntArray, num_channels: int) -> tuple[IntArray, IntArray]:
     """Find the channels that some tasks use, and each task's index among them.
 
@@ -164,8 +186,7 @@ def program_from_tape(
         buffer_device=buffers["device"].copy(),
         buffer_bytes=buffers["num_bytes"].copy(),
         bucket=tape.bucket.copy(),
-        resident_bytes=resident_bytes(tables, choice)
-        + feedback_bytes(tape, choice.codecs, num_devices),
+        resident_bytes=kept_bytes(tape, tables, choice),
         # At least one, so that looking up the channels of all tasks finds one for -1, too.
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,

@@ -23,6 +23,7 @@ from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.stash import stages_of
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, GraphTables, Recut
 
@@ -69,6 +70,10 @@ NO_ROWS: IntArray = np.zeros((0, 0, 0, 0, 0), np.int32)
 """Value where the strategy cuts no sparse matrix by rows."""
 
 
+NO_STAGES: IntArray = np.zeros(0, np.int32)
+"""Of a strategy without a stash."""
+
+
 NO_BYTES: FloatArray = np.zeros(0)
 """Of a strategy without an asynchronous server."""
 
@@ -99,10 +104,13 @@ class Choice(NamedTuple):
     turns: Turns = NO_SCHEDULE
     # Rows that the entries of a sparse matrix make one device read of what another owns.
     sparse_rows: IntArray = NO_ROWS  # [matrices, reading division, division, reader, owner]
-    # For averaging or a server, in the mean of a step; set by the evaluator.
+    # For averaging, a server or a stash, in the mean of a step; set by the evaluator.
     averaging_s: float = 0.0
     num_copies: int = 0  # of all parameters, that are kept for averaging
     kept_bytes: FloatArray = NO_BYTES  # more than to train alone, for a server  # [num_devices]
+    # With a stash, the stage of each device, -1 for none, and the updates by which it is behind.
+    stage: IntArray = NO_STAGES  # [num_devices]
+    staleness: IntArray = NO_STAGES  # [num_devices]
     # Lanes of a fold that hold whole slice groups; 0: there is none, -1: any number of them does.
     num_slice_lanes: int = -1
     codecs: tuple[CodedChannel, ...] = ()  # kernels get none
@@ -453,6 +461,18 @@ def _kept_bytes(strategy: Strategy, tables: GraphTables, channels: ChannelTable)
     return np.array(kept)
 
 
+def _stages(strategy: Strategy, num_devices: int) -> tuple[IntArray, IntArray]:
+    """Stage and staleness of each device; empty without a stash."""
+    if strategy.stash is None:
+        return NO_STAGES, NO_STAGES
+    stages = stages_of(strategy)
+    stage, staleness = np.full(num_devices, -1, np.int32), np.zeros(num_devices, np.int32)
+    for number, devices in enumerate(stages):
+        stage[list(devices)] = number
+        staleness[list(devices)] = strategy.stash.staleness(number, len(stages))
+    return stage, staleness
+
+
 def encode(
     strategy: Strategy, tables: GraphTables, channels: ChannelTable, *, num_steps: int
 ) -> Choice:
@@ -470,9 +490,12 @@ def encode(
         num_steps=num_steps,
         within_teams=strategy.apart is not None,
     )
+    stage, staleness = _stages(strategy, channels.cluster.num_devices)
     return choice._replace(
         num_copies=0 if averaging is None else averaging.num_copies,
         kept_bytes=_kept_bytes(strategy, tables, channels),
+        stage=stage,
+        staleness=staleness,
         codecs=coded_channels(strategy.codecs, channels),
     )
 

@@ -1,0 +1,257 @@
+"""``stash``: pipelines whose stages do not wait, and keep older weights for batches under way.
+
+Only where a person asks for it (``--asynchronous stash=1``), because the weights that come out are
+not those of one device. It is a row beside the exact methods.
+
+Stages are those of ``pipeline``: whole machines or single devices in many sequences. For each the
+cut is found by dynamic programming whose slowest stage is as fast as possible, because that is a
+step's time where messages are short; groups count with the memory of all batches that their stage
+has under way. Then boundaries of the best are moved, one group at a time. The stages of exact
+pipelines that other methods have found are tried, too.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from heterog.errors import HeterogError, StrategyError
+from heterog.names import shown
+from heterog.planners.averaged import beside_exact, by_preference, nothing
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.planners.pipeline import Stages, stage_sequences
+from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.planners.tuned_uniform import tuned_decision
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.program import FloatArray
+from heterog.strategy.stash import WeightStash
+from heterog.strategy.stash_phases import stage_fault
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+
+STASH = "stash"
+"""Name of the row, and the word that asks for it."""
+_MOST_TRIED = 40
+"""Most sequences of stages that are simulated, those with the shortest estimates first."""
+_MOST_MOVED = 12
+"""Most times that a boundary is moved."""
+
+_Tried = tuple[Evaluation, Strategy]
+
+
+def parse_stash(text: str) -> WeightStash:
+    """The stash that ``--asynchronous`` asks for.
+
+    >>> parse_stash("stash=1").boundary_steps
+    1
+
+    Raises:
+        HeterogError: it is not a number of steps.
+    """
+    value = text.partition("=")[2].strip()
+    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+        raise HeterogError(
+            f"--asynchronous has {shown(text)}; a stash needs the number of steps that each "
+            "boundary between stages may add to the age of weights: stash=1 is PipeDream's, "
+            "stash=2 leaves messages more time."
+        )
+    return WeightStash(boundary_steps=int(value))
+
+
+class StashedPipelines:
+    """Searches the best stages for one stash.
+
+    Args:
+        stash: The stash that was asked for.
+    """
+
+    name = STASH
+    stage = "search"
+
+    def __init__(self, stash: WeightStash) -> None:
+        self.stash = stash
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try balanced cuts of all sequences of stages, then cuts nearby."""
+        evaluator, begin_s = problem.evaluator, time.perf_counter()
+        if not problem.step_barrier:
+            return nothing("a stash needs a step barrier; leave --no-step-barrier out")
+        spending = problem.spend()
+        tried: list[_Tried] = []
+        faults: list[str] = []
+        with spending.limits():
+            for strategy in self._strategies(problem):
+                fault = _fault(evaluator, strategy)
+                if fault:
+                    faults.append(fault)
+                    continue
+                tried.append((evaluator.evaluate(strategy, Order.FIFO), strategy))
+            if tried and not min(tried, key=by_preference)[0].is_ok:
+                leaner = _recomputing(min(tried, key=by_preference)[1])
+                tried.append((evaluator.evaluate(leaner, Order.FIFO), leaner))
+            if tried:
+                tried += self._moved(evaluator, min(tried, key=by_preference))
+        if not tried:
+            return nothing(faults[0] if faults else "no two stages have layers and devices")
+        tried.sort(key=by_preference)
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in tried[:3]
+            ),
+            num_evaluations=spending.evaluations,
+            search_seconds=time.perf_counter() - begin_s,
+            note=beside_exact(self.stash.words, tried[0][0], problem),
+        )
+
+    def _strategies(self, problem: Problem) -> Iterator[Strategy]:
+        """Stages of exact pipelines, then balanced cuts of many sequences."""
+        evaluator = problem.evaluator
+        found: dict[Strategy, None] = {}
+        for seed in problem.seeds:
+            strategy = self._of_exact(seed.strategy)
+            if strategy is not None:
+                found.setdefault(strategy)
+        costs = _Costs(evaluator, self.stash)
+        sequences = [
+            each
+            for each in stage_sequences(evaluator.cluster)
+            if 1 < len(each) <= evaluator.tables.num_groups
+        ]
+        cuts = [(costs.balanced(stages), stages) for stages in sequences]
+        for (_, starts), stages in sorted(cuts, key=lambda pair: pair[0][0])[:_MOST_TRIED]:
+            found.setdefault(self._strategy(evaluator, stages, starts))
+        yield from found
+
+    def _of_exact(self, exact: Strategy) -> Strategy | None:
+        """The stages of an exact pipeline with a stash; ``None`` if it has none."""
+        strategy = replace(
+            exact, micro_batches=(), schedule=AS_IT_COMES, blocks=(), stash=self.stash
+        )
+        try:
+            self.stash.check(strategy)
+        except StrategyError:
+            return None
+        return strategy
+
+    def _strategy(self, evaluator: Evaluator, stages: Stages, starts: tuple[int, ...]) -> Strategy:
+        """The strategy whose stages begin at the given groups."""
+        graph, cluster = evaluator.graph, evaluator.cluster
+        speeds = device_speeds(evaluator)
+        ends = (*starts[1:], evaluator.tables.num_groups)
+        decisions: list[Decision] = []
+        for devices, first, end in zip(stages, starts, ends, strict=True):
+            decisions += [tuned_decision(evaluator, devices, speeds)] * (end - first)
+        return Strategy(
+            graph=graph.fingerprint,
+            cluster=cluster.fingerprint(),
+            decisions=tuple(decisions),
+            homes=(REPLICATED,) * len(graph.updates),
+            stash=self.stash,
+        )
+
+    def _moved(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
+        """Move boundaries between stages while that helps."""
+        for _ in range(_MOST_MOVED):
+            found = [
+                (evaluator.evaluate(strategy, Order.FIFO), strategy)
+                for strategy in _with_a_boundary_moved(best[1])
+                if not _fault(evaluator, strategy)
+            ]
+            yield from found
+            better = min(found, key=by_preference, default=best)
+            if by_preference(better) >= by_preference(best):
+                return
+            best = better
+
+
+class _Costs:
+    """Seconds and bytes of groups on stages, for cuts of the chain of groups."""
+
+    def __init__(self, evaluator: Evaluator, stash: WeightStash) -> None:
+        self._evaluator = evaluator
+        self._stash = stash
+        self._speeds = device_speeds(evaluator)
+        self._kept = parameter_bytes(evaluator)
+        self._weights = self._kept / (2.0 + evaluator.tables.state_ratio)
+        self._saved = activation_bytes(evaluator)
+        self._by_share: dict[tuple[int, int], FloatArray] = {}
+
+    def balanced(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
+        """The best cut of a sequence of stages.
+
+        Returns:
+            Seconds of the slowest stage, and the first group of each stage.
+        """
+        count, num_groups = len(stages), self._evaluator.tables.num_groups
+        usable = [device.usable_memory_bytes for device in self._evaluator.cluster.devices]
+        seconds = np.stack([self._seconds(devices) for devices in stages], axis=1)
+        memory = np.stack([self._bytes(n, stages) for n in range(count)], axis=1)
+        room = np.array([float(min(usable[d] for d in devices)) for devices in stages])
+        placement = np.array(balanced_chain(seconds, memory, room))
+        # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
+        lowest = np.arange(1, count)
+        cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
+        cuts = np.minimum(np.maximum.accumulate(cuts), num_groups - lowest[::-1])
+        starts = (0, *(int(cut) for cut in cuts))
+        return float(np.add.reduceat(seconds, starts, axis=0).diagonal().max()), starts
+
+    def _seconds(self, devices: tuple[int, ...]) -> FloatArray:
+        """Seconds of each group on the device of a stage that takes longest."""
+        evaluator = self._evaluator
+        weights = tuple(self._speeds[device] for device in devices)
+        shares = split_in_proportion(evaluator.graph.batch_size, weights)
+        kinds = [evaluator.cluster.type_index[device] for device in devices]
+        each = [self._of_share(kind, share) for kind, share in zip(kinds, shares, strict=True)]
+        found: FloatArray = np.max(each, axis=0)
+        return found
+
+    def _of_share(self, kind: int, samples: int) -> FloatArray:
+        """Seconds of each group on a device type with some samples."""
+        if (kind, samples) not in self._by_share:
+            tables = self._evaluator.tables
+            found = np.full(tables.num_groups, 1e-9)
+            if samples:
+                inside = tables.op_group >= 0
+                seconds = self._evaluator.op_seconds(kind, samples)
+                np.add.at(found, tables.op_group[inside], seconds[inside])
+            self._by_share[kind, samples] = found
+        return self._by_share[kind, samples]
+
+    def _bytes(self, stage: int, stages: Stages) -> FloatArray:
+        """Bytes that each group keeps on a device of a stage."""
+        behind = self._stash.staleness(stage, len(stages))
+        saved = self._saved * (behind + 1) / len(stages[stage])
+        return self._kept + behind * self._weights + saved
+
+
+def _with_a_boundary_moved(strategy: Strategy) -> Iterator[Strategy]:
+    """Strategies with one boundary between stages one or two groups earlier or later."""
+    decisions, count = strategy.decisions, len(strategy.decisions)
+    for start in range(1, count):
+        if decisions[start] == decisions[start - 1]:
+            continue
+        for step in (-2, -1, 1, 2):
+            first, end = sorted((start, start + step))
+            # The stage that shrinks keeps a group.
+            if first < 1 or end > count - 1 or len(set(decisions[first:end])) > 1:
+                continue
+            taken = decisions[start] if step < 0 else decisions[start - 1]
+            moved = (*decisions[:first], *(taken,) * (end - first), *decisions[end:])
+            if set(moved) == set(decisions):
+                yield replace(strategy, decisions=moved)
+
+
+def _recomputing(strategy: Strategy) -> Strategy:
+    """The same with all stages dropping what they can recompute in their backward passes."""
+    decisions = tuple(replace(each, recompute=True) for each in strategy.decisions)
+    return replace(strategy, decisions=decisions)
+
+
+def _fault(evaluator: Evaluator, strategy: Strategy) -> str:
+    """Why stages cannot run batches apart; empty if they can."""
+    program = evaluator.program(evaluator.encode(strategy))
+    return stage_fault(program, strategy, evaluator.tables)

@@ -1,0 +1,275 @@
+"""Pipelines whose stages do not wait, on real ranks: several batches of a rank are under way.
+
+A call with batch n has four moments, in this order:
+
+- The rank begins to receive what earlier stages send it of batch n.
+- It runs the backward pass of its oldest batch, n - 1 - d with d its staleness, and updates.
+- It begins to receive gradients for the batch that is now the oldest.
+- It runs the forward pass of batch n, with the weights as they are now.
+
+So messages travel while the rank computes. Each batch under way has an executor of its own, which
+reads the weights that its forward pass began with. These are no copies: the parameters get new
+memory before an update, and the old one stays as long as a batch reads it.
+
+Nothing can deadlock: what a moment waits for was sent in the same call by an earlier stage, or by
+a later stage in the same call or in one before; a stage sends gradients before it waits for
+inputs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+
+import torch
+from torch import Tensor, nn
+
+from heterog.runtime.collectives import Pending
+from heterog.runtime.executor import StepExecutor
+from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.recorder import Recorder
+from heterog.runtime.step_order import LOSS, DueTask, StepOrder
+from heterog.strategy.program import TaskKind
+from heterog.strategy.stash import stage_of, stages_of
+from heterog.strategy.stash_phases import is_of_backward
+from heterog.strategy.strategy import Strategy
+
+
+class Moment(IntEnum):
+    """Parts of a call, in order."""
+
+    RECEIVE_INPUTS = 0
+    BACKWARD = 1
+    RECEIVE_GRADIENTS = 2
+    FORWARD = 3
+
+
+class StashedWeights:
+    """The parameters of a rank as they were when the forward pass of one batch began.
+
+    Args:
+        live: The rank's parameters, by tensor id.
+    """
+
+    def __init__(self, live: Mapping[int, nn.Parameter]) -> None:
+        self._live = live
+        self._kept: dict[int, Tensor] = {}
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a batch still reads them."""
+        return bool(self._kept)
+
+    def keep(self) -> None:
+        """Keep the parameters' memory as it is now."""
+        self._kept = {tensor: value.detach() for tensor, value in self._live.items()}
+
+    def drop(self) -> None:
+        """Let the memory go that is kept."""
+        self._kept = {}
+
+    def read(self, tensor: int) -> Tensor:
+        """A parameter as it was, by tensor id."""
+        return self._kept[tensor]
+
+
+class TurnsByMoment:
+    """The turns of a step, by the moment of a call in which a rank takes them.
+
+    Args:
+        seen: The program; which rank it is seen from does not matter.
+        order: Order of a step.
+
+    Attributes:
+        order: The same order with all turns of the forward pass first, as ranks take them.
+    """
+
+    def __init__(self, seen: RankProgram, order: StepOrder) -> None:
+        self._seen = seen
+        program = seen.program
+        late = is_of_backward(program.kind, program.subject, seen.tables).tolist()
+        self._is_late: list[bool] = late
+        stages = stages_of(seen.strategy)
+        self._stage = {device: number for number, own in enumerate(stages) for device in own}
+        self.order = StepOrder(
+            sorted(order.turns, key=lambda turn: turn.task != LOSS and late[turn.task]), []
+        )
+
+    def of(self, moment: Moment, stage: int) -> list[DueTask]:
+        """The turns of a stage's ranks in a moment."""
+        return [turn for turn in self.order.turns if self._moment(turn.task, stage) == moment]
+
+    def _moment(self, task: int, stage: int) -> Moment | None:
+        """Moment of a task on a stage; ``None`` if the stage takes no part in it."""
+        if task == LOSS:
+            return Moment.FORWARD
+        seen, is_late = self._seen, self._is_late[task]
+        if seen.kinds[task] is TaskKind.SEND:
+            src, dst = (self._stage[device] for device in seen.channel(task).devices)
+            if src != dst and stage == dst:
+                return Moment.RECEIVE_GRADIENTS if is_late else Moment.RECEIVE_INPUTS
+        return Moment.BACKWARD if is_late else Moment.FORWARD
+
+
+class _Pass:
+    """A batch under way on a rank, or room for one.
+
+    Attributes:
+        weights: Weights that the batch reads.
+        executor: Executor of the batch.
+        receives_gradients: Whether the rank has begun to receive gradients for it.
+    """
+
+    def __init__(self, weights: StashedWeights, executor: StepExecutor) -> None:
+        self.weights = weights
+        self.executor = executor
+        self.receives_gradients = False
+
+
+class StashedTraining:
+    """The batches under way on one rank.
+
+    Args:
+        turns: Turns of a step by moments, the same on all ranks.
+        strategy: Strategy with a stash.
+        rank: Number of this rank.
+        parameters: Parameters of this rank, by tensor id.
+        make_executor: Function that makes an executor that reads the given weights and follows
+            ``turns.order``.
+
+    Attributes:
+        loss_delay: Number of calls after which the loss of a batch is returned, the same on all
+            ranks: the staleness of the first stage.
+    """
+
+    def __init__(
+        self,
+        turns: TurnsByMoment,
+        strategy: Strategy,
+        rank: int,
+        parameters: Mapping[int, nn.Parameter],
+        make_executor: Callable[[StashedWeights], StepExecutor],
+    ) -> None:
+        assert strategy.stash is not None
+        num_stages, stage = len(stages_of(strategy)), stage_of(strategy, rank)
+        self.loss_delay = strategy.stash.staleness(0, num_stages)
+        self._staleness = 0 if stage is None else strategy.stash.staleness(stage, num_stages)
+        self._late_losses: list[float] = []
+        self._parameters = parameters
+        self._turns: dict[Moment, list[DueTask]] = {moment: [] for moment in Moment}
+        self._free: list[_Pass] = []
+        for _ in range(self._staleness + 2):
+            weights = StashedWeights(parameters)
+            self._free.append(_Pass(weights, make_executor(weights)))
+        own = set(self._free[0].executor.turns)
+        for moment in Moment:
+            every = turns.of(moment, -1 if stage is None else stage)
+            self._turns[moment] = [turn for turn in every if turn in own]
+        self._under_way: deque[_Pass] = deque()
+        self._losses: deque[Pending] = deque()
+
+    @property
+    def executors(self) -> list[StepExecutor]:
+        """Executors of all batches that may be under way."""
+        return [each.executor for each in (*self._under_way, *self._free)]
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have a recorder notified of every task of the next batches, or nobody."""
+        for executor in self.executors:
+            executor.recorder = recorder
+
+    def is_alike(self) -> bool:
+        """Whether all stages have made an update with every batch."""
+        return not self._under_way
+
+    def __call__(self, batch: Mapping[int, Tensor], number: int) -> Tensor:
+        """Begin a batch, and end an older one.
+
+        Args:
+            batch: The global batch, by tensor id.
+            number: Number of steps before it since the start of training.
+
+        Returns:
+            The loss of the batch ``loss_delay`` calls before, the same on every rank; not a number
+            if there was none since the last ``settle``.
+        """
+        with torch.no_grad():
+            self.begin(batch, number)
+            for moment in Moment:
+                self._play(moment)
+            return self.end()
+
+    def begin(self, batch: Mapping[int, Tensor], number: int) -> None:
+        """Begin a call, which ``rehearsal`` goes through part by part."""
+        new = self._free.pop()
+        new.executor.num_steps = number
+        new.executor.begin(batch)
+        new.receives_gradients = False
+        self._under_way.append(new)
+
+    def enter(self, moment: Moment, *, is_last: bool = False) -> _Pass | None:
+        """Begin a moment; returns the batch that it is about, ``None`` if there is none yet.
+
+        Args:
+            moment: The moment.
+            is_last: Whether no more batches come, so that the oldest one need not wait for any.
+        """
+        oldest, newest = self._under_way[0], self._under_way[-1]
+        if moment == Moment.RECEIVE_INPUTS:
+            return newest
+        if moment == Moment.FORWARD:
+            newest.weights.keep()
+            return newest
+        if moment == Moment.BACKWARD:
+            return oldest if is_last or len(self._under_way) > self._staleness + 1 else None
+        if oldest.receives_gradients or not (is_last or len(self._under_way) > self._staleness):
+            return None
+        oldest.receives_gradients = True
+        return oldest
+
+    def leave(self, moment: Moment, ended: _Pass | None) -> None:
+        """End a moment that was about a batch."""
+        if ended is None:
+            return
+        if moment == Moment.FORWARD:
+            self._losses.append(ended.executor.end_forward())
+        if moment == Moment.BACKWARD:
+            self._under_way.popleft()
+            ended.weights.drop()
+            if any(each.weights.is_kept for each in self._under_way):
+                self._move_on()
+            ended.executor.end_backward()
+            self._free.append(ended)
+
+    def end(self) -> Tensor:
+        """End a call; returns its loss."""
+        if len(self._losses) <= self.loss_delay:
+            return torch.tensor(torch.nan)
+        return self._losses.popleft().wait()
+
+    def settle(self) -> None:
+        """End all batches that are under way; every rank has to call it."""
+        if self.is_alike():
+            return
+        with torch.no_grad():
+            while not self.is_alike():
+                self._play(Moment.RECEIVE_GRADIENTS, is_last=True)
+                self._play(Moment.BACKWARD, is_last=True)
+        self._late_losses += [float(each.wait()) for each in self._losses]
+        self._losses.clear()
+
+    def take_late_losses(self) -> list[float]:
+        """Losses that no call has returned, of the last batches before each ``settle``."""
+        found, self._late_losses = self._late_losses, []
+        return found
+
+    def _play(self, moment: Moment, *, is_last: bool = False) -> None:
+        about = self.enter(moment, is_last=is_last)
+        if about is not None:
+            for turn in self._turns[moment]:
+                about.executor.take(turn)
+        self.leave(moment, about)
+
+    def _move_on(self) -> None:
+        """Give the parameters new memory, because batches under way read the old one."""
+        for value in self._parameters.values():
+            value.data = value.data.clone()

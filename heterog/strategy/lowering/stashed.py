@@ -1,0 +1,68 @@
+"""What a stash keeps on each device, beside what a step needs on its own."""
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.strategy.stash_phases import is_of_backward
+from heterog.strategy.tables import GraphTables
+
+
+def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+    """Bytes that a stash adds to each device.
+
+    A device that is d updates behind keeps d more versions of its weights, and what d more batches
+    have left for their backward passes; and messages may come before they are needed.
+
+    Args:
+        tape: Tape of one step.
+        tables: The graph's tables.
+        choice: The choice that it was lowered from, with a stash.
+
+    Returns:
+        # [num_devices]
+    """
+    holds = choice.member[choice.division[tables.parameter_group]]
+    weights = (tables.parameter_bytes[:, None] * holds).sum(0)
+    tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
+    reads, buffers = tape.reads[: tape.counts[NUM_READS]], tape.buffers[: tape.counts[NUM_BUFFERS]]
+    is_late = is_of_backward(tasks["kind"], tasks["subject"], tables)
+    ends = np.append(tasks["read_start"], tape.counts[NUM_READS])
+    is_read_late = np.zeros(len(buffers), np.bool_)
+    is_read_late[reads[np.repeat(is_late, np.diff(ends))]] = True
+    maker = buffers["maker"]
+    is_saved = is_read_late & ~is_late[maker]
+    source, target = source_stages(tape, choice.stage), _stage(choice.stage, tasks["device"])
+    is_message = tasks["kind"] >= FIRST_LINK_KIND
+    comes = (is_message & (target >= 0) & (source != target))[maker]
+    saved = _by_device(buffers, is_saved, len(weights))
+    kept: FloatArray = choice.staleness * (saved + weights)
+    return kept + _by_device(buffers, comes, len(weights))
+
+
+def _by_device(
+    buffers: npt.NDArray[np.void], chosen: npt.NDArray[np.bool_], num_devices: int
+) -> FloatArray:
+    """Bytes of some buffers on each device."""
+    here = chosen & (buffers["device"] >= 0)
+    sizes = buffers["num_bytes"][here]
+    found: FloatArray = np.bincount(buffers["device"][here], sizes, num_devices)
+    return found
+
+
+def source_stages(tape: Tape, stage: IntArray) -> IntArray:
+    """Stage of the device whose buffer each task reads first, -1 for none.  # [num_tasks]"""
+    count = int(tape.counts[NUM_TASKS])
+    starts = np.append(tape.tasks["read_start"][:count], tape.counts[NUM_READS])
+    found = np.full(count, -1, np.int32)
+    has_reads = np.diff(starts) > 0
+    first = tape.reads[starts[:-1][has_reads]]
+    found[has_reads] = _stage(stage, tape.buffers["device"][first])
+    return found
+
+
+def _stage(stage: IntArray, device: IntArray) -> IntArray:
+    """Stage of each device of an array, -1 for no device."""
+    return np.append(stage, np.int32(-1))[device]

@@ -1,0 +1,132 @@
+"""Weight stashes: a pipeline whose stages never wait for a step to end.
+
+Of a pipeline of S stages, stage s is K (S - 1 - s) steps behind the last one with its backward
+passes: while the gradient of a batch is on its way back, the stage runs the forward passes of the
+batches after it. The backward pass of a batch uses the weights that its forward pass used, which
+the stage keeps until then: its *stash*. With w_s(n) the weights of stage s after n updates, and
+d_s = K (S - 1 - s), the update with batch t is
+
+    w_s(t + 1) = step(w_s(t), grad_s loss_t(w_0(t - d_0), ..., w_{S-1}(t - d_{S-1})))
+
+where versions before the first one are the first. For K = 1 that is PipeDream's weight stashing
+(Narayanan et al. 2019, section 3.3), with whole batches in the place of its minibatches. Larger K
+leave messages more time to travel. With K = 0 every stage waits for the gradient of its own batch:
+one device's step.
+
+Each step makes one update with the gradient of a whole batch, as an exact step does, but of older
+weights, so a strategy has a stash only where a person asked for it.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from heterog.errors import StrategyError
+
+if TYPE_CHECKING:
+    from heterog.strategy.strategy import Decision, Strategy
+
+MOST_BOUNDARY_STEPS = 1000
+"""Most steps that a boundary may add; memory ends long before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStash:
+    """Staleness of a pipeline's stages.
+
+    Attributes:
+        boundary_steps: Number K of steps that every boundary between stages adds to the staleness
+            of the stages before it.
+    """
+
+    boundary_steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.boundary_steps <= MOST_BOUNDARY_STEPS:
+            raise StrategyError(
+                f"a stash with {self.boundary_steps} steps for each boundary of stages; give a "
+                f"number from 0 to {MOST_BOUNDARY_STEPS:,} (1 is PipeDream's)."
+            )
+
+    def staleness(self, stage: int, num_stages: int) -> int:
+        """Number d_s of updates between the weights of a gradient and those that it changes.
+
+        >>> [WeightStash(boundary_steps=2).staleness(stage, 3) for stage in range(3)]
+        [4, 2, 0]
+        """
+        return self.boundary_steps * (num_stages - 1 - stage)
+
+    @property
+    def words(self) -> str:
+        """The stash in a sentence.
+
+        >>> WeightStash(boundary_steps=1).words
+        'stages that do not wait, with weights up to 1 step older for each later stage'
+        """
+        steps = "1 step" if self.boundary_steps == 1 else f"{self.boundary_steps} steps"
+        return f"stages that do not wait, with weights up to {steps} older for each later stage"
+
+    def check(self, strategy: "Strategy") -> None:
+        """Refuse a strategy that is no pipeline of stages with replicas of whole parameters.
+
+        Which values flow between stages is found in its program; see ``stash_phases``.
+
+        Raises:
+            StrategyError: something does not fit; the message says what.
+        """
+        if not strategy.step_barrier:
+            raise StrategyError("a stash needs steps that end with all updates; plan with them.")
+        if strategy.op_rules:
+            raise StrategyError(
+                "a stash goes with whole parameters only, but the strategy has rules that cut "
+                "ops; plan without op rules."
+            )
+        if strategy.num_micro_batches > 1:
+            raise StrategyError(
+                f"a stash goes with whole batches, but the strategy has "
+                f"{strategy.num_micro_batches} micro-batches; batches fill the pipeline instead, "
+                "so plan with one."
+            )
+        for decision in dict.fromkeys(strategy.decisions):
+            _check_decision(decision)
+        if len(stages_of(strategy)) < 2:
+            raise StrategyError(
+                "a stash needs at least two stages that share no device, but the groups' devices "
+                f"{sorted({d for each in strategy.decisions for d in each.devices})} belong "
+                "together; cut the model into stages."
+            )
+
+
+def _check_decision(decision: "Decision") -> None:
+    if decision.teams:
+        raise StrategyError(
+            f"a stash goes with stages of one team, but devices {decision.devices} are in "
+            f"{len(decision.teams)}; plan without teams."
+        )
+    if decision.sync.is_sharded or decision.sync.is_served:
+        raise StrategyError(
+            "a stash goes with replicas that keep all of the training state, not with "
+            f"{decision.sync.name.lower()}; choose ring, hierarchical or "
+            "reduce_scatter_all_gather inside stages."
+        )
+
+
+def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
+    """Devices of each stage, ascending, in the order of the model's groups.
+
+    Devices of one decision are in one stage.
+    """
+    stages: list[set[int]] = []
+    for decision in dict.fromkeys(strategy.decisions):
+        touched = [stage for stage in stages if not stage.isdisjoint(decision.devices)]
+        if not touched:
+            stages.append(set(decision.devices))
+            continue
+        touched[0].update(decision.devices, *touched[1:])
+        stages = [stage for stage in stages if stage not in touched[1:]]
+    return tuple(tuple(sorted(stage)) for stage in stages)
+
+
+def stage_of(strategy: "Strategy", device: int) -> int | None:
+    """Number of a device's stage; ``None`` for one that takes no part in training."""
+    found = (number for number, own in enumerate(stages_of(strategy)) if device in own)
+    return next(found, None)

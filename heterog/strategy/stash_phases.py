@@ -1,0 +1,86 @@
+"""Which tasks of a program belong to the backward pass, and whether stages can run them apart.
+
+With a stash a stage runs the forward pass of one batch and the backward pass of another. So
+every task belongs to one of the two, and a value of the forward pass may only go to later stages,
+one of the backward pass only to earlier ones.
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.strategy.program import FIRST_LINK_KIND, IntArray, Program, TaskKind
+from heterog.strategy.stash import stages_of
+from heterog.strategy.strategy import Strategy
+from heterog.strategy.tables import GraphTables
+
+BoolArray = npt.NDArray[np.bool_]
+AnyIntegers = npt.NDArray[np.integer[Any]]
+
+_OF_SLOTS = (
+    *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
+    *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+)
+
+
+def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
+    """Whether each task belongs to the backward pass of its batch.
+
+    A move of a value belongs where the value is made; updates, sums of gradients and what is
+    recomputed belong to the backward pass.
+
+    Args:
+        kind: ``TaskKind`` of each task.  # [num_tasks]
+        subject: Subject of each task.  # [num_tasks]
+        tables: The graph's tables, by which subjects are numbered.
+
+    Returns:
+        # [num_tasks]
+    """
+    found = np.ones(len(kind), np.bool_)
+    of_op = kind == TaskKind.COMPUTE
+    found[of_op] = tables.op_is_late[subject[of_op]] > 0
+    of_value = np.isin(kind, _OF_SLOTS)
+    found[of_value] = tables.op_is_late[
+        tables.value_op[tables.slot_value[subject[of_value]]]
+    ].astype(np.bool_)
+    scattered = kind == TaskKind.SCATTER_VALUE
+    found[scattered] = tables.op_is_late[tables.value_op[subject[scattered]]] > 0
+    return found
+
+
+def stage_fault(program: Program, strategy: Strategy, tables: GraphTables) -> str:
+    """Find why stages cannot run batches apart from each other; empty if they can.
+
+    Args:
+        program: Program of one step.
+        strategy: Strategy that it was lowered from.
+        tables: The graph's tables.
+    """
+    if strategy.stash is None:
+        return ""
+    stages = stages_of(strategy)
+    stage = {device: number for number, own in enumerate(stages) for device in own}
+    is_late = is_of_backward(program.kind, program.subject, tables)
+    for task in np.flatnonzero(program.kind >= FIRST_LINK_KIND).tolist():
+        devices = program.channels[int(program.channel[task])].devices
+        met = [stage.get(device, -1) for device in devices]
+        if len(set(met)) == 1:
+            continue
+        goes_on = met[0] < met[-1] if not is_late[task] else met[0] > met[-1]
+        if program.kind[task] != TaskKind.SEND or -1 in met or not goes_on:
+            return (
+                f"devices {devices} of several stages exchange a value of the "
+                f"{'backward' if is_late[task] else 'forward'} pass, which with a stash goes from "
+                f"a stage to {'earlier' if is_late[task] else 'later'} ones only; cut the model "
+                "where one value follows from the others, and keep shared parameters in one stage"
+            )
+    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    maker = program.buffer_maker[program.read_buffer]
+    if (is_late[maker] & ~is_late[reader]).any():
+        return (
+            "an op of the forward pass reads what the backward pass makes, so that with a stash "
+            "it would wait for a later batch; plan without the stash"
+        )
+    return ""

@@ -1,0 +1,134 @@
+"""A stash of weights as a row beside exact methods: asked for, priced, kept in files."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heterog.errors import HeterogError, StrategyError
+from heterog.export.folder import ExportError
+from heterog.export.uniform import uniform_micro_batches
+from heterog.healing.job import HealingJob
+from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.served import asynchronous_method
+from heterog.planners.stashed import StashedPipelines
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.memory_breakdown import MemoryKind, memory_fit
+from heterog.strategy.averaging import Averaging
+from heterog.strategy.codec import Codec, CodecKind, CodecRule, Traffic
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
+from heterog.strategy.stash import WeightStash, stages_of
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.strategies import cluster, graph_of, plan_of
+from tests.simulator.builders import cluster_of
+from tests.simulator.test_stash import pipeline
+
+STASH = WeightStash(boundary_steps=1)
+
+
+def test_stages_are_devices_that_share_decisions() -> None:
+    strategy = pipeline("mlp", 1)
+    assert stages_of(strategy) == ((0,), (1,), (2,))
+    first, *_, last = strategy.decisions
+    pair = Decision(devices=(0, 2), shares=(3, 5))
+    joined = replace(strategy, decisions=(first, *strategy.decisions[1:-1], pair))
+    assert stages_of(joined) == ((0, 2), (1,))
+    assert last != pair
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"step_barrier": False}, "needs steps that end with all updates"),
+        ({"micro_batches": ((4, 4), (0, 0), (0, 0))}, "the strategy has 2 micro-batches"),
+        ({"averaging": Averaging(every=2)}, "keep one"),
+        (
+            {
+                "codecs": (
+                    CodecRule(
+                        traffic=Traffic.GRADIENTS,
+                        devices=(0, 1),
+                        codec=Codec(kind=CodecKind.FP16),
+                    ),
+                )
+            },
+            "codecs and stages that do not wait",
+        ),
+    ],
+)
+def test_what_does_not_go_with_a_stash_is_refused(change: dict[str, object], text: str) -> None:
+    strategy = replace(pipeline("mlp", 1), **change)  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match=text):
+        strategy.check(graph_of("mlp"), cluster())
+
+
+@pytest.mark.parametrize(
+    ("decision", "text"),
+    [
+        (Decision(devices=(0, 1, 2), shares=(5, 2, 1)), "at least two stages"),
+        (Decision(devices=(0, 1), shares=(5, 3), sync=Sync.ZERO1), "not with zero1"),
+        (Decision(devices=(0, 1), shares=(5, 3), teams=((0,), (1,))), "stages of one team"),
+    ],
+)
+def test_what_is_no_pipeline_of_whole_replicas_is_refused(decision: Decision, text: str) -> None:
+    strategy = pipeline("mlp", 1)
+    whole = replace(strategy, decisions=(decision,) * len(strategy.decisions))
+    with pytest.raises(StrategyError, match=text):
+        whole.check(graph_of("mlp"), cluster())
+
+
+def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
+    strategy = pipeline("mlp", 2)
+    document = strategy_to_dict(strategy)
+    assert strategy_from_dict(document) == strategy
+    assert "stash" not in strategy_to_dict(replace(strategy, stash=None))
+    for wrong in ({"boundary_steps": -1}, {"boundary_steps": 10**6}, {"more": 1}, {}):
+        with pytest.raises(StrategyError):
+            strategy_from_dict(document | {"stash": wrong})
+
+
+@pytest.mark.parametrize("text", ["stash", "stash=", "stash=x", "stash=-1", "stash=1,delay=2"])
+def test_words_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(HeterogError, match="--asynchronous"):
+        asynchronous_method(text)
+
+
+def test_it_is_a_row_of_its_own_and_never_comes_unasked(tmp_path: Path) -> None:
+    graph = graph_of("mlp")
+    unlike = cluster_of((0.1, ["T4"]), (0.1, ["T4"]), (0.1, ["P100-16GB"]))
+    method = asynchronous_method("stash=2")
+    assert isinstance(method, StashedPipelines)
+    plan = make_plan(graph, unlike, methods=("cp_ar",), budget="10e", asynchronous=method)
+    assert [row.method for row in plan.rows] == ["cp_ar", "stash"]
+    assert "not exact: stages that do not wait" in plan.rows[1].note
+    assert "as the best exact plan" in plan.rows[1].note
+    candidate = plan.rows[1].candidate
+    assert candidate is not None
+    assert candidate.strategy.stash == WeightStash(boundary_steps=2)
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").strategy == plan.strategy
+
+
+def test_a_tied_parameter_of_the_first_and_the_last_stage_is_refused_in_words() -> None:
+    graph = graph_of("language")
+    plan = make_plan(
+        graph, cluster(), methods=("cp_ar",), budget="10e", asynchronous=StashedPipelines(STASH)
+    )
+    row = plan.rows[1]
+    assert row.candidate is None or len(stages_of(row.candidate.strategy)) > 1
+    if row.candidate is None:
+        assert "keep shared parameters in one stage" in row.shortage
+
+
+def test_what_cannot_wait_refuses_the_plan_and_memory_says_what_is_kept(tmp_path: Path) -> None:
+    strategy: Strategy = pipeline("mlp", 1)
+    plan = plan_of(graph_of("mlp"), strategy)
+    with pytest.raises(ExportError, match="stages that do not wait"):
+        uniform_micro_batches(plan, "ddp")
+    plan.save(tmp_path / "plan.json")
+    with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
+        HealingJob(tmp_path / "plan.json", num_steps=1)
+    fit = memory_fit(Evaluator(graph_of("mlp"), cluster()), strategy, Order.FIFO)
+    kept = [device.bytes_of(MemoryKind.STASH) for device in fit.devices]
+    assert kept[2] < min(kept[:2])  # messages that come early, and no older weights

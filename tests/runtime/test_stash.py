@@ -1,0 +1,250 @@
+"""Pipelines with a stash of weights: real ranks against a slow loop in one process."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from heterog.errors import StrategyError
+from heterog.graph.capture import capture_step
+from heterog.graph.grouping import group_ops
+from heterog.planners.plan import load_plan
+from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
+from heterog.runtime.deploy import deploy
+from heterog.runtime.rehearsal import rehearse
+from heterog.strategy.lowering import lower
+from heterog.strategy.stash import WeightStash, stages_of
+from heterog.strategy.strategy import Decision, Strategy
+from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
+from tests.thorough import one_in
+
+STEPS = 9
+RATES = (0.1, 0.1, 0.03, 0.02, 0.05, 0.1, 0.01, 0.04, 0.02)
+CHAIN = tuple(Decision(devices=(device,), shares=(8,)) for device in range(3))
+REPLICAS = (CHAIN[1], Decision(devices=(0, 2), shares=(5, 3)))
+
+
+def stashed(
+    name: str,
+    boundary_steps: int,
+    stages: tuple[Decision, ...] = CHAIN,
+    optimizer: str = "SGD",
+) -> Strategy:
+    """Consecutive groups in stages of about as many."""
+    graph = graph_of(name, optimizer)
+    count = group_ops(graph).num_groups
+    decisions = [stages[group * len(stages) // count] for group in range(count)]
+    stash = WeightStash(boundary_steps=boundary_steps)
+    return replace(strategy_of(graph, decisions), stash=stash)
+
+
+class Reference:
+    """One process with the weights after every update, from which stages pick older ones."""
+
+    def __init__(self, name: str, optimizer: str, strategy: Strategy) -> None:
+        self.name, self.workload = name, workload_of(name, optimizer)
+        graph, stages = graph_of(name, optimizer), stages_of(strategy)
+        assert strategy.stash is not None
+        group = group_ops(graph).group
+        self.staleness: dict[str, int] = {}
+        for op, parameter, _ in graph.updates:
+            devices = strategy.decisions[int(group[op])].devices
+            stage = next(n for n, own in enumerate(stages) if devices[0] in own)
+            staleness = strategy.stash.staleness(stage, len(stages))
+            self.staleness[graph.tensors[parameter].name] = staleness
+        self.model = self.workload.make_model()
+        self.stepper = self.workload.optimizer(
+            self.model.parameters(), **dict(self.workload.optimizer_options)
+        )
+
+    def train(self, first: int, num_steps: int, rates: tuple[float, ...] = ()) -> list[float]:
+        """Losses of a stretch that begins with an empty pipeline."""
+        named = dict(self.model.named_parameters())
+        versions = [{key: value.detach().clone() for key, value in named.items()}]
+        losses = []
+        for number in range(num_steps):
+            for key, value in named.items():
+                value.data = versions[max(number - self.staleness[key], 0)][key].clone()
+            loss = self.workload.step_loss(self.model, batch_of(self.name, first + number))
+            self.stepper.zero_grad()
+            torch.autograd.backward(loss)
+            losses.append(float(loss.detach()))
+            for key, value in named.items():
+                value.data = versions[-1][key].clone()
+            if rates:
+                self.stepper.param_groups[0]["lr"] = rates[first + number]
+            self.stepper.step()
+            versions.append({key: value.detach().clone() for key, value in named.items()})
+        return losses
+
+    def check(self, state: object) -> None:
+        """Compare all weights and buffers with those of the ranks."""
+        assert isinstance(state, dict)
+        is_double = next(self.model.parameters()).dtype == torch.float64
+        close = {"rtol": 1e-9, "atol": 1e-11} if is_double else {"rtol": 1e-5, "atol": 1e-6}
+        for key, value in self.model.state_dict().items():
+            torch.testing.assert_close(state[key], value.detach(), **close)
+
+
+def train_stashed(
+    rank: int, name: str, optimizer: str, path: str, *, changes_rate: bool = False
+) -> tuple[list[float], list[float], object]:
+    step = deploy(workload_of(name, optimizer), load_plan(path))
+    assert step.stash is not None
+    losses = []
+    for number in range(STEPS):
+        if changes_rate:
+            step.optimizer.param_groups[0]["lr"] = RATES[number]
+        losses.append(float(step(batch_of(name, number))))
+    step.settle()
+    late, state = step.stash.take_late_losses(), step.state_dict()
+    step.close()
+    return losses, late, state
+
+
+@one_in(2)
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "optimizer", "boundary_steps", "stages"),
+    [
+        ("normalised", "SGD", 1, CHAIN),
+        ("gpt", "AdamW", 2, CHAIN),
+        ("residual", "SGD", 1, REPLICAS),
+        ("mlp", "SGD", 3, CHAIN),
+        ("gpt", "SGD", 1, REPLICAS),
+    ],
+)
+def test_ranks_train_as_the_loop_with_old_weights_does(
+    ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    optimizer: str,
+    boundary_steps: int,
+    stages: tuple[Decision, ...],
+) -> None:
+    strategy = stashed(name, boundary_steps, stages, optimizer)
+    strategy.check(graph_of(name, optimizer), cluster())
+    path = tmp_path / "plan.json"
+    plan_of(graph_of(name, optimizer), strategy).save(path)
+    found = ranks.run(train_stashed, name, optimizer, str(path))
+    reference = Reference(name, optimizer, strategy)
+    losses = reference.train(0, STEPS)
+    delay = boundary_steps * (len(stages) - 1)
+    for early, late, _ in found:
+        assert all(math.isnan(loss) for loss in early[:delay])
+        assert [*early[delay:], *late] == pytest.approx(losses, rel=1e-5)
+    reference.check(found[0][2])
+
+
+def changed_rates(rank: int, path: str) -> tuple[list[float], list[float], object]:
+    return train_stashed(rank, "mlp", "SGD", path, changes_rate=True)
+
+
+@pytest.mark.distributed
+def test_an_update_uses_the_options_of_its_own_call(ranks: Ranks, tmp_path: Path) -> None:
+    strategy = stashed("mlp", 1)
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), strategy).save(path)
+    found = ranks.run(changed_rates, str(path))
+    reference = Reference("mlp", "SGD", strategy)
+    reference.train(0, STEPS, RATES)
+    reference.check(found[0][2])
+
+
+def interrupted(rank: int, path: str, exact: str, folder: str) -> tuple[str, object, object]:
+    """Four steps, a checkpoint and three more; and the three from the checkpoint, exactly."""
+    workload = workload_of("mlp", "AdamW")
+    first = deploy(workload, load_plan(path))
+    refused = ""
+    for number in range(4):
+        first(batch_of("mlp", number))
+    try:
+        save_checkpoint(first, folder)
+    except StrategyError as error:
+        refused = str(error)
+    first.settle()
+    save_checkpoint(first, folder)
+    again = deploy(workload, load_plan(exact))
+    load_checkpoint(again, folder)
+    for step in (first, again):
+        for number in range(4, 7):
+            step(batch_of("mlp", number))
+        step.settle()
+    found = first.state_dict(), again.state_dict()
+    first.close()
+    again.close()
+    return refused, *found
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_holds_weights_that_any_plan_goes_on_from(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    strategy = stashed("mlp", 1, optimizer="AdamW")
+    paths = [str(tmp_path / name) for name in ("plan.json", "exact.json", "saved")]
+    plan_of(graph_of("mlp", "AdamW"), strategy).save(Path(paths[0]))
+    exact = replace(strategy, stash=None)
+    plan_of(graph_of("mlp", "AdamW"), exact).save(Path(paths[1]))
+    refused, stashed_state, exact_state = ranks.run(interrupted, *paths)[0]
+    assert "call settle() on every rank" in refused
+    for follows, state in ((strategy, stashed_state), (None, exact_state)):
+        reference = Reference("mlp", "AdamW", strategy)
+        reference.train(0, 4)
+        if follows is None:
+            reference.staleness = dict.fromkeys(reference.staleness, 0)
+        reference.train(4, 3)
+        reference.check(state)
+
+
+def refusals(rank: int, path: str) -> list[str]:
+    """What a plan with a stash does not do, in words."""
+    said = []
+    workload, plan = workload_of("mlp"), load_plan(path)
+    try:
+        deploy(workload, plan, max_grad_norm=1.0)
+    except StrategyError as error:
+        said.append(str(error))
+    step = deploy(workload, plan)
+    try:
+        step(tuple(each[:4] for each in batch_of("mlp", 0)))
+    except StrategyError as error:
+        said.append(str(error))
+    step.close()
+    return said
+
+
+@pytest.mark.distributed
+def test_what_needs_all_stages_in_one_step_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), stashed("mlp", 1)).save(path)
+    for clipped, smaller in ranks.run(refusals, str(path)):
+        assert "max_grad_norm is a norm over one gradient" in clipped
+        assert "every batch has the shapes that were planned" in smaller
+
+
+@pytest.mark.parametrize(
+    ("name", "boundary_steps", "stages"),
+    [("gpt", 1, CHAIN), ("residual", 2, REPLICAS), ("normalised", 0, CHAIN)],
+)
+def test_what_runs_is_rehearsed(
+    name: str, boundary_steps: int, stages: tuple[Decision, ...]
+) -> None:
+    assert rehearsed(name, stashed(name, boundary_steps, stages)) == ""
+
+
+def test_values_that_flow_against_the_stages_are_refused() -> None:
+    """The last group on the first stage's device: its input comes from a later stage."""
+    strategy = stashed("mlp", 1)
+    back = replace(strategy, decisions=(*strategy.decisions[:-1], CHAIN[0]))
+    said = rehearsed("mlp", back)
+    assert "exchange a value of the forward pass, which with a stash goes from a stage to" in said
+
+
+def rehearsed(name: str, strategy: Strategy) -> str:
+    captured = capture_step(workload_of(name))
+    program = lower(captured.graph, cluster(), strategy, num_steps=1)
+    return rehearse(captured, strategy, program, range(program.num_tasks))

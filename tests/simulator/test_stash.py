@@ -1,0 +1,143 @@
+"""Pipelines that do not wait: the closed form against a loop over calls, memory by hand."""
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from heterog.cluster import Cluster
+from heterog.graph.grouping import group_ops
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.stash import StagePace
+from heterog.strategy.stash import WeightStash
+from heterog.strategy.strategy import Decision, Strategy
+from tests.runtime.strategies import cluster, graph_of, strategy_of
+from tests.simulator.builders import cluster_of
+from tests.thorough import cases
+
+
+def pace_of(
+    forward_s: list[float], backward_s: list[float], there_s: list[float], back_s: list[float]
+) -> StagePace:
+    """A chain of stages with messages between neighbours."""
+    return StagePace(
+        forward_s=tuple(forward_s),
+        backward_s=tuple(backward_s),
+        forward_lag_s={(n, n + 1): seconds for n, seconds in enumerate(there_s)},
+        backward_lag_s={(n + 1, n): seconds for n, seconds in enumerate(back_s)},
+    )
+
+
+def by_calls(pace: StagePace, boundary_steps: int, num_calls: int) -> float:
+    """Seconds of a call in the long run, with every stage's two passes one after another."""
+    count = pace.num_stages
+    behind = [boundary_steps * (count - 1 - stage) for stage in range(count)]
+    forward = np.zeros((count, num_calls))  # end, by batch
+    backward = np.zeros((count, num_calls))
+    for number in range(num_calls):
+        free = [0.0] * count
+        for stage in reversed(range(count)):  # of batch number - 1 - behind
+            batch = number - 1 - behind[stage]
+            free[stage] = forward[stage, number - 1] if number else 0.0
+            if batch < 0:
+                continue
+            begin = free[stage]
+            if stage + 1 < count:
+                lag = pace.backward_lag_s[stage + 1, stage]
+                begin = max(begin, backward[stage + 1, batch] + lag)
+            free[stage] = backward[stage, batch] = begin + pace.backward_s[stage]
+        for stage in range(count):
+            begin = free[stage]
+            if stage:
+                lag = pace.forward_lag_s[stage - 1, stage]
+                begin = max(begin, forward[stage - 1, number] + lag)
+            forward[stage, number] = begin + pace.forward_s[stage]
+    half = num_calls // 2
+    return float(forward[0, -1] - forward[0, half - 1]) / (num_calls - half)
+
+
+@pytest.mark.parametrize("seed", range(cases(40, 10)))
+def test_a_step_is_the_slowest_circle_of_stages(seed: int) -> None:
+    rng = Random(seed)
+    count = rng.randint(2, 5)
+
+    def drawn(number: int, most: float) -> list[float]:
+        return [rng.uniform(0.0, most) for _ in range(number)]
+
+    most = rng.choice([0.0, 0.3, 5.0])
+    pace = pace_of(
+        drawn(count, 1.0), drawn(count, 2.0), drawn(count - 1, most), drawn(count - 1, most)
+    )
+    for boundary_steps in (0, 1, 2, 3):
+        found = pace.step_s(WeightStash(boundary_steps=boundary_steps))
+        wanted = by_calls(pace, boundary_steps, 2400)
+        assert found == pytest.approx(wanted, rel=5e-3)
+
+
+def test_without_messages_a_step_is_the_slowest_stage_and_with_k_0_all_of_them() -> None:
+    pace = pace_of([1.0, 2.0, 0.5], [2.0, 3.5, 1.0], [0.0, 0.0], [0.0, 0.0])
+    assert pace.step_s(WeightStash(boundary_steps=1)) == 5.5
+    assert pace.step_s(WeightStash(boundary_steps=7)) == 5.5
+    assert pace.step_s(WeightStash(boundary_steps=0)) == 10.0
+
+
+def pipeline(name: str, boundary_steps: int) -> Strategy:
+    graph = graph_of(name)
+    count = group_ops(graph).num_groups
+    chain = [Decision(devices=(device,), shares=(8,)) for device in range(3)]
+    exact = strategy_of(graph, [chain[group * 3 // count] for group in range(count)])
+    return replace(exact, stash=WeightStash(boundary_steps=boundary_steps))
+
+
+def test_a_boundary_without_staleness_is_the_exact_pipeline() -> None:
+    stashed = pipeline("gpt", 0)
+    evaluator = Evaluator(graph_of("gpt"), cluster())
+    exact = evaluator.referee(replace(stashed, stash=None), Order.FIFO)
+    found = evaluator.referee(stashed, Order.FIFO)
+    assert found.step_time_s == pytest.approx(exact.step_time_s, rel=1e-2)
+
+
+def test_memory_grows_by_weights_and_saved_values_for_each_step_behind() -> None:
+    """Stage s keeps 2 K and K more versions of its weights, and of what batches have left."""
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    peaks = [
+        np.array(evaluator.referee(pipeline("mlp", steps), Order.FIFO).peak_memory_bytes)
+        for steps in (1, 2, 3)
+    ]
+    each = (peaks[1] - peaks[0]) / 1.04
+    np.testing.assert_allclose((peaks[2] - peaks[1]) / 1.04, each, atol=2)
+    assert each[2] == 0
+    strategy, graph = pipeline("mlp", 1), graph_of("mlp")
+    group = group_ops(graph).group
+    for device, behind in ((0, 2), (1, 1)):
+        weights = sum(
+            float(graph.tensor_bytes[parameter])
+            for op, parameter, _ in graph.updates
+            if strategy.decisions[int(group[op])].devices == (device,)
+        )
+        assert each[device] > behind * weights
+
+
+def test_slow_links_bind_whatever_the_staleness() -> None:
+    """What goes from the first stage to the second in a step holds the first one's line."""
+    graph, slow = graph_of("mlp"), cluster_of((1e-5, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
+    evaluator = Evaluator(graph, slow)
+    program = evaluator.program(evaluator.encode(on(pipeline("mlp", 1), slow)))
+    sent = sum(
+        float(program.num_bytes[task])
+        for task in range(program.num_tasks)
+        if program.channel[task] >= 0
+        and program.channels[int(program.channel[task])].devices == (0, 1)
+    )
+    assert sent > 0
+    for steps in (50, 100):
+        found = evaluator.referee(on(pipeline("mlp", steps), slow), Order.FIFO).step_time_s
+        assert found == pytest.approx(sent / (1e-5 * 1e9 / 8), rel=1e-2)
+    exact = evaluator.referee(on(replace(pipeline("mlp", 1), stash=None), slow), Order.FIFO)
+    assert exact.step_time_s > 1.5 * found
+
+
+def on(strategy: Strategy, target: Cluster) -> Strategy:
+    return replace(strategy, cluster=target.fingerprint())
