@@ -85,9 +85,9 @@ class Reference:
         """Compare all weights and buffers with those of the ranks."""
         assert isinstance(state, dict)
         is_double = next(self.model.parameters()).dtype == torch.float64
-        close = {"rtol": 1e-9, "atol": 1e-11} if is_double else {"rtol": 1e-5, "atol": 1e-6}
+        rtol, atol = (1e-9, 1e-11) if is_double else (1e-5, 1e-6)
         for key, value in self.model.state_dict().items():
-            torch.testing.assert_close(state[key], value.detach(), **close)
+            torch.testing.assert_close(state[key], value.detach(), rtol=rtol, atol=atol)
 
 
 def train_stashed(

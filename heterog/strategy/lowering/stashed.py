@@ -38,7 +38,7 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     is_message = tasks["kind"] >= FIRST_LINK_KIND
     comes = (is_message & (target >= 0) & (source != target))[maker]
     saved = _by_device(buffers, is_saved, len(weights))
-    kept: FloatArray = choice.staleness * (saved + weights)
+    kept: FloatArray = (saved + weights) * choice.staleness.astype(np.float64)
     return kept + _by_device(buffers, comes, len(weights))
 
 
@@ -48,8 +48,7 @@ def _by_device(
     """Bytes of some buffers on each device."""
     here = chosen & (buffers["device"] >= 0)
     sizes = buffers["num_bytes"][here]
-    found: FloatArray = np.bincount(buffers["device"][here], sizes, num_devices)
-    return found
+    return np.asarray(np.bincount(buffers["device"][here], sizes, num_devices), np.float64)
 
 
 def source_stages(tape: Tape, stage: IntArray) -> IntArray:
