@@ -45,7 +45,7 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
     found[of_value] = tables.op_is_late[
         tables.value_op[tables.slot_value[subject[of_value]]]
     ].astype(np.bool_)
-    scattered = kind == TaskKind.SCATTER_VALUE
+    scattered = np.isin(kind, (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE))
     found[scattered] = tables.op_is_late[tables.value_op[subject[scattered]]] > 0
     return found
 
