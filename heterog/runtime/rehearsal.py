@@ -219,7 +219,7 @@ class _Stage:
                 communicator=communicator,
                 parameters=part.parameters,
                 buffers=buffers,
-                sent_before=sent_before,
+                sent_before=sent_before if weights is None else (),
                 optimizer=torch.optim.SGD(updated, lr=0.0, foreach=False),
                 slices=part.slices,
                 read_stashed=None if weights is None else weights.read,

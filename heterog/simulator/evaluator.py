@@ -713,8 +713,11 @@ class Evaluator:
             # [num_draws]
         """
         lowered = self._fold(choice) or self._lower(choice)
-        self._run(lowered, order, math.inf)
+        whole_s, _ = self._run(lowered, order, math.inf)
         _, tape, prices, fold = lowered
+        more_s, part = choice.averaging_s, 1.0
+        if more_s < 0.0:  # steps overlap, and go with the speeds of their own tasks
+            more_s, part = 0.0, whole_s / (whole_s - choice.averaging_s)
         nominal, num_devices = self._timings, len(prices.type_of_device)
         factor = noise.device if fold is None else noise.device[:, fold.columns]
         result = np.empty(noise.num_draws)
@@ -723,7 +726,7 @@ class Evaluator:
             noisy = noisy_prices(prices, noise.resource[draw])
             seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
             end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
-            result[draw] = end / choice.num_steps + choice.averaging_s
+            result[draw] = end / choice.num_steps * part + more_s
         return result
 
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:

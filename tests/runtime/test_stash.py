@@ -10,10 +10,11 @@ import torch
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import load_plan
+from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
-from heterog.runtime.rehearsal import rehearse
+from heterog.runtime.rehearsal import rehearsal_of, rehearse
 from heterog.strategy.lowering import lower
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy
@@ -234,6 +235,21 @@ def test_what_runs_is_rehearsed(
     name: str, boundary_steps: int, stages: tuple[Decision, ...]
 ) -> None:
     assert rehearsed(name, stashed(name, boundary_steps, stages)) == ""
+
+
+def test_a_planned_pipeline_is_rehearsed_and_chosen() -> None:
+    """As the plan has it, with the sends that a rank would wait for in an exact plan."""
+    captured = capture_step(workload_of("gpt"))
+    plan = make_plan(
+        captured.graph,
+        cluster(),
+        methods=("model_parallel",),
+        budget="40e",
+        rehearse=rehearsal_of(captured),
+        asynchronous=StashedPipelines(WeightStash(boundary_steps=1)),
+    )
+    assert plan.rows[1].is_rehearsed
+    assert plan.method == "stash"
 
 
 def test_values_that_flow_against_the_stages_are_refused() -> None:

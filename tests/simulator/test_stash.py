@@ -10,6 +10,7 @@ from heterog.cluster import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.noise import Noise
 from heterog.simulator.stash import StagePace
 from heterog.strategy.stash import WeightStash
 from heterog.strategy.strategy import Decision, Strategy
@@ -137,6 +138,18 @@ def test_slow_links_bind_whatever_the_staleness() -> None:
         assert found == pytest.approx(sent / (1e-5 * 1e9 / 8), rel=1e-2)
     exact = evaluator.referee(on(replace(pipeline("mlp", 1), stash=None), slow), Order.FIFO)
     assert exact.step_time_s > 1.5 * found
+
+
+def test_under_noise_steps_that_overlap_go_with_the_speeds_of_their_tasks() -> None:
+    """A tenth slower everywhere is a tenth slower; never less than no time."""
+    evaluator = Evaluator(graph_of("gpt"), cluster())
+    choice = evaluator.encode(pipeline("gpt", 3))
+    assert choice.averaging_s < 0
+    nominal = evaluator.evaluate_choice(choice, Order.FIFO).step_time_s
+    resource = np.full((1, len(cluster().resources)), 1.1)
+    slower = Noise(device=np.full((1, 3), 1.1), resource=resource)
+    found = evaluator.seconds_under_noise(choice, Order.FIFO, slower)
+    assert found[0] == pytest.approx(1.1 * nominal, rel=0.05)
 
 
 def on(strategy: Strategy, target: Cluster) -> Strategy:
