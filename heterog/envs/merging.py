@@ -205,6 +205,8 @@ class _Merger:
             "op_recomputes": np.zeros(num_ops, np.int32),
             "recompute_start": np.zeros(fine.num_groups + 1, np.int32),
             "recompute_op": np.empty(0, np.int32),
+            "partly_start": np.zeros(2 * num_ops + 1, np.int32),
+            "partly_op": np.empty(0, np.int32),
         }
 
     def _value_rows(self) -> dict[str, Any]:
@@ -270,6 +272,10 @@ class _Merger:
             "slot_axis": np.zeros(len(self.slots), np.int32),
             "slot_pass": np.zeros(len(self.slots), np.int32),
             "slot_window": np.zeros((len(self.slots), 4), np.int32),
+            # Merged values are sent.
+            "remake_start": np.zeros(len(self.slots) + 1, np.int32),
+            "remake_op": np.empty(0, np.int32),
+            "slot_remade_from": np.zeros(len(self.slots)),
         }
 
     def _parameter_rows(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.lowered import SAMPLES, SYNC_NAMES, WHOLE, Aggregation, Lowered, Split
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy.keeping import recomputed_words
 from heterog.strategy.lowering import lower
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy
@@ -62,6 +63,7 @@ class Decided:
             use several, or have nothing to aggregate.
         bucket_bytes: Bytes of a bucket, see ``Strategy``.
         num_recomputing: Number of groups of which some ops run again instead of being kept.
+        recomputed: What these groups make again, in words.
         num_micro_batches: Number of parts that the batch is cut into.
         step_barrier: Whether a step ends with all updates.
         aggregations: All parameters by the aggregation of their gradients, or why there is none.
@@ -80,6 +82,7 @@ class Decided:
     aggregations: tuple[Aggregation, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
     schedule: PipelineSchedule = AS_IT_COMES
+    recomputed: str = "activations"
 
 
 def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> Decided:
@@ -94,6 +97,9 @@ def what_was_decided(strategy: Strategy, graph: OpGraph, cluster: Cluster) -> De
         syncs=tuple((each.way, each.num_groups) for each in aggregations if each.is_aggregated),
         bucket_bytes=strategy.bucket_bytes,
         num_recomputing=len(lowered.recomputing),
+        recomputed=recomputed_words(
+            strategy.decisions[each].keeps for each in lowered.recomputing
+        ),
         num_micro_batches=strategy.num_micro_batches,
         step_barrier=strategy.step_barrier,
         aggregations=aggregations,

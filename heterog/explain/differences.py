@@ -9,6 +9,7 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.lowered import SYNC_NAMES
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy.keeping import recomputed_words
 from heterog.strategy.strategy import Strategy
 
 _MOST_NAMED = 6
@@ -158,5 +159,10 @@ def _syncs(strategy: Strategy) -> str:
 
 
 def _recomputed(strategy: Strategy) -> str:
-    count = sum(decision.recompute for decision in strategy.decisions)
-    return f"{count} of {len(strategy.decisions)} groups" if count else "none"
+    again = [decision.keeps for decision in strategy.decisions if decision.recompute]
+    if not again:
+        return "none"
+    return (
+        f"{len(again)} of {len(strategy.decisions)} groups"
+        + f" ({recomputed_words(again)})" * any(again)
+    )

@@ -10,7 +10,7 @@ from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.lowering import Choice, encode
-from heterog.strategy.strategy import Decision, Strategy
+from heterog.strategy.strategy import Decision, Keeps, Strategy
 
 
 class RemedyKind(StrEnum):
@@ -71,7 +71,9 @@ def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy
     """The remedy that recomputes every group, if it helps."""
     changed = replace(
         strategy,
-        decisions=tuple(replace(each, recompute=True) for each in strategy.decisions),
+        decisions=tuple(
+            replace(each, recompute=True, keeps=Keeps.NOTHING) for each in strategy.decisions
+        ),
     )
     tried = evaluator.referee(changed, order)
     if not tried.is_ok:

@@ -293,8 +293,8 @@ def _recomputing(decided: Decided) -> str:
     who = "All groups" if whole else f"{_groups(decided.num_recomputing)} of {decided.num_groups}"
     verb = "computes" if decided.num_recomputing == 1 and not whole else "compute"
     return (
-        f"{who} {verb} activations again for the backward pass instead of keeping them, which "
-        "saves memory."
+        f"{who} {verb} {decided.recomputed} again for the backward pass instead of keeping them, "
+        "which saves memory."
     )
 
 

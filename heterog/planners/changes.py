@@ -56,7 +56,12 @@ def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Dec
     kept = [index for index, device in enumerate(decision.devices) if device not in leaving]
     batch = sum(decision.shares)
     if not kept:
-        return Decision(devices=(roomiest,), shares=(batch,), recompute=decision.recompute)
+        return Decision(
+            devices=(roomiest,),
+            shares=(batch,),
+            recompute=decision.recompute,
+            keeps=decision.keeps,
+        )
     weights = tuple(float(decision.shares[index]) for index in kept)
     slices = tuple(decision.slices[index] for index in kept) if decision.slices else ()
     teams = [tuple(device for device in team if device not in leaving) for team in decision.teams]

@@ -10,7 +10,14 @@ import numpy as np
 from heterog.planners.planner import Candidate
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.program import (
+    FIRST_LINK_KIND,
+    LAST_OP_KIND,
+    FloatArray,
+    IntArray,
+    Program,
+    TaskKind,
+)
 from heterog.strategy.strategy import Strategy
 from heterog.units import MIB
 
@@ -156,7 +163,7 @@ def sends_by_op(
         (transfer of a value, the first op on its source that begins when it has ended), for the
         transfers for which there is such an op.
     """
-    is_op = program.kind[order] <= TaskKind.RECOMPUTE
+    is_op = program.kind[order] <= LAST_OP_KIND
     ops_in_order = order[is_op]
     place = np.argsort(order)
     sends = np.flatnonzero(program.kind == TaskKind.SEND)

@@ -23,6 +23,7 @@ from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
+from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
 from heterog.strategy.layouts.layout import Dispatch, Layout, LayoutError, Recompute
 from heterog.strategy.layouts.placed import Given, place_layout
@@ -187,6 +188,7 @@ class _Grid:
             (0, Recompute.NONE, in_team, 1),
             (0, Recompute.NONE, in_team, most),
             (1, Recompute.NONE, in_team, most),
+            *((1, Recompute.SELECTIVE, in_team, most),) * bool(attention_scores(self.graph)),
             (1, Recompute.FULL, in_team, most),
         ]
         if point.layout.pp == 1:
@@ -205,7 +207,11 @@ class _Grid:
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
         for (zero, copies), recompute, along_positions, (ep, way), (schedule, chunks) in product(
             self._kept(start, stages if layout.dp > 1 else [0]),
-            (Recompute.NONE, Recompute.FULL),
+            [
+                Recompute.NONE,
+                *[Recompute.SELECTIVE] * bool(attention_scores(self.graph)),
+                Recompute.FULL,
+            ],
             [False, True] if layout.tp > 1 else [False],
             self._expert_manners(layout),
             tuple(_schedules(layout, start.num_micro, self.num_layers)),

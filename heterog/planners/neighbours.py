@@ -36,7 +36,7 @@ from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import MicroBatches, StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 
@@ -383,7 +383,9 @@ class Neighbours:
         """The same decisions, with recomputation if the first one has none, else without."""
         recompute = not self.space.candidates[numbers[0]].recompute
         changed = [
-            self.space.add(replace(self.space.candidates[number], recompute=recompute))
+            self.space.add(
+                replace(self.space.candidates[number], recompute=recompute, keeps=Keeps.NOTHING)
+            )
             for number in numbers
         ]
         return np.array(changed, np.int32)

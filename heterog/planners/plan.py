@@ -56,7 +56,7 @@ from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.peak_errors import PeakErrors
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.strategy.program import LAST_OP_KIND, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats
@@ -404,7 +404,7 @@ def _program_fault(plan: Plan) -> str:
         return f"field 'task_order' has task {task} before task {needed}, whose result it reads"
     for number, (send, op) in enumerate(plan.sent_before):
         is_send = program.kind[send] == TaskKind.SEND
-        if not is_send or program.kind[op] > TaskKind.RECOMPUTE:
+        if not is_send or program.kind[op] > LAST_OP_KIND:
             return f"field 'sent_before.{number}' is not a transfer and an op"
         if program.channels[int(program.channel[send])].devices[0] != program.device[op]:
             return (

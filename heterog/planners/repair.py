@@ -44,7 +44,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.program import FloatArray, TaskKind
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
 
 _MOST_ROUNDS = 8
 _MOST_MOVES = 6  # of samples, each by the shortage that the last one has shown
@@ -241,7 +241,7 @@ class _Repair:
         for group, decision in enumerate(strategy.decisions):
             num_bytes = seconds = 0.0
             for device, share in _shares_of(decision):
-                if over[device] and share and not decision.recompute:
+                if over[device] and share and not decision.recomputes_all:
                     type_number = self.cluster.type_index[device]
                     num_bytes += share * self._saved_per_sample[group]
                     seconds += share * self._seconds_per_sample[type_number][group]
@@ -252,7 +252,11 @@ class _Repair:
         def make(count: int) -> Strategy:
             chosen = ranked[:count]
             return with_decisions(
-                strategy, {g: replace(strategy.decisions[g], recompute=True) for g in chosen}
+                strategy,
+                {
+                    g: replace(strategy.decisions[g], recompute=True, keeps=Keeps.NOTHING)
+                    for g in chosen
+                },
             )
 
         yield from self._fewest(make, len(ranked), len(ranked))
@@ -266,7 +270,7 @@ class _Repair:
             layer
             for layer in layers
             if any(
-                over[device] and share and not strategy.decisions[group].recompute
+                over[device] and share and not strategy.decisions[group].recomputes_all
                 for group in layer
                 for device, share in _shares_of(strategy.decisions[group])
             )
@@ -276,7 +280,10 @@ class _Repair:
             chosen = [group for layer in worth[:count] for group in layer]
             return with_decisions(
                 replace(strategy, blocks=blocks),
-                {g: replace(strategy.decisions[g], recompute=True) for g in chosen},
+                {
+                    g: replace(strategy.decisions[g], recompute=True, keeps=Keeps.NOTHING)
+                    for g in chosen
+                },
             )
 
         if len(layers) < len(strategy.decisions):

@@ -205,7 +205,8 @@ def _recomputed(explanation: Explanation) -> str:
     decided = explanation.decided
     if not decided.num_recomputing:
         return ""
-    return f"; {decided.num_recomputing} of {decided.num_groups} groups recompute activations"
+    groups = f"{decided.num_recomputing} of {decided.num_groups} groups"
+    return f"; {groups} recompute {decided.recomputed}"
 
 
 _LIMITS = {

@@ -44,7 +44,7 @@ from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import Recut
 
-_RECOMPUTE = TaskKind.RECOMPUTE
+_COMPUTE = TaskKind.COMPUTE
 _Action = Callable[[int, int, int, StepUpdates], None]
 
 
@@ -365,6 +365,7 @@ class StepExecutor:
         return {
             TaskKind.COMPUTE: self._compute,
             TaskKind.RECOMPUTE: self._compute,
+            TaskKind.REMAKE: self._compute,
             TaskKind.ACCUMULATE: lambda task, row, _, step: step.gradients.accumulate(task, row),
             TaskKind.FLATTEN: lambda task, number, micro, step: step.gradients.flatten(
                 task, number, micro
@@ -445,7 +446,7 @@ class StepExecutor:
             call = self._calls[task] = self._call(task, row, micro)
         op, local_op, reader, made = call.op, call.local_op, call.reader, call.made
         spans = reader.spans
-        is_again = self._kind[task] == _RECOMPUTE
+        is_again = self._kind[task] is not _COMPUTE
         inputs = [
             values.read(op, position, tensor, whole, call.near, reader)
             for position, tensor, whole in call.inputs
@@ -491,7 +492,7 @@ class StepExecutor:
         """Constant parts of a task's call; looked up once."""
         part = self._part
         op = self._op[row]
-        spans, rank = part.spans_of_op(op), self.rank
+        spans, rank = part.spans_of_task(task, op), self.rank
         reader = self._values.reader(spans, micro)
         local_op = self._ops[op]
         extent = local_op.whole

@@ -17,7 +17,7 @@ from heterog.runtime.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.spans import Spans, spans_of_groups
 from heterog.strategy.channels import Channel
 from heterog.strategy.codec import Traffic
-from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.program import FIRST_LINK_KIND, LAST_OP_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import Domain, GraphTables, graph_tables
@@ -32,6 +32,8 @@ CONVERSIONS = frozenset(
     }
 )
 """Kinds of tasks that bring a value to the devices, and into the form, that readers need."""
+OP_KINDS = frozenset({TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE})
+"""Kinds of tasks that run an op; their subject is its row in the tables."""
 _ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
 _CODES = frozenset({TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM})
 
@@ -102,6 +104,21 @@ def _messages(program: Program) -> dict[int, int]:
     return found
 
 
+def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
+    """Group of the ops that read what is made again for them, by the task that makes it."""
+    found: dict[int, int] = {}
+    is_remade = program.kind == TaskKind.REMAKE
+    maker = program.buffer_maker[program.read_buffer]
+    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    chosen = np.flatnonzero(is_remade[maker])[::-1]  # readers that are made again themselves first
+    for task, by in zip(maker[chosen].tolist(), reader[chosen].tolist(), strict=True):
+        group = found.get(by) if is_remade[by] else int(tables.op_group[program.subject[by]])
+        assert group is not None
+        assert program.kind[by] <= LAST_OP_KIND
+        found[task] = group
+    return found
+
+
 class RankProgram:
     """The program of a strategy, seen from one rank.
 
@@ -165,6 +182,7 @@ class RankProgram:
         self._ring_devices: dict[int, tuple[int, ...]] = {}
         self._value_in_buffer: dict[int, tuple[int, int]] = {}
         self._given_by: dict[int, set[tuple[int, int]]] = {}
+        self._remade_for: dict[int, int] = {}  # the group for which each task makes a value
         for task in np.flatnonzero(program.kind == TaskKind.PUSH).tolist():
             row, (src, dst) = int(program.subject[task]), self.channel(task).devices
             if not self.is_served_by(row, dst):
@@ -210,6 +228,17 @@ class RankProgram:
         """Spans of an op's group along the op's axis; ``None`` for constants."""
         group = int(self._group[op])
         return self._spans[int(self.plan.op_axis[op])][group] if group >= 0 else None
+
+    def spans_of_task(self, task: int, op: int) -> Spans | None:
+        """Spans along an op's axis of the group for which a task runs it.
+
+        What is made again where it is read is made for its readers' group.
+        """
+        if self.kinds[task] is not TaskKind.REMAKE:
+            return self.spans_of_op(op)
+        if not self._remade_for:
+            self._remade_for = _groups_of_readers(self.program, self.tables)
+        return self._spans[int(self.plan.op_axis[op])][self._remade_for[task]]
 
     def spans_of_value(self, value: int) -> Spans | None:
         """Spans of a value's group along the axis that it lies along; ``None`` for constants."""
@@ -421,7 +450,7 @@ class RankProgram:
     def _look_up_value(self, buffer: int) -> tuple[int, int]:
         maker = int(self.program.buffer_maker[buffer])
         kind, subject = self.kinds[maker], int(self.program.subject[maker])
-        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+        if kind in OP_KINDS:
             first = int(self.program.buffer_start[maker])
             value = int(self.tables.value_start[subject]) + buffer - first
             is_token = value >= int(self.tables.value_start[subject + 1])

@@ -27,7 +27,7 @@ from heterog.runtime.collectives import Communicator, Pending, Sending
 from heterog.runtime.executor import StepExecutor, device_sets, local_ops
 from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.model_part import ModelPart
-from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.stash import Moment, StashedTraining, StashedWeights, TurnsByMoment
 from heterog.runtime.step_order import LOSS, NORM, DueTask, step_order
 from heterog.strategy.averaged_buckets import crossing_fault
@@ -354,7 +354,7 @@ class _Stage:
         kind, subject = TaskKind(self.program.kind[task]), int(self.program.subject[task])
         what = kind.name.lower().replace("_", " ")
         tables, graph = self.tables, self.graph
-        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+        if kind in OP_KINDS:
             op = graph.ops[int(tables.op_id[subject])]
             what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
         elif kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):

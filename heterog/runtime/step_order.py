@@ -15,7 +15,7 @@ a flush, which plays the end of a step before the next one begins, has to come f
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.rank_program import OP_KINDS, RankProgram
 from heterog.strategy.program import TaskKind
 
 LOSS = -1
@@ -100,7 +100,7 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
     goes_on: set[int] = set()  # devices
     for task in reversed(tasks):
         kind, device = part.kinds[task], int(program.device[task])
-        if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+        if kind in OP_KINDS:
             goes_on.add(device)
         elif kind == TaskKind.UPDATE and device in goes_on:
             if part.zero_stage(int(program.subject[task])):

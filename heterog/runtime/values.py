@@ -16,6 +16,7 @@ from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.placed import cut, nested, put
 from heterog.runtime.rank_program import (
     CONVERSIONS,
+    OP_KINDS,
     WINDOW,
     Near,
     RankProgram,
@@ -33,10 +34,7 @@ from heterog.runtime.spans import EVERY, Span, Spans, unit_rows, window_rows
 from heterog.runtime.windows import fit
 from heterog.strategy.program import TaskKind
 
-_READS_VALUES = CONVERSIONS | {
-    *(TaskKind.COMPUTE, TaskKind.RECOMPUTE),
-    *(TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE),
-}
+_READS_VALUES = CONVERSIONS | OP_KINDS | {TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE}
 
 
 @dataclass(slots=True)

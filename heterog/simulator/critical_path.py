@@ -236,7 +236,7 @@ def _latency_on_path(
 
 def _purpose(timeline: Timeline, task: int) -> Purpose:
     kind = TaskKind(int(timeline.program.kind[task]))
-    if kind == TaskKind.COMPUTE:
+    if kind in (TaskKind.COMPUTE, TaskKind.REMAKE):
         return Purpose(timeline.phase(task))
     if kind == TaskKind.RECOMPUTE:
         return Purpose.RECOMPUTE

@@ -42,12 +42,13 @@ from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
+    LAST_OP_KIND,
     FloatArray,
     IntArray,
     TaskKind,
 )
 
-_RECOMPUTE = int(TaskKind.RECOMPUTE)
+_REMAKE = int(TaskKind.REMAKE)
 _UPDATE = int(TaskKind.UPDATE)
 SEND = int(TaskKind.SEND)
 GIVEN_UP = -1
@@ -190,8 +191,9 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
             )
             continue
         device_type = prices.type_of_device[task.device]
-        if task.kind <= _RECOMPUTE:
-            if prices.has_rule[task.subject]:
+        if task.kind <= LAST_OP_KIND:
+            # What is made again where it is read follows the samples alone; its row is another's.
+            if prices.has_rule[task.subject] and task.kind != _REMAKE:
                 row = prices.ruled_row[task.subject]
                 work = prices.ruled_number[row, task.micro, task.device]
                 seconds[number] = prices.ruled_seconds[work, task.subject]

@@ -945,6 +945,9 @@ class Evaluator:
     def _price_rows(self, choice: Choice, types: IntArray) -> None:
         """Fill the rows of the op table for the shares of the batch in a choice."""
         shares = choice.shares[: len(choice.member)]  # along the batch
+        rules = self._rule_set(choice.rule_set)
+        if rules.has_rule[rules.tables.remake_op].any():  # made again for the samples of teams
+            shares = np.concatenate([shares, choice.teams.samples])
         if self._is_priced[types, shares].all():
             return
         kinds = np.broadcast_to(types, shares.shape)

@@ -17,7 +17,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory import buffer_lives
 from heterog.strategy.lowering import Choice, resident_bytes
-from heterog.strategy.program import FloatArray, Program, TaskKind
+from heterog.strategy.program import LAST_OP_KIND, FloatArray, Program
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables
 
@@ -182,7 +182,7 @@ def _buffer_kinds(program: Program, tables: GraphTables, graph: OpGraph) -> npt.
     """Number of the kind of each buffer.  # [num_buffers]"""
     maker = program.buffer_maker
     kinds = np.full(len(maker), _NUMBER[MemoryKind.COMMUNICATION])
-    by_op = np.flatnonzero(program.kind[maker] <= TaskKind.RECOMPUTE)
+    by_op = np.flatnonzero(program.kind[maker] <= LAST_OP_KIND)
     task = maker[by_op]
     op = program.subject[task]
     value = tables.value_start[op] + (by_op - program.buffer_start[task])

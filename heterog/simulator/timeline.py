@@ -26,6 +26,7 @@ _SAME_INSTANT = 1e-9
 
 _VERBS = {
     TaskKind.RECOMPUTE: "recompute",
+    TaskKind.REMAKE: "make again",
     TaskKind.ACCUMULATE: "accumulate",
     TaskKind.FLATTEN: "flatten",
     TaskKind.SPLIT: "split",
@@ -47,7 +48,7 @@ _VERBS = {
     TaskKind.SCATTER_VALUE: "reduce-scatter",
     TaskKind.EXCHANGE_VALUE: "all-to-all",
 }
-_OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE)
+_OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE)
 _RECUT_KINDS = (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE)
 _VALUE_KINDS = (
     TaskKind.SPLIT,

@@ -32,38 +32,45 @@ class TaskKind(IntEnum):
 
     COMPUTE = 0  # an op; subject: index among the compute ops
     RECOMPUTE = 1  # the same once more, shortly before its results are read; like COMPUTE
-    ACCUMULATE = 2  # adds a micro-batch's gradient; subject: parameter
-    FLATTEN = 3  # copies gradients into a bucket; subject: bucket
-    SPLIT = 4  # cuts out the samples that another device needs; subject: slot
-    CONCAT = 5  # joins parts from several devices; subject: slot
-    ENCODE = 6  # makes the message of the next transfer or collective; subject: as there
-    DECODE = 7  # makes a value of what was sent of it; subject: slot
-    SUM = 8  # adds pushed gradients on a server; subject: parameter
-    DECODE_SUM = 9  # makes a gradient, their sum or a parameter of messages; subject: as there
-    UPDATE = 10  # the optimizer step; subject: parameter
-    SEND = 11  # moves (part of) a value; subject: slot
-    PUSH = 12  # gradient to its server; subject: parameter
-    PULL = 13  # new parameter from its server; subject: parameter
-    REDUCE_VALUE = 14  # all-reduce of a partial value; subject: slot
-    GATHER_VALUE = 15  # all-gather of a split value; subject: slot
-    ALL_REDUCE = 16  # of a gradient or bucket; subject: bucket
-    REDUCE_SCATTER = 17  # subject: bucket
-    ALL_GATHER = 18  # of a gradient; subject: bucket
-    GATHER_PARAMETERS = 19  # all-gather of the parameters of a bucket, under ZeRO
-    SCATTER_VALUE = 20  # reduce-scatter of a partial value, right behind its op; subject: value
-    EXCHANGE_VALUE = 21  # all-to-all of a split value, right behind its op; subject: value
+    # Once more where its result is read, made of the batch (``remaking``); like COMPUTE.
+    REMAKE = 2
+    ACCUMULATE = 3  # adds a micro-batch's gradient; subject: parameter
+    FLATTEN = 4  # copies gradients into a bucket; subject: bucket
+    SPLIT = 5  # cuts out the samples that another device needs; subject: slot
+    CONCAT = 6  # joins parts from several devices; subject: slot
+    ENCODE = 7  # makes the message of the next transfer or collective; subject: as there
+    DECODE = 8  # makes a value of what was sent of it; subject: slot
+    SUM = 9  # adds pushed gradients on a server; subject: parameter
+    DECODE_SUM = 10  # makes a gradient, their sum or a parameter of messages; subject: as there
+    UPDATE = 11  # the optimizer step; subject: parameter
+    SEND = 12  # moves (part of) a value; subject: slot
+    PUSH = 13  # gradient to its server; subject: parameter
+    PULL = 14  # new parameter from its server; subject: parameter
+    REDUCE_VALUE = 15  # all-reduce of a partial value; subject: slot
+    GATHER_VALUE = 16  # all-gather of a split value; subject: slot
+    ALL_REDUCE = 17  # of a gradient or bucket; subject: bucket
+    REDUCE_SCATTER = 18  # subject: bucket
+    ALL_GATHER = 19  # of a gradient; subject: bucket
+    GATHER_PARAMETERS = 20  # all-gather of the parameters of a bucket, under ZeRO
+    SCATTER_VALUE = 21  # reduce-scatter of a partial value, right behind its op; subject: value
+    EXCHANGE_VALUE = 22  # all-to-all of a split value, right behind its op; subject: value
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)
 FIRST_FREE_KIND = int(TaskKind.SUM)
 """Compute-stream tasks from here on run whenever the stream would otherwise wait; the ones before
 keep program order on their device, as kernels on one CUDA stream do."""
-_CODED = (TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM)
-_WITHOUT_CODECS = [kind for kind in TaskKind if kind not in _CODED]
-_IN_HASH = np.array(
-    [100 + kind if kind in _CODED else _WITHOUT_CODECS.index(kind) for kind in TaskKind], np.uint8
-)
-"""Number of each kind in hashes: kinds older than codecs keep theirs, so plans' hashes do too."""
+LAST_OP_KIND = int(TaskKind.REMAKE)
+"""Tasks up to here run an op; their subject is its index among the compute ops."""
+_ADDED = {
+    TaskKind.ENCODE: 106,
+    TaskKind.DECODE: 107,
+    TaskKind.DECODE_SUM: 109,
+    TaskKind.REMAKE: 110,
+}
+_FIRST = [kind for kind in TaskKind if kind not in _ADDED]
+_IN_HASH = np.array([_ADDED.get(kind) or _FIRST.index(kind) for kind in TaskKind], np.uint8)
+"""Number of each kind in hashes: older kinds keep theirs, so plans' hashes do too."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,7 +9,7 @@ Unlike the paper, only the ops run again whose results some backward op of the g
 these ops need; and what arrived from other devices is kept, so no communication happens twice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 
@@ -32,6 +32,7 @@ def recomputations(
     own_reads: Sequence[Sequence[int]],
     gradient_makers: Sequence[int],
     num_groups: int,
+    kept: Collection[int] = (),
 ) -> list[Recomputation]:
     """Find the recomputation of every group, over compute ops by row.
 
@@ -42,6 +43,7 @@ def recomputations(
             own group, or constants.
         gradient_makers: Ops that make the gradients of parameters.
         num_groups: Number of groups.
+        kept: Ops whose results are kept.
     """
     readers = [-1] * num_groups
     makes_gradient = set(gradient_makers)
@@ -56,7 +58,10 @@ def recomputations(
             again[of].update(
                 maker
                 for maker in own_reads[op]
-                if group[maker] == of and not is_backward[maker] and maker < readers[of]
+                if group[maker] == of
+                and not is_backward[maker]
+                and maker < readers[of]
+                and maker not in kept
             )
     return [
         Recomputation(reader, tuple(sorted(ops)))

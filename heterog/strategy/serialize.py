@@ -17,7 +17,7 @@ from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
 from heterog.strategy.stash import WeightStash
-from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
+from heterog.strategy.strategy import REPLICATED, Decision, Keeps, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 2
 """Version 1 had no schedule and no teams; its files can still be read."""
@@ -48,11 +48,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
                     "teams": [list(team) for team in decision.teams],
                     "parts": list(decision.parts),
                 }
-                | (
-                    {"slice_groups": [list(group) for group in decision.slice_groups]}
-                    if decision.slice_groups
-                    else {}
-                )
+                | _rarely_said(decision)
                 for decision in numbers
             ],
             "groups": groups,
@@ -85,6 +81,16 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     )
 
 
+def _rarely_said(decision: Decision) -> dict[str, Any]:
+    """Fields of a decision that are written only where they say something."""
+    said: dict[str, Any] = {}
+    if decision.slice_groups:
+        said["slice_groups"] = [list(group) for group in decision.slice_groups]
+    if decision.keeps:
+        said["keeps"] = decision.keeps.name.lower()
+    return said
+
+
 class _DecisionRecord(Record):
     devices: list[Int32]
     shares: list[Int32]
@@ -94,6 +100,7 @@ class _DecisionRecord(Record):
     teams: Many[Many[Int32]] = Field(default_factory=list)
     parts: Many[Int32] = Field(default_factory=list)
     slice_groups: Many[Many[Int32]] = Field(default_factory=list)
+    keeps: str = "nothing"
 
 
 class _ScatterRecord(Record):
@@ -332,12 +339,19 @@ def _decision(number: int, record: _DecisionRecord) -> Decision:
             f"strategy: field 'decisions.{number}.sync' is {shown(record.sync)}, none of "
             f"{', '.join(sync.name.lower() for sync in Sync)}."
         )
+    kept = {each.name.lower(): each for each in Keeps}
+    if record.keeps not in kept:
+        raise StrategyError(
+            f"strategy: field 'decisions.{number}.keeps' is {shown(record.keeps)}, none of "
+            f"{', '.join(kept)}."
+        )
     return Decision(
         devices=tuple(record.devices),
         shares=tuple(record.shares),
         sync=Sync[record.sync.upper()],
         slices=tuple(record.slices),
         recompute=record.recompute,
+        keeps=kept[record.keeps],
         teams=tuple(map(tuple, record.teams)),
         parts=tuple(record.parts),
         slice_groups=tuple(map(tuple, record.slice_groups)),

@@ -24,6 +24,7 @@ from heterog.strategy.division import (
     micro_sizes,
     split_in_proportion,
 )
+from heterog.strategy.keeping import Keeps as Keeps
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
 from heterog.strategy.stash import WeightStash as WeightStash
@@ -53,6 +54,7 @@ class Decision:
             groups. Empty means one group of all devices.
         recompute: Whether activations of the group's forward ops are dropped after the forward
             pass and recomputed, just before its backward ops, from the values of other groups.
+        keeps: Which of them are kept nevertheless.
         teams: A partition of ``devices``; see ``division``. Empty means one team of all of them.
         parts: Weight of each of ``devices`` when its team splits the units of a rule's axis;
             empty means in proportion to the shares.
@@ -64,6 +66,7 @@ class Decision:
     slices: tuple[int, ...] = ()
     slice_groups: tuple[tuple[int, ...], ...] = ()
     recompute: bool = False
+    keeps: Keeps = Keeps.NOTHING
     teams: tuple[tuple[int, ...], ...] = ()
     parts: tuple[int, ...] = ()
 
@@ -86,6 +89,11 @@ class Decision:
             raise StrategyError(
                 f"slices {self.slices} need one weight of at least 0 per device, not all 0, and "
                 "the synchronisation reduce_scatter_all_gather, zero1, zero2 or zero3."
+            )
+        if self.keeps and not self.recompute:
+            raise StrategyError(
+                f"a decision that recomputes nothing keeps everything, it has no use for "
+                f"{self.keeps.name.lower()}; let it recompute, or leave that out."
             )
         self._check_slice_groups()
         self._check_teams()
@@ -127,6 +135,11 @@ class Decision:
                     f"team {team} has {sum(shares)} samples, but no member has a part of what "
                     "rules split; give at least one of them a part."
                 )
+
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether everything is recomputed that can be."""
+        return self.recompute and self.keeps == Keeps.NOTHING
 
     @property
     def division(self) -> Division:

@@ -23,7 +23,9 @@ from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.graph.sparse_pattern import SparsePattern
+from heterog.strategy.keeping import attention_scores, kept_products, scores_again
 from heterog.strategy.recomputation import Recomputation, recomputations
+from heterog.strategy.remaking import Remake, Remakes
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -102,6 +104,9 @@ class GraphTables(NamedTuple):
     op_recomputes: IntArray  # 1: before it its group's recomputation happens, if it has one
     recompute_start: IntArray  # ops that each group runs again  # [num_groups + 1]
     recompute_op: IntArray
+    # The same for the other kinds of ``Keeps``, one after the other: ops that run before each op.
+    partly_start: IntArray  # [2 * num_ops + 1]
+    partly_op: IntArray
     # Values.
     value_op: IntArray
     value_tensor: IntArray  # graph tensor of each value
@@ -123,6 +128,10 @@ class GraphTables(NamedTuple):
     slot_axis: IntArray  # of the reader
     slot_pass: IntArray  # pass of the readers that it is for; see ``ANY_PASS``
     slot_window: IntArray  # step, before, after, all rows; see ``window_row``  # [num_slots, 4]
+    # Ops that make what a slot needs where it is read, from this size on; see ``remaking``.
+    remake_start: IntArray  # [num_slots + 1]
+    remake_op: IntArray
+    slot_remade_from: FloatArray  # bytes that a device would receive
     sparse: "SparseTables"
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
@@ -311,7 +320,7 @@ class _Builder:
 
     def _recomputation_tables(self) -> dict[str, Any]:
         """Recomputation of each block, stored at its reader's group for the kernel."""
-        found = recomputations(
+        rows = (
             [self.block[group] if group >= 0 else group for group in self.op_group],
             self.is_backward,
             [
@@ -323,19 +332,44 @@ class _Builder:
                 ]
                 for entries in self.reads
             ],
-            [self.value_op[value] for value in self.gradient_values],
-            self.grouping.num_groups,
         )
+        makers = [self.value_op[value] for value in self.gradient_values]
         again = [Recomputation(-1, ())] * self.grouping.num_groups
-        for each in found:
+        for each in recomputations(*rows, makers, self.grouping.num_groups):
             if each.reader >= 0:
                 again[self.op_group[each.reader]] = each
         recomputing = {each.reader for each in again if each.ops}
+        partly = self._partly(rows, makers)
         return {
             "op_recomputes": _ints([int(row in recomputing) for row in range(len(self.ops))]),
             "recompute_start": _starts([len(each.ops) for each in again]),
             "recompute_op": _ints([row for each in again for row in each.ops]),
+            "partly_start": _starts([len(ops) for ops in partly]),
+            "partly_op": _ints([row for ops in partly for row in ops]),
         }
+
+    def _partly(
+        self, rows: tuple[list[int], list[bool], list[list[int]]], makers: list[int]
+    ) -> list[tuple[int, ...]]:
+        """Ops that run again before each op: of all for one kind of ``Keeps``, then the next.
+
+        Args:
+            rows: Block of each op, whether it is backward, and what it reads as it was made.
+            makers: Ops that make gradients.
+        """
+        graph = self.graph
+        block = [self.block[group] if group >= 0 else group for group in self.grouping.group]
+        kept = {self.row_of[op] for op in kept_products(graph, block)}
+        scores = [[self.row_of[op] for op in ops] for ops in attention_scores(graph)]
+        found: list[tuple[int, ...]] = [() for _ in range(2 * len(self.ops))]
+        num_groups = self.grouping.num_groups
+        for number, each in (
+            *((0, each) for each in recomputations(*rows, makers, num_groups, kept)),
+            *((1, each) for each in scores_again(scores, *rows)),
+        ):
+            if each.ops:
+                found[number * len(self.ops) + each.reader] += each.ops
+        return found
 
     def _value_tables(self) -> dict[str, Any]:
         graph, plan, values = self.graph, self.plan, self.values
@@ -370,6 +404,23 @@ class _Builder:
             "slot_axis": _ints([slot[3] for slot in self.slots]),
             "slot_pass": _ints([slot[4] for slot in self.slots]),
             "slot_window": np.array([slot[5] for slot in self.slots], np.int32).reshape(-1, 4),
+            **self._remake_tables(),
+        }
+
+    def _remake_tables(self) -> dict[str, Any]:
+        """Ops by which slots are filled that need a value as it was made, if there are such."""
+        remakes = Remakes(self.graph, self.plan, self.grouping.group, self.gathered)
+        found: list[Remake | None] = []
+        for value, _, whole, _, _, window in self.slots:
+            tensor = self.values[value]
+            is_as_made = whole == AS_MADE and window == NO_WINDOW
+            is_there = self.op_group[self.value_op[value]] == CONSTANT_GROUP
+            may = is_as_made and not is_there
+            found.append(remakes.of_value(tensor, self._moved_fraction(tensor)) if may else None)
+        return {
+            "remake_start": _starts([len(each.ops) if each else 0 for each in found]),
+            "remake_op": _ints([self.row_of[op] for each in found if each for op in each.ops]),
+            "slot_remade_from": np.array([each.least_bytes if each else 0.0 for each in found]),
         }
 
     def _parameter_tables(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from heterog.planners.rounds import Contender, next_of
 from heterog.report.answer import brief_answer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.program import LAST_OP_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.space import MAX_DEVICE_SETS, device_sets
 from tests.planners.test_budget import clocked
 from tests.planners.test_planners import graph as mlp
@@ -208,7 +208,7 @@ def slow_sends_by_op(
     for send in np.flatnonzero(program.kind == TaskKind.SEND).tolist():
         source = program.channels[int(program.channel[send])].devices[0]
         for task in order.tolist():
-            is_op = program.kind[task] <= TaskKind.RECOMPUTE and program.device[task] == source
+            is_op = program.kind[task] <= LAST_OP_KIND and program.device[task] == source
             if is_op and start[task] >= finish[send]:
                 if place[task] > place[send]:
                     pairs.append((send, task))

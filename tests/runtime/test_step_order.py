@@ -16,7 +16,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import FIRST_LINK_KIND, TaskKind
+from heterog.strategy.program import FIRST_LINK_KIND, LAST_OP_KIND, TaskKind
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.strategies import (
     ALL,
@@ -202,7 +202,7 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
         before = [
             other
             for other in range(program.num_tasks)
-            if program.kind[other] <= TaskKind.RECOMPUTE
+            if program.kind[other] <= LAST_OP_KIND
             and program.device[other] == program.device[op]
             and position[other] < position[op]
         ]

@@ -17,7 +17,13 @@ from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import ChannelSeconds, CostModel
 from heterog.simulator.engine import Order
 from heterog.strategy.channels import ChannelKind
-from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.program import (
+    FIRST_FREE_KIND,
+    FIRST_LINK_KIND,
+    LAST_OP_KIND,
+    Program,
+    TaskKind,
+)
 from heterog.strategy.tables import graph_tables
 
 
@@ -95,10 +101,10 @@ def price(
                     drag[member] = min(cost.drag.get(name, 0.0) / cost.seconds_per_byte, 0.9)
         else:
             device_type = cluster.devices[device].type
-            if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+            if kind <= LAST_OP_KIND:
                 share, op = int(program.samples[number]), int(op_id[subject])
                 units = int(program.units[number])
-                if op in ruled:
+                if op in ruled and kind != TaskKind.REMAKE:
                     flops, moved = plan.work(units or share, share, graph.batch_size)
                     seconds = float(model.work_seconds(graph, device_type, flops, moved)[op])
                 else:

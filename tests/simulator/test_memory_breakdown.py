@@ -11,7 +11,7 @@ from heterog.graph.op_graph import Phase
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
 from heterog.simulator.memory_breakdown import DeviceMemory, Fit, MemoryKind, memory_fit
-from heterog.strategy.program import FloatArray, Program, TaskKind
+from heterog.strategy.program import LAST_OP_KIND, FloatArray, Program
 from heterog.strategy.strategy import Decision, Sync
 from heterog.strategy.tables import GraphTables, graph_tables
 from tests.simulator.builders import cluster_of, linear_chain, random_case, strategy_of
@@ -83,7 +83,7 @@ def test_the_fullest_device_is_the_one_that_lacks_most() -> None:
 def slow_kind(program: Program, tables: GraphTables, phases: list[Phase], buffer: int) -> str:
     """Kind of a buffer from its maker alone."""
     task = int(program.buffer_maker[buffer])
-    if program.kind[task] not in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+    if program.kind[task] > LAST_OP_KIND:
         return "communication"
     op = int(program.subject[task])
     value = int(tables.value_start[op]) + buffer - int(program.buffer_start[task])

@@ -15,7 +15,9 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Placement, Window
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
+from heterog.strategy import remaking
 from heterog.strategy.division import split_in_proportion
+from heterog.strategy.keeping import Keeps, attention_scores, kept_products
 from heterog.strategy.recomputation import recomputations
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
@@ -212,6 +214,62 @@ class Reading:
         assert place is not None
         return self.graph.tensors[value].shape[place.dim]
 
+    @cached_property
+    def remakes(self) -> dict[Need, tuple[list[int], float]]:
+        """Ops that make what is needed of the batch, and the bytes from which that is worth it."""
+        found: dict[Need, tuple[list[int], float]] = {}
+        for need in {need for op in self.ops for _, need in self.reads[op] if need is not None}:
+            ops = self._made_of_batch(self.maker[need.value])
+            is_split = self.over_batch(need.value).kind == "S" and need.window is None
+            if ops is None or not is_split or need.whole != AS_MADE:
+                continue
+            chosen = sorted(ops)
+            size = float(self.graph.tensor_bytes[need.value]) * self.moved_fraction(need.value)
+            work = max(
+                float(of[chosen].sum()) for of in (self.graph.bytes_moved, self.graph.flops)
+            )
+            if work <= remaking.MOST_WORK * size:
+                found[need] = chosen, len(chosen) * remaking.BYTES_PER_LAUNCH
+        return found
+
+    def _made_of_batch(self, op: int) -> set[int] | None:
+        """The ops by which one follows from the batch and constants, itself with them, if it does.
+
+        Each takes what the ones before have made on the same device.
+        """
+        each, axis = self.graph.ops[op], self.axis(op)
+        changes = {*self.plan.specials[op : op + 1], *self.batch.specials[op : op + 1]}
+        if (
+            self.group[op] == CONSTANT_GROUP
+            or each.phase != Phase.FORWARD
+            or not all(self.batch.follows_batch[value] for value in self.graph.outputs(op))
+            or changes - {None, "own_rows", "as_reshape"}
+            or self.scatter_of(op)
+            or self.plan.axes[axis] != (self.graph.batch_size if axis == BATCH else EVERYWHERE)
+        ):
+            return None
+        found = {op}
+        for position, value in enumerate(self._storages(op)):
+            if value not in self.maker:
+                if self.graph.tensors[value].kind == TensorKind.BUFFER and self._is_written(value):
+                    return None
+            elif self.group[self.maker[value]] != CONSTANT_GROUP:
+                before = self._made_of_batch(self.maker[value])
+                whole = self.whole_needed(op, position)
+                if before is None or whole != AS_MADE or self.value_axis(value) != axis:
+                    return None
+                found |= before
+        return found
+
+    def _is_written(self, buffer: int) -> bool:
+        """Whether the step changes a buffer of the model."""
+        return any(
+            self.graph.ops[op].kind == "copy_.default"
+            or self.batch.specials[op] == "local_statistics"
+            for op in self.ops
+            if buffer in self._storages(op)
+        )
+
     def _pass_of_readers(self, op: int, value: int, whole: int) -> int:
         """Slices of a sum, and keys and values, are gathered by each pass: nobody keeps them."""
         scattered = {
@@ -360,30 +418,53 @@ class Reading:
         return found
 
     @cached_property
-    def again(self) -> dict[int, list[int]]:
+    def again(self) -> dict[Keeps, dict[int, list[int]]]:
         """What each block runs again if it recomputes, by the op before which that happens."""
+        kept = kept_products(self.graph, [self.block_of(op) for op in range(self.graph.num_ops)])
+        return {
+            Keeps.NOTHING: self._made_again(frozenset()),
+            Keeps.PRODUCTS: self._made_again(kept),
+            Keeps.ALL_BUT_SCORES: dict(map(self._scores_again, attention_scores(self.graph))),
+        }
+
+    def _made_again(self, kept: frozenset[int]) -> dict[int, list[int]]:
         row = {op: number for number, op in enumerate(self.ops)}
-        own_reads = [
-            [
-                row[self.maker[value]]
-                for value, need in self.reads[op]
-                if need is None and not self.is_scattered(value)  # what is added up is kept
-            ]
-            for op in self.ops
-        ]
         makers = [row[self.maker[self.gradient(p)]] for p in self.parameter.values()]
         found = recomputations(
             [self.block_of(op) for op in self.ops],
             [self.is_backward(op) for op in self.ops],
-            own_reads,
+            [[row[maker] for maker in self._own_makers(op)] for op in self.ops],
             makers,
             self.num_groups,
+            [row[op] for op in kept],
         )
         return {
             self.ops[each.reader]: [self.ops[number] for number in each.ops]
             for each in found
             if each.ops
         }
+
+    def _own_makers(self, op: int) -> list[int]:
+        """Makers of what an op reads as it was made; what was added up in a team is kept."""
+        return [
+            self.maker[value]
+            for value, need in self.reads[op]
+            if need is None and not self.is_scattered(value)
+        ]
+
+    def _scores_again(self, scores: tuple[int, ...]) -> tuple[int, list[int]]:
+        """The first backward op that reads any of an attention's scores, and what it needs."""
+        readers: dict[int, list[int]] = {}
+        for op in self.ops:
+            for maker in self._own_makers(op):
+                if maker in scores and self.block_of(maker) == self.block_of(op):
+                    readers.setdefault(maker, []).append(op)
+        again: list[int] = []
+        for op in sorted(scores, reverse=True):
+            if any(self.is_backward(by) or by in again for by in readers.get(op, [])):
+                again.insert(0, op)
+        late = [by for op in again for by in readers[op] if self.is_backward(by)]
+        return min(late, default=-1), again
 
 
 # --- who has which samples and units ------------------------------------------------------------

@@ -149,6 +149,8 @@ class Walk:
         self.converted: dict[Need, Where] = {}
         self.gathered_again: set[Need] = set()  # for recomputation
         self.awaits: int | None = None  # a backward op: what is gathered waits for its gradients
+        self.permitted: dict[int, list[Buffer]] = {}  # what the op waits for under a cap
+        self.come: Where = {}  # an input of the op that has come
         # Of each parameter in this step.
         parameters = range(len(graph.updates))
         self.arrived: list[Where] = [{} for _ in parameters]
@@ -184,14 +186,20 @@ class Walk:
         """One op of one micro-batch on all its devices, and what has to come before and after."""
         reading = self.reading
         self.group, self.work = reading.group[op], self.pass_of(op)
-        for _, need in reading.reads[op]:
-            if need is not None and need not in self.converted:
+        self.permitted = self.permits(op)
+        needs = [need for _, need in reading.reads[op] if need is not None]
+        # What may be made again where it is read waits for what has come.
+        for need in sorted(needs, key=lambda each: each in reading.remakes):
+            if need not in self.converted:
                 self.awaits = op if need.readers == BACKWARD_PASS else None
+                if need in reading.remakes:
+                    self.come = self.inputs_there(op)
                 self.converted[need] = self.convert(need)
         gathers = self.gather_parameters(op, self.work != Pass.FORWARD)
-        if op in reading.again and self.strategy.decisions[self.group].recompute:
-            self.recompute(op, reading.again[op])
-        self.compute(op, TaskKind.COMPUTE, self.permits(op))
+        decision = self.strategy.decisions[self.group]
+        if decision.recompute and op in reading.again[decision.keeps]:
+            self.recompute(op, reading.again[decision.keeps][op])
+        self.compute(op, TaskKind.COMPUTE, self.permitted)
         if gathers:
             self.note_first_reader(op, self.work != Pass.FORWARD)
         if reading.scatter_of(op):
@@ -426,6 +434,9 @@ class Walk:
                 and (other.readers == need.readers or source != target)
             ):
                 return where
+        remade = self.remade(need, source, target) if need in self.reading.remakes else None
+        if remade is not None:
+            return remade
         if need.window is not None:
             return lies | self.move_rows(need, source, target, axis)
         if over == "S":
@@ -433,6 +444,57 @@ class Walk:
         if over == "P":
             return self.convert_sum(need, lies, source, target)
         return self.convert_whole(need, lies, source, target)
+
+    def inputs_there(self, op: int) -> Where:
+        """On each device the first input of an op that is there, constants apart."""
+        found: Where = {}
+        for value, need in self.reading.reads[op]:
+            if self.reading.group[self.reading.maker[value]] == CONSTANT_GROUP:
+                continue
+            if need is None or need in self.converted:
+                lies = self.values.get(value, {}) if need is None else self.converted[need]
+                found = lies | found
+        return found
+
+    def remade(self, need: Need, source: Layout, target: Layout) -> Where | None:
+        """A value that follows from the batch, made on those who read it; none if it is sent.
+
+        That is where they have all of it or nothing, and what they would get is large enough.
+        """
+        axis = self.reading.value_axis(need.value)
+        ops, least = self.reading.remakes[need]
+        boxes = self.shares.boxes(target, axis, self.micro)
+        owned = self.shares.boxes(source, axis, self.micro)
+        readers = self.shares.boxes(target, need.axis, self.micro)
+        if source == target or not set(readers) <= set(boxes):
+            return None
+        lies = self.values[need.value]
+        where = {
+            d: lies[d] for d in readers if d in owned and owned[d].samples == boxes[d].samples
+        }
+        lacking = [device for device in readers if device not in where]
+        for device in lacking:
+            if device in owned and owned[device].common(boxes[device]).samples:
+                return None
+            if self.moved_bytes(need, boxes[device].part) < least:
+                return None
+        for device in lacking:
+            made: dict[int, Buffer] = {}
+            for op in ops:
+                reads = [
+                    made.get(value) or self.values[value].get(device)
+                    for value, _ in self.reading.reads[op]
+                ]
+                if op == ops[0]:
+                    reads += [self.come.get(device), *self.permitted.get(device, [])]
+                part = boxes[device].part
+                task = self.add(
+                    TaskKind.REMAKE, op, device, reads=reads, micro=self.micro, part=part
+                )
+                for value in self.reading.graph.outputs(op):
+                    made[value] = task.make(device, self.reading.bytes_of(value, part))
+            where[device] = made[need.value]
+        return where if lacking else None
 
     def serves(self, other: Need, need: Need) -> bool:
         """Whether what was brought to readers along one axis is there for readers along another:

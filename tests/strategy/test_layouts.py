@@ -18,7 +18,8 @@ from heterog.strategy.layouts.placed import Given, place_layout, sizes_of
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of, stage_of_groups
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
-from heterog.strategy.strategy import Sync
+from heterog.strategy.strategy import Keeps, Sync
+from tests.runtime.padded import padded_workload
 
 BATCH = 32
 
@@ -108,7 +109,6 @@ def test_a_layout_is_read_in_every_vocabulary_and_written_back() -> None:
         ("tp=0", "tp is 0"),
         ("tp=1,tensor_parallel=1", "says 'tp' twice"),
         ("zero=4", "the stages of ZeRO are 0, 1, 2 and 3"),
-        ("recompute=op", "single ops cannot be chosen"),
         ("recompute_every=2", "give recompute=full"),
         ("recompute=ful", "did you mean 'full'"),
         ("schedule=2f2b,pp=2", "did you mean '1f1b'"),
@@ -231,32 +231,24 @@ def test_every_second_layer_recomputes() -> None:
     assert len(found) > 2
 
 
-class Scores(nn.Module):
-    """Attention of a vector to itself, in single ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layer(x)
-        mixed: Tensor = (x @ x.transpose(1, 2)).softmax(-1) @ x
-        return mixed
+def test_selective_recomputation_of_no_scores_says_so() -> None:
+    given = placed("recompute=selective")
+    assert given.strategy == placed("recompute=none").strategy
+    assert any("no attention of this model keeps its scores" in each for each in given.remarks)
 
 
-def scores() -> OpGraph:
-    batch = (torch.zeros(8, 3, 4), torch.zeros(8, 3, 4))
-    return capture(Workload(Scores, batch, nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1}))
-
-
-def test_selective_recomputation_says_what_becomes_of_it() -> None:
-    for graph, said in (
-        (GRAPH, "no attention of this model keeps its scores"),
-        (scores(), "is taken for none: the softmax of the model"),
-    ):
-        given = placed("recompute=selective", graph)
-        assert given.strategy == placed("recompute=none", graph).strategy
-        assert any(said in remark for remark in given.remarks)
+def test_layers_keep_what_is_not_made_again() -> None:
+    graph = capture(padded_workload())
+    for said, keeps in (
+        ("full", Keeps.NOTHING), ("selective", Keeps.ALL_BUT_SCORES), ("op", Keeps.PRODUCTS)
+    ):  # fmt: skip
+        given = placed(f"recompute={said}", graph)
+        assert not given.remarks
+        for layer, decision in zip(
+            layers_of(graph).of_group, given.strategy.decisions, strict=True
+        ):
+            assert decision.recompute == (layer != NO_LAYER)
+            assert decision.keeps == (keeps if layer != NO_LAYER else Keeps.NOTHING)
 
 
 def test_as_many_copies_as_replicas_are_whole() -> None:

@@ -20,19 +20,30 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Window
+from heterog.strategy import remaking
 from heterog.strategy.division import micro_shares
 from heterog.strategy.graph_split import feature_splits, row_splits
 from heterog.strategy.layouts.experts import expert_rules
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
-from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, Program, TaskKind
+from heterog.strategy.program import (
+    FIRST_FREE_KIND,
+    FIRST_LINK_KIND,
+    LAST_OP_KIND,
+    Program,
+    TaskKind,
+)
 from heterog.strategy.spatial_split import spatial_splits
-from heterog.strategy.strategy import REPLICATED, Strategy
+from heterog.strategy.strategy import REPLICATED, Keeps, Strategy
 from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.zoo.tokens import token_workload
 from heterog.zoo.translation import VOCABULARY, Transformer
 from tests.runtime import graphs
+from tests.runtime.grids import grid_cluster
+from tests.runtime.padded import padded_workload
 from tests.runtime.strategies import graph_of
 from tests.runtime.volumes import workload_of
 from tests.simulator.builders import (
@@ -88,7 +99,7 @@ def in_objects(program: Program, graph: OpGraph) -> list[Task]:
 
 def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
     """What a task is about: a graph op, a parameter or a need."""
-    if kind in (TaskKind.COMPUTE, TaskKind.RECOMPUTE):
+    if kind <= LAST_OP_KIND:
         return int(tables.op_id[subject])
     if kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
         return int(tables.value_tensor[subject])
@@ -341,6 +352,56 @@ def random_case_of(kind: str, rng: Random, number: int) -> Case:
 def test_under_rules_and_in_teams(kind: str, number: int) -> None:
     rng = Random(f"{SEED} {kind} {number}")
     assert_lowered_alike(random_case_of(kind, rng, number))
+
+
+@cache
+def written_out() -> OpGraph:
+    """Language models whose attention keeps its scores, with dropout and a mask of the batch."""
+    return capture(padded_workload())
+
+
+@pytest.mark.parametrize("number", range(NUM_RANDOM // 2))
+def test_what_is_kept_and_what_is_made_where_it_is_read(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single ops run again; masks of any size are made on every stage."""
+    rng = Random(f"{SEED} kept {number}")
+    monkeypatch.setattr(remaking, "BYTES_PER_LAUNCH", 0.0)
+    graph = replace(written_out())  # tables are remembered by graph
+    rules = random_rules(rng, graph) if number % 4 == 3 else ()
+    if number % 4 == 2:
+        rules = team_rules(graph, tuple(range(group_ops(graph).num_groups))).op_rules
+    case = random_strategy_of(rng, graph, rules, in_teams=number % 4 > 1)
+    assert_lowered_alike(case._replace(strategy=with_random_keeps(rng, case.strategy)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=2,micro_batch=1,recompute=selective",
+        "pp=2,micro_batch=2,recompute=op,schedule=gpipe",
+        "tp=2,pp=2,micro_batch=2,recompute=op",
+        "tp=2,pp=2,zero=3,micro_batch=1,sp=true,recompute=selective",
+    ],
+)
+def test_masks_of_stages(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remaking, "BYTES_PER_LAUNCH", 0.0)
+    graph, cluster = replace(written_out()), grid_cluster(4)
+    strategy = place_layout(parse_layout(text), graph, cluster).strategy
+    kinds = lower(graph, cluster, strategy).kind
+    assert (kinds == TaskKind.REMAKE).any()
+    assert (kinds == TaskKind.RECOMPUTE).any()
+    assert_lowered_alike(Case(graph, cluster, strategy, 1))
+
+
+def with_random_keeps(rng: Random, strategy: Strategy) -> Strategy:
+    """Nearly all groups recompute, and keep something."""
+    kept = {
+        each: replace(each, recompute=True, keeps=rng.choice(list(Keeps)))
+        for each in dict.fromkeys(strategy.decisions)
+        if rng.random() < 0.9
+    }
+    return replace(strategy, decisions=tuple(kept.get(each, each) for each in strategy.decisions))
 
 
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 4))

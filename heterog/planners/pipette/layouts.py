@@ -222,6 +222,7 @@ class LayoutCosts:
         goes_on = forward[tables.slot_value] & (
             stage_of_group[reader] > made_in[tables.slot_value]
         )
+        goes_on &= np.diff(tables.remake_start) == 0  # or each stage makes it of the batch
         sent = np.unique(tables.slot_value[goes_on])
         sizes = tables.value_bytes_per_unit[sent]
         summed = np.bincount(made_in[sent], sizes, num_stages + 1)[:-1]

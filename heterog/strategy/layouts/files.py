@@ -293,11 +293,7 @@ def _torchtitan_checkpoints(fields: _Fields) -> dict[str, str]:
         return {"recompute": mode}
     if every.isascii() and every.isdigit():  # 0 and 1: every layer
         return {"recompute": "full", "recompute_every": str(max(int(every[:6]), 1))}
-    fields.remark(
-        "Selective activation checkpointing by op is taken for none: groups of ops recompute as a "
-        "whole."
-    )
-    return {"recompute": "none"}
+    return {"recompute": every}
 
 
 def _deepspeed(fields: _Fields) -> LayoutFile:

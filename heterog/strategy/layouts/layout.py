@@ -32,6 +32,8 @@ class Recompute(StrEnum):
     """All activations of a repeated layer; its inputs are kept."""
     SELECTIVE = "selective"
     """Scores and softmax of attention, as in Megatron; a fused kernel keeps neither anyway."""
+    OP = "op"
+    """All of a repeated layer but every other matrix product and attention, as in torchtitan."""
 
 
 class Dispatch(StrEnum):
@@ -386,11 +388,6 @@ def _recompute(value: str) -> Recompute:
         plain = "full"
     if plain in ("false", "0", "no", "off"):
         plain = "none"
-    if plain == "op":
-        raise LayoutError(
-            "recompute=op: groups of ops recompute as a whole, so that single ops cannot be "
-            "chosen; take recompute=full, recompute=none or recompute_every=2."
-        )
     if plain not in tuple(Recompute):
         raise LayoutError(_unknown("recompute", value, tuple(Recompute)))
     return Recompute(plain)

@@ -9,6 +9,7 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
+from heterog.strategy.keeping import Keeps, attention_scores
 from heterog.strategy.layouts.context import context_rules
 from heterog.strategy.layouts.experts import expert_rules, groups_of_experts
 from heterog.strategy.layouts.layout import Dispatch, Recompute
@@ -42,6 +43,14 @@ class Pipeline:
         return tuple(
             tuple(device for team in replicas for device in team) for replicas in self.teams
         )
+
+
+KEEPS = {
+    Recompute.FULL: Keeps.NOTHING,
+    Recompute.SELECTIVE: Keeps.ALL_BUT_SCORES,
+    Recompute.OP: Keeps.PRODUCTS,
+}
+"""What layers keep that recompute in each way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +112,7 @@ def strategy_of_pipelines(
         step_barrier=manner.step_barrier,
         op_rules=rules.op_rules if rules is not None else (),
         schedule=_schedule(pipelines, manner, cluster.num_devices),
-        blocks=_blocks(graph, decisions) if manner.recompute == Recompute.FULL else (),
+        blocks=_blocks(graph, decisions) if any(each.recompute for each in decisions) else (),
     )
     strategy.check(graph, cluster)
     return strategy
@@ -221,17 +230,21 @@ def _decisions(
     """Teams and recomputation of each group as decisions, and the rules of teams."""
     in_layer = layers_of(graph).of_group
     samples = _samples_of_devices(pipelines, cluster.num_devices)
+    is_selective = manner.recompute == Recompute.SELECTIVE
+    recomputes = bool(attention_scores(graph)) if is_selective else manner.recompute in KEEPS
     made: dict[tuple[tuple[tuple[int, ...], ...], bool], Decision] = {}
     found = []
     for group, teams in enumerate(teams_of_groups(graph, pipelines, manner)):
         recompute = (
-            manner.recompute == Recompute.FULL
+            recomputes
             and in_layer[group] != NO_LAYER
             and (in_layer[group] + 1) % manner.recompute_every == 0
         )
         if (teams, recompute) not in made:
-            made[teams, recompute] = _decision(cluster, teams, manner.zero, samples, recompute)
-            made[teams, recompute] = _in_copies(made[teams, recompute], teams, pipelines)
+            decision = _decision(cluster, teams, manner.zero, samples)
+            if recompute:
+                decision = replace(decision, recompute=True, keeps=KEEPS[manner.recompute])
+            made[teams, recompute] = _in_copies(decision, teams, pipelines)
         found.append(made[teams, recompute])
     return tuple(found), rules_of_teams(graph, pipelines, manner)
 
@@ -241,7 +254,6 @@ def _decision(
     teams: tuple[tuple[int, ...], ...],
     zero: int,
     samples: Sequence[tuple[int, ...]],
-    recompute: bool,
 ) -> Decision:
     devices = tuple(sorted(device for team in teams for device in team))
     sync = Sync.of_stage(zero) if zero else Sync.RING
@@ -253,7 +265,6 @@ def _decision(
         devices=devices,
         shares=tuple(sum(samples[device]) for device in devices),
         sync=sync,
-        recompute=recompute,
         teams=() if are_plain else teams,
         parts=() if are_plain else (1,) * len(devices),
     )

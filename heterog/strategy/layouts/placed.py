@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import (
     Manner,
@@ -201,17 +202,9 @@ def place_layout(
 
 
 def _about_attention(layout: Layout, graph: OpGraph) -> list[str]:
-    """Remarks about selective recomputation, which repeats single ops of attention."""
-    if layout.recompute != Recompute.SELECTIVE:
+    """A remark if selective recomputation, which repeats attention's scores, repeats nothing."""
+    if layout.recompute != Recompute.SELECTIVE or attention_scores(graph):
         return []
-    for op in graph.ops:
-        if op.kind.startswith("_softmax.") and len(graph.tensors[op.inputs[0]].shape) > 2:
-            where = op.module or "the model"
-            return [
-                f"recompute=selective is taken for none: the softmax of {where} is an op of its "
-                "own, and groups of ops recompute as a whole. Fused attention leaves nothing to "
-                "repeat."
-            ]
     return ["recompute=selective repeats nothing: no attention of this model keeps its scores."]
 
 

@@ -8,8 +8,9 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 
 1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
    conversion first (``convert``): S to S moves the overlapping ranges, S to R gathers, P to R
-   reduces, R to R copies. Samples are numbered, and a group's teams own consecutive ranges of them
-   (``division``), so neighbouring groups with similar shares move little.
+   reduces, R to R copies. What follows from the batch is made again instead (``remake``).
+   Samples are numbered, and a group's teams own consecutive ranges of them (``division``), so
+   neighbouring groups with similar shares move little.
 2. One compute task on each device with samples, or with units of the axis that the op's rule names
    (``compute``). Before the first backward op of a group that recomputes, its forward ops once
    more (``recompute``).
@@ -22,7 +23,7 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 ``tape`` its output, ``resident`` the bytes that stay on a device for the whole step, ``stashed``
 those that a stash adds. Each file calls only files further down in this list: ``stashed``,
 ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``, ``compute``,
-``convert``, ``scratch``, ``choice``, ``tape``.
+``convert``, ``remake``, ``scratch``, ``choice``, ``tape``.
 """
 
 import numpy as np

@@ -94,7 +94,7 @@ class Choice(NamedTuple):
     teams: Teams
     sharded: IntArray  # how replicas of each group slice; see ``Sharded``
     sync_class: IntArray  # groups whose gradients may share buckets have the same number
-    recompute: BoolArray  # whether each group frees its forward pass's outputs
+    recompute: IntArray  # 0: a group keeps what its forward pass makes; 1 + its ``Keeps``
     rings: Rings
     reduce_channel: IntArray  # utility all-reduce of each division
     gather_channel: IntArray  # utility all-gather of each division
@@ -144,6 +144,10 @@ class RingRows(NamedTuple):
     is_once: list[bool]
     is_whole: BoolArray
     slice_part: FloatArray
+
+
+def _recomputation(decisions: Sequence[Decision]) -> IntArray:
+    return np.array([each.recompute * (1 + each.keeps) for each in decisions], np.int32)
 
 
 class Encoder:
@@ -216,7 +220,7 @@ class Encoder:
             teams=self._teams(rows),
             sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
             sync_class=np.array([self._class(each) for each in decisions], np.int32)[of_group],
-            recompute=np.array([each.recompute for each in decisions], np.bool_)[of_group],
+            recompute=_recomputation(decisions)[of_group],
             rings=self._all_rings(decisions, of_group, within_teams),
             reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
             gather_channel=np.array([row.gather_channel for row in rows], np.int32),

@@ -15,7 +15,8 @@ from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice, is_first
 from heterog.strategy.lowering.halo import bring_windows, has_window, same_window
-from heterog.strategy.lowering.pieces import box_of, join_pieces, send_piece
+from heterog.strategy.lowering.pieces import box_of, bytes_of, join_pieces, send_piece
+from heterog.strategy.lowering.remake import remake
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     APART,
@@ -64,6 +65,8 @@ def convert(
     scratch.slot_done[slot] = 1
     if _is_there(tables, choice, scratch, slot, source, target, micro):
         return
+    if source != target and remake(tables, choice, scratch, tape, slot, source, target, micro):
+        return
     for device in range(choice.member.shape[1]):
         scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
     if has_window(tables, slot):
@@ -72,6 +75,20 @@ def convert(
         _convert_along_batch(tables, choice, scratch, tape, slot, source, target, micro)
     else:
         _convert_ruled(tables, choice, scratch, tape, slot, source, target, micro)
+
+
+@helper
+def wait_for_inputs(tables: GraphTables, scratch: Scratch, reader: int) -> None:
+    """Make what is made again for an op wait for an input that has come before it."""
+    for device in range(len(scratch.awaited)):
+        scratch.awaited[device] = -1
+        for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+            slot = tables.read_slot[entry]
+            is_constant = tables.op_group[tables.value_op[tables.read_value[entry]]] < 0
+            if not is_constant and (slot < 0 or scratch.slot_done[slot] > 0):
+                scratch.awaited[device] = needed_buffer(tables, scratch, entry, device)
+                if scratch.awaited[device] >= 0:
+                    break
 
 
 @helper
@@ -346,24 +363,6 @@ def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
 
 
 @helper
-def _bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> float:
-    """Bytes of some samples and units of a value that is split along the batch.
-
-    Args:
-        tables: Tables of the graph.
-        value: The value.
-        samples: Number of samples of the batch.
-        units: Number of units of the axis of the rule that made it; -1 for all of them.
-    """
-    if tables.value_axis[value] == 0:
-        return float(samples * tables.value_bytes_per_unit[value])
-    per_unit = tables.value_bytes_per_unit[value]
-    if units < 0:
-        units = tables.axis_units[tables.value_axis[value]]
-    return float((tables.value_bytes[value] + units * per_unit) * samples / tables.batch_size)
-
-
-@helper
 def _bring(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
@@ -513,7 +512,7 @@ def _send(
 ) -> None:  # fmt: skip
     """Send a piece of a value, which is first cut out where it is not contiguous."""
     value = tables.slot_value[slot]
-    size = _bytes_of(tables, value, overlap, units) * fraction
+    size = bytes_of(tables, value, overlap, units) * fraction
     if tables.value_axis[value] == 0:
         contiguous = tables.value_is_outermost[value] == 1
     elif units == owned_units:
@@ -535,7 +534,7 @@ def _join(
     """Join the pieces of a value that a device has received, if there are several."""
     if parts < 2:
         return
-    size = _bytes_of(tables, tables.slot_value[slot], count, units) * fraction
+    size = bytes_of(tables, tables.slot_value[slot], count, units) * fraction
     join_pieces(
         tables, choice, scratch, tape, slot, device, micro, local, first_piece, count, units, size
     )
@@ -560,14 +559,14 @@ def _gather(
         total += count * choice.stands_for[device]
         largest = max(largest, count)
         members += choice.stands_for[device] if choice.member[division, device] else 0
-    size = members * _bytes_of(tables, value, largest, -1)
+    size = members * bytes_of(tables, value, largest, -1)
     write_task(tape, _GATHER_VALUE, slot, -1, micro, total, channel, size)
     for device in range(num_devices):
         if choice.shares[division, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
     for device in range(num_devices):
         if choice.member[division, device]:
-            whole = _bytes_of(tables, value, total, -1)
+            whole = bytes_of(tables, value, total, -1)
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, whole)
 
 
@@ -594,8 +593,8 @@ def _gather_in_teams(
         largest = _largest_share(choice, row, micro, number)
         units = -1 if row == division else total
         if row == division:
-            whole = _bytes_of(tables, value, total, -1)
-            size = teams.size[division, first] * _bytes_of(tables, value, largest, -1)
+            whole = bytes_of(tables, value, total, -1)
+            size = teams.size[division, first] * bytes_of(tables, value, largest, -1)
         else:
             per_unit = tables.value_bytes_per_unit[value]
             if tables.value_batch_kind[value] == _S:

@@ -37,6 +37,24 @@ def box_of(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int,
 
 
 @helper
+def bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> float:
+    """Bytes of some samples and units of a value that is split along the batch.
+
+    Args:
+        tables: Tables of the graph.
+        value: The value.
+        samples: Number of samples of the batch.
+        units: Number of units of the axis of the rule that made it; -1 for all of them.
+    """
+    if tables.value_axis[value] == 0:
+        return float(samples * tables.value_bytes_per_unit[value])
+    per_unit = tables.value_bytes_per_unit[value]
+    if units < 0:
+        units = tables.axis_units[tables.value_axis[value]]
+    return float((tables.value_bytes[value] + units * per_unit) * samples / tables.batch_size)
+
+
+@helper
 def send_piece(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
     other: int, device: int, micro: int, samples: int, units: int, size: float, is_cut: bool,

@@ -8,7 +8,7 @@ from heterog.strategy.lowering.slices import gather_parameters, note_reader
 from heterog.strategy.lowering.tape import Tape, set_units, write_buffer, write_read, write_task
 from heterog.strategy.lowering.turns import BY_MICRO_BATCH, take_turns, work_of
 from heterog.strategy.pipeline_schedule import Pass
-from heterog.strategy.program import TaskKind
+from heterog.strategy.program import IntArray, TaskKind
 from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import KIND_NUMBER, GraphTables
 
@@ -20,10 +20,28 @@ _S = KIND_NUMBER["S"]
 
 
 @helper
-def recompute_group(
+def recompute_before(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
 ) -> None:
-    """Rerun a group's forward ops before its first backward op, the ``reader``.
+    """Rerun the forward ops that are due before a backward op, by what its group keeps."""
+    group = tables.op_group[reader]
+    ops, first, end = tables.recompute_op, 0, 0
+    if choice.recompute[group] > 1:
+        place = (choice.recompute[group] - 2) * len(tables.op_id) + reader
+        ops = tables.partly_op
+        first, end = tables.partly_start[place], tables.partly_start[place + 1]
+    elif tables.op_recomputes[reader] == 1:
+        first, end = tables.recompute_start[group], tables.recompute_start[group + 1]
+    if first < end:
+        _rerun(tables, choice, scratch, tape, ops, first, end, reader, micro)
+
+
+@helper
+def _rerun(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, ops: IntArray, first: int,
+    end: int, reader: int, micro: int,
+) -> None:  # fmt: skip
+    """Rerun forward ops of a group before one of its backward ops, the ``reader``.
 
     They read the same inputs as the first time, except those that are recomputed themselves. The
     first one waits for the gradients that the reader waits for: a device that is ahead of others
@@ -35,10 +53,9 @@ def recompute_group(
     turns = choice.turns
     if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
         take_turns(turns, tape, group, _BACKWARD, micro)
-    first, last = tables.recompute_start[group], tables.recompute_start[group + 1]
     reading = choice.division[group] + num_divisions * tables.op_axis[reader]
-    for position in range(first, last):
-        op = tables.recompute_op[position]
+    for position in range(first, end):
+        op = ops[position]
         division = choice.division[group] + num_divisions * tables.op_axis[op]
         gather_again(tables, choice, scratch, tape, op, reader, micro)
         gathers = False

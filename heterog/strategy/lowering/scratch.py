@@ -12,9 +12,11 @@ class Scratch(NamedTuple):
     """Working memory of the kernel."""
 
     value_buffer: IntArray  # local buffer of each value  # [num_values, num_devices]
+    remade_buffer: IntArray  # of values made where they are read; see ``remake``
     slot_buffer: IntArray  # converted value of each slot  # [num_slots, num_devices]
     slot_done: IntArray  # 1: ``slot_buffer`` is filled; 2: once more, for a recomputation
-    awaited: IntArray  # what a gather in the backward pass waits for, -1: nothing  # [num_devices]
+    # What a gather in the backward pass, or what is made again, waits for, -1: nothing.
+    awaited: IntArray  # [num_devices]
     gradient_buffer: IntArray  # [num_parameters, num_devices]
     gradient_token: IntArray
     last_read: IntArray  # made by the op that reads each parameter last  # [num_parameters, ...]
@@ -66,6 +68,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
 
     return Scratch(
         value_buffer=per_device(len(tables.value_op)),
+        remade_buffer=per_device(len(tables.value_op)),
         slot_buffer=per_device(len(tables.slot_value)),
         slot_done=np.empty(len(tables.slot_value), np.int32),
         awaited=np.empty(num_devices, np.int32),

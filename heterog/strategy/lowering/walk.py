@@ -8,6 +8,7 @@ from heterog.strategy.lowering.convert import (
     exchange_in_teams,
     scatter_in_teams,
     wait_for_gradients,
+    wait_for_inputs,
 )
 from heterog.strategy.lowering.gradients import (
     accumulate,
@@ -17,8 +18,9 @@ from heterog.strategy.lowering.gradients import (
     share_whole_gradient,
 )
 from heterog.strategy.lowering.halo import has_window
-from heterog.strategy.lowering.recompute import recompute_group
+from heterog.strategy.lowering.recompute import recompute_before
 from heterog.strategy.lowering.reduce import close_bucket, number_buckets, synchronise
+from heterog.strategy.lowering.remake import may_remake
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.slices import (
     begin_sliced_step,
@@ -110,8 +112,8 @@ def _lower_op(
         gathers = gather_parameters(
             tables, choice, scratch, tape, op, division, micro, is_backward
         )
-    if tables.op_recomputes[op] == 1 and choice.recompute[tables.op_group[op]]:
-        recompute_group(tables, choice, scratch, tape, op, micro)
+    if tables.op_group[op] >= 0 and choice.recompute[tables.op_group[op]] > 0:
+        recompute_before(tables, choice, scratch, tape, op, micro)
     compute_op(tables, choice, scratch, tape, op, division, micro)
     if gathers and tables.value_start[op] < tables.value_start[op + 1]:
         is_backward = tables.op_is_backward[op]
@@ -148,22 +150,32 @@ def _bring_inputs(
 ) -> None:  # fmt: skip
     """Convert the inputs of an op that have not been converted yet."""
     num_divisions = len(choice.member)
-    for read in range(tables.read_start[op], tables.read_start[op + 1]):
-        slot = tables.read_slot[read]
-        if slot < 0 or scratch.slot_done[slot] > 0:
-            continue
-        value = tables.slot_value[slot]
-        source = choice.division[tables.op_group[tables.value_op[value]]]
-        source += num_divisions * tables.value_axis[value]
-        is_as_made = tables.slot_whole[slot] == 0 and not has_window(tables, slot)
-        if source == division and is_as_made:
-            scratch.slot_done[slot] = 1
-            for device in range(choice.member.shape[1]):
-                scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
-        else:
-            if tables.slot_pass[slot] == BACKWARD_PASS:
+    is_remade = False
+    for is_late in range(2):
+        for read in range(tables.read_start[op], tables.read_start[op + 1]):
+            slot = tables.read_slot[read]
+            if slot < 0 or scratch.slot_done[slot] > 0:
+                continue
+            if is_late == 0 and may_remake(tables, slot):
+                is_remade = True  # waits for the other inputs
+                continue
+            value = tables.slot_value[slot]
+            source = choice.division[tables.op_group[tables.value_op[value]]]
+            source += num_divisions * tables.value_axis[value]
+            is_as_made = tables.slot_whole[slot] == 0 and not has_window(tables, slot)
+            if source == division and is_as_made:
+                scratch.slot_done[slot] = 1
+                for device in range(choice.member.shape[1]):
+                    scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+                continue
+            if is_late == 1:
+                wait_for_inputs(tables, scratch, op)
+            elif tables.slot_pass[slot] == BACKWARD_PASS:
                 wait_for_gradients(tables, choice, scratch, op, micro)
             convert(tables, choice, scratch, tape, slot, micro)
+        if not is_remade:
+            return
+    scratch.awaited[:] = -1
 
 
 @part

@@ -1,0 +1,190 @@
+"""Recomputation of some ops of a group: what is kept, and which ops run again before which.
+
+Attention that is written out makes scores, their softmax and dropout for all pairs of positions:
+5 a s^2 b bytes a layer in 16 bits, beside the 34 s b h of everything else (a heads, s positions, b
+samples, h hidden units; Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
+Transformer Models", sections 4.1 and 4.3). They are cheap to make again. torchtitan keeps what is
+expensive to make, and makes all else again.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from enum import IntEnum
+from functools import lru_cache
+
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
+from heterog.strategy.recomputation import Recomputation
+
+
+class Keeps(IntEnum):
+    """What a group that recomputes keeps, besides what other groups read."""
+
+    NOTHING = 0
+    """All that its backward pass reads is made again."""
+    PRODUCTS = 1
+    """Results of attention kernels, and of every other product with a weight: the first of a
+    block, the third, and so on (torchtitan's selective checkpoints by op)."""
+    ALL_BUT_SCORES = 2
+    """Everything but what attention that is written out makes of pairs of positions: Megatron's
+    selective recomputation."""
+
+    @property
+    def words(self) -> str:
+        """What is made again, in words."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Keeps.NOTHING: "activations",
+    Keeps.PRODUCTS: "activations but for every other product",
+    Keeps.ALL_BUT_SCORES: "scores of attention",
+}
+
+
+def recomputed_words(kept: Iterable[Keeps]) -> str:
+    """What groups make again that keep this, in words.
+
+    >>> recomputed_words([Keeps.NOTHING, Keeps.ALL_BUT_SCORES])
+    'activations and scores of attention'
+    """
+    return " and ".join(keeps.words for keeps in sorted(set(kept)))
+
+
+_SOFTMAX = frozenset({"_softmax.default", "_safe_softmax.default"})
+_PRODUCTS = frozenset({"bmm.default", "baddbmm.default"})
+_MOST_BETWEEN = 64
+"""Ops between a softmax and a product, views included; attention has a few, to scale and mask."""
+_WEIGHED = frozenset({"mm.default", "addmm.default", "linear.default"})
+
+
+@lru_cache(maxsize=16)
+def attention_scores(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
+    """The ops of each attention that is written out, from its scores to what weighs the values.
+
+    They are a softmax between two products of activations, the first product, and what is between
+    them, in program order.
+    """
+    found = []
+    for index, op in enumerate(graph.ops):
+        if op.kind not in _SOFTMAX or op.phase != Phase.FORWARD:
+            continue
+        size = graph.tensors[op.inputs[0]].meta.num_elements
+        before, after = _Between(graph, size), _Between(graph, size)
+        if before.comes_from_product(op.inputs[0]) and after.goes_to_product(
+            graph.outputs(index)[0]
+        ):
+            found.append(tuple(sorted({index, *before.ops, *after.ops})))
+    return tuple(found)
+
+
+class _Between:
+    """Finds the ops between a softmax and a product, each as large as the softmax.
+
+    Args:
+        graph: One training step.
+        size: Number of elements of the softmax.
+
+    Attributes:
+        ops: The ops found.
+    """
+
+    def __init__(self, graph: OpGraph, size: int) -> None:
+        self._graph = graph
+        self._size = size
+        self._known: dict[int, bool] = {}
+        self.ops: set[int] = set()
+
+    def comes_from_product(self, tensor: int) -> bool:
+        """Whether a tensor is made of a product of activations; it is one of the ops, too."""
+        maker = int(self._graph.producer[tensor])
+        if maker < 0 or not self._may_go_on(maker):
+            return False
+        if maker not in self._known:
+            op = self._graph.ops[maker]
+            self._known[maker] = op.kind in _PRODUCTS or any(
+                [self.comes_from_product(source) for source in op.inputs]
+            )
+            if self._known[maker] and not self._graph.is_view[maker]:
+                self.ops.add(maker)
+        return self._known[maker]
+
+    def goes_to_product(self, tensor: int) -> bool:
+        """Whether a product reads a tensor."""
+        return any([self._leads_on(reader) for reader in self._graph.consumers[tensor]])
+
+    def _leads_on(self, reader: int) -> bool:
+        graph, op = self._graph, self._graph.ops[reader]
+        if op.kind in _PRODUCTS and op.phase == Phase.FORWARD:
+            return True
+        if not self._may_go_on(reader):
+            return False
+        if reader not in self._known:
+            self._known[reader] = self.goes_to_product(graph.outputs(reader)[0])
+            if self._known[reader] and not graph.is_view[reader]:
+                self.ops.add(reader)
+        return self._known[reader]
+
+    def _may_go_on(self, index: int) -> bool:
+        """Whether an op of the forward pass makes as much of activations alone."""
+        graph, op = self._graph, self._graph.ops[index]
+        made = graph.outputs(index)
+        reads = {graph.tensors[int(graph.storage[tensor])].kind for tensor in op.inputs}
+        return (
+            op.phase == Phase.FORWARD
+            and len(made) > 0
+            and graph.tensors[made[0]].meta.num_elements == self._size
+            and TensorKind.PARAMETER not in reads
+            and len(self._known) < _MOST_BETWEEN
+        )
+
+
+def kept_products(graph: OpGraph, block: Sequence[int]) -> frozenset[int]:
+    """Ops whose results are kept by ``Keeps.PRODUCTS``.
+
+    Args:
+        graph: One training step.
+        block: Block of each op, negative for constants.
+    """
+    counts: dict[int, int] = {}
+    kept = set()
+    for index, op in enumerate(graph.ops):
+        if op.phase != Phase.FORWARD:
+            continue
+        if op.kind in _WEIGHED:
+            counts[block[index]] = counts.get(block[index], 0) + 1
+            if counts[block[index]] % 2:
+                kept.add(index)
+        elif op.kind in ATTENTION_KINDS:
+            kept.add(index)
+    return frozenset(kept)
+
+
+def scores_again(
+    scores: Sequence[Sequence[int]],
+    group: Sequence[int],
+    is_backward: Sequence[bool],
+    own_reads: Sequence[Sequence[int]],
+) -> Iterator[Recomputation]:
+    """What runs again of each attention, before the first backward op that reads any of it.
+
+    Args:
+        scores: Ops of each attention, by row.
+        group: Block of each op, negative for constants.
+        is_backward: Whether each op belongs to the backward pass.
+        own_reads: For each op, the makers of inputs that it reads without conversion.
+    """
+    readers: dict[int, list[int]] = {row: [] for rows in scores for row in rows}
+    for row, makers in enumerate(own_reads):
+        for maker in makers:
+            if maker in readers and group[row] == group[maker]:
+                readers[maker].append(row)
+    for rows in scores:
+        again: set[int] = set()
+        late: list[int] = []
+        for row in sorted(rows, reverse=True):
+            read_late = [reader for reader in readers[row] if is_backward[reader]]
+            late += read_late
+            if read_late or not again.isdisjoint(readers[row]):
+                again.add(row)
+        if again:
+            yield Recomputation(min(late), tuple(sorted(again)))
