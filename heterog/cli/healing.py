@@ -1,6 +1,8 @@
 """``heterog run --heal``: train with a plan, and with others when that becomes necessary."""
 
-from dataclasses import replace
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +12,7 @@ from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from heterog.healing.options import HealOptions
+    from heterog.healing.several import SeveralHosts
 
 
 def heal_options(
@@ -19,6 +22,8 @@ def heal_options(
     checkpoint: Path | None,
     checkpoint_every: str,
     back_after: str,
+    rendezvous: str = "",
+    host: str = "",
 ) -> "HealOptions | None":
     """The options of healing on the command line; ``None`` if the job does not heal.
 
@@ -33,12 +38,16 @@ def heal_options(
         "--checkpoint": checkpoint is not None,
         "--checkpoint-every": bool(checkpoint_every),
         "--back-after": bool(back_after),
+        "--rendezvous": bool(rendezvous),
+        "--host": bool(host),
     }
     for name, is_given in given.items():
         if is_given and not heal:
             raise HeterogError(f"{name} without --heal has no effect; add --heal or leave it out.")
     if checkpoint_every and checkpoint is None:
         raise HeterogError("--checkpoint-every without --checkpoint; name a folder for them.")
+    if host and not rendezvous:
+        raise HeterogError("--host without --rendezvous has no effect; say where hosts meet.")
     if not heal:
         return None
     chosen = HealOptions()
@@ -51,16 +60,34 @@ def heal_options(
     )
 
 
-def run_healing(plan: Path, options: "HealOptions", *, as_json: bool, **given: Any) -> None:
+def run_healing(
+    plan: Path,
+    options: "HealOptions",
+    *,
+    rendezvous: str,
+    host: str,
+    as_json: bool,
+    **given: Any,
+) -> None:
     """Run the job and print the outcome; ``given`` are arguments of ``HealingJob``."""
     from heterog.healing.job import HealingJob
 
+    def say(text: str) -> None:
+        err.print(text, soft_wrap=True, highlight=False)
+
     with progress_line(as_json) as show:
+        crew = None
+        if rendezvous:
+            crew = _crew_of_several(plan, rendezvous, host, say, given)
+            if crew is None:  # another host leads, and the job is done
+                out.print("done; the host that leads says how it went", soft_wrap=True)
+                return
         job = HealingJob(
             plan,
             options=options,
+            crew=crew,
             progress=lambda stage: show(*stage_progress(stage)),
-            say=lambda text: err.print(text, soft_wrap=True, highlight=False),
+            say=say,
             **given,
         )
         measured = job.run()
@@ -79,7 +106,7 @@ def run_healing(plan: Path, options: "HealOptions", *, as_json: bool, **given: A
     snapshots, losses = measured["snapshots"], measured["losses"]
     first, last = (float("nan") if each is None else each for each in (losses[0], losses[-1]))
     out.print(
-        f"{measured['model']} on {measured['num_ranks']} local ranks: "
+        f"{measured['model']} on {measured['num_ranks']} ranks: "
         f"{format_seconds(measured['step_time_s'])} a step (median of {len(losses)}); loss "
         f"{first:.4f} -> {last:.4f}; {snapshots['number']} snapshots, "
         f"{format_bytes(snapshots['bytes_of_rank_0'])} each from rank 0",
@@ -87,3 +114,41 @@ def run_healing(plan: Path, options: "HealOptions", *, as_json: bool, **given: A
     )
     if given["save"] is not None:
         out.print(f"checkpoint: {given['save']}", soft_wrap=True)
+
+
+def _crew_of_several(
+    plan: Path, rendezvous: str, host: str, say: Callable[[str], None], given: dict[str, Any]
+) -> "SeveralHosts | None":
+    """The crew that this host leads; ``None`` if another leads and the job is done.
+
+    Raises:
+        HeterogError: the plan has no such host, or the job failed.
+    """
+    from heterog.healing.crew import Told
+    from heterog.healing.host import HostProcess
+    from heterog.healing.rendezvous import Rendezvous, own_host
+    from heterog.healing.several import SeveralHosts
+    from heterog.planners.plan import load_plan
+
+    loaded = load_plan(plan)
+    names = [each.name for each in loaded.cluster.hosts]
+    name = names[own_host(host, names)]
+    save = given["save"]
+    told = Told(
+        model=given["model"],
+        sources=tuple(given["sources"]),
+        timeout_s=given["timeout_s"],
+        step_timeout_s=given["step_timeout_s"],
+        save="" if save is None else str(save.resolve()),
+        allow_nonfinite=given["allow_nonfinite"],
+    )
+    place = Rendezvous.parse(rendezvous)
+    listening = place.listen()
+    if listening is None:
+        HostProcess(place, name, loaded.program_hash, told).run()
+        return None
+    own = ["-m", "heterog.healing.host", "--rendezvous", rendezvous, "--host", name]
+    own += ["--program", loaded.program_hash, "--told", json.dumps(asdict(told))]
+    return SeveralHosts(
+        loaded.cluster, loaded.program_hash, listening, place, told, own=own, say=say
+    )

@@ -92,6 +92,17 @@ def run(
         str,
         typer.Option("--back-after", help="with --heal: try a lost device again; 60s, 0s never"),
     ] = "",
+    rendezvous: Annotated[
+        str,
+        typer.Option(
+            "--rendezvous",
+            help="with --heal on several hosts: ADDRESS:PORT of the one that leads",
+        ),
+    ] = "",
+    host: Annotated[
+        str,
+        typer.Option("--host", help="with --rendezvous: this host's name in the plan's cluster"),
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Train with a plan on local processes or a testbed.
@@ -134,6 +145,8 @@ def run(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         back_after=back_after,
+        rendezvous=rendezvous,
+        host=host,
     )
     if healing is not None:
         if testbed or trace is not None or port or loaded.background is not None:
@@ -144,6 +157,8 @@ def run(
         run_healing(
             plan,
             healing,
+            rendezvous=rendezvous,
+            host=host,
             as_json=as_json,
             model=model,
             sources=sources,

@@ -1,28 +1,25 @@
-"""A job that runs a plan on local processes and goes on when one of them is lost.
+"""A job that runs a plan and goes on when one of its ranks is lost.
 
 Ranks live in *generations*: all ranks of a plan are started together, and when one is lost, or
 another plan is better, all end and the next generation begins. Beside them live a keeper for each
 host and a process that plans, which all end with this process, whatever happens to it.
 """
 
-import os
 import statistics
-import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from subprocess import Popen
 from typing import Any
 
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import check_writable, read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.journal import JournalReader
-from heterog.healing.keepers import KeeperPlace, Keepers, start_keeper
+from heterog.healing.crew import Crew, LocalCrew, Told
+from heterog.healing.keepers import Keepers
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.snapshots import Moment
 from heterog.healing.steering import Going, Running, Steering
@@ -32,7 +29,7 @@ from heterog.runtime.launch import (
     CHECKPOINT_INDEX,
     STEP_TIMEOUT_S,
     LaunchError,
-    run_commands,
+    Wrap,
     signals_as_exit,
     temporary_folder,
 )
@@ -42,7 +39,38 @@ _FIRST_PLAN_S = 300.0
 """Longest wait for a plan after a loss: a search keeps its budget, but loading and compiling for
 the first time may take minutes."""
 _RECENT_STEPS = 8
-"""Number of last steps whose median is the current step time."""
+_RECENT_S = 1.0
+"""The last steps, at least so many and so long, whose mean is the current step time. A mean, since
+a throttled process stands still in some steps and runs at full speed in the others."""
+
+
+def recent_step_s(seconds: dict[int, float], after: int = 0) -> float:
+    """Mean seconds of the last steps after a given one; 0 if there are too few.
+
+    Args:
+        seconds: Seconds of each step, by number, ascending.
+        after: Number of the last step that does not count.
+
+    >>> seconds = dict.fromkeys(range(1, 5), 9.0) | dict.fromkeys(range(5, 13), 0.25)
+    >>> recent_step_s(seconds), recent_step_s(seconds, after=8)
+    (0.25, 0.0)
+    """
+    count = whole_s = 0.0
+    for number, step_s in reversed(seconds.items()):
+        if number <= after or (count >= _RECENT_STEPS and whole_s >= _RECENT_S):
+            break
+        count, whole_s = count + 1, whole_s + step_s
+    return whole_s / count if count >= _RECENT_STEPS else 0.0
+
+
+def _warn_about_redundancy(redundancy: int, num_hosts: int) -> None:
+    if redundancy > max(num_hosts - 1, 1):
+        warnings.warn(
+            f"a redundancy of {redundancy} needs as many other hosts; the plan's "
+            f"cluster has {num_hosts}, so each part is held {num_hosts} times.",
+            HeterogWarning,
+            stacklevel=3,
+        )
 
 
 class HealingJob:
@@ -59,6 +87,10 @@ class HealingJob:
         save: Folder for a checkpoint after the last step.
         resume: Folder of a checkpoint to begin with.
         allow_nonfinite: Go on when the loss is infinite or not a number.
+        wrap: Changes the command of the rank of a device (to limit its CPU time, say); it gets
+            the number of the device.
+        environment: Further variables of the rank of a device.
+        crew: Runs ranks and keepers, instead of this machine.
         progress: Called with what rank 0 does, whenever that changes.
         say: Called with one line about each change of plan.
 
@@ -82,6 +114,9 @@ class HealingJob:
         save: Path | None = None,
         resume: Path | None = None,
         allow_nonfinite: bool = False,
+        wrap: Wrap = lambda device, command: command,
+        environment: Callable[[int], Mapping[str, str]] = lambda device: {},
+        crew: Crew | None = None,
         progress: Callable[[str], None] = lambda stage: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -95,36 +130,31 @@ class HealingJob:
             )
         self._whole = self._plan.cluster
         self._source = model or trusted_source(self._plan.graph.source, sources, str(plan))
-        self._arguments = ["--timeout", str(timeout_s), "--model", model]
-        for source in sources:
-            self._arguments += ["--source", source]
         if save is not None:
             check_writable(save / CHECKPOINT_INDEX if save.is_dir() else save)
-            self._arguments += ["--save", str(save.resolve())]
-        if allow_nonfinite:
-            self._arguments.append("--allow-nonfinite")
+        told = Told(
+            model=model,
+            sources=tuple(sources),
+            timeout_s=timeout_s,
+            step_timeout_s=step_timeout_s,
+            save="" if save is None else str(save.resolve()),
+            allow_nonfinite=allow_nonfinite,
+        )
+        self._crew = crew or LocalCrew(self._whole, told, wrap, environment)
         self._resume = "" if resume is None else str(resume.resolve())
         steps_before = 0
         if resume is not None:
             steps_before = int(read_json(resume / CHECKPOINT_INDEX, "checkpoint")["num_steps"])
         self.last = steps_before + 1 + num_steps
-        self._timeout_s, self._step_timeout_s = timeout_s, step_timeout_s
         self._progress, self._say = progress, say
         self._token = new_token()
-        hosts = self._whole.num_hosts
-        if self.options.redundancy > max(hosts - 1, 1):
-            warnings.warn(
-                f"a redundancy of {self.options.redundancy} needs as many other hosts; the plan's "
-                f"cluster has {hosts}, so each part is held {hosts} times.",
-                HeterogWarning,
-                stacklevel=2,
-            )
-        self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
+        _warn_about_redundancy(self.options.redundancy, self._whole.num_hosts)
         self.generation = 0
         self._begun_s = 0.0
         self._why_not = ""
         self._is_begun = self._is_restart_measured = False
         self._writing: Writing | None = None
+        self._told_failure = ""
         self._going: Going | None = None
 
     @property
@@ -135,7 +165,7 @@ class HealingJob:
     @property
     def keeper_pids(self) -> dict[int, int]:
         """Process id of each host's keeper, by host."""
-        return {host: process.pid for host, (process, _) in self._keepers.items()}
+        return self._crew.keeper_pids
 
     def run(self) -> dict[str, Any]:
         """Train to the end and return what was measured and what happened.
@@ -147,14 +177,21 @@ class HealingJob:
         with ExitStack() as stack:
             stack.enter_context(signals_as_exit())
             self._folder = stack.enter_context(temporary_folder())
-            stack.callback(self._end_keepers)
+            stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
+            self._crew.open(self._folder, self._token)
             running = Running(
                 path=str(self._path),
                 method=self._plan.method,
                 device_of=tuple(range(self._whole.num_devices)),
             )
             self._steering = Steering(
-                self._whole, running, self._source, self._folder, self.options, self._say
+                self._whole,
+                running,
+                self._source,
+                self._folder,
+                self.options,
+                self._say,
+                is_here=self._crew.is_here,
             )
             stack.callback(self._steering.close)
             if self.options.checkpoint:
@@ -172,28 +209,13 @@ class HealingJob:
 
     def _run_generation(self) -> None:
         """Run ranks until they are done, stop, or one of them is lost."""
-        assignment = self._folder / f"assignment{self.generation}.json"
-        journal = self._folder / f"journal{self.generation}.jsonl"
-        self._reader = JournalReader(journal)
-        self._stop = self._folder / f"stop{self.generation}"
         self._begun_s = time.monotonic()
         # The lost devices: now, or in the question about the plan that the job moves to.
         lost = self._going.answer.question.lost if self._going else self._steering.lost
-        deciding = threading.Thread(target=self._decide, args=(assignment,), daemon=True)
-        deciding.start()
+        devices = [each for each in range(self._whole.num_devices) if each not in lost]
         try:
-            run_commands(
-                [
-                    *("-m", "heterog.healing.rank", str(assignment), *self._arguments),
-                    *("--journal", str(journal), "--stop", str(self._stop)),
-                ],
-                self._whole.num_devices - len(lost),
-                timeout_s=self._timeout_s,
-                step_timeout_s=self._step_timeout_s,
-                progress=self._watch,
-            )
+            self._crew.run(self.generation, devices, self._decide, self._watch)
         except LaunchError as error:
-            deciding.join()
             self._hear()
             if self._why_not:
                 raise HeterogError(self._why_not) from error
@@ -201,8 +223,6 @@ class HealingJob:
                 raise
             self._lose(error.lost)
             return
-        finally:
-            deciding.join()
         self._hear()
         if not self.trained.is_done and self._going is not None:
             self._begin_move(Move(kind=self._going.kind, why=self._going.why))
@@ -216,7 +236,8 @@ class HealingJob:
         self._steering.leave_out(gone)
         names = ", ".join(self._whole.devices[device].name for device in gone)
         done = max(self.trained.losses, default=0)
-        self._begin_move(Move(kind="lost", why=f"{names} was lost after step {done}"))
+        was = "was" if len(gone) == 1 else "were"
+        self._begin_move(Move(kind="lost", why=f"{names} {was} lost after step {done}"))
 
     def _begin_move(self, move: Move) -> None:
         now_s = time.monotonic()
@@ -225,7 +246,7 @@ class HealingJob:
         self.trained.last_event_s = now_s
         self._say(move.why)
 
-    def _decide(self, path: Path) -> None:
+    def _decide(self) -> Assignment:
         """Decide what the generation runs, while its ranks are being started."""
         moment = None
         try:
@@ -235,24 +256,25 @@ class HealingJob:
         except (HeterogError, OSError, RuntimeError, ValueError) as error:
             self._why_not = str(error)  # the ranks wait and have to be told of any error
         steering = self._steering
-        Assignment(
+        assignment = Assignment(
             generation=self.generation,
             plan=steering.running.path,
             last=self.last,
             moment=moment,
             checkpoint=self._resume if moment is None else "",
-            keepers=tuple(self._places()),
+            keepers=tuple(self._crew.places()),
             token=self._token,
             host_of=tuple(self._whole.host_of[each] for each in steering.running.device_of),
             copies=1 + self.options.redundancy,
             why_not=self._why_not,
-        ).write(path)
+        )
         if self.trained.moves:
             move, now_s = self.trained.moves[-1], time.monotonic()
             move.plan_s = now_s - self.trained.last_event_s
             self.trained.last_event_s = now_s
             move.method = steering.running.method
             move.num_ranks = len(steering.running.device_of)
+        return assignment
 
     def _newest(self) -> Moment | None:
         """The snapshot to go on from; ``None`` means the checkpoint.
@@ -260,9 +282,8 @@ class HealingJob:
         Raises:
             HeterogError: there is neither a snapshot nor a checkpoint.
         """
-        all_alive = all(process.poll() is None for process, _ in self._keepers.values())
-        self._start_keepers()
-        with Keepers(self._places(), self._token) as keepers:
+        all_alive = self._start_keepers()
+        with Keepers(self._crew.places(), self._token) as keepers:
             moment = keepers.newest()
         if moment is not None or self._resume:
             return moment
@@ -293,20 +314,23 @@ class HealingJob:
             return
         steering = self._steering
         steering.steps_left = self._steps_left()
-        recent = list(self.trained.seconds.values())[-_RECENT_STEPS:]
-        steering.step_s = statistics.median(recent) if len(recent) == _RECENT_STEPS else 0.0
+        moves = self.trained.moves
+        steering.step_s = recent_step_s(self.trained.seconds, moves[-1].step if moves else 0)
         if self.generation == 0 and not self._is_begun:
             self._is_begun = True
             steering.begin_generation(None, "first")
         self._going = steering.look()
         if self._going is not None:
-            self._stop.touch()
+            self._crew.ask_to_stop()
         if self._writing is not None:
-            self._resume = self._writing.look(self._places()) or self._resume
+            self._resume = self._writing.look(self._crew.places()) or self._resume
+            if self._writing.failed and self._writing.failed != self._told_failure:
+                self._say(f"no checkpoint was written: {self._writing.failed}")
+            self._told_failure = self._writing.failed
 
     def _hear(self) -> None:
         """Read the events that rank 0 has written since the last call."""
-        for event in self._reader.new_events():
+        for event in self._crew.new_events():
             match event["event"]:
                 case "busy":
                     self._steering.hear_busy(event["busy_s"])
@@ -320,24 +344,16 @@ class HealingJob:
     def _steps_left(self) -> int:
         return self.last - max(self.trained.losses, default=0)
 
-    # --- keepers ---------------------------------------------------------------------------------
-
-    def _start_keepers(self) -> None:
-        """Start a keeper on every host in use that has none running."""
+    def _start_keepers(self) -> bool:
+        """Start a keeper on every host in use; returns whether none was lost."""
         lost = self._steering.lost
-        for host in range(self._whole.num_hosts):
-            process = self._keepers.get(host, (None, None))[0]
-            is_used = not set(self._whole.host_devices(host)) <= lost
-            if is_used and (process is None or process.poll() is not None):
-                self._keepers[host] = start_keeper(host, self._token, pid=os.getpid())
-
-    def _places(self) -> list[KeeperPlace]:
-        return [place for process, place in self._keepers.values() if process.poll() is None]
-
-    def _end_keepers(self) -> None:
-        for process, _ in self._keepers.values():
-            process.kill()
-            process.wait()
+        return self._crew.start_keepers(
+            [
+                host
+                for host in range(self._whole.num_hosts)
+                if not set(self._whole.host_devices(host)) <= lost
+            ]
+        )
 
     # --- the end ---------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
     python -m heterog.healing.rank assignment.json --journal journal.jsonl --stop stop
 
-After each step the ranks agree on a few numbers (one all-reduce of 24 bytes, which is also the
+After each step the ranks agree on a few numbers (one all-reduce of 32 bytes, which is also the
 barrier): whether a snapshot is still on its way, whether the last one has reached its keepers
-everywhere, and whether somebody wants the ranks to stop. A new snapshot is begun when no rank is
-busy with the one before, so training never waits for it.
+everywhere, whether somebody wants the ranks to stop, and whether it is time to say how long each
+computes. A new snapshot is begun when no rank is busy with the one before, so training never waits
+for it.
 """
 
 import argparse
@@ -20,14 +21,14 @@ import torch.distributed as dist
 
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment, in_turn, wait_for_assignment
-from heterog.healing.busy import device_seconds
+from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.journal import Journal
 from heterog.healing.keepers import Keepers
 from heterog.healing.restoring import Snapshot, restore
 from heterog.healing.sending import Sender, about, entries_of
 from heterog.healing.snapshots import Moment
 from heterog.planners.plan import load_plan
-from heterog.runtime.accelerators import CPU_BACKEND
+from heterog.runtime.accelerators import CPU_BACKEND, is_accelerated
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.checkpoint.state import check_can_save
 from heterog.runtime.deploy import deploy
@@ -37,8 +38,11 @@ from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
 
 LOOK_STEPS = 16
-"""Number of steps between recordings that show which rank is slow; a recorded step drains its
-queue, so recording each step would cost what it finds."""
+"""Number of steps between reports of which rank is slow. On an accelerator one step of them is
+recorded: that drains its queue, so recording each step would cost what it finds."""
+LOOK_S = 1.0
+"""Least seconds between reports of ranks on CPUs: ten periods of a cgroup's quota, within which a
+throttled process first runs at full speed and then stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,9 @@ class HealingRank:
         )
         self._on_its_way: Moment | None = None
         self._settled = assignment.moment
+        self._clock = None if is_accelerated(self._step.device) else BusyClock(self._program)
+        self._step.notify(self._clock)
+        self._looked = 0, 0.0  # number of steps and time at the last report
 
     def train(self) -> bool:
         """Train until the last step or until asked to stop; returns whether all is done."""
@@ -112,8 +119,8 @@ class HealingRank:
             tell(f"step {number} of {last}")
             dist.barrier()
             begin = time.perf_counter()
-            looks = number % LOOK_STEPS == 0 and number > first
-            if looks:
+            busy_s: list[float] = []
+            if self._clock is None and number % LOOK_STEPS == 0 and number > first:
                 loss_tensor, start_s, finish_s = step.record(self._batch)
                 busy_s = device_seconds(self._program, start_s, finish_s)
                 loss = float(loss_tensor)
@@ -126,10 +133,13 @@ class HealingRank:
                 )
             if number == first:
                 check_can_save(step)
-            is_wanted = self._agree(number)
+                self._begin_look(number)
+            is_wanted, is_due = self._agree(number)
             elapsed_s = time.perf_counter() - begin
             self._journal.write("step", step=number, loss=_jsonable(loss), seconds=elapsed_s)
-            if looks:
+            if is_due:
+                busy_s = self._busy_seconds(number)
+            if busy_s:
                 self._journal.write("busy", step=number, busy_s=busy_s)
             if is_wanted and number < last:
                 self._leave_all(number)
@@ -168,19 +178,47 @@ class HealingRank:
             far_bytes=int(moved[1]),
         )
 
-    def _agree(self, number: int) -> bool:
-        """End a step on all ranks and begin a snapshot of it; returns whether all should stop."""
-        is_asked = self._rank == 0 and self._told.stop.exists()
+    def _agree(self, number: int) -> tuple[bool, bool]:
+        """End a step on all ranks and begin a snapshot of it.
+
+        Returns:
+            Whether all should stop, and whether all should say how long they computed.
+        """
+        is_first = self._rank == 0
+        looked_after, looked_s = self._looked
+        is_due = number - looked_after >= LOOK_STEPS and time.perf_counter() - looked_s >= LOOK_S
         said = torch.tensor(
-            [int(self._sender.is_busy), int(self._sender.has_failed), int(is_asked)]
+            [
+                self._sender.is_busy,
+                self._sender.has_failed,
+                is_first and self._told.stop.exists(),
+                is_first and is_due and self._clock is not None,
+            ],
+            dtype=torch.int64,
         )
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
-        is_busy, has_failed, is_wanted = (bool(each) for each in said.tolist())
+        is_busy, has_failed, is_wanted, is_due = (bool(each) for each in said.tolist())
         if not is_busy:
             if self._on_its_way is not None and not has_failed:
                 self._settled = self._on_its_way
             self._begin_snapshot(number)
-        return is_wanted
+        return is_wanted, is_due
+
+    def _begin_look(self, number: int) -> None:
+        """Begin to measure how long this rank computes, after a step."""
+        self._looked = number, time.perf_counter()
+        if self._clock is not None:
+            self._clock.seconds = 0.0
+
+    def _busy_seconds(self, number: int) -> list[float]:
+        """Seconds that each rank computed in a step since the last report, on average."""
+        assert self._clock is not None
+        own_s = self._clock.seconds / (number - self._looked[0])
+        every = torch.zeros(dist.get_world_size(), dtype=torch.float64)
+        every[self._rank] = own_s
+        dist.all_reduce(every)
+        self._begin_look(number)
+        return every.tolist()
 
     def _begin_snapshot(self, number: int) -> None:
         if not self._assignment.keepers:

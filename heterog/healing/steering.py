@@ -20,9 +20,13 @@ from heterog.units import format_seconds
 
 _MOST_PREPARED = 8
 """Number of losses of one device that are planned for in advance."""
-_LOOKS = 2
-"""Number of consecutive recordings in which a device has to be slow."""
+_LOOKS = 3
+"""Number of consecutive reports in which a device has to be slow, or quick again. Twice as many
+after each time that it was thought about, so that a device that changes does not lead to a change
+of plan each time."""
 _MOST_FACTOR = 100.0
+_CLEARLY = 1.25
+"""Factor by which a device has to be slower than when it was last thought about."""
 _AUTO = ("auto",)
 _NICENESS = {"prepared": 5, "better": 10}
 """Values of ``nice`` for questions that nobody waits for, because ranks need the cores."""
@@ -53,7 +57,7 @@ class Going:
 
     Attributes:
         answer: The plan.
-        kind: Kind of the change: ``"back"``, ``"slow"`` or ``"better"``.
+        kind: Kind of the change: ``"back"``, ``"slow"``, ``"quick"`` or ``"better"``.
         why: The reason in one line.
     """
 
@@ -68,6 +72,7 @@ class _Absence:
 
     since_s: float
     wait_s: float
+    was_slow: bool = False
 
 
 class Answering(Protocol):
@@ -96,6 +101,7 @@ class Steering:
         folder: Folder for plans.
         options: Settings of healing.
         say: Called with one line about each plan that was considered and not taken.
+        is_here: Whether a rank could be started for a device.
         service: Answers the questions; by default the process of ``heterog.healing.planning``.
 
     Attributes:
@@ -115,6 +121,7 @@ class Steering:
         options: HealOptions,
         say: Callable[[str], None],
         service: Answering | None = None,
+        is_here: Callable[[int], bool] = lambda device: True,
     ) -> None:
         self.running = running
         self.absent: dict[int, _Absence] = {}
@@ -122,6 +129,7 @@ class Steering:
         self.step_s = 0.0
         self.restart_s = 0.0
         self._whole, self._folder, self._options, self._say = whole, folder, options, say
+        self._is_here = is_here
         self._prepared: dict[frozenset[int], Answer] = {}
         self._wishes: list[tuple[str, Question]] = []
         self._asked: tuple[int, str, Question] | None = None
@@ -129,6 +137,7 @@ class Steering:
         self._num_absences: dict[int, int] = {}
         self._slow_looks: dict[int, list[float]] = {}
         self._weighed: dict[int, float] = {}
+        self._looks_needed: dict[int, int] = {}
         self._rebalanced: Answer | None = None
         self._service = service or Service("heterog.healing.planning")
         self._setup_id = self._service.ask({"whole": running.path, "source": source})
@@ -144,13 +153,14 @@ class Steering:
 
     # --- a loss ----------------------------------------------------------------------------------
 
-    def leave_out(self, devices: Sequence[int]) -> None:
-        """Leave out lost devices; the wait before a new try doubles with each loss."""
+    def leave_out(self, devices: Sequence[int], *, was_slow: bool = False) -> None:
+        """Leave out lost or slow devices; the wait before a new try doubles with each time."""
         for device in devices:
             times = self._num_absences[device] = self._num_absences.get(device, 0) + 1
             self.absent[device] = _Absence(
                 since_s=time.monotonic(),
                 wait_s=self._options.back_after_s * 2.0 ** (times - 1),
+                was_slow=was_slow,
             )
 
     def plan_for_loss(self, timeout_s: float) -> Answer:
@@ -195,7 +205,7 @@ class Steering:
             for device in self.lost - lost:
                 del self.absent[device]
                 self._weighed.pop(device, None)
-            self.leave_out(sorted(lost - self.lost))
+            self.leave_out(sorted(lost - self.lost), was_slow=kind == "slow")
             self.running = Running(
                 path=answer.path,
                 method=answer.method,
@@ -239,47 +249,79 @@ class Steering:
         planned = self.running.busy_s
         if not self._options.slow_factor or len(planned) != len(busy_s) or len(busy_s) < 2:
             return
-        ratios = [
-            told / plan if plan > 0 else float("nan")
-            for told, plan in zip(busy_s, planned, strict=True)
-        ]
-        usual = statistics.median_low([each for each in ratios if each == each])
-        for rank, ratio in enumerate(ratios):
-            factor = min(ratio / usual, _MOST_FACTOR)
-            looks = self._slow_looks.setdefault(rank, [])
-            if factor < self._options.slow_factor:
-                looks.clear()
-                continue
-            looks.append(factor)
-            device = self.running.device_of[rank]
-            if len(looks) >= _LOOKS and min(looks) > 1.25 * self._weighed.get(device, 0.0):
-                self._weighed[device] = min(looks)
-                self._wish_about_slow(device, min(looks))
+        devices = self.running.device_of
+        ratios = {
+            device: told / plan
+            for device, told, plan in zip(devices, busy_s, planned, strict=True)
+            if plan > 0
+        }
+        # How much a step takes of what was planned, where nothing is known to be wrong.
+        well = [ratio for device, ratio in ratios.items() if device not in self.running.slow]
+        usual = statistics.median_low(well or list(ratios.values()) or [0.0])
+        if usual <= 0:
+            return
+        for device, ratio in ratios.items():
+            self._look_at(device, min(ratio / usual, _MOST_FACTOR))
 
     # --- parts -----------------------------------------------------------------------------------
 
-    def _wish_about_slow(self, device: int, factor: float) -> None:
-        slow = dict(self.running.slow)
-        slow[device] = factor * slow.get(device, 1.0)
-        methods = FIRST_METHODS
-        budget = self._options.first_budget
-        self._wishes[:0] = [
-            ("rebalanced", self._question(self.lost, methods, budget, slow)),
-            ("left out", self._question(self.lost | {device}, methods, budget, slow)),
-        ]
+    def _look_at(self, device: int, factor: float) -> None:
+        """Take in one report: how long a device takes beside the others, over what was planned."""
+        known = self.running.slow.get(device, 1.0)
+        is_slow = factor >= self._options.slow_factor
+        is_quick = known > 1 and factor <= 1 / self._options.slow_factor
+        looks = self._slow_looks.setdefault(device, [])
+        if not (is_slow or is_quick) or (looks and is_slow != (looks[-1] > 1)):
+            looks.clear()
+        if is_slow or is_quick:
+            looks.append(factor)
+        needed = self._looks_needed.get(device, _LOOKS)
+        if len(looks) < needed:
+            return
+        whole = known * statistics.median_low(looks)
+        looks.clear()
+        if is_slow and whole <= _CLEARLY * self._weighed.get(device, 0.0):
+            return
+        self._looks_needed[device] = 2 * needed
+        self._weighed[device] = whole
+        self._wish_about_speed(device, whole, is_slow=is_slow)
+
+    def _wish_about_speed(self, device: int, factor: float, *, is_slow: bool) -> None:
+        """Ask for plans in which a device takes so many times as long as in the first plan."""
+        methods, budget = FIRST_METHODS, self._options.first_budget
+        slow = {**self.running.slow, device: factor}
+        if is_slow:
+            without = self._question(self.lost | {device}, methods, budget, slow)
+            wishes = [
+                ("rebalanced", self._question(self.lost, methods, budget, slow)),
+                ("left out", without),
+            ]
+        else:
+            if factor < self._options.slow_factor:
+                del slow[device]
+            wishes = [("quick", self._question(self.lost, methods, budget, slow))]
+        if self._asked is not None and self._asked[1] in _NICENESS:
+            # Every step is slow meanwhile: the search that nobody waits for ends, and comes later.
+            self._wishes.append(self._asked[1:])
+            self._asked = None
+        self._wishes[:0] = wishes
 
     def _wish_for_who_is_back(self) -> None:
         if not self._options.back_after_s or self._asked is not None:
             return
         now_s = time.monotonic()
-        for device, absence in self.absent.items():
-            if now_s - absence.since_s > absence.wait_s:
-                absence.since_s, absence.wait_s = now_s, 2 * absence.wait_s
-                question = self._question(
-                    self.lost - {device}, FIRST_METHODS, self._options.first_budget
-                )
-                self._wishes.insert(0, ("back", question))
-                return
+        due = {
+            device: absence
+            for device, absence in self.absent.items()
+            if now_s - absence.since_s > absence.wait_s and self._is_here(device)
+        }
+        if not due:
+            return
+        for absence in due.values():
+            absence.since_s, absence.wait_s = now_s, 2 * absence.wait_s
+        # Those of a host come back together, and moving twice would cost twice.
+        question = self._question(self.lost - set(due), FIRST_METHODS, self._options.first_budget)
+        self._wishes.insert(0, ("back", question))
 
     def _question(
         self,
@@ -318,10 +360,19 @@ class Steering:
             case "better":
                 return self._if_it_pays(answer, kind, f"{answer.method} found a better plan")
             case "back":
-                (device,) = self.lost - set(question.lost)
-                why = f"{self._name(device)} is back"
+                why = self._back_again(sorted(self.lost - set(question.lost)))
                 if self._options.is_back_always:
                     return Going(answer=answer, kind=kind, why=why)
+                return self._if_it_pays(answer, kind, why)
+            case "quick":
+                (device,) = [
+                    each
+                    for each, factor in self.running.slow.items()
+                    if question.slow.get(each, 1.0) != factor
+                ]
+                factor = question.slow.get(device, 1.0)
+                name = self._name(device)
+                why = f"{name} is quicker again, at {factor:.1f} times as long as planned"
                 return self._if_it_pays(answer, kind, why)
             case "rebalanced":
                 self._rebalanced = answer
@@ -363,6 +414,13 @@ class Steering:
 
     def _scale(self, answer: Answer) -> float:
         return self.step_s / answer.stay_step_s if self.step_s else 1.0
+
+    def _back_again(self, devices: Sequence[int]) -> str:
+        names = ", ".join(self._name(device) for device in devices)
+        are_slow = all(self.absent[device].was_slow for device in devices)
+        return f"{names} {'is' if len(devices) == 1 else 'are'} " + (
+            "tried again" if are_slow else "back"
+        )
 
     def _name(self, device: int) -> str:
         return self._whole.devices[device].name

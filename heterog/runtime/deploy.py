@@ -31,7 +31,7 @@ from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.placed import cut, join, put
 from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.recorder import TaskTimes, gather_task_times
+from heterog.runtime.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.resized import Signature, by_name, planned_signature, resize, signature
 from heterog.runtime.slices import SlicedBucket
 from heterog.runtime.stash import StashedTraining, StashedWeights, TurnsByMoment
@@ -320,6 +320,16 @@ class DeployedStep:
     def is_free_running(self) -> bool:
         """Whether ranks may be in different steps, so that nothing may make them wait."""
         return self.server is not None or self.stash is not None
+
+    def notify(self, recorder: Recorder | None) -> None:
+        """Notify a recorder of this rank's tasks in all further steps of the planned shapes.
+
+        ``record`` ends it. ``None`` notifies nobody. On an accelerator the times are those at
+        which kernels were issued.
+        """
+        self._by_shape[self._planned].recorder = recorder
+        if self.stash is not None:
+            self.stash.record(recorder)
 
     @property
     def num_steps(self) -> int:

@@ -1,7 +1,7 @@
 """Starts one process per rank on this machine and makes sure that they end together.
 
 Ranks report their stage through small files, one each, from which the launcher also sees that
-they are alive: a rank that died, that is stopped, or whose step takes too long ends the job.
+they are alive; ``watching`` says when that ends the job.
 """
 
 import ctypes
@@ -24,6 +24,8 @@ from typing import Any
 from heterog.errors import HeterogError
 from heterog.files import check_writable, read_json
 from heterog.planners.background import BackgroundPlan
+from heterog.runtime.watching import LaunchError as LaunchError
+from heterog.runtime.watching import wait_for_ranks
 from heterog.user_code import trusted_source
 
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -37,9 +39,6 @@ PORT_FILE = "HETEROG_PORT_FILE"
 STEP_TIMEOUT_S = 300.0
 """Longer than the slowest step that we know of; PyTorch's own limit for gloo is 30 minutes."""
 
-_POLL_S = 0.05
-_GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
-_STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
 _END_S = 3.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
@@ -49,29 +48,9 @@ Wrap = Callable[[int, list[str]], list[str]]
 """Changes the command of a rank, to run it somewhere else."""
 
 
-class LaunchError(HeterogError):
-    """Error of a rank that failed, died or did not end in time; the others were ended too.
-
-    Attributes:
-        last_words: Last line of output of each rank that had ended by itself, by rank.
-        lost: Ranks whose process was killed or frozen from outside, for no fault of the job.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        last_words: Mapping[int, str] | None = None,
-        *,
-        lost: Sequence[int] = (),
-    ) -> None:
-        super().__init__(text)
-        self.last_words = dict(last_words or {})
-        self.lost = tuple(lost)
-
-
 @dataclass(slots=True)
-class _Rank:
-    """A running rank and what is known of it."""
+class LocalRank:
+    """A rank of this machine and what is known of it; see ``watching.Watched``."""
 
     process: subprocess.Popen[bytes]
     words: Path
@@ -79,6 +58,15 @@ class _Rank:
     stage: str = ""
     since_s: float = field(default_factory=time.monotonic)
     stopped_since_s: float | None = None
+
+    @property
+    def pid(self) -> int:
+        """Id of its process."""
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        """Exit code; ``None`` while it runs."""
+        return self.process.poll()
 
     def look(self, now_s: float) -> None:
         """Read its stage, and whether its process is stopped."""
@@ -89,6 +77,10 @@ class _Rank:
             self.stopped_since_s = None
         elif self.stopped_since_s is None:
             self.stopped_since_s = now_s
+
+    def last_words(self) -> str:
+        """Its error line, or the last line that it printed."""
+        return _last_words(self.words)
 
 
 def free_port() -> int:
@@ -279,7 +271,7 @@ def run_commands(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
     }
-    ranks: list[_Rank] = []
+    ranks: list[LocalRank] = []
     others: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
     with signals_as_exit(), temporary_folder() as folder:
         if not port:
@@ -288,31 +280,39 @@ def run_commands(
             for rank in range(num_ranks):
                 words, heartbeat = folder / f"rank{rank}.err", folder / f"rank{rank}.stage"
                 own = {"RANK": str(rank), HEARTBEAT: str(heartbeat)}
-                process = _start(
+                process = start_rank(
                     wrap(rank, [sys.executable, *arguments]),
                     {**os.environ, **common, **environment(rank), **own},
                     words,
                 )
-                ranks.append(_Rank(process, words, heartbeat))
+                ranks.append(LocalRank(process, words, heartbeat))
                 if beside(rank):
                     said = folder / f"beside{rank}.err"
                     command = wrap(rank, [sys.executable, *beside(rank)])
                     variables = {**os.environ, **environment(rank), **own}
-                    others[rank] = _start(command, variables, said), said
-            _wait(ranks, timeout_s, step_timeout_s, progress)
+                    others[rank] = start_rank(command, variables, said), said
+            wait_for_ranks(ranks, timeout_s, step_timeout_s, progress)
             return {
                 rank: _last_words(said).removeprefix("heterog: ")
                 for rank, (process, said) in others.items()
                 if process.poll() is not None
             }
         finally:
-            _end([rank.process for rank in ranks] + [process for process, _ in others.values()])
+            end_ranks(
+                [rank.process for rank in ranks] + [process for process, _ in others.values()]
+            )
 
 
-def _start(
+def start_rank(
     command: Sequence[str], variables: Mapping[str, str], words: Path
 ) -> subprocess.Popen[bytes]:
-    """Start a rank in a process group of its own, to be ended with all that it starts."""
+    """Start a rank in a process group of its own, to be ended with all that it starts.
+
+    Args:
+        command: What to run.
+        variables: Its whole environment.
+        words: Path of the file for what it prints.
+    """
     launcher = os.getpid()
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
@@ -334,120 +334,6 @@ def _start(
         )
 
 
-def _wait(
-    ranks: Sequence[_Rank],
-    timeout_s: float,
-    step_timeout_s: float,
-    progress: Callable[[str], None],
-) -> None:
-    """Wait until all ranks are done, one fails or stands still, or the time is over."""
-    deadline_s = time.monotonic() + timeout_s
-    told = ""
-    while True:
-        codes = [rank.process.poll() for rank in ranks]
-        if all(code == 0 for code in codes):
-            return
-        failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
-        if failed:
-            _wait_for_all(ranks, _GRACE_S)
-            for rank in ranks:
-                rank.look(time.monotonic())
-            raise _failure(ranks, failed)
-        now_s = time.monotonic()
-        for rank in ranks:
-            rank.look(now_s)
-        if ranks[0].stage != told:
-            told = ranks[0].stage
-            progress(told)
-        _check_alive(ranks, now_s, step_timeout_s)
-        if now_s > deadline_s:
-            waiting = [number for number, code in enumerate(codes) if code is None]
-            raise LaunchError(
-                f"ranks {waiting} did not end within {timeout_s:g} s ({_where(ranks)}); all ranks "
-                "were ended. Raise --timeout if the steps take that long."
-            )
-        time.sleep(_POLL_S)
-
-
-def _wait_for_all(ranks: Sequence[_Rank], limit_s: float) -> None:
-    """Wait until all ranks have ended by themselves, or the limit is over."""
-    deadline_s = time.monotonic() + limit_s
-    while time.monotonic() < deadline_s:
-        if all(rank.process.poll() is not None for rank in ranks):
-            return
-        time.sleep(_POLL_S)
-
-
-def _check_alive(ranks: Sequence[_Rank], now_s: float, step_timeout_s: float) -> None:
-    """Check that no rank is stopped, or in the same step for too long.
-
-    Raises:
-        LaunchError: says which rank, and where all are.
-    """
-    for number, rank in enumerate(ranks):
-        if rank.stopped_since_s is not None and now_s - rank.stopped_since_s > _STOPPED_S:
-            raise LaunchError(
-                f"rank {number} is frozen: its process {rank.process.pid} was stopped by a signal "
-                f"at {rank.stage or 'its start'}; all ranks were ended.",
-                lost=[number],
-            )
-    slow = any(
-        rank.process.poll() is None
-        and rank.stage.startswith("step ")
-        and now_s - rank.since_s > step_timeout_s
-        for rank in ranks
-    )
-    if slow:
-        # Not the rank that exceeded it first: all entered the step within moments of each other.
-        # They differ in where each one is.
-        raise LaunchError(
-            f"a step has taken more than {step_timeout_s:g} s ({_where(ranks)}); all ranks were "
-            "ended. Raise --step-timeout if a step takes that long."
-        )
-
-
-def _where(ranks: Sequence[_Rank]) -> str:
-    """The stage of every rank, ranks of one stage together."""
-    doing: dict[str, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        stage = rank.stage or "its start"
-        doing.setdefault(stage if rank.process.poll() is None else "its end", []).append(number)
-    return ", ".join(
-        f"rank{'s' * (len(members) > 1)} {' and '.join(map(str, members))} at {stage}"
-        for stage, members in doing.items()
-    )
-
-
-def _failure(ranks: Sequence[_Rank], first: Sequence[int]) -> LaunchError:
-    """Make the error that names the rank that most likely failed by itself.
-
-    A rank that was killed, or that has something to say of its own, comes before those that lost
-    their connection to it; then those that were seen to fail first.
-    """
-    codes = {number: rank.process.poll() for number, rank in enumerate(ranks)}
-    last = {number: _last_words(ranks[number].words) for number, code in codes.items() if code}
-
-    def follows(number: int) -> tuple[bool, bool, int]:
-        # gloo aborts a process (SIGABRT) when another one is gone.
-        killed = _is_killed(codes[number])
-        own = bool(last[number]) and "onnection" not in last[number]
-        return not (killed or own), number not in first, number
-
-    number = min(last, key=follows)
-    code = codes[number]
-    assert code is not None
-    how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
-    where = f" at {ranks[number].stage}" if code < 0 and ranks[number].stage else ""
-    said = last[number].removeprefix("heterog: ").removeprefix(f"rank {number}: ")
-    text = f"rank {number} {how}{where}; the others were ended. {said}".strip()
-    return LaunchError(text, last, lost=[each for each in sorted(last) if _is_killed(codes[each])])
-
-
-def _is_killed(code: int | None) -> bool:
-    """Whether a process ended by a signal that gloo does not send itself."""
-    return code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-
-
 def _last_words(path: Path) -> str:
     """The error line of a rank, or the last line that it printed."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
@@ -464,7 +350,7 @@ def _state(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     """Kill all processes that still run."""
     for process in processes:
         if process.poll() is None:

@@ -143,16 +143,23 @@ class Testbed:
     A host without ``cpu_quota`` leaves its ranks unthrottled. Each rank is pinned to one core,
     such that the most loaded core has as little to do as possible.
 
+    Args:
+        cluster: What to build.
+        has_network: Build namespaces and links. Without them ranks meet on this machine's
+            loopback, and only their CPU time is limited.
+
     Attributes:
         cluster: What is built.
+        has_network: Whether it has namespaces and links of its own.
         num_ranks: One for each device of the cluster, in its order.
         name: What the names of all its namespaces and cgroups begin with; empty before it is open.
     """
 
     __test__ = False  # for pytest: a name, not a test
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, has_network: bool = True) -> None:
         self.cluster = cluster
+        self.has_network = has_network
         self.num_ranks = cluster.num_devices
         self.name = ""
         self._owner_pid = 0
@@ -212,11 +219,13 @@ class Testbed:
         self._check_rank(rank)
         if not self._is_open:
             raise TestbedError("the testbed is not open; use it as 'with Testbed(cluster) as ...'")
+        namespace = self._namespace(self.cluster.host_of[rank])
+        enter = [_tool("ip") or "ip", "netns", "exec", namespace] if self.has_network else []
         # The cgroup first: `ip netns exec` mounts a new /sys, which has no cgroups.
         return [
             *("/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"'),
             str(self._cgroup(rank) / "cgroup.procs"),
-            *(_tool("ip") or "ip", "netns", "exec", self._namespace(self.cluster.host_of[rank])),
+            *enter,
             *(_tool("taskset") or "taskset", "-c", str(self._core_of[rank])),
             *argv,
         ]
@@ -243,6 +252,15 @@ class Testbed:
             raise TestbedError(f"a share of a core is {_LEAST_QUOTA:g} to 1, not {quota:g}.")
         _cpu_controller().set_quota(self._cgroup(rank), quota)
 
+    def processes(self, rank: int) -> list[int]:
+        """Ids of all processes that this rank's command has started and that still run.
+
+        Raises:
+            TestbedError: There is no such rank.
+        """
+        self._check_rank(rank)
+        return _processes(self._cgroup(rank))
+
     def environment(self, rank: int) -> dict[str, str]:
         """Environment of this rank beside RANK, WORLD_SIZE and MASTER_PORT.
 
@@ -251,7 +269,7 @@ class Testbed:
         """
         self._check_rank(rank)
         return {
-            "GLOO_SOCKET_IFNAME": _INTERFACE,
+            "GLOO_SOCKET_IFNAME": _INTERFACE if self.has_network else "lo",
             "MASTER_ADDR": self.address(0),
             "OMP_NUM_THREADS": "1",
         }
@@ -263,6 +281,8 @@ class Testbed:
             TestbedError: There is no such rank.
         """
         self._check_rank(rank)
+        if not self.has_network:
+            return "127.0.0.1"
         return str(_host_address(self.cluster.host_of[rank]))
 
     def _check_rank(self, rank: int) -> None:
@@ -279,6 +299,15 @@ class Testbed:
         return _cpu_controller().root / self.name / f"rank{rank}"
 
     def _build(self) -> None:
+        if self.has_network:
+            self._build_network()
+        controller = _cpu_controller()
+        controller.make_group(self.name)
+        for rank in range(self.num_ranks):
+            quota = self.cluster.hosts[self.cluster.host_of[rank]].cpu_quota
+            controller.make_rank_group(self._cgroup(rank), quota)
+
+    def _build_network(self) -> None:
         switch = f"{self.name}_switch"
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "switch", "mtu", str(_MTU), "type", "bridge")
@@ -293,11 +322,6 @@ class Testbed:
             _connect(namespace, switch, f"port{index}", rate, delay_s)
             address = f"{_host_address(index)}/{_SUBNET.prefixlen}"
             _ip("-n", namespace, "address", "add", address, "dev", _INTERFACE)
-        controller = _cpu_controller()
-        controller.make_group(self.name)
-        for rank in range(self.num_ranks):
-            quota = self.cluster.hosts[self.cluster.host_of[rank]].cpu_quota
-            controller.make_rank_group(self._cgroup(rank), quota)
 
     def _close(self) -> None:
         """Removes everything; a child of the owner, where this may be called too, must not."""
@@ -631,12 +655,15 @@ def _remove_cgroups(folder: Path) -> None:
                 time.sleep(0.005)
 
 
-def _kill_all(group: Path) -> None:
+def _processes(group: Path) -> list[int]:
     try:
-        pids = [int(line) for line in (group / "cgroup.procs").read_text().split()]
+        return [int(line) for line in (group / "cgroup.procs").read_text().split()]
     except OSError:  # removed at the same time; any other reason makes rmdir fail and say so
-        return
-    for pid in pids:
+        return []
+
+
+def _kill_all(group: Path) -> None:
+    for pid in _processes(group):
         if pid > 1:  # 0 is a process of another pid namespace, and kill(0) is our own group
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -161,7 +161,7 @@ def test_a_slow_device_is_rebalanced_left_out_or_left_as_it_is(
     prompt = Prompt({(): rebalanced_s, (1,): left_out_s}, stay_step_s=2.0)
     steering = steered(prompt, said)
     steering.steps_left = steps_left
-    for _ in range(2):
+    for _ in range(3):
         steering.hear_busy([1.0, 3.0, 1.0])
     looks = [steering.look() for _ in range(4)]
     goings = [each for each in looks if each is not None]
@@ -177,6 +177,58 @@ def test_a_slow_device_is_rebalanced_left_out_or_left_as_it_is(
     assert text.startswith(f"B:0 takes 3.0 times as long as planned: {what}")
     assert "steps 2.00 s as it is, " in text
     assert f"{left_out_s:.2f} s left out" in text
+
+
+def test_a_device_that_changes_often_does_not_change_the_plan_each_time() -> None:
+    """Slow, quick again, slow: each change needs twice as many reports as the one before."""
+    said: list[str] = []
+    steering = steered(Prompt({(): 1.0, (1,): 1.5}, stay_step_s=2.0), said, search_budget="")
+    needed = []
+    for is_slow in (True, False, True):
+        for count in range(1, 50):
+            # Beside what was planned, which is 1 for each.
+            known = steering.running.slow.get(1, 1.0)
+            steering.hear_busy([1.0, (4.0 if is_slow else 1.0) / known, 1.0])
+            goings = [each for each in (steering.look() for _ in range(4)) if each is not None]
+            if goings:
+                needed.append(count)
+                steering.begin_generation(goings[0].answer, goings[0].kind)
+                steering.steps_left, steering.step_s = 1000, 2.0
+                assert steering.running.slow == ({1: 4.0} if is_slow else {})
+                break
+    assert needed == [3, 6, 12]
+
+
+def test_a_slow_device_ends_a_search_that_nobody_waits_for() -> None:
+    """The search for something better is asked again behind the questions about the device."""
+    prompt = Prompt({(): 1.0, (1,): 1.5}, stay_step_s=2.0)
+    steering = steered(prompt, [])
+    steering.leave_out([2])
+    steering.begin_generation(steering.plan_for_loss(1.0), "lost")
+    steering.look()  # asks for one of those to prepare
+    interrupted = steering._asked
+    assert interrupted is not None
+    for _ in range(3):
+        steering.hear_busy([1.0, 3.0])
+    assert [kind for kind, _ in steering._wishes[:2]] == ["rebalanced", "left out"]
+    assert steering._wishes[-1] == interrupted[1:]
+
+
+def test_a_device_that_is_known_to_be_slow_is_not_the_measure_of_the_others() -> None:
+    """Of two devices one is quick again: it is not the other one that has become slow."""
+    said: list[str] = []
+    steering = steered(Prompt({(2,): 1.0}, stay_step_s=2.0), said, search_budget="")
+    steering.running = Running(
+        path="", method="", device_of=(0, 1), busy_s=(1.0, 1.0), slow={1: 4.0}
+    )
+    steering.leave_out([2])
+    for _ in range(3):
+        steering.hear_busy([1.0, 0.25])
+    (going,) = [each for each in (steering.look() for _ in range(4)) if each is not None]
+    assert going.kind == "quick"
+    assert going.why == (
+        "B:0 is quicker again, at 1.0 times as long as planned (steps 1.00 s instead of 2.00 s)"
+    )
 
 
 def test_a_device_that_is_back_is_taken_in_if_it_pays() -> None:
@@ -195,6 +247,23 @@ def test_a_device_that_is_back_is_taken_in_if_it_pays() -> None:
         )
         if not is_taken:
             assert said[0].startswith("C:0 is back and not taken in: moving takes 10.00 s")
+
+
+def test_devices_of_a_host_come_back_together_once_it_is_there() -> None:
+    is_there = False
+    prompt = Prompt({(1, 2): 2.0, (): 1.0}, stay_step_s=2.0)
+    said: list[str] = []
+    steering = steered(prompt, said, back_after_s=1e-9, search_budget="")
+    steering._is_here = lambda device: is_there
+    steering.leave_out([1, 2])
+    steering.begin_generation(steering.plan_for_loss(1.0), "lost")
+    steering.steps_left, steering.step_s = 1000, 2.0
+    assert [steering.look() for _ in range(4)] == [None] * 4
+    is_there = True
+    (going,) = [each for each in (steering.look() for _ in range(3)) if each is not None]
+    assert going.why == "B:0, C:0 are back (steps 1.00 s instead of 2.00 s)"
+    steering.begin_generation(going.answer, going.kind)
+    assert steering.running.device_of == (0, 1, 2)
 
 
 def test_an_answer_saves_what_steps_save_less_the_move() -> None:

@@ -1,0 +1,194 @@
+"""Who runs the ranks and the keepers of a job that heals: this machine, or several."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+from typing import Protocol
+
+from heterog.cluster.topology import Cluster
+from heterog.healing.assignment import Assignment
+from heterog.healing.journal import Event, JournalReader
+from heterog.healing.keepers import KeeperPlace, start_keeper
+from heterog.runtime.launch import STEP_TIMEOUT_S, Wrap, run_commands
+
+RANK_MODULE = "heterog.healing.rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """Arguments of the user that every rank gets.
+
+    Attributes:
+        model: Source of the workload; the plan's own if empty.
+        sources: Python files that may be run although only the plan names them.
+        timeout_s: Seconds that a generation may take.
+        step_timeout_s: Seconds that a step may take.
+        save: Folder for a checkpoint after the last step; empty for none.
+        allow_nonfinite: Go on when the loss is infinite or not a number.
+    """
+
+    model: str = ""
+    sources: tuple[str, ...] = ()
+    timeout_s: float = 300.0
+    step_timeout_s: float = STEP_TIMEOUT_S
+    save: str = ""
+    allow_nonfinite: bool = False
+
+    def arguments(self, assignment: Path, journal: Path, stop: Path) -> list[str]:
+        """Arguments of Python for a rank; see ``heterog.healing.rank``."""
+        words = ["-m", RANK_MODULE, str(assignment), "--journal", str(journal)]
+        words += ["--stop", str(stop), "--timeout", str(self.timeout_s), "--model", self.model]
+        for source in self.sources:
+            words += ["--source", source]
+        if self.save:
+            words += ["--save", self.save]
+        return [*words, "--allow-nonfinite"] if self.allow_nonfinite else words
+
+
+class Crew(Protocol):
+    """Runs the ranks of one generation after another, beside keepers that stay."""
+
+    def open(self, folder: Path, token: str) -> None:
+        """Begin: files may be written to the folder, and the token is that of the keepers."""
+
+    def run(
+        self,
+        generation: int,
+        devices: Sequence[int],
+        decide: Callable[[], Assignment],
+        watch: Callable[[str], None],
+    ) -> None:
+        """Run a rank for each device until all are done.
+
+        Args:
+            generation: Number of times ranks were started before.
+            devices: Device of the whole cluster of each rank.
+            decide: Says what they run; called in another thread while they start.
+            watch: Called with what rank 0 does, whenever that changes.
+
+        Raises:
+            LaunchError: a rank failed or is lost; all have ended.
+        """
+
+    def new_events(self) -> list[Event]:
+        """Events of rank 0 since the last call, in this process's monotonic time."""
+
+    def ask_to_stop(self) -> None:
+        """Ask the ranks to stop after a step."""
+
+    def start_keepers(self, hosts: Sequence[int]) -> bool:
+        """Start a keeper on each of these hosts that has none.
+
+        Returns:
+            Whether all keepers that were started before are still alive.
+        """
+
+    def places(self) -> list[KeeperPlace]:
+        """Addresses of the keepers that are alive."""
+
+    @property
+    def keeper_pids(self) -> dict[int, int]:
+        """Process id of each host's keeper, by host."""
+
+    def is_here(self, device: int) -> bool:
+        """Whether a rank could be started for a device."""
+
+    def close(self, why: str) -> None:
+        """End everything; ``why`` is the reason if the job has failed, else empty."""
+
+
+class LocalCrew:
+    """All ranks and keepers are processes of this machine; keepers stand for hosts.
+
+    Args:
+        cluster: The whole cluster.
+        told: Arguments of every rank.
+        wrap: Changes the command of a device's rank.
+        environment: Further variables of a device's rank.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        told: Told,
+        wrap: Wrap = lambda device, command: command,
+        environment: Callable[[int], Mapping[str, str]] = lambda device: {},
+    ) -> None:
+        self._cluster, self._told = cluster, told
+        self._wrap, self._environment = wrap, environment
+        self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
+
+    def open(self, folder: Path, token: str) -> None:
+        """See ``Crew``."""
+        self._folder, self._token = folder, token
+
+    def run(
+        self,
+        generation: int,
+        devices: Sequence[int],
+        decide: Callable[[], Assignment],
+        watch: Callable[[str], None],
+    ) -> None:
+        """See ``Crew``."""
+        assignment = self._folder / f"assignment{generation}.json"
+        journal = self._folder / f"journal{generation}.jsonl"
+        self._reader = JournalReader(journal)
+        self._stop = self._folder / f"stop{generation}"
+        deciding = threading.Thread(target=lambda: decide().write(assignment), daemon=True)
+        deciding.start()
+        try:
+            run_commands(
+                self._told.arguments(assignment, journal, self._stop),
+                len(devices),
+                timeout_s=self._told.timeout_s,
+                step_timeout_s=self._told.step_timeout_s,
+                wrap=lambda rank, command: self._wrap(devices[rank], command),
+                environment=lambda rank: self._variables(devices[rank]),
+                progress=watch,
+            )
+        finally:
+            deciding.join()
+
+    def new_events(self) -> list[Event]:
+        """See ``Crew``."""
+        return self._reader.new_events()
+
+    def ask_to_stop(self) -> None:
+        """See ``Crew``."""
+        self._stop.touch()
+
+    def start_keepers(self, hosts: Sequence[int]) -> bool:
+        """See ``Crew``."""
+        all_alive = all(process.poll() is None for process, _ in self._keepers.values())
+        for host in hosts:
+            process = self._keepers.get(host, (None, None))[0]
+            if process is None or process.poll() is not None:
+                self._keepers[host] = start_keeper(host, self._token, pid=os.getpid())
+        return all_alive
+
+    def places(self) -> list[KeeperPlace]:
+        """See ``Crew``."""
+        return [place for process, place in self._keepers.values() if process.poll() is None]
+
+    @property
+    def keeper_pids(self) -> dict[int, int]:
+        """See ``Crew``."""
+        return {host: process.pid for host, (process, _) in self._keepers.items()}
+
+    def is_here(self, device: int) -> bool:
+        """See ``Crew``."""
+        return True
+
+    def close(self, why: str) -> None:
+        """See ``Crew``."""
+        for process, _ in self._keepers.values():
+            process.kill()
+            process.wait()
+
+    def _variables(self, device: int) -> dict[str, str]:
+        """Variables of a device's rank: it keeps its accelerator when others are lost."""
+        local = {"LOCAL_RANK": str(device), "LOCAL_WORLD_SIZE": str(self._cluster.num_devices)}
+        return {**local, **self._environment(device)}

@@ -1,0 +1,188 @@
+"""Watches the ranks of a job until they are done, or one of them fails or stands still.
+
+A rank that died, that is stopped, or whose step takes too long ends the job. It does not matter
+where a rank runs: ``launch`` watches processes of this machine, ``healing.several`` those of other
+machines through what they report.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from heterog.errors import HeterogError
+
+POLL_S = 0.05
+_GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
+_STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
+
+
+class LaunchError(HeterogError):
+    """Error of a rank that failed, died or did not end in time; the others were ended too.
+
+    Attributes:
+        last_words: Last line of output of each rank that had ended by itself, by rank.
+        lost: Ranks whose process was killed or frozen from outside, for no fault of the job.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        last_words: Mapping[int, str] | None = None,
+        *,
+        lost: Sequence[int] = (),
+    ) -> None:
+        super().__init__(text)
+        self.last_words = dict(last_words or {})
+        self.lost = tuple(lost)
+
+
+class Watched(Protocol):
+    """A rank, wherever it runs.
+
+    Attributes:
+        stage: What it does.
+        since_s: Time since which it does that, by the monotonic clock.
+        stopped_since_s: Time since which a signal has stopped its process, if one has.
+    """
+
+    stage: str
+    since_s: float
+    stopped_since_s: float | None
+
+    @property
+    def pid(self) -> int:
+        """Id of its process on its machine."""
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; ``None`` while it runs."""
+
+    def look(self, now_s: float) -> None:
+        """Bring the attributes up to date."""
+
+    def last_words(self) -> str:
+        """Its error line, or the last line that it printed."""
+
+
+def wait_for_ranks(
+    ranks: Sequence[Watched],
+    timeout_s: float,
+    step_timeout_s: float,
+    progress: Callable[[str], None],
+) -> None:
+    """Wait until all ranks are done, one fails or stands still, or the time is over.
+
+    Args:
+        ranks: All ranks of the job, in order.
+        timeout_s: Seconds that the whole job may take.
+        step_timeout_s: Seconds that a step may take.
+        progress: Called with the stage of rank 0, whenever that changes.
+
+    Raises:
+        LaunchError: a rank failed or the time is over; names the rank and its last words.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    told = ""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if all(code == 0 for code in codes):
+            return
+        failed = [number for number, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            _wait_for_all(ranks, _GRACE_S)
+            for rank in ranks:
+                rank.look(time.monotonic())
+            raise _failure(ranks, failed)
+        now_s = time.monotonic()
+        for rank in ranks:
+            rank.look(now_s)
+        if ranks[0].stage != told:
+            told = ranks[0].stage
+            progress(told)
+        _check_alive(ranks, now_s, step_timeout_s)
+        if now_s > deadline_s:
+            waiting = [number for number, code in enumerate(codes) if code is None]
+            raise LaunchError(
+                f"ranks {waiting} did not end within {timeout_s:g} s ({_where(ranks)}); all ranks "
+                "were ended. Raise --timeout if the steps take that long."
+            )
+        time.sleep(POLL_S)
+
+
+def _wait_for_all(ranks: Sequence[Watched], limit_s: float) -> None:
+    """Wait until all ranks have ended by themselves, or the limit is over."""
+    deadline_s = time.monotonic() + limit_s
+    while time.monotonic() < deadline_s:
+        if all(rank.poll() is not None for rank in ranks):
+            return
+        time.sleep(POLL_S)
+
+
+def _check_alive(ranks: Sequence[Watched], now_s: float, step_timeout_s: float) -> None:
+    """Check that no rank is stopped, or in the same step for too long.
+
+    Raises:
+        LaunchError: says which rank, and where all are.
+    """
+    for number, rank in enumerate(ranks):
+        if rank.stopped_since_s is not None and now_s - rank.stopped_since_s > _STOPPED_S:
+            raise LaunchError(
+                f"rank {number} is frozen: its process {rank.pid} was stopped by a signal "
+                f"at {rank.stage or 'its start'}; all ranks were ended.",
+                lost=[number],
+            )
+    slow = any(
+        rank.poll() is None
+        and rank.stage.startswith("step ")
+        and now_s - rank.since_s > step_timeout_s
+        for rank in ranks
+    )
+    if slow:
+        # Not the rank that exceeded it first: all entered the step within moments of each other.
+        # They differ in where each one is.
+        raise LaunchError(
+            f"a step has taken more than {step_timeout_s:g} s ({_where(ranks)}); all ranks were "
+            "ended. Raise --step-timeout if a step takes that long."
+        )
+
+
+def _where(ranks: Sequence[Watched]) -> str:
+    """The stage of every rank, ranks of one stage together."""
+    doing: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        stage = rank.stage or "its start"
+        doing.setdefault(stage if rank.poll() is None else "its end", []).append(number)
+    return ", ".join(
+        f"rank{'s' * (len(members) > 1)} {' and '.join(map(str, members))} at {stage}"
+        for stage, members in doing.items()
+    )
+
+
+def _failure(ranks: Sequence[Watched], first: Sequence[int]) -> LaunchError:
+    """Make the error that names the rank that most likely failed by itself.
+
+    A rank that was killed, or that has something to say of its own, comes before those that lost
+    their connection to it; then those that were seen to fail first.
+    """
+    codes = {number: rank.poll() for number, rank in enumerate(ranks)}
+    last = {number: ranks[number].last_words() for number, code in codes.items() if code}
+
+    def follows(number: int) -> tuple[bool, bool, int]:
+        # gloo aborts a process (SIGABRT) when another one is gone.
+        killed = _is_killed(codes[number])
+        own = bool(last[number]) and "onnection" not in last[number]
+        return not (killed or own), number not in first, number
+
+    number = min(last, key=follows)
+    code = codes[number]
+    assert code is not None
+    how = f"was killed by signal {-code}" if code < 0 else f"failed with exit code {code}"
+    where = f" at {ranks[number].stage}" if code < 0 and ranks[number].stage else ""
+    said = last[number].removeprefix("heterog: ").removeprefix(f"rank {number}: ")
+    text = f"rank {number} {how}{where}; the others were ended. {said}".strip()
+    return LaunchError(text, last, lost=[each for each in sorted(last) if _is_killed(codes[each])])
+
+
+def _is_killed(code: int | None) -> bool:
+    """Whether a process ended by a signal that gloo does not send itself."""
+    return code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
