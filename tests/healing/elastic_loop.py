@@ -1,4 +1,8 @@
-"""A loop as people write it, for torchrun: ``elastic_loop.py LOG NUM_EPOCHS``."""
+"""A loop as people write it, for torchrun: ``elastic_loop.py LOG PACE``.
+
+It trains until the file ``enough`` is beside the log, and then to the end of the epoch. A step
+takes the seconds that the file ``PACE`` says, so that a test does not train while agents start.
+"""
 
 import json
 import sys
@@ -34,7 +38,12 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)).double()
 
 
-def main(log: Path, num_epochs: int) -> None:
+def everybody_sees(path: Path) -> bool:
+    """Whether a file is there; all ranks say the same."""
+    return all(said == "True" for said in gather_texts(str(path.exists())))
+
+
+def main(log: Path, pace: Path) -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.99))
@@ -43,8 +52,8 @@ def main(log: Path, num_epochs: int) -> None:
     loader = balancer.loader(Numbers())
     healing = HealingLoop(model, optimizer, balancer, others={"scheduler": scheduler})
     healing.restore()
-    sampler = balancer.share_sampler
-    while sampler.epoch < num_epochs:
+    enough = log.with_name("enough")
+    while not everybody_sees(enough):
         for inputs, targets, indices in loader:
             loss = nn.functional.mse_loss(model(inputs), targets)
             optimizer.zero_grad()
@@ -69,10 +78,10 @@ def main(log: Path, num_epochs: int) -> None:
                 }
                 with log.open("a") as file:
                     file.write(json.dumps(line) + "\n")
-            time.sleep(0.02)
+            time.sleep(float(pace.read_text()))
     healing.close()
     end_together()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
