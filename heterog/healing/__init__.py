@@ -7,9 +7,11 @@ training goes on at the step after it.
 
 - ``wire`` and ``keeper`` are the process and its protocol, ``keepers`` talks to several of them.
 - ``snapshots`` says which snapshot is the newest complete one.
-- ``job`` runs a plan and heals it (``heterog run --heal``): ``rank`` is what each of its ranks
-  does, ``sending`` and ``restoring`` move the state of a plan, ``steering`` decides with the help
-  of ``planning``, a process that plans for what is left; ``remaining`` and ``moving`` say what is
-  left and what it costs to go there. ``checkpoints`` are written beside training.
+- ``job`` runs a plan and heals it (``heterog run --heal``). Its ``crew`` is this machine, or
+  ``several``, which meet at a ``rendezvous``; ``host`` is the process of each.
+- ``rank`` is what each rank does, ``sending`` and ``restoring`` move the state of a plan,
+  ``steering`` decides with the help of ``planning``, a process that plans for what is left;
+  ``remaining`` and ``moving`` say what is left and what it costs to go there. ``checkpoints`` are
+  written beside training.
 - ``loop`` is for loops with a ``Balancer`` under torchrun.
 """

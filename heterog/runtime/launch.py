@@ -280,11 +280,8 @@ def run_commands(
             for rank in range(num_ranks):
                 words, heartbeat = folder / f"rank{rank}.err", folder / f"rank{rank}.stage"
                 own = {"RANK": str(rank), HEARTBEAT: str(heartbeat)}
-                process = start_rank(
-                    wrap(rank, [sys.executable, *arguments]),
-                    {**os.environ, **common, **environment(rank), **own},
-                    words,
-                )
+                variables = {**os.environ, **common, **environment(rank), **own}
+                process = start_rank(wrap(rank, [sys.executable, *arguments]), variables, words)
                 ranks.append(LocalRank(process, words, heartbeat))
                 if beside(rank):
                     said = folder / f"beside{rank}.err"
