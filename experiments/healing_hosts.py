@@ -121,6 +121,7 @@ class Commands:
     def __init__(self, bed: Testbed, folder: Path, num_steps: int) -> None:
         self._bed, self._folder, self._num_steps = bed, folder, num_steps
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.plans: dict[int, Path] = {}
 
     def first_rank(self, host: int) -> int:
         """Rank of a host's first device in the whole cluster."""
@@ -165,15 +166,29 @@ class Commands:
             if time.monotonic() > deadline_s or self.processes[0].poll() is not None:
                 said = (self._folder / "h0/err").read_text()
                 raise TimeoutError(f"no step {more_than + 1} in generation {generation}: {said}")
+            self.keep_plans()
             time.sleep(0.005)
         return time.monotonic()
 
-    def plan_of(self, generation: int) -> Path:
-        """A copy of the plan that a generation runs."""
-        (path,) = (self._folder / "h0").glob(f"heterog-*/{generation}.plan.json")
-        copy = self._folder / f"plan{generation}.json"
-        shutil.copy(path, copy)
-        return copy
+    def keep_plans(self) -> None:
+        """Copy the plans that generations run, which are gone when the job ends."""
+        for path in (self._folder / "h0").glob("heterog-*/*.plan.json"):
+            generation = int(path.name.partition(".")[0])
+            copy = self._folder / f"plan{generation}.json"
+            if generation not in self.plans:
+                shutil.copy(path, copy)
+                self.plans[generation] = copy
+
+    def wait_for_end(self, hosts: Sequence[int]) -> list[int | None]:
+        """Wait until the commands of some hosts have ended; returns their exit codes."""
+        deadline_s = time.monotonic() + _WAIT_S
+        while time.monotonic() < deadline_s:
+            self.keep_plans()
+            codes = [self.processes[host].poll() for host in hosts]
+            if None not in codes:
+                break
+            time.sleep(0.02)
+        return codes
 
     def lose(self, host: int, way: str) -> None:
         """Kill all processes of a host at once, or cut its cable."""
@@ -224,12 +239,10 @@ def run_trial(folder: Path, way: str, num_steps: int) -> Trial:
         commands.lose(VICTIM, way)
         commands.wait_for_step(1, 0)
         again_s = commands.wait_for_step(1, commands.step(1))
-        plans = [folder / "plan.json", commands.plan_of(1)]
         if way == "killed":
             commands.start(VICTIM)
             commands.wait_for_step(2, 0)
-            plans.append(commands.plan_of(2))
-        codes = [commands.processes[host].wait(_WAIT_S) for host in (0, 2)]
+        codes = commands.wait_for_end((0, 2))
         time.sleep(1.5)  # what was killed needs a moment to be gone
         left = [
             Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
@@ -244,7 +257,12 @@ def run_trial(folder: Path, way: str, num_steps: int) -> Trial:
         measured: dict[str, Any] = json.loads((folder / "h0/out").read_text())
     moves, last = measured["moves"], measured["steps"][-1]
     healed = dict(zip(measured["steps"], measured["losses"], strict=True))
-    expected = expected_losses(plans, [move["step"] for move in moves], last, folder)
+    plans = [plan for generation, plan in sorted(commands.plans.items()) if generation > 0]
+    if len(plans) != len(moves):
+        raise RuntimeError(f"{len(moves)} changes of plan, but {len(plans)} plans were seen")
+    expected = expected_losses(
+        [folder / "plan.json", *plans], [move["step"] for move in moves], last, folder
+    )
     lost = moves[0]
     return Trial(
         way=way,
