@@ -17,7 +17,7 @@ from heterog.planners.islands.composing import (
     stages_of,
     structures,
 )
-from heterog.planners.islands.search import Islands, _Search
+from heterog.planners.islands.search import CompositionSearch, Islands
 from heterog.planners.islands.slices import Slices, kinds_of
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
@@ -65,6 +65,23 @@ def test_hosts_are_divided_into_teams_and_stages() -> None:
     assert [stage.teams for stage in stages] == [2, 2]
 
 
+def test_a_host_of_unlike_cards_is_a_kind_for_each() -> None:
+    """They hand over micro-batches inside the host, and each gets the layers it is fast for."""
+    cluster = cluster_of((10.0, ["V100-16GB", "T4", "V100-16GB", "T4"]))
+    kinds = kinds_of(cluster)
+    assert [(kind.hosts, kind.devices) for kind in kinds] == [((0,), ((0, 2),)), ((0,), ((1, 3),))]
+    slices = Slices(Evaluator(GRAPH, cluster))
+    inside = cluster.hosts[0].intra.bandwidth_bytes_per_s
+    assert slices.hop_bytes_per_s((0, 1), (2, 2)) == inside
+    search = CompositionSearch(problem_of(cluster, 60), slices, [((0, 1),)])
+    search.estimate()
+    _, best = search.weighted(20)[0]
+    (layers,) = best.layers
+    fast = sum(layers[: best.pools[0][0].stages])
+    assert fast > sum(layers) - fast
+    assert kinds[0].first_hosts(1) == kinds[0]
+
+
 def test_layers_on_one_device_take_what_their_ops_take() -> None:
     evaluator = Evaluator(GRAPH, MIXED)
     slices = Slices(evaluator)
@@ -90,7 +107,7 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     assert found == pytest.approx(9 * whole / 2)
 
 
-def exhaustive(search: _Search, most_micro: int) -> Iterator[Composition]:
+def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:
     """Every composition with every cut and every split of the samples."""
     layers = search.slices.num_layers
     for structure in structures(range(len(search.slices.kinds))):
@@ -126,12 +143,12 @@ def exhaustive(search: _Search, most_micro: int) -> Iterator[Composition]:
 
 def test_it_is_as_good_as_exhaustive_search() -> None:
     cluster = cluster_of((25.0, ["V100-16GB"]), (10.0, ["T4"] * 2))
-    every = _Search(problem_of(cluster, 10**6))
+    every = CompositionSearch(problem_of(cluster, 10**6))
     for point in exhaustive(every, 4):
-        every._try(point)
+        every.simulate(point)
     assert len(every.found) > 500
     best = every.found[every.best(1)[0]].step_time_s
-    searched = _Search(problem_of(cluster, 120))
+    searched = CompositionSearch(problem_of(cluster, 120))
     with searched.spending.limits():
         searched.run()
     found = searched.found[searched.best(1)[0]].step_time_s

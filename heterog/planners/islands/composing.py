@@ -50,6 +50,8 @@ class Island:
 
 Pool = tuple[Island, ...]
 """Islands in the order of their layers."""
+Structure = tuple[tuple[int, ...], ...]
+"""Kinds of machines of each pool, in the order of their layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ def islands_of(slices: Slices, kind: int) -> list[Island]:
     return found
 
 
-def partitions(items: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+def partitions(items: Sequence[int]) -> Iterator[Structure]:
     """All ways to divide a few items into sets.
 
     >>> list(partitions([0, 1]))
@@ -274,10 +276,8 @@ class Estimator:
         """Seconds of the slowest hop of a micro-batch between stages, both ways at once."""
         slowest = 0.0
         for first, second in pairwise(stages):
-            rate = self.slices.between_bytes_per_s(first.island.kind, second.island.kind)
-            for stage in (first, second):
-                kind = self.slices.kinds[stage.island.kind]
-                rate = min(rate, kind.nic_bytes_per_s * min(stage.teams, len(kind.hosts)))
+            kinds = first.island.kind, second.island.kind
+            rate = self.slices.hop_bytes_per_s(kinds, (first.teams, second.teams))
             slowest = max(slowest, self.slices.boundary_bytes * micro / rate)
         return slowest
 
@@ -297,7 +297,9 @@ class Estimator:
             if stage.teams == 1 and not others:
                 continue
             in_host = kind.size // stage.island.members
-            crosses = bool(others) or stage.teams > in_host
+            beside = {host for other in others for host in self.slices.kinds[other].hosts}
+            is_beside = bool(others) and len(beside | set(kind.hosts)) > 1
+            crosses = is_beside or stage.teams > in_host
             rate = kind.nic_bytes_per_s if crosses else kind.link_bytes_per_s
             between = (
                 self.slices.between_bytes_per_s(stage.island.kind, other) for other in others
@@ -321,7 +323,7 @@ def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[
     return tuple(int(each) for each in np.diff(bounds))
 
 
-def structures(kinds: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
+def structures(kinds: Sequence[int]) -> Iterator[Structure]:
     """Kinds of machines as pools, each in the order of its layers; idle kinds are in none.
 
     All sets and partitions of up to four kinds; of more, all in one pipeline and each on its own.

@@ -12,7 +12,7 @@ and micro-batches of the very best are moved for as long as that helps.
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -27,6 +27,7 @@ from heterog.planners.islands.composing import (
     Estimator,
     Island,
     Pool,
+    Structure,
     islands_of,
     stages_of,
     structures,
@@ -69,7 +70,7 @@ class Islands:
         """Estimate, simulate the best, refine the very best."""
         begin = time.perf_counter()
         spending = problem.spend()
-        search = problem.resumed(_Search)
+        search = problem.resumed(CompositionSearch)
         search.problem, search.spending = problem, spending
         with spending.limits():
             search.run()
@@ -88,18 +89,34 @@ class Islands:
         )
 
 
-class _Search:
-    """The compositions of a problem, with their estimates and evaluations."""
+class CompositionSearch:
+    """The compositions of a problem, with their estimates and evaluations.
 
-    def __init__(self, problem: Problem) -> None:
+    Args:
+        problem: The planner's problem.
+        slices: Costs of layers on the machines to compose; by default on all of the cluster.
+        among: Structures to choose from; by default ``structures`` of all kinds.
+
+    Attributes:
+        found: Evaluations of the compositions that were simulated.
+        strategies: Strategies of these.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        slices: Slices | None = None,
+        among: Sequence[Structure] | None = None,
+    ) -> None:
         self.problem = problem
         self.spending = problem.spend()
         self.evaluator = problem.evaluator
-        self.slices = Slices(self.evaluator)
+        self.slices = slices or Slices(self.evaluator)
         self.estimator = Estimator(self.slices)
+        self._among = among
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
-        self.done: set[tuple[tuple[int, ...], ...]] = set()
+        self.done: set[Structure] = set()
         self.num_ranked, self.ranked = 0, list[Composition]()  # kept for a resumed search
         self.found: dict[Composition, Evaluation] = {}
         self.strategies: dict[Composition, Strategy] = {}
@@ -110,14 +127,14 @@ class _Search:
 
     def run(self) -> None:
         """Estimate, simulate, refine."""
-        self._estimate()
+        self.estimate()
         if len(self.estimates) != self.num_ranked:
-            self.num_ranked, self.ranked = len(self.estimates), self._promising()
+            self.num_ranked, self.ranked = len(self.estimates), self.promising()
         for point in self.ranked:
-            for manner in self._until_it_fits(point):
+            for manner in self.until_it_fits(point):
                 if self.found and self.spending.fraction >= UNTIL_REFINED:
                     break
-                evaluation = self._try(manner)
+                evaluation = self.simulate(manner)
                 if evaluation is None or evaluation.is_ok:
                     break
         for start in self.best(NUM_REFINED):
@@ -137,11 +154,11 @@ class _Search:
 
     # --- estimates -------------------------------------------------------------------------------
 
-    def _estimate(self) -> None:
+    def estimate(self) -> None:
         """Descend for each structure while there is time, all kinds in one pipeline first."""
         kinds = self.slices.kinds
         roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
-        for structure in structures(roomy):
+        for structure in structures(roomy) if self._among is None else self._among:
             if structure in self.done:
                 continue
             if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
@@ -150,7 +167,7 @@ class _Search:
                 self._descend(start)
             self.done.add(structure)
 
-    def _starts(self, structure: tuple[tuple[int, ...], ...]) -> Iterator[Composition]:
+    def _starts(self, structure: Structure) -> Iterator[Composition]:
         """Large teams or single devices, in few stages, with some numbers of micro-batches."""
         for large in (True, False):
             pools: list[Pool] = []
@@ -195,17 +212,32 @@ class _Search:
             self.estimates[point] = self.estimator.shared_out(point)
         return self.estimates[point][0]
 
-    def _promising(self) -> list[Composition]:
+    def promising(self) -> list[Composition]:
         """Compositions with the least estimates, with their samples and layers.
 
         An estimate may be off for a whole structure, so that each further one of the same kinds
         in the same pools counts as a little slower than it is.
         """
+        weighted = self.weighted(NUM_CUT)
+        alone: dict[int, Composition] = {}
+        for _, point in weighted:  # the best of each kind on its own
+            kinds = {island.kind for pool in point.pools for island in pool}
+            if len(kinds) == 1:
+                alone.setdefault(kinds.pop(), point)
+        first = [*self._plain(), *alone.values()]
+        return list(dict.fromkeys((*first, *(point for _, point in weighted))))
+
+    def weighted(self, most: int) -> list[tuple[float, Composition]]:
+        """(seconds, composition) of those with the least estimates, sorted, see ``promising``.
+
+        Args:
+            most: Most compositions whose layers are cut.
+        """
         ranked = sorted(self.estimates.items(), key=lambda item: item[1][0])
-        seen: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        seen: Counter[Structure] = Counter()
         cuts: dict[tuple[tuple[Pool, ...], int, bool], tuple[float, Composition]] = {}
         for point, (seconds, samples) in ranked:
-            if not np.isfinite(seconds) or len(cuts) >= NUM_CUT:
+            if not np.isfinite(seconds) or len(cuts) >= most:
                 break
             division = point.pools, point.num_micro, point.recompute
             if division not in cuts:  # points that do not fit are tried in other manners
@@ -217,13 +249,7 @@ class _Search:
             weighted.append((seconds * VARIETY ** seen[structure], point))
             seen[structure] += 1
         weighted.sort(key=lambda pair: pair[0])
-        alone: dict[int, Composition] = {}
-        for _, point in weighted:  # the best of each kind on its own
-            kinds = {island.kind for pool in point.pools for island in pool}
-            if len(kinds) == 1:
-                alone.setdefault(kinds.pop(), point)
-        first = [*self._plain(), *alone.values()]
-        return list(dict.fromkeys((*first, *(point for _, point in weighted))))
+        return weighted
 
     def _plain(self) -> Iterator[Composition]:
         """Replicas on the machines of each kind, and of all, in one go, which are hard to beat.
@@ -241,7 +267,7 @@ class _Search:
 
     # --- simulation ------------------------------------------------------------------------------
 
-    def _until_it_fits(self, point: Composition) -> Iterator[Composition]:
+    def until_it_fits(self, point: Composition) -> Iterator[Composition]:
         """A composition, then leaner and leaner manners of it."""
         yield point
         lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
@@ -249,7 +275,7 @@ class _Search:
             yield each
             yield replace(each, recompute=True)
 
-    def _try(self, point: Composition) -> Evaluation | None:
+    def simulate(self, point: Composition) -> Evaluation | None:
         """Simulate a composition; ``None`` if it makes no sense."""
         if point in self.found:
             return self.found[point]
@@ -314,11 +340,7 @@ class _Search:
         teams = []
         for island in pool:
             kind = self.slices.kinds[island.kind]
-            devices = [
-                device
-                for host in kind.hosts
-                for device in self.evaluator.cluster.host_devices(host)
-            ]
+            devices = [device for own in kind.devices for device in own]
             of_kind = host_teams(self.evaluator.cluster, devices, island.members)
             per_stage = len(of_kind) // island.stages
             teams += [
@@ -333,33 +355,20 @@ class _Search:
         """Move boundaries, samples and micro-batches for as long as that helps."""
         best = start
         while True:
-            for other in self._beside(best):
+            for other in self.beside(best):
                 if self.spending.is_over:
                     return
-                self._try(other)
+                self.simulate(other)
             near = [p for p in self.found if p.pools == best.pools]
             again = min(near, key=lambda point: self.found[point].preference)
             if again == best:
                 return
             best = again
 
-    def _beside(self, point: Composition) -> Iterator[Composition]:
+    def beside(self, point: Composition) -> Iterator[Composition]:
         """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
-        for pool, layers in enumerate(point.layers):
-            for stage in range(len(layers) - 1):
-                for step in (1, -1):
-                    moved = list(layers)
-                    moved[stage] += step
-                    moved[stage + 1] -= step
-                    if min(moved) > 0:
-                        others = list(point.layers)
-                        others[pool] = tuple(moved)
-                        yield replace(point, layers=tuple(others))
-        if not point.in_a_v:
-            for hides, splits in product((True, False), (True, False)):
-                yield replace(point, hides_messages=hides, splits_backward=splits)
-            if min(min(layers) for layers in point.layers) > 1:
-                yield from map(in_a_v, self._with_micro(point, (1, 2)))
+        yield from _moved(point)
+        yield from self.scheduled(point)
         for recompute, zero in self.manners:
             yield replace(point, recompute=recompute, zero=zero)
         yield from self._with_micro(point, (2, 0.5))
@@ -372,6 +381,15 @@ class _Search:
                     samples[taker] += unit
                     yield replace(point, samples=tuple(samples))
 
+    def scheduled(self, point: Composition) -> Iterator[Composition]:
+        """The same with other caps, with split backward passes, and in a V."""
+        if point.in_a_v:
+            return
+        for hides, splits in product((True, False), (True, False)):
+            yield replace(point, hides_messages=hides, splits_backward=splits)
+        if min(min(layers) for layers in point.layers) > 1:
+            yield from map(in_a_v, self._with_micro(point, (1, 2)))
+
     def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
         """Variants with some times as many micro-batches, where the model can be cut into them."""
         for factor in times:
@@ -380,10 +398,24 @@ class _Search:
                 yield replace(point, num_micro=num_micro)
 
 
+def _moved(point: Composition) -> Iterator[Composition]:
+    """A layer more or less at each boundary."""
+    for pool, layers in enumerate(point.layers):
+        for stage in range(len(layers) - 1):
+            for step in (1, -1):
+                moved = list(layers)
+                moved[stage] += step
+                moved[stage + 1] -= step
+                if min(moved) > 0:
+                    others = list(point.layers)
+                    others[pool] = tuple(moved)
+                    yield replace(point, layers=tuple(others))
+
+
 class _Vary:
     """Variants of a composition in one respect."""
 
-    def __init__(self, search: _Search) -> None:
+    def __init__(self, search: CompositionSearch) -> None:
         self.search = search
 
     def __call__(self, point: Composition) -> Iterator[Composition]:
@@ -405,7 +437,7 @@ class _ByManner(_Vary):
 
 
 class _ByIsland(_Vary):
-    def __init__(self, search: _Search, pool: int, place: int) -> None:
+    def __init__(self, search: CompositionSearch, pool: int, place: int) -> None:
         super().__init__(search)
         self.pool, self.place = pool, place
 

@@ -4,7 +4,9 @@ A slice is a run of *layers*: the repeated modules of a model, what lies before 
 and what lies behind the last with that; or single groups of ops where a model repeats nothing.
 """
 
-from dataclasses import dataclass
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,11 +31,11 @@ from heterog.strategy.tables import graph_tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Hosts of one kind.
+    """Devices of one type in hosts of one kind.
 
     Attributes:
         hosts: Positions of the hosts in the cluster.
-        size: Number of devices of each host.
+        devices: Devices of each host that are of the type.
         device_type: Number of the type of all devices.
         usable_bytes: Memory of one device that a job may use.
         nic_bytes_per_s: Rate of all NICs of a host.
@@ -42,29 +44,41 @@ class Kind:
     """
 
     hosts: tuple[int, ...]
-    size: int
+    devices: tuple[tuple[int, ...], ...]
     device_type: int
     usable_bytes: int
     nic_bytes_per_s: float
     link_bytes_per_s: float
     link_latency_s: float
 
+    @property
+    def size(self) -> int:
+        """Number of its devices in each host."""
+        return len(self.devices[0])
+
+    def first_hosts(self, count: int) -> "Kind":
+        """The same with the first hosts only."""
+        return replace(self, hosts=self.hosts[:count], devices=self.devices[:count])
+
 
 def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
-    """The kinds of hosts; hosts of several types of devices count by their slowest memory."""
-    of_kind: dict[int, list[int]] = {}
-    for host, kind in enumerate(cluster.host_kind):
-        of_kind.setdefault(kind, []).append(host)
+    """The kinds of a cluster's machines; a host of several types of devices has one for each."""
+    of_kind: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for device, host in enumerate(cluster.host_of):
+        key = cluster.host_kind[host], cluster.type_index[device]
+        of_kind.setdefault(key, {}).setdefault(host, []).append(device)
     found = []
-    for hosts in of_kind.values():
-        devices, link = cluster.host_devices(hosts[0]), cluster.hosts[hosts[0]].intra
+    for (_, device_type), hosts in of_kind.items():
+        first = next(iter(hosts))
+        link = cluster.hosts[first].intra
+        devices = tuple(map(tuple, hosts.values()))
         found.append(
             Kind(
                 hosts=tuple(hosts),
-                size=len(devices),
-                device_type=cluster.type_index[devices[0]],
-                usable_bytes=min(cluster.devices[each].usable_memory_bytes for each in devices),
-                nic_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(hosts[0]),
+                devices=devices,
+                device_type=device_type,
+                usable_bytes=cluster.devices[devices[0][0]].usable_memory_bytes,
+                nic_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(first),
                 link_bytes_per_s=link.bandwidth_bytes_per_s,
                 link_latency_s=link.latency_s,
             )
@@ -101,7 +115,17 @@ class Slices:
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
         self._between: dict[tuple[int, int], float] = {}
-        self._seconds: dict[tuple[int, int, int], tuple[FloatArray, FloatArray]] = {}
+        self._seconds: dict[object, tuple[FloatArray, FloatArray]] = {}
+
+    def of_kinds(self, kinds: Sequence[Kind]) -> "Slices":
+        """The same model on some of the machines; what is known of costs is shared."""
+        if not kinds:
+            return self
+        self._is_backward, self._again_alone, self._again_in_teams  # noqa: B018 - made once
+        self.boundary_bytes  # noqa: B018
+        other = copy.copy(self)
+        other.kinds, other._between = tuple(kinds), {}
+        return other
 
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
@@ -125,6 +149,23 @@ class Slices:
                 if max(forward, default=-1) > layer:
                     crossing[layer] += graph.tensor_bytes[tensor]
         return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0
+
+    def hop_bytes_per_s(self, kinds: tuple[int, int], teams: tuple[int, int]) -> float:
+        """Rate at which values get from the teams of one stage to those of the next.
+
+        Of kinds in the same hosts each team has its neighbour beside it. Stages of one kind are in
+        different hosts if there is more than one.
+
+        Args:
+            kinds: Kinds of machines of both stages.
+            teams: Number of teams of both.
+        """
+        ends = [self.kinds[kind] for kind in kinds]
+        hosts = [min(count, len(end.hosts)) for count, end in zip(teams, ends, strict=True)]
+        if ends[0].hosts == ends[1].hosts and (ends[0] != ends[1] or len(ends[0].hosts) == 1):
+            return ends[0].link_bytes_per_s * min(hosts)
+        rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]
+        return min(*rates, self.between_bytes_per_s(*kinds))
 
     def between_bytes_per_s(self, first: int, second: int) -> float:
         """Rate of the lines between hosts of two kinds, without their NICs; infinite if none."""
@@ -153,9 +194,11 @@ class Slices:
         Returns:
             # [num_layers]
         """
-        key = kind, members, samples
+        on = self.kinds[kind]
+        links = on.link_bytes_per_s, on.link_latency_s
+        key = on.device_type, links, members, samples
         if key not in self._seconds:
-            (forward, backward, again), sums = self._price(self.kinds[kind], members, samples)
+            (forward, backward, again), sums = self._price(on, members, samples)
             # Gradients of weights take half of the backward pass, and hide its sums.
             behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
             once: FloatArray = forward + sums[0] + behind
