@@ -29,6 +29,8 @@ CUT_WEIGHTS = 0.0, 1.0 / (PIPELINED - 1), 0.5
 """Weights of a stage's transfers to the next one beside its compute time: none; their part in
 filling and draining the pipeline; one direction of a link that is a stage of its own. Which is
 right depends on links and overlap, so pipelines are drawn with each."""
+MOST_APART = 64
+"""Most devices of which each is looked at alone; see ``Loads``."""
 BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
 """Methods of data parallelism, of which rewards are relative to the best."""
 
@@ -63,17 +65,26 @@ def order_of(num_micro: int) -> Order:
 class Loads(NamedTuple):
     """Loads of candidates on devices; one for candidates that differ only in synchronisation.
 
+    Of more devices than ``MOST_APART`` those of one type in a host that are in the same candidates
+    are one class, as full as the fullest of them: their shares differ by a sample at most.
+
     Attributes:
-        counts: Number of samples.  # [num_loads, D]
-        state: Part of parameters and optimizer state.  # [num_loads, D]
-        holds: Whether there is anything, including gradients.  # [num_loads, D] bool
+        counts: Number of samples on a device of each class.  # [num_loads, T]
+        state: Part of parameters and optimizer state.  # [num_loads, T]
+        holds: Whether there is anything, including gradients.  # [num_loads, T] bool
+        usable_bytes: Usable memory of one device of each class.  # [T]
+        num_twins: Number of devices of each class.  # [T]
         of: Load of each candidate.  # [C]
+        twin: Class of each device.  # [D]
     """
 
     counts: FloatArray
     state: FloatArray
     holds: npt.NDArray[np.bool_]
+    usable_bytes: FloatArray
+    num_twins: IntArray
     of: npt.NDArray[np.intp]
+    twin: npt.NDArray[np.intp]
 
 
 class Pair:
@@ -155,7 +166,25 @@ class Pair:
             both[1, number, devices] = self.memory.state_part(decision)
         different, of = np.unique(np.concatenate(both, axis=1), axis=0, return_inverse=True)
         counts, state = np.split(different, 2, axis=1)
-        return Loads(counts, state, (counts > 0) | (state > 0), of.reshape(-1))
+        holds = (counts > 0) | (state > 0)
+        usable = self.memory.usable_bytes
+        every = np.arange(self.cluster.num_devices)
+        apart = every if len(every) <= MOST_APART else 0 * every
+        alike = np.concatenate([holds, [self.cluster.host_of, usable, apart]])
+        _, first, twin, num_twins = np.unique(
+            alike, axis=1, return_index=True, return_inverse=True, return_counts=True
+        )
+        by_class = np.argsort(twin.reshape(-1), kind="stable")
+        starts = np.cumsum(num_twins) - num_twins
+        return Loads(
+            counts=np.maximum.reduceat(counts[:, by_class], starts, axis=1),
+            state=np.maximum.reduceat(state[:, by_class], starts, axis=1),
+            holds=holds[:, first],
+            usable_bytes=usable[first],
+            num_twins=num_twins.astype(np.int32),
+            of=of.reshape(-1),
+            twin=twin.reshape(-1),
+        )
 
     @cached_property
     def observer(self) -> Observer:
@@ -242,9 +271,9 @@ class RunningMemory:
         self._is_alone = None if recompute else pair.observation.fits
         # The first micro-batch's gradients exist while the others' activations still do.
         self._both = np.maximum if pair.num_micro == 1 else np.add
-        usable = memory.usable_bytes
-        devices, batch = len(usable), pair.graph.batch_size
         loads = pair.loads
+        usable, batch = loads.usable_bytes, pair.graph.batch_size
+        devices = len(usable)  # one of each class of twins
         # Devices come first, because sums and maxima over them take most of the time.
         self._state = np.zeros((devices, num_rows), np.float32)
         self._saved = np.zeros((devices, num_rows), np.float32)
@@ -253,12 +282,13 @@ class RunningMemory:
         self._block = 0
         scale = 1.0 / (self.MARGIN * usable)[:, None]
         self._load_of = loads.of  # [C]
-        self._counts = (loads.counts.T * scale).astype(np.float32)  # [D, L]
+        self._counts = (loads.counts.T * scale).astype(np.float32)  # [T, L]
         self._state_of = (loads.state.T * scale).astype(np.float32)
         self._holds = (loads.holds.T * scale).astype(np.float32)
         self.num_rows = num_rows
         self._memory = memory
-        self._room = (self.MARGIN * usable).astype(np.float32)
+        self._room = (self.MARGIN * usable * loads.num_twins).astype(np.float32)
+        self._twin = loads.twin
         rest = memory.state_bytes + batch * self._kept
         self._rest = np.append(np.cumsum(rest[::-1])[::-1][1:], 0.0)  # after each block
         self._start = (memory.common_bytes / usable).astype(np.float32)[:, None]
@@ -267,7 +297,7 @@ class RunningMemory:
     def used(self) -> npt.NDArray[np.float32]:
         """Part of each device's memory that is used so far.  # [num_rows, D]"""
         used = self._start + self._state + self._both(self._saved, self._gradient) + self._inner
-        return np.asarray(used.T, np.float32)
+        return np.asarray(used[self._twin].T, np.float32)
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether the next block may take each candidate; all if none fits.  # [num_rows, C]"""
@@ -282,7 +312,7 @@ class RunningMemory:
         else:
             total = _outer(held + self._saved, state + saved)
             np.maximum(total, _outer(held + self._gradient, state + gradient), out=total)
-        total += np.maximum(self._inner[:, :, None], passing[:, None])  # [D, num_rows, L]
+        total += np.maximum(self._inner[:, :, None], passing[:, None])  # [T, num_rows, L]
         worst = total.max(axis=0)
         np.subtract(1.0, total, out=total)
         np.maximum(total, 0.0, out=total)
@@ -314,7 +344,7 @@ class RunningMemory:
 def _outer(
     rows: npt.NDArray[np.float32], loads: npt.NDArray[np.float32]
 ) -> npt.NDArray[np.float32]:
-    """Sums of every row's and every load's bytes on each device.  # [D, num_rows, L]"""
+    """Sums of every row's and every load's bytes on each device.  # [T, num_rows, L]"""
     return np.asarray(rows[:, :, None] + loads[:, None], np.float32)
 
 
