@@ -1,22 +1,25 @@
 """A policy's proposals: draws, scored coarsely, and the best of them at the op level.
 
 A policy decides the rows: device set, shares and synchronisation of every block. Settings of the
-whole step are no part of a row, and are tried here for the best rows: micro-batches, and
-recomputation in as few blocks as it takes to fit. The rows are drawn
-in ``ways``.
+whole step are no part of a row, and are tried here for the best rows: micro-batches, recomputation
+in as few blocks as it takes to fit, and what ``finishing`` has words for: teams inside hosts, caps
+and split backward passes, stages in a V. The rows are drawn in ``ways``.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from heterog.agents.finishing import PLAIN, SCHEDULES_TRIED, Finish, Finisher, moved_cuts
+from heterog.errors import StrategyError
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, Problem
+from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
 from heterog.strategy.program import IntArray
@@ -34,8 +37,12 @@ NUM_RETURNED = 4
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6
 MICRO_BATCHES = (2, 4, 8, 16)
-NUM_PIPELINED = 6
-"""Number of rows drawn as pipelines that are scored at the op level."""
+NUM_FINISHED = 2
+"""Number of different rows that get teams and schedules."""
+MOST_FINISHED_TASKS = 1_000_000
+"""Most tasks simulated at the op level for these."""
+NUM_PIPELINED = 5
+"""Number of rows drawn as pipelines, and of those made of them, scored at the op level."""
 MOST_TASKS = 3_000_000
 """Most tasks simulated at the op level for a table, half a second's work."""
 _HALVINGS = 3
@@ -79,11 +86,13 @@ class Whole:
         num_micro: Number of micro-batches that the batch is cut into evenly.
         recompute: Part of the blocks that recompute, first those that free the most bytes per
             second.
+        finish: Teams and schedule.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     num_micro: int = 1
     recompute: float = 0.0
+    finish: Finish = PLAIN
 
 
 def propose(
@@ -97,12 +106,13 @@ def propose(
         num_samples: Number of draws, the greedy one included.
         name: Name of the policy, for logs.
     """
-    from heterog.agents.ways import FEWEST_FOR_WAYS, draw_in, make_ways
+    from heterog.agents.ways import BALANCED, FEWEST_FOR_WAYS, draw_in, make_ways
     from heterog.envs.pair import Pair
 
     if problem.budget.evaluations is not None:
         # A fifth of a small budget is left for the op level.
-        num_samples = max(min(num_samples, int(0.8 * problem.budget.evaluations)), 1)
+        most = int(0.8 * problem.budget.evaluations / (1.0 + BALANCED))
+        num_samples = max(min(num_samples, most), 1)
     evaluator, spending = problem.evaluator, problem.spend()
     tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
     if num_samples >= FEWEST_FOR_WAYS:
@@ -151,9 +161,10 @@ def _score(scorer: "_Scorer", ways: "Sequence[Way]") -> None:
         others.append([(plain.rows[n], Whole(recompute=1.0)) for n in loosely[:NUM_RESCORED]])
         order = [n for n in order if found[n].overflow <= HOPELESS] or order[:1]
     for way in pipelined:
-        fastest = sorted(way.rows, key=lambda row: way.pair.score(row).preference)
         whole = Whole(num_micro=way.pair.num_micro)
-        others.append([(row, whole) for row in fastest[:NUM_PIPELINED]])
+        for rows in (way.rows[: way.num_drawn], way.rows[way.num_drawn :]):
+            fastest = sorted(rows, key=lambda row: way.pair.score(row).preference)
+            others.append([(row, whole) for row in fastest[:NUM_PIPELINED]])
     in_turn = [each for turn in zip_longest(*others) for each in turn if each is not None]
     scorer.search(plain.rows[order], in_turn)
 
@@ -181,13 +192,16 @@ def rescore(
     return found, scorer.num_evaluations
 
 
-def _orders(num_micro: int, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
+def _orders(whole: Whole, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
     """Orders to score in: by rank; first in, first out before it with micro-batches.
 
     By rank, every micro-batch's forward pass comes before the first backward pass: up to a fifth
-    faster than in turn, or a half slower, and beyond memory where that is scarce.
+    faster than in turn, or a half slower, and beyond memory where that is scarce. A schedule with
+    caps, split backward passes or turns says itself what comes first.
     """
-    wanted = (Order.RANK,) if num_micro == 1 else (Order.FIFO, Order.RANK)
+    wanted = (Order.RANK,) if whole.num_micro == 1 else (Order.FIFO, Order.RANK)
+    if whole.finish.schedule:
+        wanted = (Order.FIFO,)
     return tuple(order for order in wanted if order in allowed) or allowed[:1]
 
 
@@ -214,6 +228,8 @@ class _Scorer:
         self._scored: dict[tuple[bytes, Whole], tuple[float, float]] = {}
         again = [replace(decision, recompute=True) for decision in pair.table]
         self._recomputing = np.array([self._space.add(each) for each in again], np.int32)
+        self._most_tasks = MOST_TASKS
+        self._finisher = Finisher(evaluator, self._space)
 
     @property
     def num_evaluations(self) -> int:
@@ -237,6 +253,9 @@ class _Scorer:
                 self.score(row, whole)
         for row, whole in self.best_rows(NUM_VARIED):
             self.vary(row, whole)
+        self._most_tasks = self._num_tasks + MOST_FINISHED_TASKS
+        for row, whole in self.best_rows(NUM_FINISHED):
+            self.finish(row, whole)
 
     def score(
         self, row: IntArray, whole: Whole, best: tuple[float, float] = (np.inf, np.inf)
@@ -248,20 +267,30 @@ class _Scorer:
         key = np.asarray(row, np.int32).tobytes(), whole
         if key in self._scored:
             return self._scored[key]
-        orders = _orders(whole.num_micro, self._problem.orders)
+        orders = _orders(whole, self._problem.orders)
         is_spent = bool(self._scored) and self._num_evaluations + len(orders) > self._left
-        if is_spent or self._num_tasks > MOST_TASKS:
+        if is_spent or self._num_tasks > self._most_tasks:
             return np.inf, np.inf
         problem = self._problem
+        made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
+        if made is None:
+            return np.inf, np.inf
         choice = self._space.encode(
-            self._groups(row, whole),
+            made.row,
             bucket_bytes=whole.bucket_bytes,
             num_steps=1 if problem.step_barrier else UNROLLED_STEPS,
             micro_batches=self._space.micro_batches(whole.num_micro),
-        )
+            tables=problem.evaluator.rule_tables(made.rule_number),
+            schedule=made.schedule,
+        )._replace(rule_set=made.rule_number)
         limit_s = best[1] if best[0] == 0.0 else np.inf
         preferences = []
-        for found in problem.evaluator.evaluate_orders(choice, orders, limit_s):
+        try:
+            evaluations = problem.evaluator.evaluate_orders(choice, orders, limit_s)
+        except StrategyError:  # turns of a V wait for each other where other values cross
+            evaluations = []
+            preferences.append((np.inf, np.inf))
+        for found in evaluations:
             preferences.append(found.preference)
             if whole.recompute > 0.0 and found.outcome == Outcome.OK:
                 filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
@@ -319,6 +348,48 @@ class _Scorer:
             low, high = (low, part) if found[0] == 0.0 else (part, high)
         return best
 
+    def finish(self, row: IntArray, whole: Whole) -> None:
+        """Try teams, schedules and places of the cuts, each from the best so far.
+
+        Rows of one stage are left alone: data parallelism hides what teams would save.
+        """
+        member = self.pair.observer.member
+        if (member[row[1:]] == member[row[:-1]]).all():
+            return
+        best = self.score(row, whole)
+        if best[0] == np.inf:
+            return
+        for vary in (self._in_teams, self._scheduled):
+            for other in list(vary(row, whole)):
+                found = self.score(row, other, best)
+                if found < best:
+                    best, whole = found, other
+        if whole.num_micro == 1:
+            return
+        is_better = True
+        while is_better:
+            is_better = False
+            for other_row in moved_cuts(row, member):
+                found = self.score(other_row, whole, best)
+                if found < best:
+                    best, row, is_better = found, other_row, True
+                    break
+
+    def _in_teams(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
+        """Teams of every size, whose micro-batches may be small."""
+        for size in self._finisher.sizes:
+            for num_micro in (whole.num_micro, 2 * whole.num_micro):
+                if num_micro <= self.pair.graph.batch_size:
+                    finish = replace(whole.finish, team_size=size)
+                    yield replace(whole, num_micro=num_micro, finish=finish)
+
+    def _scheduled(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
+        """Schedules of a row with micro-batches, and twice as many of these in a V."""
+        if whole.num_micro == 1:
+            return
+        for schedule in SCHEDULES_TRIED:
+            yield replace(whole, finish=replace(whole.finish, schedule=schedule))
+
     def candidates(self) -> list[tuple[Scored, IntArray]]:
         """The best strategies with their scores, and the rows they come from, best first."""
         return [
@@ -327,16 +398,21 @@ class _Scorer:
         ]
 
     def _candidate(self, row: IntArray, whole: Whole) -> Candidate:
+        made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
+        assert made is not None
         strategy = self._space.decode(
-            self._groups(row, whole),
+            made.row,
             bucket_bytes=whole.bucket_bytes,
             step_barrier=self._problem.step_barrier,
             micro_batches=self._space.micro_batches(whole.num_micro),
+            op_rules=made.op_rules,
+            schedule=made.schedule,
         )
+        strategy = without_needless_rules(self.pair.graph, strategy)
         return Candidate(strategy=strategy, orders=self._problem.orders)
 
-    def _groups(self, row: IntArray, whole: Whole) -> IntArray:
-        """Number of every group's decision in the space."""
+    def _candidates(self, row: IntArray, whole: Whole) -> IntArray:
+        """Number of every group's decision in the space, in teams of one."""
         groups = self.pair.groups(row)
         blocks = self.pair.observer.cheapest_to_recompute[: round(whole.recompute * len(row))]
         again = np.isin(self.pair.evaluator.block_of, blocks)

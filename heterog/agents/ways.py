@@ -8,7 +8,9 @@ plain rows count it as if every block recomputed.
 
 Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
 candidate one to three times: good rows change seldom, but not never. Pipelines are drawn with
-different weights of what crosses their cuts, and colder once they are known to be promising.
+different weights of what crosses their cuts, and colder once they are known to be promising. Of
+the best pipelines others are made in the end (``stages``): on the same devices in their order, in
+balance.
 """
 
 import math
@@ -18,6 +20,7 @@ from functools import partial
 import numpy as np
 
 from heterog.agents.policy import PairScores, Policy, draw, score_pairs
+from heterog.agents.stages import rows_near
 from heterog.envs.observation import WHOLE_OVERFLOWS
 from heterog.envs.pair import Pair, Score
 from heterog.strategy.program import IntArray
@@ -32,6 +35,10 @@ ALIKE = 1.1
 """Step time, in that of the most promising way, up to which other ways are promising, too."""
 COLD = 0.5
 """Temperature of half of the pipelines that are drawn because they are promising."""
+NUM_BALANCED = 3
+"""Number of pipelines of a way, the best ones, that others are made of."""
+BALANCED = 0.5
+"""Most pipelines that are made of them, as a part of the draws."""
 AGAIN = 4 / 3
 """Most by which a second forward pass multiplies the time of a step."""
 
@@ -40,13 +47,15 @@ class Way:
     """A way to draw: a table of candidates, with or without micro-batches.
 
     Attributes:
-        rows: Different rows drawn so far.  # [num_rows, G]
+        rows: Different rows drawn so far, then those made of them.  # [num_rows, G]
+        num_drawn: Number of those drawn.
         promise: (part of memory missing, seconds) of the best of them.
     """
 
     def __init__(self, pair: Pair, scores: PairScores) -> None:
         self.pair, self.scores = pair, scores
         self.rows: IntArray = np.zeros((0, pair.num_blocks), np.int32)
+        self.num_drawn = 0
         self.promise = (math.inf, math.inf)
         overflows = pair.observation.candidates[:, WHOLE_OVERFLOWS] > 0.5
         self.is_tight = bool(overflows.mean() > TIGHT) and pair.num_micro == 1
@@ -73,10 +82,24 @@ class Way:
             ])  # fmt: skip
         recomputed = drawn(loose, num_steady=loose // 2, recompute=True).rows
         self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
+        self.num_drawn = len(self.rows)
         for row in mindful:
             self.promise = min(self.promise, self.pair.score(row).preference)
         for row in recomputed:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
+
+    def balance(self, most: int) -> None:
+        """Add pipelines near the best ones, at most some."""
+        if not len(self.rows):
+            return
+        known = {row.tobytes() for row in self.rows}
+        ranked = sorted(self.rows, key=lambda row: self.pair.score(row).preference)
+        found: dict[bytes, IntArray] = {}
+        for row in ranked[:NUM_BALANCED]:
+            for near in rows_near(self.pair, row):
+                if len(found) < most and near.tobytes() not in known:
+                    found.setdefault(near.tobytes(), near)
+        self.rows = np.concatenate([self.rows, *(row[None] for row in found.values())])
 
     @property
     def found(self) -> list[Score]:
@@ -112,7 +135,7 @@ def draw_in(
 
     Args:
         ways: Ways; the first one's first draw is the greedy one.
-        num_samples: Number of draws in all.
+        num_samples: Number of draws in all; up to ``BALANCED`` as many rows are made of them.
         rng: Generator for the draws.
         check: Called between draws, after the greedy one; an exception from it ends them.
     """
@@ -128,3 +151,7 @@ def draw_in(
         for number, way in enumerate(best):
             check()
             way.draw(left // len(best) + (number < left % len(best)), rng)
+    piped = [way for way in ways if way.pair.num_micro > 1]
+    for way in piped:
+        check()
+        way.balance(int(BALANCED * num_samples) // len(piped))

@@ -1,0 +1,223 @@
+"""Finishes rows in words that they lack: teams inside hosts, caps, split backward passes, a V.
+
+A policy decides which devices train which blocks. A pipelined row is a sequence of *stages*, runs
+of blocks on the same devices. Without another word of the policy, the neighbours in a host that
+share a stage may form teams, whose micro-batches may then be as small as a sample; stages may have
+caps that hide messages, or leave weight gradients for when they would wait; and each device may
+have two stages, as the model goes through the row's stages forth and back.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.errors import StrategyError
+from heterog.graph.op_rule import OpRules
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.stages import layers_of, stages_by_counts
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.program import IntArray
+from heterog.strategy.schedules import caps_of_stages, stated_turns
+from heterog.strategy.space import StrategySpace
+
+
+class Scheduled(StrEnum):
+    """Order in which a row's devices take up micro-batches."""
+
+    AS_IT_COMES = ""
+    SPLIT = "split"
+    """Weight gradients when a device would wait otherwise."""
+    CAPPED = "capped"
+    """With the caps of 1F1B."""
+    HIDDEN = "hidden"
+    """With caps that hide messages."""
+    HIDDEN_SPLIT = "hidden_split"
+    IN_A_V = "in_a_v"
+    """Two stages on every device, forth and back, in the turns of ``zero_bubble_v``."""
+
+
+SCHEDULES_TRIED = tuple(each for each in Scheduled if each)
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
+_SPLITS = frozenset({Scheduled.SPLIT, Scheduled.HIDDEN_SPLIT})
+_HIDDEN = {Scheduled.CAPPED: 0.0, Scheduled.HIDDEN: 1.0, Scheduled.HIDDEN_SPLIT: 1.0}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finish:
+    """Teams and schedule of a whole row.
+
+    Attributes:
+        team_size: Most devices of a team; teams lie inside hosts.
+        schedule: Order in which devices take up micro-batches.
+    """
+
+    team_size: int = 1
+    schedule: Scheduled = Scheduled.AS_IT_COMES
+
+
+PLAIN = Finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A row with its finish, as a strategy needs it.
+
+    Attributes:
+        row: Number of every group's decision in the space.  # [num_groups]
+        rule_number: Number of its op rules in the evaluator.
+        op_rules: These rules.
+        schedule: Order of the micro-batches.
+    """
+
+    row: IntArray
+    rule_number: int = 0
+    op_rules: OpRules = ()
+    schedule: PipelineSchedule = AS_IT_COMES
+
+
+class Finisher:
+    """Makes strategies of rows and their finishes.
+
+    Args:
+        evaluator: Evaluator at the op level.
+        space: Space of the rows' decisions; those in teams are added.
+    """
+
+    def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
+        self._evaluator, self._space = evaluator, space
+        self._speeds = device_speeds(evaluator)
+        self._in_teams: dict[tuple[int, int], int] = {}
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Sizes of teams worth trying, the largest first; none if teams have little to share.
+
+        Teams share matrix products. To find that out of NASNet's convolutions takes 14 seconds.
+        """
+        graph = self._evaluator.graph
+        is_product = np.array([op.kind.startswith(_PRODUCTS) for op in graph.ops])
+        if graph.flops[is_product].sum() < 0.5 * graph.flops.sum():
+            return []
+        return team_sizes(self._evaluator.cluster, rules_of_model(graph))
+
+    def finished(self, row: IntArray, finish: Finish, num_micro: int) -> Finished | None:
+        """The row with its finish; ``None`` if the row has no such schedule.
+
+        Args:
+            row: Number of every group's decision in the space.  # [num_groups]
+            finish: Teams and schedule.
+            num_micro: Number of micro-batches.
+        """
+        if finish == PLAIN:
+            return Finished(row=row)
+        stages = self._stages(row)
+        schedule = AS_IT_COMES
+        if finish.schedule:
+            if len({device for devices, _, _ in stages for device in devices}) < sum(
+                len(devices) for devices, _, _ in stages
+            ):
+                return None  # a device has several stages already
+            if finish.schedule == Scheduled.IN_A_V:
+                return self._in_a_v(row, stages, finish, num_micro)
+            schedule = self._capped([devices for devices, _, _ in stages], finish.schedule)
+        return self._with_teams(row, finish.team_size, schedule)
+
+    def _capped(self, stages: list[tuple[int, ...]], schedule: Scheduled) -> PipelineSchedule:
+        found = AS_IT_COMES
+        if schedule in _HIDDEN:
+            num_devices = self._evaluator.cluster.num_devices
+            found = caps_of_stages(stages, num_devices, hidden=_HIDDEN[schedule])
+        if schedule in _SPLITS:
+            found = PipelineSchedule(in_flight=found.in_flight, splits_backward=True)
+        return found
+
+    def _in_a_v(
+        self,
+        row: IntArray,
+        stages: list[tuple[tuple[int, ...], int, int]],
+        finish: Finish,
+        num_micro: int,
+    ) -> Finished | None:
+        """The first halves of the stages in their order, then the others in the opposite one."""
+        counts = [last - first for _, first, last in stages]
+        if len(stages) < 2 or min(counts) < 2:
+            return None
+        halves = [count // 2 for count in counts]
+        halves += [count - count // 2 for count in reversed(counts)]
+        starts = self._between_layers(np.cumsum(halves)[:-1])
+        if (np.diff(starts, prepend=0, append=len(row)) < 1).any():
+            return None
+        halves = np.diff(starts, prepend=0, append=len(row)).tolist()
+        numbers = [int(row[first]) for _, first, _ in stages]
+        folded = np.repeat(np.array([*numbers, *reversed(numbers)], np.int32), halves)
+        try:
+            schedule = stated_turns(
+                "zero_bubble_v",
+                [devices for devices, _, _ in stages],
+                2,
+                num_micro,
+                num_devices=self._evaluator.cluster.num_devices,
+                chunk_starts=tuple(int(start) for start in starts),
+            )
+        except StrategyError:
+            return None
+        return self._with_teams(folded, finish.team_size, schedule)
+
+    def _between_layers(self, starts: IntArray) -> IntArray:
+        """The nearest groups at which layers begin: elsewhere turns would wait for each other."""
+        layers = layers_of(self._evaluator.graph)
+        if len(layers.names) < 2:
+            return starts
+        of_group = np.array(stages_by_counts(layers, (1,) * len(layers.names)))
+        places = np.flatnonzero(np.diff(of_group)) + 1
+        nearest = np.abs(places[:, None] - starts[None]).argmin(axis=0)
+        return np.asarray(places[nearest], np.int32)
+
+    def _with_teams(self, row: IntArray, size: int, schedule: PipelineSchedule) -> Finished | None:
+        rules = rules_of_model(self._evaluator.graph) if size > 1 else None
+        if rules is None:
+            return Finished(row=row, schedule=schedule)
+        numbers, of_group = np.unique(row, return_inverse=True)
+        in_teams = np.array([self._number(int(number), size) for number in numbers], np.int32)
+        return Finished(
+            row=in_teams[of_group.reshape(-1)],
+            rule_number=self._evaluator.rule_number(rules.op_rules, ()),
+            op_rules=rules.op_rules,
+            schedule=schedule,
+        )
+
+    def _number(self, number: int, size: int) -> int:
+        """Number of a decision in teams."""
+        if (number, size) not in self._in_teams:
+            decision, cluster = self._space.candidates[number], self._evaluator.cluster
+            teams = host_teams(cluster, decision.devices, size)
+            made = apart(in_teams(decision, teams, self._speeds, cluster))
+            self._in_teams[number, size] = self._space.add(made)
+        return self._in_teams[number, size]
+
+    def _stages(self, row: IntArray) -> list[tuple[tuple[int, ...], int, int]]:
+        """(devices, first group, last group + 1) of each run of groups on the same devices."""
+        of_group = [self._space.candidates[number].devices for number in row]
+        cuts = [g for g in range(1, len(row)) if of_group[g] != of_group[g - 1]]
+        return [(of_group[first], first, last) for first, last in pairwise((0, *cuts, len(row)))]
+
+
+def moved_cuts(row: IntArray, member: npt.NDArray[np.bool_]) -> Iterator[IntArray]:
+    """A row with one of its stages a block longer, and its neighbour a block shorter.
+
+    Args:
+        row: Candidate of each block.  # [G]
+        member: Whether a device takes part in each candidate.  # [C, D]
+    """
+    for cut in np.flatnonzero((member[row[1:]] != member[row[:-1]]).any(axis=1)) + 1:
+        for block, taker in ((cut, cut - 1), (cut - 1, cut)):
+            other = row.copy()
+            other[block] = row[taker]
+            yield other
