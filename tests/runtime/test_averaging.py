@@ -237,4 +237,4 @@ def clipped(rank: int, path: str) -> str:
 def test_clipping_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan_of(graph_of("mlp"), averaged("mlp", Averaging(every=2))).save(path)
-    assert all("islands of this plan" in text for text in ranks.run(clipped, str(path)))
+    assert all("islands or stages of this plan" in text for text in ranks.run(clipped, str(path)))
