@@ -129,9 +129,9 @@ def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntA
     A rank issues communication only between two ops. One that begins while an op runs is issued
     before it: after it, the other ranks would wait, and hold what they send. So ops are listed by
     their end, communication by its begin, and transfers from and to parameter servers a little
-    before. What a task needs has ended when it begins, and is listed before it. Of tasks with the same
-    moment the one that starts first is listed first: several transfers of a link may be moved up to
-    the same moment.
+    before. What a task needs has ended when it begins, and is listed before it. Of tasks with the
+    same moment the one that starts first is listed first: several transfers of a link may be moved
+    up to the same moment.
 
     Args:
         program: Program with the tasks.

@@ -19,6 +19,7 @@ from heterog.runtime.testbed import Testbed, is_supported
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.zoo import load_workload
+from tests.thorough import THOROUGH
 
 _REASON = is_supported()
 QUOTA = 0.45
@@ -104,6 +105,7 @@ class Said(Exception):
     """The job has decided."""
 
 
+@THOROUGH  # takes half a minute, most of it waiting for a rank that is really slow
 @pytest.mark.distributed
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 def test_a_rank_whose_share_of_a_core_is_cut_is_noticed_and_decided_about(
