@@ -30,23 +30,7 @@ from heterog.planners.plan import make_plan
 from heterog.runtime.launch import run_ranks
 from heterog.zoo import load_workload
 
-MODEL = """
-import torch, heterog
-from torch import nn
-
-def workload(batch_size: int = 24):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)
-        )
-    generator = torch.Generator().manual_seed(1)
-    batch = (
-        torch.randn(batch_size, 64, generator=generator),
-        torch.randn(batch_size, 16, generator=generator),
-    )
-    return heterog.Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam, {"lr": 1e-4})
-"""
+MODEL = Path(__file__).with_name("healing_model.py")
 NUM_RANKS = 4
 
 
@@ -226,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="healing-") as name:
         folder = Path(name)
         os.chdir(folder)  # a plan's own file is run if it lies under the folder one works in
-        (folder / "model.py").write_text(MODEL)
+        shutil.copy(MODEL, folder / "model.py")
         graph = capture(load_workload(f"{folder}/model.py:workload", None))
         make_plan(graph, cluster(), methods=["cp_ar"], budget="1e").save(folder / "plan.json")
         for number in range(arguments.kills):

@@ -34,23 +34,7 @@ from heterog.runtime.launch import run_ranks
 from heterog.runtime.testbed import Testbed, is_supported
 from heterog.zoo import load_workload
 
-MODEL = """
-import torch, heterog
-from torch import nn
-
-def workload(batch_size: int = 24):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)
-        )
-    generator = torch.Generator().manual_seed(1)
-    batch = (
-        torch.randn(batch_size, 64, generator=generator),
-        torch.randn(batch_size, 16, generator=generator),
-    )
-    return heterog.Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam, {"lr": 1e-4})
-"""
+MODEL = Path(__file__).with_name("healing_model.py")
 DEVICES = (1, 2, 1)
 """Number of devices of each host."""
 VICTIM = 1
@@ -281,7 +265,7 @@ def run_trial(folder: Path, way: str, num_steps: int) -> Trial:
 
 def prepare(folder: Path) -> None:
     """Write the model and the first plan."""
-    (folder / "model.py").write_text(MODEL)
+    shutil.copy(MODEL, folder / "model.py")
     graph = capture(load_workload(f"{folder}/model.py:workload", None))
     make_plan(graph, cluster(), methods=["cp_ar"], budget="1e").save(folder / "plan.json")
 

@@ -35,23 +35,8 @@ from heterog.runtime.launch import run_ranks
 from heterog.runtime.testbed import Testbed, is_supported
 from heterog.zoo import load_workload
 
-MODEL = """
-import torch, heterog
-from torch import nn
-
-def workload(batch_size: int = 1536):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)
-        )
-    generator = torch.Generator().manual_seed(1)
-    batch = (
-        torch.randn(batch_size, 64, generator=generator),
-        torch.randn(batch_size, 16, generator=generator),
-    )
-    return heterog.Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam, {"lr": 1e-4})
-"""
+MODEL = Path(__file__).with_name("healing_model.py")
+BATCH = 1536
 NUM_RANKS = 4
 QUOTA = 0.45
 CORE_FLOPS_PER_S = 40e9
@@ -331,8 +316,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="healing-") as name:
         folder = Path(name)
         os.chdir(folder)  # a plan's own file is run if it lies under the folder one works in
-        (folder / "model.py").write_text(MODEL)
-        graph = capture(load_workload(f"{folder}/model.py:workload", None))
+        shutil.copy(MODEL, folder / "model.py")
+        graph = capture(load_workload(f"{folder}/model.py:workload", BATCH))
         make_plan(graph, cluster(), methods=["cp_ar"], budget="1e").save(folder / "plan.json")
         for each in TRIALS:
             if arguments.only in ("", each):

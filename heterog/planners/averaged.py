@@ -22,7 +22,7 @@ from heterog.planners.data_parallel import (
     proportional_shares,
     uniform_strategy,
 )
-from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.planners.planner import Candidate, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding
@@ -117,15 +117,7 @@ class AveragedReplicas:
                 tried += self._without_slow(evaluator, min(tried, key=by_preference))
         if not tried:
             return nothing("there are no two devices or hosts with samples to average between")
-        tried.sort(key=by_preference)
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in tried[:3]
-            ),
-            num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin_s,
-            note=beside_exact(self.averaging.words, tried[0][0], problem),
-        )
+        return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
     def _tried(self, evaluator: Evaluator, decision: Decision) -> tuple[Evaluation, Strategy]:
         strategy = replace(uniform_strategy(evaluator, decision), averaging=self.averaging)
@@ -206,15 +198,35 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
                 yield decision
 
 
-def beside_exact(words: str, found: Evaluation, problem: Problem) -> str:
-    """Note that a strategy is not exact, and how fast it is beside the best exact one.
+def best_of(
+    tried: Sequence[tuple[Evaluation, Strategy]],
+    problem: Problem,
+    spending: Spending,
+    search_seconds: float,
+) -> PlanResult:
+    """The best three of the strategies that a method has tried, none of which is exact.
 
     Args:
-        words: Words for what the strategy does.
-        found: Evaluation of the strategy.
-        problem: Problem whose seeds are the exact strategies.
+        tried: All of them, at least one.
+        problem: Problem whose seeds are the exact strategies, beside which the best one is put.
+        spending: What the search has spent.
+        search_seconds: Seconds that it took.
     """
-    note = f"not exact: {words}"
+    best = sorted(tried, key=by_preference)[:3]
+    return PlanResult(
+        candidates=tuple(
+            Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in best
+        ),
+        num_evaluations=spending.evaluations,
+        search_seconds=search_seconds,
+        note=_beside_exact(*best[0], problem),
+    )
+
+
+def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> str:
+    """Note that a strategy is not exact, and how fast it is beside the best exact one."""
+    assert strategy.inexact is not None
+    note = f"not exact: {strategy.inexact.words}"
     exact: Sequence[Evaluation] = [
         seed.judged for seed in problem.seeds if seed.judged is not None and seed.judged.is_ok
     ]

@@ -20,7 +20,7 @@ from heterog.names import shown
 from heterog.planners.averaged import (
     AVERAGE,
     AveragedReplicas,
-    beside_exact,
+    best_of,
     by_preference,
     island_decisions,
     nothing,
@@ -28,7 +28,7 @@ from heterog.planners.averaged import (
     parse_asynchronous,
 )
 from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.planners.stashed import STASH, StashedPipelines, parse_stash
 from heterog.simulator.asynchronous import ticks_of
 from heterog.simulator.engine import Order
@@ -112,17 +112,7 @@ class ServedTeams:
                 tried += self._refined(evaluator, min(tried, key=by_preference))
         if not tried:
             return nothing("there are no two devices or hosts with samples to train alone")
-        tried.sort(key=by_preference)
-        best = tried[0].strategy.asynchronous
-        assert best is not None
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=each.strategy, orders=(Order.FIFO,)) for each in tried[:3]
-            ),
-            num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin_s,
-            note=beside_exact(best.words, tried[0].found, problem),
-        )
+        return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
     def _tried(self, evaluator: Evaluator, decision: Decision, devices: tuple[int, ...]) -> _Tried:
         strategy = served_strategy(evaluator, decision, self.staleness, devices, self.order)

@@ -18,11 +18,11 @@ import numpy as np
 
 from heterog.errors import HeterogError, StrategyError
 from heterog.names import shown
-from heterog.planners.averaged import beside_exact, by_preference, nothing
+from heterog.planners.averaged import best_of, by_preference, nothing
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.planners.pipeline import Stages, stage_sequences
-from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.planners.planner import PlanResult, Problem
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -97,15 +97,7 @@ class StashedPipelines:
                 tried += self._moved(evaluator, min(tried, key=by_preference))
         if not tried:
             return nothing(faults[0] if faults else "no two stages have layers and devices")
-        tried.sort(key=by_preference)
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in tried[:3]
-            ),
-            num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin_s,
-            note=beside_exact(self.stash.words, tried[0][0], problem),
-        )
+        return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
     def _strategies(self, problem: Problem) -> Iterator[Strategy]:
         """Stages of exact pipelines, then balanced cuts of many sequences."""

@@ -20,6 +20,7 @@ from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.interrupted import interrupted_after
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_averaging import labels_of
@@ -224,27 +225,7 @@ def test_by_arrival_teams_run_ahead_as_far_as_the_bound_lets_them(
 
 def interrupted(rank: int, path: str, folder: str) -> tuple[str, object, object]:
     """Two steps, a checkpoint, three steps; and the three once more from the checkpoint."""
-    workload = workload_of("mlp", "AdamW")
-    first = deploy(workload, load_plan(path))
-    refused = ""
-    for number in range(2):
-        first(batch_of("mlp", number))
-    try:
-        save_checkpoint(first, folder)
-    except StrategyError as error:
-        refused = str(error)
-    first.settle()
-    save_checkpoint(first, folder)
-    again = deploy(workload, load_plan(path))
-    load_checkpoint(again, folder)
-    for step in (first, again):
-        for number in range(2, STEPS):
-            step(batch_of("mlp", number))
-        step.settle()
-    found = first.state_dict(), again.state_dict()
-    first.close()
-    again.close()
-    return refused, *found
+    return interrupted_after(2, STEPS, path, path, folder)
 
 
 @pytest.mark.distributed

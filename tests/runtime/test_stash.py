@@ -12,13 +12,13 @@ from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.stashed import StashedPipelines
-from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
 from heterog.strategy.lowering import lower
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.interrupted import interrupted_after
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
 from tests.thorough import one_in
@@ -158,27 +158,7 @@ def test_an_update_uses_the_options_of_its_own_call(ranks: Ranks, tmp_path: Path
 
 def interrupted(rank: int, path: str, exact: str, folder: str) -> tuple[str, object, object]:
     """Four steps, a checkpoint and three more; and the three from the checkpoint, exactly."""
-    workload = workload_of("mlp", "AdamW")
-    first = deploy(workload, load_plan(path))
-    refused = ""
-    for number in range(4):
-        first(batch_of("mlp", number))
-    try:
-        save_checkpoint(first, folder)
-    except StrategyError as error:
-        refused = str(error)
-    first.settle()
-    save_checkpoint(first, folder)
-    again = deploy(workload, load_plan(exact))
-    load_checkpoint(again, folder)
-    for step in (first, again):
-        for number in range(4, 7):
-            step(batch_of("mlp", number))
-        step.settle()
-    found = first.state_dict(), again.state_dict()
-    first.close()
-    again.close()
-    return refused, *found
+    return interrupted_after(4, 7, path, exact, folder)
 
 
 @pytest.mark.distributed

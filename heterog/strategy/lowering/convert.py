@@ -728,10 +728,7 @@ def scatter_in_teams(
         size = teams.size[division, first] * largest * per_unit
         write_task(tape, _SCATTER_VALUE, value, -1, micro, samples, channel, size)
         set_units(tape, tables.axis_units[axis])
-        for device in range(num_devices):
-            is_member = teams.number[division, device] == number
-            if is_member and choice.shares[row, micro, device] > 0:
-                write_read(tape, scratch.value_buffer[value, device])
+        _read_made(choice, scratch, tape, value, row, micro, number)
         for device in range(num_devices):
             if teams.number[division, device] == number:
                 own = choice.shares[slices, micro, device] * per_unit
@@ -774,16 +771,24 @@ def exchange_in_teams(
             piece *= samples / tables.batch_size
         write_task(tape, _EXCHANGE_VALUE, value, -1, micro, samples, channel, size * size * piece)
         set_units(tape, tables.axis_units[axis] if axis > 0 else 0)
-        for device in range(num_devices):
-            is_member = teams.number[division, device] == number
-            if is_member and choice.shares[row, micro, device] > 0:
-                write_read(tape, scratch.value_buffer[value, device])
+        _read_made(choice, scratch, tape, value, row, micro, number)
         for device in range(num_devices):
             if teams.number[division, device] == number:
                 own = whole * choice.shares[after, micro, device] / tables.axis_units[axis]
                 if after != division:
                     own *= samples / tables.batch_size
                 scratch.value_buffer[value, device] = write_buffer(tape, device, own)
+
+
+@helper
+def _read_made(
+    choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int, micro: int, team: int
+) -> None:
+    """Let the collective begun last read what a team's members have just made of a value."""
+    number = choice.teams.number[row % len(choice.member)]
+    for device in range(choice.member.shape[1]):
+        if number[device] == team and choice.shares[row, micro, device] > 0:
+            write_read(tape, scratch.value_buffer[value, device])
 
 
 @helper
