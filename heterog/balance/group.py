@@ -9,6 +9,20 @@ from torch import Tensor
 
 from heterog.runtime.accelerators import wire_device
 
+_kept: list[dist.ProcessGroup] = []
+
+
+def keep_to_the_end(group: dist.ProcessGroup) -> None:
+    """Keep a process group of DistributedDataParallel until this process ends.
+
+    Else a script may hang in its last line: once ``destroy_process_group`` was called, the model
+    is the last to hold the group. Freeing it, Python holds the GIL and waits for gloo's thread to
+    end, which may need the GIL to free the barrier that has just been passed (PyTorch's issue
+    56297). Happens on busy CPUs, without a balancer too.
+    """
+    if all(each is not group for each in _kept):
+        _kept.append(group)
+
 
 class RankGroup:
     """The default process group, looked up at each call: launchers may make it late.

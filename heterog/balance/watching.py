@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from heterog.balance.clock import StepClock
+from heterog.balance.group import keep_to_the_end
 from heterog.runtime.accelerators import is_accelerated
 
 
@@ -18,6 +19,7 @@ def watch_waits(model: nn.Module, clock: StepClock) -> None:
         if isinstance(module, DistributedDataParallel):
             module.register_forward_pre_hook(clock.begin_wait, prepend=True)
             module.module.register_forward_pre_hook(clock.end_wait)
+            keep_to_the_end(module.process_group)
         elif _is_sharded(module):
             _watch_gathers(module, clock)
 

@@ -1,10 +1,13 @@
 """What a balancer begins with, refuses and keeps; jobs of one rank and of two."""
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -168,3 +171,15 @@ def test_batches_of_all_kinds_are_cut() -> None:
     assert [(part.tolist(), count) for part, count in padded] == [([0], 1), ([1], 1), ([0], 0)]
     with pytest.raises(BalanceError, match="a batch of 5 samples holds something of 4"):
         list(cut_batch({"x": torch.arange(4)}, 5, 2))
+
+
+def test_a_process_group_outlives_the_model(tmp_path: Path) -> None:
+    """Freed by the model, after a barrier, gloo may wait for ever for a thread of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    balancer = Balancer(model, batch_size=4)
+    dist.destroy_process_group()
+    del model, balancer
+    gc.collect()
+    assert group() is not None
