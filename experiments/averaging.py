@@ -3,12 +3,16 @@
     python experiments/averaging.py --json                            # Linux, as root
     python experiments/averaging.py --testbeds skew_network --models mlp --windows 2 --steps 0
     python experiments/averaging.py --words server=2 --steps 0 --json
+    python experiments/averaging.py --lossy "fp16 int8 top_k=10" --steps 0 --json
+    python experiments/averaging.py --lossy "fp16 int8 top_k=10" --predict-averages
 
 On each testbed and model, in one job and in turn: the best exact plan and the best plan that
 averages, in windows of H steps; their median seconds a step beside what was predicted. Then each
 is trained for some steps from the same seed, on a batch that differs from step to step, and the
 mean of the last ten losses is compared; with a server each island has losses of its own, and those
-of the first rank are told. A window of a server ends when it has all gradients. Plans are made
+of the first rank are told. A window of a server ends when it has all gradients. With --lossy what
+is averaged also goes through each of these codecs; --predict-averages says, without running
+anything, how long one average of three islands takes with each. Plans are made
 with a calibration of the testbed on other workloads than these. What Adaptive SGD's dispatch would
 do on the same speeds is added by its own simulation.
 """
@@ -18,7 +22,8 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +34,18 @@ from torch import Tensor
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners.data_parallel import device_speeds
+from heterog.planners.averaged import island_decisions
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.planners.lossy import with_codec
 from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
 from heterog.planners.served import asynchronous_method
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.rank import end_together, join
+from heterog.runtime.testbed import load_testbed
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import elastic_schedule
+from heterog.strategy.averaging import Averaging
+from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_network", str(Path(__file__).with_name("slow_network.yaml")))
@@ -46,18 +56,26 @@ _LAST = 10  # losses whose mean is told
 _ELASTIC = (512, 20_000, 10)  # batch, samples of a mega-batch, rounds
 
 
-def plans_of(cluster: Cluster, model: str, words: str, budget: str) -> dict[str, Plan]:
-    """The best exact plan, and the best that averages as the words say."""
+def plans_of(
+    cluster: Cluster, model: str, words: str, codecs: Sequence[str], budget: str
+) -> dict[str, Plan]:
+    """The best exact plan, the best that averages as the words say, and that with each codec."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
     asked = asynchronous_method(words)
     both = make_plan(graph, cluster, budget=budget, asynchronous=asked)
     averaged = next(row for row in both.rows if row.method == asked.name)
     exact = [row for row in both.rows if row.method != asked.name]
     evaluator = Evaluator(graph, cluster)
-    return {
+    found = {
         name: plan_from_rows(evaluator, rows, budget=budget, seed=0, search_seconds=0.0)
         for name, rows in (("exact", exact), ("averaged", [averaged]))
     }
+    for codec in codecs:
+        found[f"averaged {codec}"], said = with_codec(
+            found["averaged"], evaluator, parse_codec(codec)
+        )
+        print(said, file=sys.stderr, flush=True)
+    return found
 
 
 def batches_of(batch: Any, number: int) -> tuple[Tensor, ...]:
@@ -102,7 +120,8 @@ def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
 
 def measure(cluster: Cluster, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Plan, then run both plans on the testbed."""
-    plans = plans_of(cluster, model, arguments.words, arguments.budget)
+    codecs = arguments.lossy.split()
+    plans = plans_of(cluster, model, arguments.words, codecs, arguments.budget)
     options = ["--models", model, "--windows", str(arguments.windows)]
     options += ["--steps", str(arguments.steps)]
     found = results_of_ranks(__file__, cluster, plans, options)[0]
@@ -126,12 +145,37 @@ def measure(cluster: Cluster, model: str, arguments: argparse.Namespace) -> dict
     }
 
 
+def predicted_averages(testbed: str, model: str, codecs: Sequence[str]) -> dict[str, float]:
+    """Seconds of one average of islands of a device each, plain and with each codec.
+
+    They follow from the testbed's links and, for encoding, from its data sheet.
+    """
+    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    evaluator = Evaluator(graph, load_testbed(testbed))
+    decision = next(island_decisions(evaluator))
+    strategy = replace(uniform_strategy(evaluator, decision), averaging=Averaging(every=_WINDOW))
+    found = {}
+    for codec in ("", *codecs):
+        rules: tuple[CodecRule, ...] = ()
+        if codec:
+            rules = (
+                CodecRule(
+                    traffic=Traffic.PARAMETER_CHANGES,
+                    devices=decision.devices,
+                    codec=parse_codec(codec),
+                ),
+            )
+        coded = replace(strategy, codecs=rules)
+        found[codec or "plain"] = evaluator.averaging_seconds(coded, evaluator.encode(coded))
+    return found
+
+
 def told(row: dict[str, Any]) -> Iterator[str]:
     """A row for people."""
     for name, found in row["plans"].items():
         off = found["predicted_s"] / found["median_s"] - 1.0
         text = (
-            f"{row['testbed']:13} {row['model']:5} {name:9} by {found['method']:12} "
+            f"{row['testbed']:13} {row['model']:5} {name:17} by {found['method']:12} "
             f"{found['median_s']:.3f} s a step (predicted {found['predicted_s']:.3f}, {off:+.1%})"
         )
         if found["losses"]:
@@ -147,6 +191,8 @@ def main() -> None:
     parser.add_argument("--testbeds", default=",".join(TESTBEDS))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--words", default="average=8", help="as for --asynchronous")
+    parser.add_argument("--lossy", default="", help="codecs for what is averaged, with blanks")
+    parser.add_argument("--predict-averages", action="store_true")
     parser.add_argument("--budget", default="300e")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300, help="trained for the losses")
@@ -155,6 +201,13 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.windows, arguments.steps)
+        return
+    if arguments.predict_averages:
+        for testbed in arguments.testbeds.split(","):
+            for model in arguments.models.split(","):
+                found = predicted_averages(testbed, model, arguments.lossy.split())
+                seconds = ", ".join(f"{codec} {each:.3f} s" for codec, each in found.items())
+                print(f"{Path(testbed).stem:13} {model:5} {seconds}")
         return
     rows = []
     scratch = tempfile.TemporaryDirectory()

@@ -1,11 +1,13 @@
-"""What averaging or an asynchronous server costs in loss: two small models beside the exact plan.
+"""What training costs in loss that is not exact: two small models beside the exact plan.
 
     python experiments/averaging_losses.py --json
+    python experiments/averaging_losses.py --rows "exact; average=8; average=8 int8; stash=1"
 
-Three ranks over gloo on this machine, islands of one rank each with 4, 2 and 2 samples of a batch
-of 8; eight seeded batches in turn, the same for all; SGD of rate 0.1 with momentum 0.9. Each row
-is the mean loss of the last eight steps, over the samples of all islands. No clock is in it: two
-runs give the same numbers.
+Three ranks over gloo on this machine: islands or teams of one rank each with 4, 2 and 2 samples of
+a batch of 8, or three stages; eight seeded batches in turn, the same for all; SGD of rate 0.1 with
+momentum 0.9. A row is what --asynchronous takes, and behind a blank what --lossy takes, which is
+put on all that islands average. Told is the mean loss of the last eight steps, over the samples of
+all islands. No clock is in it: two runs give the same numbers.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import multiprocessing
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,18 +32,23 @@ from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.plan import load_plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.planners.served import ServedTeams, asynchronous_method, served_strategy
+from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.deploy import deploy
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.strategy.strategy import Decision, Strategy
 
-WORDS = (
-    *("", "average=8", "average=8,delay=2", "average=8,weights=equal,rate=0.7,momentum=0.9"),
-    *("server=0", "server=2", "server=8"),
+EXACT = "exact"
+ROWS = (
+    *(EXACT, "average=8", "average=8,delay=2", "average=8,weights=equal,rate=0.7,momentum=0.9"),
+    *("average=8 fp16", "average=8 int8", "average=8 top_k=10", "average=8 top_k=50"),
+    *("server=0", "server=2", "server=8", "stash=0", "stash=1", "stash=2"),
 )
 SHARES = (4, 2, 2)
 _BATCH, _NUM_BATCHES, _LAST = 8, 8, 8
+_RATE = 0.1
 
 
 class SmallGpt(nn.Module):
@@ -82,7 +90,7 @@ def batch_of(model: str, number: int) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 5, (_BATCH,), generator=generator)
 
 
-def workload_of(model: str) -> Workload:
+def workload_of(model: str, rate: float = _RATE) -> Workload:
     """The model with its loss and optimizer."""
 
     def seeded() -> nn.Module:
@@ -92,29 +100,47 @@ def workload_of(model: str) -> Workload:
     def loss(output: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(output, labels.flatten())
 
-    options = {"lr": 0.1, "momentum": 0.9}
+    options = {"lr": rate, "momentum": 0.9}
     return Workload(seeded, batch_of(model, 0), loss, torch.optim.SGD, options, name=model)
 
 
-def strategy_of(evaluator: Evaluator, words: str) -> Strategy:
-    """The exact strategy, or what the words ask for with islands of one rank each."""
-    teams = ((0,), (1,), (2,)) if words else ()
+def strategy_of(evaluator: Evaluator, row: str) -> Strategy:
+    """What a row asks for, with islands or stages of one rank each."""
+    words, _, codec = row.partition(" ")
+    teams = ((0,), (1,), (2,)) if words != EXACT else ()
     decision = Decision(devices=(0, 1, 2), shares=SHARES, teams=teams)
-    method = asynchronous_method(words) if words else None
+    method = asynchronous_method(words) if teams else None
     if isinstance(method, ServedTeams):
         return served_strategy(evaluator, decision, method.staleness, (0,))
     strategy = uniform_strategy(evaluator, decision)
     if isinstance(method, AveragedReplicas):
         strategy = replace(strategy, averaging=method.averaging)
+    if isinstance(method, StashedPipelines):
+        strategy = replace(strategy, stash=method.stash, decisions=stages(evaluator))
+    if codec:
+        rule = CodecRule(
+            traffic=Traffic.PARAMETER_CHANGES,
+            devices=decision.devices,
+            codec=parse_codec(codec),
+        )
+        strategy = replace(strategy, codecs=(rule,))
     return strategy
 
 
-def save_plans(model: str, folder: Path) -> None:
-    """The exact plan and one for each of the words."""
+def stages(evaluator: Evaluator) -> tuple[Decision, ...]:
+    """Three stages of as many groups each."""
+    count = evaluator.tables.num_groups
+    return tuple(
+        Decision(devices=(3 * group // count,), shares=(_BATCH,)) for group in range(count)
+    )
+
+
+def save_plans(model: str, folder: Path, rows: Sequence[str]) -> None:
+    """A plan for each of the rows."""
     graph = capture(workload_of(model))
     evaluator = Evaluator(graph, load_testbed("skew_network"))
-    for number, words in enumerate(WORDS):
-        strategy = strategy_of(evaluator, words)
+    for number, asked in enumerate(rows):
+        strategy = strategy_of(evaluator, asked)
         judged = evaluator.referee(strategy, Order.FIFO)
         row = MethodRow(
             method="stated",
@@ -131,7 +157,9 @@ def save_plans(model: str, folder: Path) -> None:
         plan.save(folder / f"{number}.json")
 
 
-def train(rank: int, model: str, folder: Path, num_steps: int) -> None:
+def train(
+    rank: int, model: str, folder: Path, num_steps: int, num_plans: int, rate: float
+) -> None:
     """One rank: all plans, one after another; rank 0 writes the losses."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -143,11 +171,13 @@ def train(rank: int, model: str, folder: Path, num_steps: int) -> None:
         timeout=timedelta(seconds=300),
     )
     losses = []
-    for number in range(len(WORDS)):
-        step = deploy(workload_of(model), load_plan(folder / f"{number}.json"))
+    for number in range(num_plans):
+        step = deploy(workload_of(model, rate), load_plan(folder / f"{number}.json"))
         own = [float(step(batch_of(model, each))) for each in range(num_steps)]
         step.close()
-        # Of an exact or an averaged step all ranks have the same; of a server each its own.
+        if step.stash is not None:  # which begins with no numbers, and ends with late ones
+            own = [*own, *step.stash.take_late_losses()][-num_steps:]
+        # But for a server all ranks have the same; of a server each its own.
         part = torch.tensor(own, dtype=torch.float64) * SHARES[rank] / _BATCH
         dist.all_reduce(part)
         losses.append(part.tolist())
@@ -162,14 +192,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=_RATE)
+    parser.add_argument("--models", default="gpt,conv")
+    parser.add_argument("--rows", default="; ".join(ROWS), help="with semicolons between them")
     arguments = parser.parse_args()
-    rows = []
-    for model in ("gpt", "conv"):
+    rows, asked = [], [each.strip() for each in arguments.rows.split(";")]
+    for model in arguments.models.split(","):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            save_plans(model, folder)
+            save_plans(model, folder, asked)
             ranks = [
-                multiprocessing.Process(target=train, args=(rank, model, folder, arguments.steps))
+                multiprocessing.Process(
+                    target=train,
+                    args=(rank, model, folder, arguments.steps, len(asked), arguments.rate),
+                )
                 for rank in range(len(SHARES))
             ]
             for each in ranks:
@@ -177,11 +213,11 @@ def main() -> None:
             for each in ranks:
                 each.join()
             losses = json.loads((folder / "losses.json").read_text())
-        for words, found in zip(WORDS, losses, strict=True):
+        for row, found in zip(asked, losses, strict=True):
             last = statistics.mean(found[-_LAST:])
-            rows.append({"model": model, "words": words or "exact", "loss": last, "losses": found})
+            rows.append({"model": model, "row": row, "loss": last, "losses": found})
             if not arguments.json:
-                print(f"{model:5} {words or 'exact':45} {last:.4f}")
+                print(f"{model:5} {row:45} {last:.4f}")
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=1))
 

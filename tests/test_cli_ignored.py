@@ -28,6 +28,10 @@ PLAN = ["plan", "vgg19", "--cluster", "rtx_mixed"]
             "--policy has no effect on ddp, hap; only agent and agent+search ask a policy",
         ),
         ([*PLAN, "--method", "ddp", "--encoder", "x.py:Net"], "--encoder has no effect on ddp"),
+        (
+            [*PLAN, "--lossy", "int8", "--asynchronous", "stash=1"],
+            "with a server or a stash it is not planned: ask for one of them",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -132,6 +132,7 @@ def plan(
     """
     from heterog.explain.explanation import explain
     from heterog.files import check_writable
+    from heterog.planners.averaged import AVERAGE
     from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
@@ -159,8 +160,11 @@ def plan(
     use_agents(policy, encoder, methods)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
-    if codec is not None and averaged is not None:
-        raise HeterogError("--lossy with --asynchronous is not planned; ask for one of them.")
+    if codec is not None and averaged is not None and averaged.name != AVERAGE:
+        raise HeterogError(
+            "--lossy goes with --asynchronous average=H; with a server or a stash it is not "
+            "planned: ask for one of them."
+        )
     target = load_cluster(cluster)
     aim = parse_aim(objective)
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)

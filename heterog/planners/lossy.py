@@ -1,9 +1,10 @@
-"""Codecs on the slowest boundaries of an exact plan, if the user asked for a codec by name.
+"""Codecs on the slowest boundaries of a plan, if the user asked for a codec by name.
 
 A *boundary* is all messages of one kind of traffic between the same devices: activations from one
 stage to the next, their gradients back, the sums of gradients of some replicas, what is pushed to
-a server and pulled from it. Let  t_i  be the seconds for which the exact messages of boundary i
-hold its slowest link in a step, t* = max t_i.
+a server and pulled from it. Of islands that average it is what they average: the parameters that
+the same devices have, whose changes are then what travels. Let  t_i  be the seconds for which the
+exact messages of boundary i hold its slowest link in a step, t* = max t_i.
 
 - ``fp16`` and ``int8`` are put on the slowest boundary, the two slowest, the four slowest, ...;
   the fewest boundaries within ``EQUALLY_FAST`` of the best step are taken: more of them would
@@ -35,6 +36,7 @@ from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.intervals import Interval
+from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.codec import MOST_REDUCTION, Codec, CodecKind, CodecRule, Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
@@ -44,6 +46,7 @@ EQUALLY_FAST = 0.01
 """Relative difference of steps that counts as equal: no prediction is that exact."""
 MOST_STARTS = 8
 """Most exact strategies that codecs are tried on."""
+_NOTE = "lossy: changes the numbers of training"
 _BISECTIONS = 12
 """Halvings of the range of tau: to within a thousandth of it where R is below 4."""
 
@@ -56,11 +59,14 @@ class Boundary:
         traffic: Kind of traffic.
         devices: Source and destination, or the members of an all-reduce.
         seconds: Time for which the exact messages of a step hold their slowest link.
+        num_gathered: Number of messages that are gathered instead of an all-reduce; 2 for
+            transfers, which nothing replaces.
     """
 
     traffic: Traffic
     devices: tuple[int, ...]
     seconds: float
+    num_gathered: int = 2
 
 
 def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> list[Boundary]:
@@ -93,10 +99,34 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
         key = traffic, channel.devices
         seconds[key] = seconds.get(key, 0.0) + float(program.num_bytes[task]) * per_byte
     found = [
-        Boundary(traffic=traffic, devices=devices, seconds=total)
+        Boundary(
+            traffic=traffic, devices=devices, seconds=total, num_gathered=max(len(devices), 2)
+        )
         for (traffic, devices), total in seconds.items()
         if total > 0.0
     ]
+    return slowest_first(found)
+
+
+def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Boundary]:
+    """Boundaries of a strategy whose islands average, slowest first."""
+    assert strategy.averaging is not None
+    found: dict[tuple[int, ...], Boundary] = {}
+    for bucket in averaged_buckets(evaluator.graph, strategy):
+        channel = evaluator.channels[evaluator.channels.value_reduce(bucket.devices)]
+        seconds = bucket.num_bytes * evaluator.seconds_per_byte(channel) / strategy.averaging.every
+        before = found.get(bucket.devices)
+        found[bucket.devices] = Boundary(
+            traffic=Traffic.PARAMETER_CHANGES,
+            devices=bucket.devices,
+            seconds=seconds + (0.0 if before is None else before.seconds),
+            num_gathered=len(bucket.senders),
+        )
+    return slowest_first([each for each in found.values() if each.seconds > 0.0])
+
+
+def slowest_first(found: Sequence[Boundary]) -> list[Boundary]:
+    """Boundaries in the order in which codecs are put on them."""
     return sorted(found, key=lambda each: (-each.seconds, each.traffic, each.devices))
 
 
@@ -202,8 +232,11 @@ class _Search:
         self._evaluator = evaluator
         self._strategy = strategy
         self._order = order
-        choice = evaluator.encode(strategy)._replace(num_steps=1)
-        found = boundaries(evaluator, evaluator.program(choice), evaluator.tables_of(choice))
+        if strategy.averaging is not None:
+            found = averaged_boundaries(evaluator, strategy)
+        else:
+            choice = evaluator.encode(strategy)._replace(num_steps=1)
+            found = boundaries(evaluator, evaluator.program(choice), evaluator.tables_of(choice))
         # Rules about no message, for instance about integers, which have no codec, are refused.
         self.boundaries = [each for each in found if self._has_messages(each)]
         self.seconds = [each.seconds for each in self.boundaries]
@@ -213,6 +246,8 @@ class _Search:
         half = Codec(kind=CodecKind.FP16)
         rule = CodecRule(traffic=boundary.traffic, devices=boundary.devices, codec=half)
         coded = replace(self._strategy, codecs=(rule,))
+        if coded.averaging is not None:
+            return any(each.rule for each in averaged_buckets(self._evaluator.graph, coded))
         try:
             choice = self._evaluator.encode(coded)._replace(num_steps=1)
             return bool(self._evaluator.program(choice).codec.any())
@@ -237,8 +272,7 @@ class _Search:
         for each, reduction in zip(self.boundaries, reductions, strict=False):
             if reduction <= 1.0 or each.traffic == Traffic.PARAMETERS:
                 continue
-            if len(each.devices) > 2:
-                reduction *= len(each.devices) / 2.0
+            reduction *= each.num_gathered / 2.0
             own = replace(codec, reduction=min(reduction, MOST_REDUCTION))
             rules.append(CodecRule(traffic=each.traffic, devices=each.devices, codec=own))
         return tuple(rules)
@@ -287,27 +321,27 @@ def with_codec(
     target_s: float | None = None,
     rehearse: Rehearse | None = None,
 ) -> tuple[Plan, str]:
-    """A plan with codecs beside the exact one it was made of.
+    """A plan with codecs beside the one it was made of.
 
-    Its method is the exact one's name with ``+ CODEC (lossy)``, and a row of that name is added:
+    Its method is that one's name with ``+ CODEC (lossy)``, and a row of that name is added:
     wherever the method is named, readers see that training computes other numbers.
 
     Args:
-        plan: An exact plan that is ``ok``.
+        plan: A plan without codecs that is ``ok``, exact or of islands that average.
         evaluator: Evaluator of its graph and cluster.
         codec: Codec that was asked for.
         target_s: Target for the step; see ``lossy_strategy``.
         rehearse: Function that plays the result through on shapes.
 
     Returns:
-        The plan, and a remark that compares it; the exact plan if no codec makes it faster.
+        The plan, and a remark that compares it; the given plan if no codec makes it faster.
 
     Raises:
-        StrategyError: the plan does not run, or its step is too large to say task by task.
+        StrategyError: the plan does not run, it has a server or a stash, or its step is too large
+            to say task by task.
     """
-    if plan.step_time_s is None:
-        raise StrategyError(f"no exact plan fits to put {codec} on: {plan.shortage}")
-    plan.require_written()
+    _check_start(plan, codec)
+    assert plan.step_time_s is not None
     is_reached = target_s is not None and plan.step_time_s <= target_s
     has_boundaries, faults, found = False, [], []
     for row, candidate in _starts(plan, codec)[: 1 if is_reached else MOST_STARTS]:
@@ -331,14 +365,29 @@ def with_codec(
             coded = replace(coded, noisy_step_times_s=noisy)
         lossy = _with_row(plan, coded, issued, evaluator.interval(result.evaluation.step_time_s))
         return lossy, _remark(result, plan, row.method, codec, target_s)
-    if faults:
-        return plan, f"{codec} is not used: it cannot be executed ({faults[0]}). The plan is exact"
     why = "slower" if has_boundaries else "nothing travels that codecs are for"
-    return plan, f"{codec} is not used: {why}. The plan is exact"
+    if faults:
+        why = f"it cannot be executed ({faults[0]})"
+    inexact = plan.strategy.inexact
+    rest = "The plan is exact" if inexact is None else f"The plan has {inexact.words}"
+    return plan, f"{codec} is not used: {why}. {rest}"
+
+
+def _check_start(plan: Plan, codec: Codec) -> None:
+    """Refuse a plan that codecs cannot be put on."""
+    inexact = plan.strategy.inexact
+    if inexact is not None and plan.strategy.averaging is None:
+        raise StrategyError(
+            f"the plan has {inexact.words}, where codecs are not planned; ask for --lossy, or for "
+            "--asynchronous without it."
+        )
+    if plan.step_time_s is None:
+        raise StrategyError(f"no exact plan fits to put {codec} on: {plan.shortage}")
+    plan.require_written()
 
 
 def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
-    """Exact strategies that may win with a codec, each once; the plan's own first."""
+    """Strategies that may win with a codec, each once; the plan's own first."""
     assert plan.step_time_s is not None
     # No message becomes shorter than this, and compute stays.
     most = {CodecKind.FP16: 2.0, CodecKind.INT8: 4.0}.get(codec.kind, codec.reduction)
@@ -349,7 +398,7 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
         if (
             strategy is not None
             and row.outcome == "ok"
-            and strategy.inexact is None
+            and (strategy.inexact is None or strategy.averaging is not None)
             and not strategy.codecs
             and (row.step_time_s or 0.0) < most * plan.step_time_s
         ):
@@ -392,8 +441,12 @@ def _row(
         peak_memory_bytes=evaluation.peak_memory_bytes,
         candidate=candidate,
         is_rehearsed=is_rehearsed,
-        note="lossy: changes the numbers of training",
+        note="; ".join(filter(None, (_inexact_words(candidate.strategy), _NOTE))),
     )
+
+
+def _inexact_words(strategy: Strategy) -> str:
+    return "" if strategy.inexact is None else f"not exact: {strategy.inexact.words}"
 
 
 def _remark(
@@ -402,10 +455,11 @@ def _remark(
     """A remark that compares the result with the exact plan."""
     step = found.evaluation.step_time_s
     assert plan.step_time_s is not None
+    without = "exact" if plan.strategy.inexact is None else "uncompressed"
     text = (
         f"LOSSY, trains with other numbers: {codec} on {len(found.strategy.codecs)} of "
-        f"{found.num_boundaries} boundaries of {start}; {plan.step_time_s / step:.2f}x the exact "
-        f"{plan.method}, {found.halves.step_time_s / step:.2f}x {start} with fp16"
+        f"{found.num_boundaries} boundaries of {start}; {plan.step_time_s / step:.2f}x the "
+        f"{without} {plan.method}, {found.halves.step_time_s / step:.2f}x {start} with fp16"
     )
     if found.misses_target:
         text += f"; the target of {target_s:g} s is not reached"

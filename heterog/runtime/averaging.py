@@ -1,4 +1,8 @@
-"""Averaging on real ranks: islands' parameters are averaged after every H steps."""
+"""Averaging on real ranks: islands' parameters are averaged after every H steps.
+
+With a codec the first replica of each island sends what the island has changed since the last
+averaging, and keeps what its message left out; see ``Averaging``.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,10 +13,13 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
+from heterog.runtime.codecs import add_decoded
 from heterog.runtime.collectives import Communicator, Pending
+from heterog.runtime.feedback import ErrorFeedback, Key
 from heterog.runtime.masters import Masters
 from heterog.strategy.averaged_buckets import AveragedBucket, averaged_buckets
 from heterog.strategy.averaging import Averaging, island_of, island_samples
+from heterog.strategy.codec import Codec
 from heterog.strategy.strategy import Strategy
 
 
@@ -40,15 +47,15 @@ def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
 
 @dataclass(slots=True)
 class OuterState:
-    """State of the outer optimizer for one parameter.
+    """State of an averaging for one parameter.
 
     Attributes:
         anchor: Value of the parameter after the last averaging.
-        momentum: Momentum, m of ``Averaging``.
+        momentum: Momentum, m of ``Averaging``; ``None`` without an outer optimizer.
     """
 
     anchor: Tensor
-    momentum: Tensor
+    momentum: Tensor | None
 
 
 class _UnderWay(NamedTuple):
@@ -58,6 +65,7 @@ class _UnderWay(NamedTuple):
     sent: Tensor | None
     """Flat copy of what this rank sent; only if islands train on meanwhile."""
     total: Pending
+    """Average of the parameters; with a codec, of the differences to it."""
 
 
 class Averager:
@@ -73,7 +81,10 @@ class Averager:
 
     Attributes:
         averaging: Averaging of the strategy.
-        outer: State of the outer optimizer, by row of ``graph.updates``; empty without one.
+        outer: State of the outer optimizer and of codecs, by row of ``graph.updates``; empty
+            without either.
+        feedback: Parts of this island's changes that codecs have left out so far.
+        every_bucket: Buckets of all ranks.
     """
 
     def __init__(
@@ -87,10 +98,10 @@ class Averager:
     ) -> None:
         assert strategy.averaging is not None
         self.averaging: Averaging = strategy.averaging
-        every = averaged_buckets(graph, strategy)
-        communicator.open({bucket.devices for bucket in every})
+        self.every_bucket = averaged_buckets(graph, strategy)
+        communicator.open({bucket.devices for bucket in self.every_bucket})
         self._rank = rank
-        self._buckets = [bucket for bucket in every if rank in bucket.devices]
+        self._buckets = [bucket for bucket in self.every_bucket if rank in bucket.devices]
         self._communicator = communicator
         self._masters = masters
         self._values = {
@@ -98,6 +109,7 @@ class Averager:
         }
         self._under_way: list[_UnderWay] = []
         self.outer: dict[int, OuterState] = {}
+        self.feedback = ErrorFeedback()
         self.begin(0)
 
     def begin(self, num_steps: int) -> None:
@@ -107,10 +119,13 @@ class Averager:
             num_steps: Number of steps since the start of training.
         """
         self._alike_after = num_steps
-        if self.averaging.has_outer:
-            for row in self._values:
+        has_outer = self.averaging.has_outer
+        for bucket in self._buckets:
+            for row in bucket.rows if has_outer or bucket.codec is not None else ():
                 now = self._stepped(row).detach()
-                self.outer[row] = OuterState(now.clone(), torch.zeros_like(now))
+                self.outer[row] = OuterState(
+                    now.clone(), torch.zeros_like(now) if has_outer else None
+                )
 
     def is_alike(self, num_steps: int) -> bool:
         """Whether all islands have the same parameters after so many steps."""
@@ -124,9 +139,9 @@ class Averager:
         due = num_steps % self.averaging.every
         with torch.no_grad():
             if due == 0:
-                self._begin_average(keeps_sent=self.averaging.delay > 0)
+                self.begin_average(keeps_sent=self.averaging.delay > 0)
             if due == self.averaging.delay:
-                self._end_average()
+                self.end_average()
                 if not self.averaging.delay:
                     self._alike_after = num_steps
 
@@ -139,21 +154,54 @@ class Averager:
         if self.is_alike(num_steps):
             return
         with torch.no_grad():
-            self._end_average()
-            self._begin_average(keeps_sent=False)
-            self._end_average()
+            self.end_average()
+            self.begin_average()
+            self.end_average()
         self._alike_after = num_steps
 
-    def _begin_average(self, *, keeps_sent: bool) -> None:
-        """Issue the weighted sum of every bucket."""
+    def begin_average(self, *, keeps_sent: bool = False) -> None:
+        """Issue the weighted sum of every bucket.
+
+        Args:
+            keeps_sent: Whether islands train on before its end, so that a copy is kept.
+        """
         for bucket in self._buckets:
-            weight = bucket.weights[bucket.devices.index(self._rank)]
             flat = torch.cat([self._stepped(row).detach().reshape(-1) for row in bucket.rows])
             sent = flat.clone() if keeps_sent else None
-            total = self._communicator.all_reduce(flat.mul_(weight), bucket.devices)
+            if bucket.codec is None:
+                weight = bucket.weights[bucket.devices.index(self._rank)]
+                total = self._communicator.all_reduce(flat.mul_(weight), bucket.devices)
+            else:
+                total = self._gather_changes(bucket, bucket.codec, flat)
             self._under_way.append(_UnderWay(bucket, sent, total))
 
-    def _end_average(self) -> None:
+    def _gather_changes(self, bucket: AveragedBucket, codec: Codec, flat: Tensor) -> Pending:
+        """Gather the messages of all islands about a bucket; their sum is the mean change.
+
+        Args:
+            bucket: The bucket.
+            codec: Its codec.
+            flat: This rank's parameters in it, flat; overwritten.
+        """
+        message = flat.new_empty(0, dtype=torch.uint8)
+        if self._rank in bucket.senders:
+            before = torch.cat([self.outer[row].anchor.reshape(-1) for row in bucket.rows])
+            part = bucket.parts[bucket.senders.index(self._rank)]
+            change = torch.sub(before, flat, out=flat).mul_(part)
+            message = self.feedback.encode(changes_key(bucket), change, codec)
+        size = codec.message_bytes(flat.numel(), flat.element_size())
+        counts = [size if device in bucket.senders else 0 for device in bucket.devices]
+
+        def added_up(messages: list[Tensor]) -> Tensor:
+            total = flat.zero_()
+            for each in messages:  # in one order, so that replicas stay equal bit for bit
+                if each.numel():
+                    add_decoded(total, each, codec)
+            return total
+
+        return self._communicator.all_gather(message, bucket.devices, counts, added_up)
+
+    def end_average(self) -> None:
         """Finish the averages that are under way, if any."""
         while self._under_way:
             each = self._under_way.pop(0)  # and let its copies go when they have been read
@@ -169,8 +217,11 @@ class Averager:
         sent = [None] * len(rows) if each.sent is None else torch.split(each.sent, sizes)
         for row, value, average, before in zip(rows, values, averages, sent, strict=True):
             new = average.view(value.shape)
-            if self.averaging.has_outer:
+            if each.bucket.codec is not None:
                 new = outer_step(self.outer[row], new, self.averaging)
+            elif self.averaging.has_outer:
+                state = self.outer[row]
+                new = outer_step(state, state.anchor - new, self.averaging)
             if before is not None:  # and what this island has learned since
                 new = new + (value - before.view(value.shape))
             value.copy_(new)
@@ -179,13 +230,25 @@ class Averager:
         return self._masters.of(self._values[row])
 
 
-def outer_step(state: OuterState, average: Tensor, averaging: Averaging) -> Tensor:
+def changes_key(bucket: AveragedBucket) -> Key:
+    """Key of what a codec leaves out of an island's changes of a bucket."""
+    return bucket.rows[0], bucket.devices
+
+
+def outer_step(state: OuterState, difference: Tensor, averaging: Averaging) -> Tensor:
     """One step of the outer optimizer; returns the new parameter and updates the state in place.
 
     With d = anchor - average: m = momentum * m + d, anchor -= rate * (d + momentum * m), the
-    Nesterov SGD of ``torch.optim.SGD`` without dampening.
+    Nesterov SGD of ``torch.optim.SGD`` without dampening. Without a momentum the anchor moves
+    by d.
+
+    Args:
+        state: State of the parameter.
+        difference: The difference d.
+        averaging: The averaging.
     """
-    difference = state.anchor - average
+    if state.momentum is None:
+        return state.anchor.sub_(difference)
     state.momentum.mul_(averaging.outer_momentum).add_(difference)
     direction = difference.add(state.momentum, alpha=averaging.outer_momentum)
     return state.anchor.sub_(direction, alpha=averaging.outer_rate)

@@ -1,5 +1,7 @@
 """Error feedback: what a codec leaves out of a gradient is added to the next one.
 
+So is what it leaves out of the changes that an island sends when parameters are averaged.
+
     m_t = encode(g_t + e_t),   e_{t+1} = g_t + e_t - decode(m_t),   e_0 = 0
 
 (Seide et al. 2014 for one bit, Stich et al. 2018 for top-k.) Each rank keeps what its own messages

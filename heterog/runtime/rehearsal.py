@@ -23,9 +23,11 @@ from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.planners.issue_order import IssuedStep, Rehearse
 from heterog.planners.planner import TimeUp
 from heterog.runtime.asynchronous import check_teams_are_alone
+from heterog.runtime.averaging import Averager
 from heterog.runtime.collectives import Communicator, Pending, Sending
 from heterog.runtime.executor import StepExecutor, device_sets, local_ops
 from heterog.runtime.local_op import Extent, LocalOp
+from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.stash import Moment, StashedTraining, StashedWeights, TurnsByMoment
@@ -42,9 +44,13 @@ _CHECKED_EVERY = 256
 """Number of turns between two checks of the time."""
 _NUM_STEPS = 2
 """Two, because the second step finishes what the first one has left open."""
-_BEGIN, _END = -3, -4
-"""Take the place of tasks: what every rank does at the start and at the end of a step."""
-_MOMENTS = {_BEGIN: "begin of the step", _END: "end of the step", LOSS: "loss", NORM: "clipping"}
+_BEGIN, _END, _AVERAGE = -3, -4, -5
+"""Take the place of tasks: what every rank does at the start and at the end of a step, and what
+islands do after some of them."""
+_MOMENTS = {
+    **{_BEGIN: "begin of the step", _END: "end of the step", _AVERAGE: "averaging"},
+    **{LOSS: "loss", NORM: "clipping"},
+}
 _OF_SLOTS = (
     *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
     *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
@@ -169,6 +175,7 @@ class _Stage:
         }
         self.executors: list[StepExecutor] = []
         self.stashed: list[StashedTraining] = []
+        self.averagers: list[Averager] = []
         self.turns_by_moment: TurnsByMoment | None = None
         if strategy.stash is not None:
             self.turns_by_moment = TurnsByMoment(seen, self.order)
@@ -210,6 +217,7 @@ class _Stage:
             self.wire,
             self.program.num_devices,
         )
+        self._add_averager(part, communicator)
 
         def make_executor(weights: StashedWeights | None = None) -> StepExecutor:
             return StepExecutor(
@@ -240,6 +248,14 @@ class _Stage:
                 )
             )
 
+    def _add_averager(self, part: ModelPart, communicator: Communicator) -> None:
+        """Make the object by which a rank averages, if there are islands."""
+        if self.strategy.averaging is not None:
+            rank, masters = communicator.rank, Masters(None, ())
+            self.averagers.append(
+                Averager(self.graph, self.strategy, rank, part.parameters, masters, communicator)
+            )
+
     def play(self) -> str:
         """Run the steps and what they leave open; returns what went wrong."""
         try:
@@ -249,6 +265,7 @@ class _Stage:
                 return ""
             for _ in range(1 if self.strategy.step_barrier else _NUM_STEPS):
                 self._step()
+            self._average()
             if not self.strategy.step_barrier:
                 for task in self.order.end:
                     for executor in self._at(task):
@@ -272,6 +289,15 @@ class _Stage:
                 executor.take(turn)
         for executor in self._at(_END):
             executor.end()
+
+    def _average(self) -> None:
+        """Average the islands' parameters, if there are islands."""
+        for rank, averager in enumerate(self.averagers):
+            self.now = rank, _AVERAGE
+            averager.begin_average()
+        for rank, averager in enumerate(self.averagers):
+            self.now = rank, _AVERAGE
+            averager.end_average()
 
     def _play_stashed(self, turns: TurnsByMoment) -> None:
         """Run batches until the pipeline is full and every stage has ended one.

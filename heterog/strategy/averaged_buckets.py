@@ -1,10 +1,15 @@
-"""The data that one averaging moves: parameters in buckets, each all-reduced over its replicas."""
+"""The data that one averaging moves: parameters in buckets, each all-reduced over its replicas.
+
+Where a codec of the strategy is about a bucket, the first replica of each island sends what the
+island has changed, in a message that all replicas gather instead.
+"""
 
 from dataclasses import dataclass
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.averaging import island_parts, islands
+from heterog.strategy.codec import Codec, CodecRule
 from heterog.strategy.program import FIRST_LINK_KIND, Program
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
 
@@ -19,12 +24,33 @@ class AveragedBucket:
         weights: Weight of the copy of each of ``devices``; they add up to 1. Replicas of one
             island are equal and share its weight.
         num_bytes: Size of all its parameters.
+        senders: First replica of each island.
+        parts: Weight of what each of ``senders`` sends by a codec: that of its island.
+        rule: Codec rule of its messages; ``None``: parameters are summed as they are.
+        num_elements: Number of elements of all its parameters.
     """
 
     rows: tuple[int, ...]
     devices: tuple[int, ...]
     weights: tuple[float, ...]
     num_bytes: float
+    senders: tuple[int, ...]
+    parts: tuple[float, ...]
+    rule: CodecRule | None
+    num_elements: int
+
+    @property
+    def codec(self) -> Codec | None:
+        """Codec of its messages, if any."""
+        return None if self.rule is None else self.rule.codec
+
+    @property
+    def message_bytes(self) -> float:
+        """Size of the message of each of ``senders``; of the bucket without a codec."""
+        if self.rule is None:
+            return self.num_bytes
+        value_bytes = round(self.num_bytes / self.num_elements)
+        return float(self.rule.codec.message_bytes(self.num_elements, value_bytes))
 
 
 def averaged_buckets(graph: OpGraph, strategy: Strategy) -> list[AveragedBucket]:
@@ -47,15 +73,36 @@ def averaged_buckets(graph: OpGraph, strategy: Strategy) -> list[AveragedBucket]
         else:
             open_[key] = rows, size
     closed += [(decision, rows, size) for (decision, _), (rows, size) in open_.items()]
-    return [
-        AveragedBucket(
-            rows=tuple(rows),
-            devices=decision.devices,
-            weights=_device_weights(decision, parts),
-            num_bytes=size,
-        )
-        for decision, rows, size in closed
-    ]
+    return [_bucket(graph, strategy, parts, *each) for each in closed]
+
+
+def _bucket(
+    graph: OpGraph,
+    strategy: Strategy,
+    parts: tuple[float, ...],
+    decision: Decision,
+    rows: list[int],
+    num_bytes: float,
+) -> AveragedBucket:
+    """A bucket of rows; a codec that would not shorten its messages is left out."""
+    metas = [graph.tensors[graph.updates[row][1]].meta for row in rows]
+    num_elements = sum(meta.num_elements for meta in metas)
+    rule = next(
+        (each for each in strategy.codecs if tuple(sorted(each.devices)) == decision.devices), None
+    )
+    value_bytes = round(num_bytes / max(num_elements, 1))
+    if rule is not None and (not num_elements or rule.codec.is_plain(num_elements, value_bytes)):
+        rule = None
+    return AveragedBucket(
+        rows=tuple(rows),
+        devices=decision.devices,
+        weights=_device_weights(decision, parts),
+        num_bytes=num_bytes,
+        senders=tuple(min(team) for team in decision.teams),
+        parts=parts,
+        rule=rule,
+        num_elements=num_elements,
+    )
 
 
 def _device_weights(decision: Decision, parts: tuple[float, ...]) -> tuple[float, ...]:

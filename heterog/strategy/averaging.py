@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
 from heterog.strategy.division import batch_shares
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Averaging:
     while islands train on: what they have then, x, becomes new + (x - s). Nobody waits for it
     unless it takes longer than D steps (CoCoD-SGD, Shen et al. 2019, for D = H), and what an
     island knows of the others is at most H + D steps old.
+
+    With a codec (``CodecRule`` of parameter changes) island i sends c_i = encode(p_i (a - x_i) +
+    e_i) of its parameters x_i and weight p_i, and keeps e_i, what the message left out, for the
+    next one. All take d = sum_i decode(c_i), in one order, so that they stay equal bit for bit
+    (Qsparse-local-SGD, Basu et al. 2019, algorithm 1).
 
     Attributes:
         every: Number H of training steps from one averaging to the next.
@@ -87,10 +93,16 @@ class Averaging:
         """Whether there is an outer optimizer, with two copies of all parameters as its state."""
         return self.outer_rate != 1.0 or self.outer_momentum != 0.0
 
-    @property
-    def num_copies(self) -> int:
-        """Copies of all parameters that stay on a device: outer state, and averages under way."""
-        return 2 * self.has_outer + 2 * (self.delay > 0)
+    def num_copies(self, is_coded: bool) -> int:
+        """Copies of all parameters that stay on a device: outer state, and averages under way.
+
+        With codecs also the parameters after the last averaging, and what messages left out.
+
+        Args:
+            is_coded: Whether what averaging sends has codecs.
+        """
+        num_anchors = 1 + (not self.has_outer) if is_coded else 0
+        return 2 * self.has_outer + 2 * (self.delay > 0) + num_anchors
 
     def step_s(self, local_s: float, averaging_s: float) -> float:
         """Mean seconds of a step over a window.
@@ -134,6 +146,14 @@ class Averaging:
             StrategyError: a decision does not allow it; the message says which and why.
         """
         check_islands(strategy, graph.batch_size, "averaging")
+        group = group_ops(graph).group
+        owners = {strategy.decisions[int(group[op])].devices for op, _, _ in graph.updates}
+        for rule in strategy.codecs:
+            if tuple(sorted(rule.devices)) not in owners:
+                raise StrategyError(
+                    f"the strategy has a codec, {rule}, but averaging brings together parameters "
+                    f"of devices {', '.join(map(str, sorted(owners)))}; name one of these sets."
+                )
 
 
 def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:

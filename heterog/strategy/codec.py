@@ -51,6 +51,8 @@ class Traffic(IntEnum):
     """Gradients of parameters: in all-reduces, and pushed to parameter servers."""
     PARAMETERS = 3
     """New parameters, pulled from parameter servers."""
+    PARAMETER_CHANGES = 4
+    """What an island has changed its parameters by since the last averaging."""
 
     @property
     def words(self) -> str:
@@ -61,6 +63,9 @@ class Traffic(IntEnum):
 OF_VALUES = (Traffic.ACTIVATIONS, Traffic.ACTIVATION_GRADIENTS)
 """Traffic of values, which belong to other samples in each step: what a codec leaves out of them
 is lost. What it leaves out of a gradient is kept and added to the next one."""
+WITH_FEEDBACK = (Traffic.GRADIENTS, Traffic.PARAMETER_CHANGES)
+"""Traffic that adds up over steps, and over any number of devices: what a codec leaves out of it
+is added to the next message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,8 +138,8 @@ class CodecRule:
 
     Attributes:
         traffic: Content of the messages.
-        devices: Source and destination of transfers; or the members of an all-reduce, in any
-            order.
+        devices: Source and destination of transfers; or the members of an all-reduce or of an
+            averaging, in any order.
         codec: Encoding of the messages.
     """
 
@@ -148,7 +153,7 @@ class CodecRule:
                 f"a codec for {self.traffic.words} names devices {self.devices}; it needs at "
                 "least two different ones."
             )
-        if self.traffic != Traffic.GRADIENTS and len(self.devices) != 2:
+        if self.traffic not in WITH_FEEDBACK and len(self.devices) != 2:
             raise StrategyError(
                 f"a codec for {self.traffic.words} names {len(self.devices)} devices; it needs "
                 "the one that sends and the one that receives."
@@ -206,12 +211,12 @@ DECODE_BYTES: dict[CodecKind, float] = {
 }
 """The same for decoding one payload byte."""
 _FEEDBACK_BYTES = 6.0
-"""Same for error feedback of a gradient: a sum and a difference, each reads two, writes one."""
+"""Same for error feedback: a sum and a difference, each reads two, writes one."""
 
 
 def encode_bytes(rule: CodecRule) -> float:
-    """Bytes of copies that take as long as encoding a payload byte; gradients with feedback."""
+    """Bytes of copies that take as long as encoding a payload byte, its feedback included."""
     kind = rule.codec.kind
-    if rule.traffic != Traffic.GRADIENTS:
+    if rule.traffic not in WITH_FEEDBACK:
         return ENCODE_BYTES[kind]
     return ENCODE_BYTES[kind] + DECODE_BYTES[kind] + _FEEDBACK_BYTES

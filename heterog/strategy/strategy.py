@@ -291,8 +291,8 @@ class Strategy:
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
         self._check_blocks(grouping.names)
-        self._check_inexact(graph)
         self._check_codecs(cluster)
+        self._check_inexact(graph)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
@@ -384,7 +384,7 @@ class Strategy:
             self.stash.check(self)
 
     def _check_codecs(self, cluster: Cluster) -> None:
-        if self.codecs and self.inexact is not None:
+        if self.codecs and self.inexact is not None and self.averaging is None:
             raise StrategyError(
                 f"the strategy has codecs and {self.inexact.words}; what a codec leaves out would "
                 "never be made up for, so keep one of the two."
@@ -402,6 +402,12 @@ class Strategy:
                     f"{', '.join(map(str, rule.devices))}; keep one of them."
                 )
             seen.add((rule.traffic, rule.devices))
+            if (rule.traffic == Traffic.PARAMETER_CHANGES) != (self.averaging is not None):
+                raise StrategyError(
+                    f"the strategy has a codec, {rule}, and "
+                    + (self.averaging.words if self.averaging else "no averaging")
+                    + "; codecs on parameter changes and averaging go with each other alone."
+                )
 
     def _check_schedule(self, cluster: Cluster) -> None:
         if self.schedule.is_default:

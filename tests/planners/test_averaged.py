@@ -11,12 +11,14 @@ from heterog.export.uniform import uniform_micro_batches
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
 from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
+from heterog.planners.lossy import with_codec
 from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
@@ -68,6 +70,66 @@ def test_copies_that_averaging_keeps_are_counted() -> None:
     copies = 2.0 * evaluator.tables.parameter_bytes.sum() * 1.04
     assert outer[0] - plain[0] == pytest.approx(copies, abs=2)
     assert late == outer
+
+
+def changed_by(codec: str, exact: Strategy) -> Strategy:
+    """The strategy with a codec on what devices 0, 1 and 2 average."""
+    devices = exact.decisions[0].devices
+    rule = CodecRule(traffic=Traffic.PARAMETER_CHANGES, devices=devices, codec=parse_codec(codec))
+    return replace(exact, codecs=(rule,))
+
+
+def test_a_codec_shortens_an_averaging_by_what_its_messages_are_shorter() -> None:
+    """Two islands on a slow link: the ring carries each parameter once, the gather each message.
+
+    T_average -> T_average / r, where encoding costs nothing beside the link.
+    """
+    graph = graph_of("mlp")
+    slow = cluster_of((0.001, ["T4"]), (0.001, ["T4"]))
+    two = Decision(devices=(0, 1), shares=(5, 3), teams=((0,), (1,)))
+    exact = replace(
+        strategy_of(graph, [two] * len(graph_groups())),
+        cluster=slow.fingerprint(),
+        averaging=Averaging(every=8),
+    )
+    evaluator = Evaluator(graph, slow)
+
+    def averaging_s(asked: Strategy) -> float:
+        return evaluator.averaging_seconds(asked, evaluator.encode(asked))
+
+    latency = slow.latency_s(0, 1)
+    whole = averaging_s(exact) - 2 * latency
+    for codec, ratio in (("fp16", 2.0), ("top_k=10", 10.0)):
+        found = averaging_s(changed_by(codec, exact)) - latency
+        assert found == pytest.approx(whole / ratio, rel=0.1)
+
+
+def test_codecs_keep_the_parameters_of_before_and_what_they_leave_out() -> None:
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    parameters = evaluator.tables.parameter_bytes.sum() * 1.04
+    for momentum, num_copies in ((0.0, 2), (0.9, 1)):
+        exact = strategy(outer_momentum=momentum)
+        plain, short = (
+            evaluator.referee(each, Order.FIFO).peak_memory_bytes
+            for each in (exact, changed_by("int8", exact))
+        )
+        assert short[0] - plain[0] == pytest.approx(num_copies * parameters, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (replace(strategy(), averaging=None), "and no averaging; codecs on parameter changes"),
+        (strategy(), "brings together parameters of devices"),
+    ],
+)
+def test_codecs_of_nothing_that_is_averaged_are_refused(asked: Strategy, text: str) -> None:
+    rule = CodecRule(traffic=Traffic.PARAMETER_CHANGES, devices=(0, 1), codec=parse_codec("fp16"))
+    with pytest.raises(StrategyError, match=text):
+        replace(asked, codecs=(rule,)).check(graph_of("mlp"), cluster())
+    other = CodecRule(traffic=Traffic.GRADIENTS, devices=(0, 1), codec=parse_codec("fp16"))
+    with pytest.raises(StrategyError, match="go with each other alone"):
+        replace(strategy(), codecs=(other,)).check(graph_of("mlp"), cluster())
 
 
 def test_pipelines_of_unlike_cuts_meet_in_one_ring_for_each_range() -> None:
@@ -177,6 +239,34 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked() -> None:
     assert "not exact" in asked.rows[1].note
     assert "as the best exact plan" in asked.rows[1].note
     assert asked.summary()["strategy"]["averaging"]["every"] == 8
+
+
+def test_a_codec_is_put_on_what_islands_average() -> None:
+    """The row names both, the reduction is the one asked for, and the gain is told."""
+    graph, slow = graph_of("mlp"), cluster_of(*((0.001, ["T4"]),) * 3)
+    evaluator = Evaluator(graph, slow)
+    asked = make_plan(
+        graph,
+        slow,
+        evaluator=evaluator,
+        methods=("cp_ar",),
+        budget="10e",
+        asynchronous=AveragedReplicas(Averaging(every=8)),
+    )
+    assert asked.method == "average"
+    lossy, said = with_codec(asked, evaluator, parse_codec("top_k=10"))
+    assert lossy.method == "average + top_k=10 (lossy)"
+    assert "the uncompressed average" in said
+    assert lossy.strategy.averaging == asked.strategy.averaging
+    assert [rule.traffic for rule in lossy.strategy.codecs] == [Traffic.PARAMETER_CHANGES]
+    # As many messages are gathered as there are islands, where a ring carries two parts in each.
+    num_islands = len(lossy.strategy.decisions[0].teams)
+    assert lossy.strategy.codecs[0].codec.reduction == pytest.approx(5.0 * num_islands)
+    assert "not exact" in lossy.rows[-1].note
+    assert "lossy" in lossy.rows[-1].note
+    assert lossy.step_time_s is not None
+    assert asked.step_time_s is not None
+    assert lossy.step_time_s < asked.step_time_s
 
 
 def test_an_island_that_costs_more_than_it_computes_is_left_out() -> None:

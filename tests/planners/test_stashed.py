@@ -9,6 +9,7 @@ from heterog.errors import HeterogError, StrategyError
 from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
 from heterog.healing.job import HealingJob
+from heterog.planners.lossy import with_codec
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.served import asynchronous_method
 from heterog.planners.stashed import StashedPipelines
@@ -129,6 +130,9 @@ def test_what_cannot_wait_refuses_the_plan_and_memory_says_what_is_kept(tmp_path
     plan.save(tmp_path / "plan.json")
     with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
         HealingJob(tmp_path / "plan.json", num_steps=1)
-    fit = memory_fit(Evaluator(graph_of("mlp"), cluster()), strategy, Order.FIFO)
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    with pytest.raises(StrategyError, match="where codecs are not planned; ask for --lossy, or"):
+        with_codec(plan, evaluator, Codec(kind=CodecKind.FP16))
+    fit = memory_fit(evaluator, strategy, Order.FIFO)
     kept = [device.bytes_of(MemoryKind.STASH) for device in fit.devices]
     assert kept[2] < min(kept[:2])  # messages that come early, and no older weights

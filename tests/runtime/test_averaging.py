@@ -1,5 +1,6 @@
 """Islands that train alone and average: real ranks against a slow loop in one process."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,14 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
+from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import load_plan
-from heterog.runtime.averaging import OuterState, outer_step
+from heterog.runtime.averaging import Averager, OuterState, changes_key, outer_step
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
-from heterog.runtime.deploy import deploy
+from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.rehearsal import rehearse
+from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.codec import CodecRule, Traffic, parse_codec
+from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.codec_reference import meant
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of, plan_of, strategy_of
 from tests.thorough import one_in
@@ -49,6 +57,16 @@ def averaged(
     return replace(strategy_of(graph, decisions, bucket_bytes=300), averaging=averaging)
 
 
+def coded(strategy: Strategy, graph: OpGraph, codec: str) -> Strategy:
+    """The strategy with a codec on everything that it averages."""
+    devices = dict.fromkeys(each.devices for each in averaged_buckets(graph, strategy))
+    rules = [
+        CodecRule(traffic=Traffic.PARAMETER_CHANGES, devices=each[::-1], codec=parse_codec(codec))
+        for each in devices
+    ]
+    return replace(strategy, codecs=tuple(rules))
+
+
 def train_averaged(rank: int, name: str, optimizer: str, path: str) -> tuple[list[float], object]:
     step = deploy(workload_of(name, optimizer), load_plan(path))
     losses = [float(step(batch_of(name, number))) for number in range(STEPS)]
@@ -56,8 +74,48 @@ def train_averaged(rank: int, name: str, optimizer: str, path: str) -> tuple[lis
     return losses, step.state_dict()
 
 
+class Messages:
+    """What islands send of their changes by a codec, and what their messages have left out.
+
+    Args:
+        graph: Graph of the step.
+        strategy: Strategy, for the parameters that share messages.
+        codec: The codec.
+    """
+
+    def __init__(self, graph: OpGraph, strategy: Strategy, codec: str) -> None:
+        names = [graph.tensors[parameter].name for _, parameter, _ in graph.updates]
+        buckets = averaged_buckets(graph, strategy)
+        self.buckets = [[names[row] for row in bucket.rows] for bucket in buckets]
+        self.codec = parse_codec(codec)
+        self.left_out: dict[tuple[int, int], Tensor] = {}
+
+    def mean_change(
+        self,
+        anchors: dict[str, Tensor],
+        copies: Sequence[dict[str, Tensor]],
+        weights: Sequence[float],
+    ) -> dict[str, Tensor]:
+        """What all understand of the islands' changes together."""
+        found: dict[str, Tensor] = {}
+        for number, names in enumerate(self.buckets):
+            total = torch.zeros(sum(anchors[name].numel() for name in names))
+            for island, (copy, weight) in enumerate(zip(copies, weights, strict=True)):
+                changes = [weight * (anchors[name] - copy[name]).reshape(-1) for name in names]
+                whole = torch.cat(changes) + self.left_out.get((number, island), 0.0)
+                understood = meant(whole, self.codec)
+                self.left_out[number, island] = whole - understood
+                total += understood
+            parts = torch.split(total, [anchors[name].numel() for name in names])
+            found |= {
+                name: part.view(anchors[name].shape)
+                for name, part in zip(names, parts, strict=True)
+            }
+        return found
+
+
 def reference(
-    name: str, optimizer: str, averaging: Averaging
+    name: str, optimizer: str, averaging: Averaging, messages: Messages | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """One copy of the model for each island; averages are taken parameter by parameter."""
     workload = workload_of(name, optimizer)
@@ -102,11 +160,11 @@ def reference(
         if (number + 1) % averaging.every == 0:
             sent = [[value.detach().clone() for value in each.parameters()] for each in models]
         if sent and ((number + 1) % averaging.every == averaging.delay or is_last):
-            move(models, sent, outer, sgd, weights)
+            move(models, sent, outer, sgd, weights, messages)
             sent = []
         if is_last and averaging.delay:  # settled
             now = [[value.detach().clone() for value in each.parameters()] for each in models]
-            move(models, now, outer, sgd, weights)
+            move(models, now, outer, sgd, weights, messages)
     return losses, models[0].state_dict()
 
 
@@ -122,11 +180,22 @@ def move(
     outer: list[Tensor],
     sgd: torch.optim.Optimizer,
     weights: list[float],
+    messages: Messages | None,
 ) -> None:
     """The outer optimizer steps; each island keeps what it has learned since it sent."""
-    for anchor, copies in zip(outer, zip(*sent, strict=True), strict=True):
-        mean = torch.stack([w * v for w, v in zip(weights, copies, strict=True)]).sum(0)
-        anchor.grad = anchor - mean
+    if messages is None:
+        for anchor, copies in zip(outer, zip(*sent, strict=True), strict=True):
+            mean = torch.stack([w * v for w, v in zip(weights, copies, strict=True)]).sum(0)
+            anchor.grad = anchor - mean
+    else:
+        names = [name for name, _ in models[0].named_parameters()]
+        changes = messages.mean_change(
+            dict(zip(names, outer, strict=True)),
+            [dict(zip(names, copy, strict=True)) for copy in sent],
+            weights,
+        )
+        for name, anchor in zip(names, outer, strict=True):
+            anchor.grad = changes[name]
     sgd.step()
     with torch.no_grad():
         for model, before in zip(models, sent, strict=True):
@@ -175,6 +244,40 @@ def test_ranks_train_as_the_loop_does(
     )
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "optimizer", "averaging", "codec", "cut"),
+    [
+        ("mlp", "AdamW", Averaging(every=2), "top_k=4", {"piped": True}),
+        ("residual", "SGD", replace(DILOCO, every=1), "int8", {}),
+        ("gpt", "SGD", replace(DILOCO, every=3, delay=1), "fp16", {}),
+        ("mlp", "SGD", Averaging(every=1, weights=AverageWeights.EQUAL), "top_k=20", {}),
+    ],
+)
+def test_codecs_of_changes_are_those_of_the_loop(
+    ranks: Ranks,
+    tmp_path: Path,
+    name: str,
+    optimizer: str,
+    averaging: Averaging,
+    codec: str,
+    cut: dict[str, bool],
+) -> None:
+    """Islands stay equal bit for bit, and what a message leaves out comes with the next one."""
+    graph = graph_of(name, optimizer)
+    strategy = coded(averaged(name, averaging, optimizer=optimizer, **cut), graph, codec)
+    path = tmp_path / "plan.json"
+    plan_of(graph, strategy).save(path)
+    assert load_plan(path).strategy == strategy
+    found = ranks.run(train_averaged, name, optimizer, str(path))
+    messages = Messages(graph, strategy, codec)
+    wanted = reference(name, optimizer, averaging, messages)
+    compare(found, wanted)
+    assert any(float(left.abs().max()) > 0 for left in messages.left_out.values())
+    exact = reference(name, optimizer, averaging)
+    assert any(not torch.equal(exact[1][key], value) for key, value in wanted[1].items())
+
+
 def interrupted(rank: int, path: str, folder: str, cut: int) -> tuple[str, object, object]:
     """Four steps in one go, and four with a checkpoint after some that another step resumes."""
     workload = workload_of("mlp", "AdamW")
@@ -199,13 +302,20 @@ def interrupted(rank: int, path: str, folder: str, cut: int) -> tuple[str, objec
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("codec", ["", "top_k=20"])
 def test_a_checkpoint_holds_every_island_and_the_outer_momentum(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, codec: str
 ) -> None:
-    """AdamW's moments differ between islands: the resumed run is the uninterrupted one."""
+    """AdamW's moments, and what codecs leave out, differ between islands.
+
+    The resumed run is the uninterrupted one.
+    """
     path = tmp_path / "plan.json"
+    graph = graph_of("mlp", "AdamW")
     strategy = averaged("mlp", DILOCO, optimizer="AdamW", piped=True)
-    plan_of(graph_of("mlp", "AdamW"), strategy).save(path)
+    if codec:
+        strategy = coded(strategy, graph, codec)
+    plan_of(graph, strategy).save(path)
     for refused, whole, again in ranks.run(interrupted, str(path), str(tmp_path / "even"), 2):
         assert not refused
         if whole is not None:
@@ -222,7 +332,8 @@ def test_the_outer_step_is_that_of_torch() -> None:
     for average in (torch.tensor([0.5, -1.0]), torch.tensor([0.0, 0.5])):
         wanted[0].grad = wanted[0] - average
         sgd.step()
-        torch.testing.assert_close(outer_step(state, average, DILOCO), wanted[0])
+        difference = state.anchor - average
+        torch.testing.assert_close(outer_step(state, difference, DILOCO), wanted[0])
 
 
 def clipped(rank: int, path: str) -> str:
@@ -238,3 +349,68 @@ def test_clipping_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan_of(graph_of("mlp"), averaged("mlp", Averaging(every=2))).save(path)
     assert all("islands or stages of this plan" in text for text in ranks.run(clipped, str(path)))
+
+
+def left_out_by_parameter(step: DeployedStep) -> dict[int, Tensor]:
+    """What codecs have left out here, by row of ``graph.updates``; nothing adds up to zeros."""
+    averager = step.averager
+    assert averager is not None
+    found: dict[int, Tensor] = {}
+    for bucket in averager.every_bucket:
+        flat = averager.feedback.left_out.get(changes_key(bucket))
+        if flat is not None:
+            sizes = [averager.outer[row].anchor.numel() for row in bucket.rows]
+            found |= dict(zip(bucket.rows, torch.split(flat, sizes), strict=True))
+    return found
+
+
+def handed_over(
+    rank: int, path: str, other: str, folder: str
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """What is left out when a run is saved, and when islands cut otherwise resume it."""
+    step = deploy(workload_of("mlp"), load_plan(path))
+    for number in range(2):
+        step(batch_of("mlp", number))
+    save_checkpoint(step, folder)
+    again = deploy(workload_of("mlp"), load_plan(other))
+    load_checkpoint(again, folder)
+    return left_out_by_parameter(step), left_out_by_parameter(again)
+
+
+@pytest.mark.distributed
+def test_what_all_islands_left_out_goes_to_the_first_of_others(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """It is what is still missing in the parameters, whoever sends them."""
+    graph, paths = graph_of("mlp"), [tmp_path / "plan.json", tmp_path / "other.json"]
+    for path, idle in zip(paths, (False, True), strict=True):
+        strategy = coded(averaged("mlp", Averaging(every=2), idle=idle), graph, "top_k=8")
+        plan_of(graph, strategy).save(path)
+    found = ranks.run(handed_over, *map(str, paths), str(tmp_path / "saved"))
+    first, *others = [again for _, again in found]
+    assert set(first) == set(range(len(graph.updates)))
+    for row, value in first.items():
+        total = found[0][0][row] + found[1][0][row]
+        torch.testing.assert_close(value, total)
+        assert all(float(each[row].abs().sum()) == 0.0 for each in others if row in each)
+
+
+def test_a_rehearsal_plays_an_average(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that would not take part in it is found before anything runs."""
+    captured = capture_step(workload_of("mlp"))
+    strategy = coded(averaged("mlp", DILOCO, piped=True), captured.graph, "int8")
+    plan = plan_of(captured.graph, strategy)
+
+    def fault() -> str:
+        program = lower(captured.graph, plan.cluster, strategy)
+        return rehearse(captured, strategy, program, plan.task_order)
+
+    assert fault() == ""
+    begin = Averager.begin_average
+
+    def all_but_one(self: Averager, *, keeps_sent: bool = False) -> None:
+        if self._rank != 1:
+            begin(self, keeps_sent=keeps_sent)
+
+    monkeypatch.setattr(Averager, "begin_average", all_but_one)
+    assert fault() == "rank 0, averaging: rank 1 has not begun to send what is waited for"

@@ -29,7 +29,7 @@ def averaging_entries(step: DeployedStep) -> list[Entry]:
     found = [
         (f"{OUTER}.{name_and_shape(step, row)[0]}", state.momentum)
         for row, state in step.averager.outer.items()
-        if step.part.owner(row) == step.rank
+        if state.momentum is not None and step.part.owner(row) == step.rank
     ]
     if _island_of(step) > 0:
         found += _island_state(step)
@@ -91,7 +91,7 @@ class SavedAveraging:
             return
         rows = _stepped_rows(step)
         names = set(contents.names)
-        for row in step.averager.outer:
+        for row in step.averager.outer if step.averager.averaging.has_outer else ():
             name = f"{OUTER}.{name_and_shape(step, row)[0]}"
             if name in names:
                 self._want(contents, name, tuple(rows[row].shape), rows[row])
@@ -122,7 +122,7 @@ class SavedAveraging:
         averager.begin(self._step.num_steps)
         for row, state in averager.outer.items():
             name = f"{OUTER}.{name_and_shape(self._step, row)[0]}"
-            if name in self.wanted:
+            if state.momentum is not None and name in self.wanted:
                 state.momentum.copy_(self.wanted[name])
         for stepped, key, name in self._states:
             now = self._step.optimizer.state[stepped][key]

@@ -1,39 +1,62 @@
-"""Parts of gradients that codecs have left out, as a part of a checkpoint.
+"""Parts of gradients and of parameters' changes that codecs have left out, in a checkpoint.
 
-It is kept for each parameter and rank, as ``left_out.PARAMETER.RANK``. A run that is resumed with
-messages of the same ranks goes on as if it had not stopped. If other ranks send the parameter's
-gradients now, the first of them takes over what all have left out together, which is what is still
-missing in the parameter. Under a plan without codecs for it nobody sends it any more. Parameters
-that live in slices by rules of their ops are left out here; they begin with nothing.
+It is kept for each parameter and rank, as ``left_out.PARAMETER.RANK``, where islands average as
+``left_out_changes.PARAMETER.RANK``. A run that is resumed with messages of the same ranks goes on
+as if it had not stopped. If other ranks send the parameter's messages now, the first of them takes
+over what all have left out together, which is what is still missing in the parameter. Under a plan
+without codecs for it nobody sends it any more. Parameters that live in slices by rules of their
+ops are left out here; they begin with nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from heterog.runtime.averaging import changes_key
 from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import name_and_shape
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.feedback import Key
+from heterog.runtime.feedback import ErrorFeedback, Key
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import TaskKind
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """One kind of what codecs leave out on a rank.
+
+    Attributes:
+        word: First part of the names in a checkpoint.
+        feedback: The rank's parts.
+        senders: Ranks that encode the messages of each key.
+        rows: Rows of ``graph.updates`` in each of these messages.
+        dtypes: Dtype of each of these messages.
+    """
+
+    word: str
+    feedback: ErrorFeedback
+    senders: Mapping[Key, set[int]]
+    rows: Mapping[Key, Sequence[int]]
+    dtypes: Mapping[Key, torch.dtype]
+
+
 def left_out_entries(step: DeployedStep) -> Iterator[Entry]:
     """Entries of what this rank has left out, by parameter."""
-    for key, flat in step.feedback.left_out.items():
-        for row, value in _by_row(step, key, flat):
-            name = f"{_prefix(step, row)}{step.rank}"
-            shape = tuple(value.shape)
-            yield Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
+    for kept in _every_kind(step):
+        for key, flat in kept.feedback.left_out.items():
+            for row, value in _by_row(step, kept.rows[key], flat):
+                name = f"{_prefix(step, kept, row)}{step.rank}"
+                shape = tuple(value.shape)
+                yield Entry(whole=name, shape=shape, box=whole_box(shape), value=value)
 
 
 class NewLeftOut:
-    """Parts of gradients that codecs left out, in the form in which a rank resumes with them.
+    """What codecs left out, in the form in which a rank resumes with it.
 
     Args:
         step: A freshly deployed step.
@@ -45,26 +68,40 @@ class NewLeftOut:
         self, step: DeployedStep, contents: Contents, wanted: dict[str, list[tuple[Box, Tensor]]]
     ) -> None:
         self._step = step
-        self._found: dict[Key, Tensor] = {}
+        self._found: list[tuple[ErrorFeedback, dict[Key, Tensor]]] = []
         self._reads: list[tuple[Tensor, Tensor]] = []  # (what is added to, what is read)
-        senders = _senders(step)
-        for key in (key for key, ranks in senders.items() if step.rank in ranks):
-            rows = _rows(step, key)
-            num_elements = sum(_size(step, row) for row in rows)
-            dtype = step.rank_program.gradient_dtype(key[0])
-            flat = torch.zeros(num_elements, dtype=dtype, device=step.device)
-            if not contents.names or not any(_saved(contents, _prefix(step, r)) for r in rows):
-                continue
-            self._found[key] = flat
-            for row, value in _by_row(step, key, flat):
-                now = {
-                    rank for each in senders if row in _rows(step, each) for rank in senders[each]
-                }
-                for name in self._names(contents, _prefix(step, row), now):
-                    dtype = dtype_of(contents.dtype(name))
-                    target = torch.empty(contents.shape(name), dtype=dtype)
-                    wanted.setdefault(name, []).append((whole_box(tuple(target.shape)), target))
-                    self._reads.append((value, target))
+        for kept in _every_kind(step):
+            own = [key for key, ranks in kept.senders.items() if step.rank in ranks]
+            found = {}
+            for key in own:
+                if any(_saved(contents, _prefix(step, kept, row)) for row in kept.rows[key]):
+                    found[key] = self._read(contents, kept, key, wanted)
+            self._found.append((kept.feedback, found))
+
+    def _read(
+        self,
+        contents: Contents,
+        kept: _Kept,
+        key: Key,
+        wanted: dict[str, list[tuple[Box, Tensor]]],
+    ) -> Tensor:
+        """A new tensor for what this rank takes over of a key, and what is to be read for it."""
+        rows = kept.rows[key]
+        num_elements = sum(_size(self._step, row) for row in rows)
+        flat = torch.zeros(num_elements, dtype=kept.dtypes[key], device=self._step.device)
+        for row, value in _by_row(self._step, rows, flat):
+            now = {
+                rank
+                for other, ranks in kept.senders.items()
+                if row in kept.rows[other]
+                for rank in ranks
+            }
+            for name in self._names(contents, _prefix(self._step, kept, row), now):
+                dtype = dtype_of(contents.dtype(name))
+                target = torch.empty(contents.shape(name), dtype=dtype)
+                wanted.setdefault(name, []).append((whole_box(tuple(target.shape)), target))
+                self._reads.append((value, target))
+        return flat
 
     def _names(self, contents: Contents, prefix: str, now: set[int]) -> list[str]:
         """The saved tensors of a parameter that this rank takes over."""
@@ -77,7 +114,8 @@ class NewLeftOut:
         """Make it the state of the step's codecs."""
         for value, read in self._reads:
             value += read.to(value)
-        self._step.feedback.left_out = self._found
+        for feedback, found in self._found:
+            feedback.left_out = found
 
 
 def _saved(contents: Contents, prefix: str) -> dict[int, str]:
@@ -90,21 +128,36 @@ def _saved(contents: Contents, prefix: str) -> dict[int, str]:
     return found
 
 
-def _senders(step: DeployedStep) -> dict[Key, set[int]]:
-    """The ranks that encode gradients, by key of what is left out."""
+def _every_kind(step: DeployedStep) -> Iterator[_Kept]:
+    """What is left out of gradients in steps, and of changes when islands average."""
     part = step.rank_program
     program = part.program
-    found: dict[Key, set[int]] = {}
+    senders: dict[Key, set[int]] = {}
     for task in np.flatnonzero(program.kind == TaskKind.ENCODE).tolist():
         if part.traffic(task) == Traffic.GRADIENTS:
             key = int(program.subject[task]), part.channel(part.message_of[task]).devices
-            found.setdefault(key, set()).add(int(program.device[task]))
-    return found
-
-
-def _rows(step: DeployedStep, key: Key) -> list[int]:
-    """Rows of the parameters of a key."""
-    return step.rank_program.bucket_members.get(key[0], [key[0]])
+            senders.setdefault(key, set()).add(int(program.device[task]))
+    yield _Kept(
+        word="left_out",
+        feedback=step.feedback,
+        senders=senders,
+        rows={
+            key: part.bucket_members.get(key[0], [key[0]])
+            for key in (*senders, *step.feedback.left_out)
+        },
+        dtypes={key: part.gradient_dtype(key[0]) for key in senders},
+    )
+    if step.averager is None:
+        return
+    coded = {changes_key(each): each for each in step.averager.every_bucket if each.codec}
+    outer = step.averager.outer
+    yield _Kept(
+        word="left_out_changes",
+        feedback=step.averager.feedback,
+        senders={key: set(bucket.senders) for key, bucket in coded.items()},
+        rows={key: bucket.rows for key, bucket in coded.items()},
+        dtypes={key: outer[key[0]].anchor.dtype for key in coded if key[0] in outer},
+    )
 
 
 def _size(step: DeployedStep, row: int) -> int:
@@ -112,13 +165,12 @@ def _size(step: DeployedStep, row: int) -> int:
     return graph.tensors[graph.updates[row][1]].meta.num_elements
 
 
-def _prefix(step: DeployedStep, row: int) -> str:
-    return f"left_out.{name_and_shape(step, row)[0]}."
+def _prefix(step: DeployedStep, kept: _Kept, row: int) -> str:
+    return f"{kept.word}.{name_and_shape(step, row)[0]}."
 
 
-def _by_row(step: DeployedStep, key: Key, flat: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _by_row(step: DeployedStep, rows: Sequence[int], flat: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Views of a flat tensor for each parameter in it that does not live in slices."""
-    rows = _rows(step, key)
     if any(row in step.rank_program.sharded for row in rows):
         return
     begin = 0

@@ -496,7 +496,7 @@ def encode(
     )
     stage, staleness = _stages(strategy, channels.cluster.num_devices)
     return choice._replace(
-        num_copies=0 if averaging is None else averaging.num_copies,
+        num_copies=0 if averaging is None else averaging.num_copies(bool(strategy.codecs)),
         kept_bytes=_kept_bytes(strategy, tables, channels),
         stage=stage,
         staleness=staleness,

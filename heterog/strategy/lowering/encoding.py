@@ -61,6 +61,8 @@ def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChan
     """Find the channels of a strategy's rules; new collectives get a number."""
     found = []
     for rule in rules:
+        if rule.traffic == Traffic.PARAMETER_CHANGES:  # no message of a step
+            continue
         transfer, gather = -1, -1
         reduces: tuple[int, ...] = ()
         if len(rule.devices) == 2:
