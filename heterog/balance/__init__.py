@@ -5,6 +5,7 @@
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.elastic import ElasticAveraging
 from heterog.balance.loader import BalancedLoader
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, RankSpeed, best_shares, shares_from_speeds
@@ -15,6 +16,7 @@ __all__ = [
     "BalancedLoader",
     "Balancer",
     "Deal",
+    "ElasticAveraging",
     "GlobalBatches",
     "RankSpeed",
     "SampleBatches",

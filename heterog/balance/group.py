@@ -60,5 +60,13 @@ class RankGroup:
         dist.all_reduce(total)
         return total.to(value.device)
 
+    def broadcast(self, value: Tensor, rank: int) -> Tensor:
+        """A tensor as one rank has it, on its own device. All ranks call it, with equal shapes."""
+        if not self._communicates():
+            return value
+        sent = value.detach().to(wire_device(), copy=True)
+        dist.broadcast(sent, rank)
+        return sent.to(value.device)
+
     def _communicates(self) -> bool:
         return dist.is_initialized() and dist.get_world_size() > 1

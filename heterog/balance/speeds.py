@@ -8,7 +8,8 @@ speed are forgotten.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,27 @@ class SpeedEstimate:
         self._unit_s = 0.0
         self.relative_error = 0.0
         """Standard error of the last window's unit time over that time."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was measured, as JSON values."""
+        return {
+            "units": self._units.tolist(),
+            "seconds": self._seconds.tolist(),
+            "fixed_units": self._fixed_units,
+            "windows": [list(each) for each in self._windows],
+            "unit_s": self._unit_s,
+            "relative_error": self.relative_error,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what another estimate has measured."""
+        self._units = np.array(state["units"], np.float64)
+        self._seconds = np.array(state["seconds"], np.float64)
+        self._fixed_units = float(state["fixed_units"])
+        self._windows.clear()
+        self._windows.extend((float(size), float(told)) for size, told in state["windows"])
+        self._unit_s = float(state["unit_s"])
+        self.relative_error = float(state["relative_error"])
 
     @property
     def speed(self) -> RankSpeed | None:

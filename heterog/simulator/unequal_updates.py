@@ -103,6 +103,30 @@ class MegaBatch:
     seconds: float
 
 
+def dispatch_order(
+    batch_seconds: Sequence[float], batches: Sequence[int], mega_batch: int
+) -> list[int]:
+    """The worker of each batch, if the next batch goes to the first free worker.
+
+    >>> dispatch_order((1.0, 2.5), (10, 10), 50)
+    [0, 1, 0, 0, 1]
+
+    Args:
+        batch_seconds: Seconds that each worker takes for its batch.
+        batches: Number of samples of a batch of each worker.
+        mega_batch: Number of samples to hand out; the last batch is whole.
+    """
+    free = [(0.0, worker) for worker in range(len(batches))]
+    heapq.heapify(free)
+    order, left = [], mega_batch
+    while left > 0:
+        now_s, worker = heapq.heappop(free)
+        left -= batches[worker]
+        order.append(worker)
+        heapq.heappush(free, (now_s + batch_seconds[worker], worker))
+    return order
+
+
 def dispatched(
     speeds: Sequence[float], batches: Sequence[int], mega_batch: int
 ) -> tuple[tuple[int, ...], float]:
@@ -113,18 +137,10 @@ def dispatched(
         batches: Number of samples of a batch of each worker.
         mega_batch: Number of samples to hand out; the last batch is whole.
     """
-    updates = [0] * len(speeds)
-    free = [(0.0, worker) for worker in range(len(speeds))]
-    heapq.heapify(free)
-    left, end_s = mega_batch, 0.0
-    while left > 0:
-        now_s, worker = heapq.heappop(free)
-        left -= batches[worker]
-        updates[worker] += 1
-        done_s = now_s + batches[worker] / speeds[worker]
-        end_s = max(end_s, done_s)
-        heapq.heappush(free, (done_s, worker))
-    return tuple(updates), end_s
+    seconds = [batch / speed for batch, speed in zip(batches, speeds, strict=True)]
+    order = dispatch_order(seconds, batches, mega_batch)
+    updates = tuple(order.count(worker) for worker in range(len(batches)))
+    return updates, max(number * each for number, each in zip(updates, seconds, strict=True))
 
 
 def elastic_schedule(
