@@ -27,8 +27,8 @@ _OF_SLOTS = (
 def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
     """Whether each task belongs to the backward pass of its batch.
 
-    A move of a value belongs where the value is made; updates, sums of gradients and what is
-    recomputed belong to the backward pass.
+    A move of a value belongs where the value is made, and what is made again of the batch where it
+    was made first; updates, sums of gradients and what is recomputed belong to the backward pass.
 
     Args:
         kind: ``TaskKind`` of each task.  # [num_tasks]
@@ -39,7 +39,7 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
         # [num_tasks]
     """
     found = np.ones(len(kind), np.bool_)
-    of_op = kind == TaskKind.COMPUTE
+    of_op = np.isin(kind, (TaskKind.COMPUTE, TaskKind.REMAKE))
     found[of_op] = tables.op_is_late[subject[of_op]] > 0
     of_value = np.isin(kind, _OF_SLOTS)
     found[of_value] = tables.op_is_late[

@@ -1,5 +1,7 @@
 """A mask of pairs of positions on every stage, and attention whose scores are made again."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
@@ -17,10 +20,13 @@ from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.stash import WeightStash
+from heterog.strategy.strategy import Decision
 from tests.runtime.cases import captured_once
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_batch, padded_workload
 from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import cluster, plan_of, strategy_of
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
 
@@ -111,3 +117,54 @@ def test_dropout_of_what_is_made_again_is_the_same(four_ranks: Ranks, tmp_path: 
         assert again.losses == once.losses
         for name, weight in again.weights.items():
             torch.testing.assert_close(weight, once.weights[name], rtol=0.0, atol=0.0)
+
+
+def stashed(rank: int, path: str) -> Trained:
+    with captured_once(f"padded {LONG}"):
+        step = deploy(workload(LONG), load_plan(path))
+    for number in range(STEPS):
+        step(padded_batch(SAMPLES, LONG, number))
+    step.settle()
+    assert step.stash is not None
+    return Trained(step.stash.take_late_losses(), step.state_dict() or {})
+
+
+def stashed_alone(is_first: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Two steps on one device, where the first stage makes both gradients of its first weights."""
+    model = workload(LONG).make_model()
+    named = dict(model.named_parameters())
+    begin = {name: value.detach().clone() for name, value in named.items() if is_first(name)}
+    for number in range(STEPS):
+        now = {name: named[name].detach().clone() for name in begin}
+        for name, value in begin.items():
+            named[name].data = value.clone()
+        model.zero_grad()
+        torch.autograd.backward(model(**padded_batch(SAMPLES, LONG, number)))
+        with torch.no_grad():
+            for name, value in named.items():
+                assert value.grad is not None
+                value.data = now.get(name, value.data) - 0.1 * value.grad
+    return model.state_dict()
+
+
+@pytest.mark.distributed
+def test_stages_that_do_not_wait_make_their_masks(ranks: Ranks, tmp_path: Path) -> None:
+    """What is made again belongs to the forward pass, each batch's to its own."""
+    graph = graph_of(LONG)
+    names = group_ops(graph).names
+    cut = names.index("layers.0.wide")
+    stages = [
+        Decision(devices=(int(group >= cut),), shares=(SAMPLES,)) for group in range(len(names))
+    ]
+    strategy = replace(strategy_of(graph, stages), stash=WeightStash(boundary_steps=1))
+    program = lower(graph, cluster(), strategy)
+    assert count(program, TaskKind.REMAKE)
+    path = tmp_path / "plan.json"
+    plan_of(graph, strategy).save(path)
+    found = ranks.run(stashed, str(path))[0]
+    group = group_ops(graph).group
+    first = {
+        graph.tensors[parameter].name for op, parameter, _ in graph.updates if int(group[op]) < cut
+    }
+    for name, weight in stashed_alone(first.__contains__).items():
+        torch.testing.assert_close(found.weights[name], weight, rtol=1e-9, atol=1e-12)
