@@ -1,5 +1,6 @@
 """Elastic batches on real ranks: the note's table, and a slow loop in one process."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -299,3 +300,30 @@ def test_a_window_is_not_left_half_way() -> None:
 def test_the_rule_grows_with_the_batch(batch_size: int, numbers: tuple[int, ...]) -> None:
     rule = default_rule(batch_size)
     assert (rule.step, rule.least, rule.most) == numbers
+
+
+def measured(rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """First and last updates of ranks that sleep, by the clock on the wall."""
+    model = make_model()
+    optimizer = make_optimizer(model)
+    elastic = ElasticAveraging(
+        model, optimizer, batch_size=8, window=120, rule=ElasticRule(step=1, least=1, most=12)
+    )
+    updates = []
+    for window in elastic.windows(Points(960), collate_fn=as_it_is):
+        for batch in window:
+            time.sleep(0.002 * len(batch[0]) * (4 if rank == 2 else 1))
+            step(model, optimizer, batch)
+        assert elastic.last is not None
+        updates.append(elastic.last.updates)
+    return updates[0], elastic.batches
+
+
+@pytest.mark.distributed
+def test_batches_follow_the_clock(ranks: Ranks) -> None:
+    """The rank that takes four times as long gets fewer updates at once, then smaller batches."""
+    found = ranks.run(measured)
+    assert all(each == found[0] for each in found), "ranks differ"
+    first, batches = found[0]
+    assert first == (5, 5, 5)
+    assert batches[2] < 8 < max(batches)
