@@ -23,12 +23,14 @@ The sum of n replicas' gradients becomes an all-gather of messages, which carrie
 bytes of a ring for the same length: their reductions are multiplied by that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from heterog.errors import StrategyError
+from heterog.planners.averaged import island_decisions
+from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.issue_order import IssuedStep, Rehearse, issued_step
 from heterog.planners.judging import under_noise
 from heterog.planners.plan import Plan
@@ -344,7 +346,8 @@ def with_codec(
     assert plan.step_time_s is not None
     is_reached = target_s is not None and plan.step_time_s <= target_s
     has_boundaries, faults, found = False, [], []
-    for row, candidate in _starts(plan, codec)[: 1 if is_reached else MOST_STARTS]:
+    starts = _starts(plan, codec)[: 1 if is_reached else MOST_STARTS]
+    for row, candidate in starts if is_reached else [*starts, *_other_islands(evaluator, starts)]:
         result = lossy_strategy(
             evaluator, candidate.strategy, candidate.orders[0], codec, target_s=target_s
         )
@@ -405,6 +408,24 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
             order = Order[row.order.upper()]
             found.setdefault(strategy, (row, Candidate(strategy=strategy, orders=(order,))))
     return list(found.values())
+
+
+def _other_islands(
+    evaluator: Evaluator, starts: Sequence[tuple[MethodRow, Candidate]]
+) -> Iterator[tuple[MethodRow, Candidate]]:
+    """What averages, on islands of devices and of hosts.
+
+    All islands gather each other's messages, so that fewer of them may be best with a codec.
+    """
+    averaged = [each for each in starts if each[1].strategy.averaging is not None]
+    known = {candidate.strategy for _, candidate in starts}
+    for row, candidate in averaged[:1]:
+        for decision in island_decisions(evaluator):
+            strategy = replace(
+                uniform_strategy(evaluator, decision), averaging=candidate.strategy.averaging
+            )
+            if strategy not in known:
+                yield row, Candidate(strategy=strategy, orders=(Order.FIFO,))
 
 
 def _with_row(plan: Plan, row: MethodRow, issued: IssuedStep, interval_s: Interval) -> Plan:

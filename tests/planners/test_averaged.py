@@ -269,6 +269,26 @@ def test_a_codec_is_put_on_what_islands_average() -> None:
     assert lossy.step_time_s < asked.step_time_s
 
 
+def test_a_codec_may_want_fewer_islands() -> None:
+    """All islands gather each other's messages: of eight int8 gains nothing, of two hosts 3.5x."""
+    graph, slow = graph_of("mlp"), cluster_of(*((0.001, ["T4"] * 4),) * 2)
+    evaluator = Evaluator(graph, slow)
+    asked = make_plan(
+        graph,
+        slow,
+        evaluator=evaluator,
+        methods=("cp_ar",),
+        budget="10e",
+        asynchronous=AveragedReplicas(Averaging(every=2)),
+    )
+    assert asked.strategy.decisions[0].teams == tuple((device,) for device in range(8))
+    lossy, _ = with_codec(asked, evaluator, parse_codec("int8"))
+    assert lossy.strategy.decisions[0].teams == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert lossy.step_time_s is not None
+    assert asked.step_time_s is not None
+    assert lossy.step_time_s < asked.step_time_s / 3
+
+
 def test_an_island_that_costs_more_than_it_computes_is_left_out() -> None:
     """A slow device behind a very slow link; with averaging every step it is not worth it."""
     graph = graph_of("mlp")
