@@ -42,9 +42,11 @@ ROOMS = {
     "torch": (
         *(
             "graph/capture.py",
+            "graph/inserting.py",
             "graph/one_sample.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",
+            "graph/value_checks.py",
         ),
         "graph/sparse_product.py",
         "local_losses.py",

@@ -4,7 +4,8 @@ The recipe: trace forward and ``autograd.grad`` with ``make_fx`` over fake param
 batch (no weight is ever allocated), then retrace through ``functionalize(remove="mutations")``,
 which drops in-place ops but keeps real views: ``mutations_and_views`` would add copies that never
 run. Forward hooks annotate every node with its module; a backward node finds its forward twin by
-autograd's sequence number. Only this file and ``static_shapes`` touch private names of torch.
+autograd's sequence number. Only this file, ``static_shapes``, ``value_checks`` and ``inserting``
+touch private names of torch.
 """
 
 import functools
@@ -65,6 +66,7 @@ from heterog.graph.traced_constants import (
     make_repeated_constants_once,
     merge_equal_constants,
 )
+from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.workload import Workload, named_leaves
 from heterog.local_losses import LocalBlocks
 
@@ -285,12 +287,30 @@ _WAYS_OUT_OF_OP = {
 }
 """Advice for an op whose result has a shape that depends on values."""
 
+_WAYS_OUT_OF_STATEMENT = {
+    ("if ", "elif ", "while "): (
+        "values decide there which ops run, and all steps of a plan run the same. Use "
+        "torch.where, or a setting with which the code always goes one way; an `if` that does "
+        "nothing but raise an error may stay."
+    ),
+    ("assert ",): (
+        "an assert may stay if it asks tensors, and needs each answer: leave out int() and "
+        "float(), and write torch.logical_or instead of `or`."
+    ),
+}
+"""Advice by the beginning of a line that asks for the truth of a tensor."""
+
 
 def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     """Advice for code whose shapes depend on values."""
     op = getattr(error, "func", None)
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
         return _WAYS_OUT_OF_OP[op._schema.name]
+    line = (frame.line or "") if frame else ""
+    if isinstance(error, DataDependentOutputException):
+        for words, advice in _WAYS_OUT_OF_STATEMENT.items():
+            if line.startswith(words):
+                return advice
     path = frame.filename.replace("\\", "/") if frame else ""
     for folder, advice in _WAYS_OUT:
         if folder in path:
@@ -410,6 +430,7 @@ def _trace(
         with_static_shapes(model),
         _OpenModules(model) as modules,
         _LinesOfConstants(),
+        answered_guards(),
         _clear_errors(workload, modules),
     ):
         raw = make_fx(step)(dict(parameters), dict(buffers), batch)
@@ -420,6 +441,7 @@ def _trace(
         # fx.Interpreter keeps the node metadata in the second trace; calling the module would
         # drop it.
         traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+    spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced

@@ -115,6 +115,10 @@ SPARSE_PRODUCT = "heterog_sparse.product.default"
 """Rows of a constant sparse matrix times rows of features; see ``sparse_product``."""
 
 
+CHECK = "heterog_check.all_true.default"
+"""A check that truth values are all true; see ``value_checks``."""
+
+
 def sparse_flops(call: OpCall) -> float | None:
     """FLOPs of a product with a sparse matrix, 2 for each entry and feature; ``None`` for others.
 

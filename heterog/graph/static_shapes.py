@@ -18,6 +18,8 @@ from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 
+from heterog.graph.value_checks import check_all
+
 
 @contextmanager
 def with_static_shapes(model: nn.Module) -> Iterator[None]:
@@ -55,7 +57,7 @@ def _checks_in_the_step() -> Iterator[None]:
 
     def check(error_type: type[Exception], cond: Tensor, message: Any = None) -> None:
         text = message() if callable(message) else str(message or "a check of values failed")
-        torch._assert_async(cond.all(), text)
+        check_all(cond, text)
 
     functions._check_tensor_all_with = check
     try:
@@ -130,7 +132,7 @@ def _graphs_without_self_loops() -> Iterator[None]:
     drop, add = loops.remove_self_loops, loops.add_remaining_self_loops
 
     def check(edge_index: Tensor) -> None:
-        torch._assert_async((edge_index[0] != edge_index[1]).all(), _OWN_LOOPS)
+        check_all(edge_index[0] != edge_index[1], _OWN_LOOPS)
 
     def drop_none(edge_index: Tensor, edge_attr: Tensor | None = None) -> Any:
         if edge_index.layout != torch.strided:

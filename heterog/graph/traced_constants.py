@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from heterog.graph.batch_plan import batch_plan, claims_checked
+from heterog.graph.inserting import insert_before
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, legal_rules, local_args
@@ -186,7 +187,7 @@ class _Samples:
         local = local_args(call, rule, 1, graph.batch_size)
         args, keywords = _resized(node, call, local)
         args, keywords = fx.map_arg((args, keywords), lambda given: instead.get(given, given))
-        self._one[tensor, dim] = self._insert(node, node.target, args, keywords)
+        self._one[tensor, dim] = insert_before(self._module, node, node.target, args, keywords)
 
     def expand(self, tensor: int, dim: int) -> bool:
         """Make all readers of a constant read an expansion of one sample, if there is one."""
@@ -196,26 +197,8 @@ class _Samples:
             return False
         size = list(self._graph.tensors[tensor].shape)
         expand = torch.ops.aten.expand.default
-        node.replace_all_uses_with(self._insert(node, expand, (one, size), {}))
+        node.replace_all_uses_with(insert_before(self._module, node, expand, (one, size)))
         return True
-
-    def _insert(self, before: fx.Node, target: Any, args: Any, keywords: Any) -> fx.Node:
-        """Insert a node before another one, in the same module and phase."""
-        with self._module.graph.inserting_before(before):
-            node = self._module.graph.call_function(target, args, keywords)
-        for word in ("custom", "seq_nr", "autograd_backward"):
-            if word in before.meta:
-                node.meta[word] = before.meta[word]
-        values, named = fx.map_arg((args, keywords), self._value)
-        with before.meta["val"].fake_mode:
-            node.meta["val"] = target(*values, **named)
-        return node
-
-    def _value(self, node: fx.Node) -> Any:
-        """The value of a node in the trace."""
-        if node.op == "get_attr":
-            return getattr(self._module, str(node.target))
-        return node.meta["val"]
 
 
 def _resized(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterog.graph.op_costs import SPARSE_PRODUCT
+from heterog.graph.op_costs import CHECK, SPARSE_PRODUCT
 from heterog.graph.placement import (
     Arg,
     L,
@@ -391,7 +391,7 @@ def all_samples() -> dict[str, list[Sample]]:
         for kind, *args in source(make):
             keywords = args.pop() if args and isinstance(args[-1], dict) else {}
             found.setdefault(kind, []).append(sample_of(overload(kind), *args, **keywords))
-    for sample in (*fused_samples(make), *sparse_samples(make)):
+    for sample in (*fused_samples(make), *sparse_samples(make), *check_samples(make)):
         found.setdefault(sample.call.kind, []).append(sample)
     return found
 
@@ -919,6 +919,16 @@ def sparse_samples(make: Make) -> Iterator[Sample]:
     }
     for dense in (make.real(5, 6), make.real(3, 5, 4)):
         yield _sample(SPARSE_PRODUCT, multiply, {"dense": dense, **matrix})
+
+
+def check_samples(make: Make) -> Iterator[Sample]:
+    for shape in ((5, 3, 6), (4,), ()):
+        condition = torch.ones(shape, dtype=torch.bool)
+        yield _sample(CHECK, _check_alone, {"condition": condition, "message": "it holds"})
+
+
+def _check_alone(condition: Tensor, message: str) -> None:
+    assert condition.all(), message
 
 
 SAMPLES = all_samples()

@@ -1,5 +1,6 @@
 """Reductions, scans, orderings, softmax: reduced dimensions are P or blocked, the rest splits."""
 
+from heterog.graph.op_costs import CHECK
 from heterog.graph.placement import OpCall, P, Placement
 from heterog.graph.sharding_rules.table import (
     Axis,
@@ -82,3 +83,10 @@ def _along(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
         Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(rank) if d != along
     ]
     return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _ALONG_LINEAR else [])
+
+
+@rule(CHECK)
+def _check(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
+    """What holds for every element holds for those of each part."""
+    axes = [Axis((dim,), ()) for dim in range(len(call.inputs[0].shape))]
+    return choose(call, placements, axis_size, axes)

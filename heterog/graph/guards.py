@@ -1,0 +1,272 @@
+"""Finds whether a value that code asks for only guards: an ``assert``, or an ``if`` that raises.
+
+Code that goes on after such a question has always had the same answer, so the answer changes no
+graph: it can be asked when the step runs. An ``if`` that only prints, warns or logs changes none
+either. Any other question about values decides which ops run. What is asked is read from the
+syntax tree of the frame that asks: CPython tells the place of each instruction in its source
+(PEP 657).
+"""
+
+import ast
+import dis
+import linecache
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import PurePath
+from types import FrameType
+
+_LONGEST_TEXT = 120
+"""Characters of a guard that are shown: tests of several lines say enough in their first."""
+_Place = tuple[int, int, int, int]
+"""First line, last line, first column and last column of a piece of source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """A question whose answer only decides whether the code goes on.
+
+    Attributes:
+        wanted: Answer with which it goes on in silence.
+        raises: Whether the other answer raises an error; else it only says something.
+        text: File, line and statement, for messages.
+    """
+
+    wanted: bool
+    raises: bool
+    text: str
+
+
+def guard_of_truth(frame: FrameType) -> Guard | None:
+    """Guard whose test needs the truth of a tensor at the instruction that a frame executes.
+
+    Args:
+        frame: Frame that has asked, by ``if``, ``assert``, ``not``, ``and``, ``or``, ``bool()``,
+            ``all()`` or ``any()``.
+
+    Returns:
+        ``None`` if the answer may change something else than whether an error is raised.
+    """
+    now, before = _instructions(frame)
+    if now is None or before is None:
+        return None
+    source = _source_of(frame)
+    if "CALL" in now.opname:  # a function of Python's own asks, if it is one that passes truth on
+        for leaf in source.at(now):
+            if isinstance(leaf, ast.Call) and (name := _called(leaf)) in ("bool", "all", "any"):
+                guard = source.guard(leaf, frame)
+                of_all = {"all": True, "any": False}
+                return guard if guard and of_all.get(name, guard.wanted) == guard.wanted else None
+        return None
+    # Python 3.13 compares and asks for the truth of the result in one instruction.
+    is_compared = now.opname == "COMPARE_OP" and sys.version_info >= (3, 13)
+    if not is_compared and not now.opname.startswith(("POP_JUMP", "JUMP_IF", "TO_B", "UNARY_NOT")):
+        return None
+    leaves = source.at(now if is_compared else before)
+    return next((guard for leaf in leaves if (guard := source.guard(leaf, frame))), None)
+
+
+def guard_of_answer(frame: FrameType) -> Guard | None:
+    """Guard whose test has, as a part, the call that a frame executes, which returns a ``bool``.
+
+    Args:
+        frame: Frame that has called a function, or has asked with ``in``.
+    """
+    now, _ = _instructions(frame)
+    if now is None:
+        return None
+    source = _source_of(frame)
+    for leaf in source.at(now):
+        if isinstance(leaf, ast.Call | ast.Compare) and (guard := source.guard(leaf, frame)):
+            negated = isinstance(leaf, ast.Compare) and isinstance(leaf.ops[0], ast.NotIn)
+            return replace(guard, wanted=guard.wanted ^ negated)
+    return None
+
+
+def is_number_of_guard(frame: FrameType) -> bool:
+    """Whether the number that a frame reads (by ``.item()``) is only computed with in a guard."""
+    now, _ = _instructions(frame)
+    return now is not None and _source_of(frame).is_number_of_guard(now, frame)
+
+
+def _instructions(
+    frame: FrameType,
+) -> tuple[dis.Instruction | None, dis.Instruction | None]:
+    """The instruction that a frame executes, and the one before it, which made what it reads."""
+    # During a call the frame may stand in the room behind the instruction (its inline cache).
+    begun = [each for each in dis.get_instructions(frame.f_code) if each.offset <= frame.f_lasti]
+    return (begun[-1], begun[-2]) if len(begun) > 1 else (None, None)
+
+
+def _called(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+class _Source:
+    """Expressions of a file by their places, and what is around each."""
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name = name
+        self._parent: dict[ast.AST, ast.AST] = {}
+        self._at: dict[_Place, list[ast.expr]] = {}
+        for node in ast.walk(_parsed(text)):
+            for child in ast.iter_child_nodes(node):
+                self._parent[child] = node
+            if isinstance(node, ast.expr):
+                self._at.setdefault(_place(node), []).append(node)
+
+    def at(self, instruction: dis.Instruction) -> list[ast.expr]:
+        """The expressions that take up just the place of an instruction."""
+        found = instruction.positions
+        if found is None or None in found:
+            return []
+        first, last, begin, end = (number or 0 for number in found)
+        return self._at.get((first, last, begin, end), [])
+
+    def guard(self, leaf: ast.expr, frame: FrameType) -> Guard | None:
+        """The guard that a truth value is a part of, if the test is sure to need it."""
+        above = list(self._test_above(leaf))
+        statement = self._parent.get(above[-1])
+        found = self._goes_on_if(statement, above[-1], frame)
+        if found is None:
+            return None
+        wanted, raises = found
+        # From the whole test down: what each part has to be for the test to be as wanted.
+        for part, below in zip(above[:0:-1], above[-2::-1], strict=True):
+            if isinstance(part, ast.UnaryOp):
+                wanted = not wanted
+            elif isinstance(part, ast.BoolOp):
+                needs_all = isinstance(part.op, ast.And) == wanted
+                if raises and not needs_all and below is not part.values[-1]:
+                    return None  # the other parts may make up for it
+        if raises and isinstance(leaf, ast.Compare) and len(leaf.ops) > 1 and not wanted:
+            return None  # a < b < c is two truths, of which one is enough
+        return Guard(wanted, raises, self._text(statement))
+
+    def is_number_of_guard(self, instruction: dis.Instruction, frame: FrameType) -> bool:
+        """Whether the number at a place is only computed with and compared, in a guard's test."""
+        arithmetic = ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp
+        for leaf in self.at(instruction):
+            node: ast.AST = leaf
+            while isinstance(self._parent[node], arithmetic):
+                node = self._parent[node]
+            if self._goes_on_if(self._parent[node], node, frame) is not None:
+                return True
+        return False
+
+    def _test_above(self, leaf: ast.expr) -> Iterator[ast.expr]:
+        """An expression, and those around it that pass its truth on."""
+        node = leaf
+        while True:
+            yield node
+            parent = self._parent[node]
+            passes = isinstance(parent, ast.BoolOp) or (
+                isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
+            )
+            if isinstance(parent, ast.Call) and node in parent.args:
+                passes = _called(parent) == "bool"
+            if not passes or not isinstance(parent, ast.expr):
+                return
+            node = parent
+
+    def _goes_on_if(
+        self, statement: ast.AST | None, test: ast.AST, frame: FrameType
+    ) -> tuple[bool, bool] | None:
+        """Truth of a test with which a guard lets the code go on, and whether it raises else.
+
+        ``None`` if it is no guard.
+        """
+        if isinstance(statement, ast.If) and statement.test is test and not statement.orelse:
+            if all(_only_says(each, frame) for each in statement.body):
+                return False, False
+        if statement is None or self._is_caught(statement):
+            return None
+        if isinstance(statement, ast.Assert) and statement.test is test:
+            return True, True
+        if isinstance(statement, ast.If) and statement.test is test:
+            if _only_raises(statement.body):
+                return False, True
+            return (True, True) if _only_raises(statement.orelse) else None
+        return None
+
+    def _is_caught(self, statement: ast.AST) -> bool:
+        """Whether a function catches errors of one of its statements, and goes on in its way."""
+        node = statement
+        while node in self._parent and not isinstance(node, ast.FunctionDef):
+            parent = self._parent[node]
+            if isinstance(parent, ast.Try) and node in parent.body and parent.handlers:
+                return True
+            node = parent
+        return False
+
+    def _text(self, statement: ast.AST | None) -> str:
+        """File, line and test of a guard, on one line."""
+        assert isinstance(statement, ast.Assert | ast.If)
+        test = ast.unparse(statement.test)
+        words = f"assert {test}"
+        if isinstance(statement, ast.If):
+            raises_at_once = _only_raises(statement.body)
+            words = f"if {test}: raise" if raises_at_once else f"if {test}: ... else: raise"
+        if len(words) > _LONGEST_TEXT:
+            words = words[: _LONGEST_TEXT - 3] + "..."
+        # Not the whole path: it would differ between machines that run the same plan.
+        return f"{self._name}:{statement.lineno} (`{words}`)"
+
+
+def _only_raises(body: list[ast.stmt]) -> bool:
+    """Whether statements do nothing that the code after them can see, and raise."""
+    if not body or not isinstance(body[-1], ast.Raise):
+        return False
+    return all(isinstance(each, ast.Expr | ast.Assign | ast.AnnAssign) for each in body[:-1])
+
+
+def _only_says(statement: ast.stmt, frame: FrameType) -> bool:
+    """Whether a statement does nothing but print, warn or write into a log."""
+    if isinstance(statement, ast.Pass):
+        return True
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return False
+    called = statement.value.func
+    if isinstance(called, ast.Name):
+        return called.id == "print" and _value(called, frame) is None
+    if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name):
+        return False
+    owner = _value(called.value, frame)
+    if owner is warnings:
+        return called.attr == "warn"
+    is_log = owner is logging or isinstance(owner, logging.Logger)
+    return is_log and called.attr.startswith(_LEVELS)
+
+
+_LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
+"""How the functions of a log that write begin; libraries add some (``warning_once``)."""
+
+
+def _value(name: ast.Name, frame: FrameType) -> object:
+    """What a name stands for in a frame, if that is a variable."""
+    return frame.f_locals.get(name.id, frame.f_globals.get(name.id))
+
+
+def _source_of(frame: FrameType) -> _Source:
+    """Source of the file of a frame; empty if there is none, or if it is no Python."""
+    path = frame.f_code.co_filename
+    return _source(path, "".join(linecache.getlines(path, frame.f_globals)))
+
+
+@lru_cache(maxsize=16)
+def _source(path: str, text: str) -> _Source:
+    return _Source(PurePath(path).name, text)
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _place(node: ast.expr) -> _Place:
+    return (node.lineno, node.end_lineno or 0, node.col_offset, node.end_col_offset or 0)

@@ -1,0 +1,262 @@
+"""Checks of values that a step makes when it runs, because it was captured as if they held.
+
+Models ask for values only to raise an error: lengths that fit, labels that exist, no NaN. While a
+step is captured no value is known. ``answered_guards`` answers so that the code goes on, and puts
+an op into the step that checks that this was right; ``spread_checks`` makes such an op look at
+elements instead of at sums over them, so that every device checks its own part of the batch and
+nothing is sent for it.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import has_side_effect
+
+from heterog.graph.guards import guard_of_answer, guard_of_truth, is_number_of_guard
+from heterog.graph.inserting import insert_before
+
+_Truth = Callable[..., Tensor]
+
+_LIBRARY: Any = torch.library.Library("heterog_check", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("all_true(Tensor condition, str message) -> ()")
+
+
+def _check(condition: Tensor, message: str) -> None:
+    torch._assert_async(condition.all(), message)
+
+
+_LIBRARY.impl("all_true", _check, "CompositeExplicitAutograd")
+torch.library.register_fake("heterog_check::all_true", lambda condition, message: None)
+_ALL_TRUE = torch.ops.heterog_check.all_true.default
+has_side_effect(_ALL_TRUE)
+
+
+def check_all(condition: Tensor, message: str) -> None:
+    """Check that a condition holds everywhere, also when a captured step runs.
+
+    Args:
+        condition: Truth values of any shape.
+        message: Text of the error.
+
+    Raises:
+        RuntimeError: it does not, of tensors whose values are known.
+    """
+    _ALL_TRUE(condition.detach().bool(), message)
+
+
+@contextmanager
+def answered_guards() -> Iterator[None]:
+    """Answer questions about unknown values that only guard, and check the answers in the step.
+
+    Others are left to torch, which refuses them; see ``heterog.graph.guards``. Functions of
+    tensors are replaced meanwhile, since modes for them are not asked in the backward pass.
+    """
+    replaced = [(owner, name, vars(owner).get(name)) for owner, name in _ASKED]
+    for owner, name, _ in replaced:
+        setattr(owner, name, _asked(getattr(owner, name), _ASKED[owner, name]))
+    try:
+        yield
+    finally:
+        for owner, name, before in replaced:
+            if before is None:
+                delattr(owner, name)  # that of the class above
+            else:
+                setattr(owner, name, before)
+
+
+def _asked(function: Callable[..., Any], truth_of: _Truth | None) -> Callable[..., Any]:
+    """A function that asks about values, with guards answered.
+
+    Args:
+        function: Function of tensors that returns a number or a ``bool``.
+        truth_of: Makes the tensor that says as much as the ``bool``; ``None`` for a number.
+    """
+
+    @functools.wraps(function)
+    def asked(*args: Any, **keywords: Any) -> Any:
+        is_unknown = any(isinstance(each, FakeTensor) and each.constant is None for each in args)
+        frame = sys._getframe(1) if is_unknown else None
+        if frame is None or "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
+            return function(*args, **keywords)
+        if truth_of is None:
+            if is_number_of_guard(frame):
+                return args[0].detach().reshape(())
+            return function(*args, **keywords)
+        guard = guard_of_truth(frame) if truth_of is _itself else guard_of_answer(frame)
+        if guard is None:
+            return function(*args, **keywords)
+        if guard.raises:
+            with torch.no_grad():
+                truth = truth_of(*args, **keywords).bool()
+                holds = truth if guard.wanted else truth.logical_not()
+                check_all(holds, f"{guard.text} does not hold")
+        return guard.wanted
+
+    return asked
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _are_equal(input: Tensor, other: Tensor) -> Tensor:
+    if input.shape != other.shape:
+        return torch.zeros((), dtype=torch.bool)
+    return (input == other).all()
+
+
+def _are_close(*args: Any, **keywords: Any) -> Tensor:
+    return torch.isclose(*args, **keywords).all()
+
+
+def _contains(values: Tensor, value: Any) -> Tensor:
+    return (values == value).any()
+
+
+_ASKED: Mapping[tuple[Any, str], _Truth | None] = {
+    (Tensor, "item"): None,
+    (Tensor, "__bool__"): _itself,
+    (Tensor, "__contains__"): _contains,
+    (Tensor, "equal"): _are_equal,
+    (Tensor, "allclose"): _are_close,
+    (torch, "equal"): _are_equal,
+    (torch, "allclose"): _are_close,
+    (torch, "is_nonzero"): lambda input: input,
+}
+"""Functions that ask, by whose they are, and what makes a tensor of their answer."""
+
+
+def spread_checks(module: fx.GraphModule) -> None:
+    """Make checks look at elements where they look at something that was made of all elements.
+
+    That ``all`` of something holds, or no ``any``, that a maximum is small enough or a count zero
+    is true of the whole batch if it is true of every part, so that parts are checked where they
+    are and nothing is put together. What else is checked is made whole on every device.
+
+    Args:
+        module: Traced step, whose checks are replaced.
+    """
+    for node in list(module.graph.nodes):
+        if node.target is _ALL_TRUE:
+            condition, message = node.args
+            parts = list(_Spread(module, node).parts(condition, holds=True))
+            if parts != [condition]:
+                for part in parts:
+                    insert_before(module, node, _ALL_TRUE, (part, message))
+                module.graph.erase_node(node)
+
+
+class _Spread:
+    """Finds conditions on elements that are the same as one on all of them."""
+
+    def __init__(self, module: fx.GraphModule, check: fx.Node) -> None:
+        self._module = module
+        self._check = check
+
+    def parts(self, node: fx.Node, *, holds: bool) -> Iterator[fx.Node]:
+        """Nodes that are true everywhere just if a node is true (or false) everywhere.
+
+        Args:
+            node: Truth values.
+            holds: Whether they must be true; else they must be false.
+        """
+        kind = _kind(node)
+        if kind in _SAME_VALUES or kind == ("all" if holds else "any"):
+            yield from self.parts(_first(node), holds=holds)
+        elif kind in _NOT and _dtype(_first(node)) == torch.bool:
+            yield from self.parts(_first(node), holds=not holds)
+        elif kind in (_AND if holds else _OR) and _are_truths(node):
+            for each in node.all_input_nodes:
+                yield from self.parts(each, holds=holds)
+        elif (counted := _counted(node, holds=holds)) is not None:
+            yield from self.parts(counted, holds=False)
+        elif (extreme := _extreme(node, holds=holds)) is not None:
+            each = self._insert(node.target, (_first(extreme), node.args[1]))
+            yield from self.parts(each, holds=holds)
+        else:
+            yield node if holds else self._insert(torch.ops.aten.logical_not.default, (node,))
+
+    def _insert(self, target: Any, args: tuple[Any, ...]) -> fx.Node:
+        return insert_before(self._module, self._check, target, args)
+
+
+_NOT = ("logical_not", "bitwise_not")
+_AND = ("logical_and", "bitwise_and", "__and__")
+_OR = ("logical_or", "bitwise_or", "__or__")
+_SAME_VALUES = ("alias", "detach", "lift_fresh", "clone", "view", "_unsafe_view")
+_MAXIMUM = ("max.default", "amax.default")
+_MINIMUM = ("min.default", "amin.default")
+
+
+def _kind(node: fx.Node) -> str:
+    """Name of an op of torch without its overload; empty for anything else."""
+    target = node.target
+    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return str(target).split(".")[1] if is_aten else ""
+
+
+def _first(node: fx.Node) -> fx.Node:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _are_truths(node: fx.Node) -> bool:
+    """Whether an op with two inputs reads truth values, and no numbers."""
+    inputs = node.all_input_nodes
+    return len(node.args) == len(inputs) and all(_dtype(each) == torch.bool for each in inputs)
+
+
+def _compared(node: fx.Node) -> tuple[str, fx.Node, Any] | None:
+    """The comparison, what is compared and the number, where something is with a number."""
+    is_scalar = str(node.target).endswith(".Scalar") and len(node.args) == 2
+    if not is_scalar or _kind(node) not in ("eq", "ne", "lt", "le", "gt", "ge"):
+        return None
+    left = _first(node)
+    while _kind(left) in _SAME_VALUES:
+        left = _first(left)
+    return _kind(node), left, node.args[1]
+
+
+def _counted(node: fx.Node, *, holds: bool) -> fx.Node | None:
+    """Truth values of which there must be none, where their number is compared with zero."""
+    compared = _compared(node)
+    if compared is None or (compared[0], compared[2], holds) not in (
+        *(("eq", 0, True), ("le", 0, True), ("lt", 1, True)),
+        *(("ne", 0, False), ("gt", 0, False), ("ge", 1, False)),
+    ):
+        return None
+    counting = compared[1]
+    if _kind(counting) not in ("sum", "count_nonzero"):
+        return None
+    source = _first(counting)
+    while _kind(source) == "_to_copy" and _dtype(source) != torch.bool:
+        source = _first(source)  # a count of truths in another type
+    return source if _dtype(source) == torch.bool else None
+
+
+def _extreme(node: fx.Node, *, holds: bool) -> fx.Node | None:
+    """The maximum or minimum that is compared, where its elements can be compared as well."""
+    compared = _compared(node)
+    if compared is None:
+        return None
+    kind, extreme, _ = compared
+    bounds_above = kind in (("le", "lt") if holds else ("gt", "ge"))
+    bounds_below = kind in (("ge", "gt") if holds else ("lt", "le"))
+    of_which = _MAXIMUM if bounds_above else _MINIMUM if bounds_below else ()
+    if str(extreme.target).removeprefix("aten.") not in of_which:
+        return None
+    # A NaN among the elements is the maximum, which is then not greater than anything.
+    dtype = _dtype(extreme)
+    return extreme if holds or (dtype is not None and not dtype.is_floating_point) else None
