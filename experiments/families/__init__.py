@@ -1,6 +1,7 @@
 """Model families beyond the zoo, each in small, for ``model_families.py``."""
 
 from families import (  # noqa: F401 - fills the registry
+    found,
     graphs,
     held_out,
     language,

@@ -167,7 +167,7 @@ def error_of(family: Family, results: list[Trained], wanted: Trained) -> float:
     moved = {
         name: float((value - start[name]).abs().max())
         for name, value in wanted.weights.items()
-        if value.is_floating_point() and value.numel()
+        if (value.is_floating_point() or value.is_complex()) and value.numel()
     }
     farthest = max(moved.values())
     assert farthest > 0, "nothing was trained"

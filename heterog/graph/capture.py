@@ -60,7 +60,7 @@ from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, Te
 from heterog.graph.sharding_rules.sparse import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct
-from heterog.graph.static_shapes import with_static_shapes
+from heterog.graph.static_shapes import statistics_of_unread_norms, with_static_shapes
 from heterog.graph.traced_constants import (
     MADE_AT,
     make_repeated_constants_once,
@@ -140,7 +140,7 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch, whose ops this one shall have.
     """
-    with _caches_without_fakes():
+    with _caches_without_fakes(), statistics_of_unread_norms():
         return _capture_step(workload, planned)
 
 
@@ -216,12 +216,18 @@ def _make_model(workload: Workload) -> nn.Module:
 
     Fake parameters cannot be converted (``model.double()``) nor initialised by code that reads
     its own values (``trunc_normal_``); meta ones can, but attributes that are plain tensors would
-    be on the wrong device, so fake ones are tried first.
+    be on the wrong device, so fake ones are tried first. A model that decides by its values when
+    it is made (an orthogonal parametrization) is made in memory.
     """
     try:
         return workload.make_model()
     except (RuntimeError, *_DATA_DEPENDENT):
-        with unset_fake_temporarily(), torch.device("meta"):
+        pass
+    with unset_fake_temporarily():
+        try:
+            with torch.device("meta"):
+                return workload.make_model()
+        except RuntimeError:
             return workload.make_model()
 
 
@@ -271,8 +277,9 @@ _WAYS_OUT = (
     ),
     (
         "/transformers/",
-        "choose eager attention or dense experts in the model's config, and leave out what "
-        "masks or drops at random (SpecAugment, LayerDrop).",
+        "choose eager attention or dense experts in the model's config, leave out what masks or "
+        "drops at random (SpecAugment, LayerDrop), or take a head that does not pick elements by "
+        "their values: computing with all of them and masking the result comes to the same.",
     ),
 )
 """Advice by the library whose line cannot be captured; the first match counts."""
@@ -284,14 +291,19 @@ _WAYS_OUT_OF_OP = {
         "values of target_lengths. Write its recursion over time with torch.logsumexp, on targets "
         "padded to one width, or train with another loss."
     ),
+    "aten::_pack_padded_sequence": (
+        "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
+        "padded batch; where states are read at the last step of each sample, take them from the "
+        "outputs with gather, and mask what lies behind."
+    ),
 }
 """Advice for an op whose result has a shape that depends on values."""
 
 _WAYS_OUT_OF_STATEMENT = {
     ("if ", "elif ", "while "): (
         "values decide there which ops run, and all steps of a plan run the same. Use "
-        "torch.where, or a setting with which the code always goes one way; an `if` that does "
-        "nothing but raise an error may stay."
+        "torch.where, or settings with which the code always goes one way (no LayerDrop, say); an "
+        "`if` that does nothing but raise an error may stay."
     ),
     ("assert ",): (
         "an assert may stay if it asks tensors, and needs each answer: leave out int() and "
@@ -410,6 +422,8 @@ def _trace(
     def step(
         parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+        for parameter in parameters.values():
+            parameter.grad = None  # of an earlier step
         # The backward pass is inside, too: functions of the user's own may read the model there.
         with stateless._reparametrize_module(model, {**parameters, **buffers}, tie_weights=True):
             loss = workload.step_loss(model, batch)
@@ -417,8 +431,12 @@ def _trace(
             gradients = torch.autograd.grad(
                 loss, list(parameters.values()), _gradient_of(model, loss), allow_unused=True
             )
-        _check_dense(workload, dict(zip(parameters, gradients, strict=True)))
-        wanted = [_as_added_up(workload, gradient) for gradient in gradients]
+        every = [
+            _with_accumulated(parameter, gradient)
+            for parameter, gradient in zip(parameters.values(), gradients, strict=True)
+        ]
+        _check_dense(workload, dict(zip(parameters, every, strict=True)))
+        wanted = [_as_added_up(workload, gradient) for gradient in every]
         return loss.detach(), wanted, list(buffers.values())
 
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
@@ -439,12 +457,24 @@ def _trace(
         _drop_unused_placeholders(raw)
         _annotate_backward(raw.graph)
         # fx.Interpreter keeps the node metadata in the second trace; calling the module would
-        # drop it.
-        traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+        # drop it. All gradients are in the step already: some ops have none (complex slices).
+        with torch.no_grad():
+            traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _with_accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient with what the backward pass has added to the parameter's ``.grad`` itself.
+
+    Functions that compute their forward pass again call ``backward`` on it (reversible layers).
+    """
+    added, parameter.grad = parameter.grad, None
+    if added is None or gradient is None:
+        return gradient if added is None else added
+    return gradient + added
 
 
 def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:

@@ -7,7 +7,7 @@ decisions would break something: all readers of one parameter (tied weights), an
 makes a gradient and the parameter's group, and local statistics with their readers.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -147,6 +147,10 @@ def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) ->
             # The nearest neighbour inside the module, else any, else the module itself.
             label = (near or own or [label])[-1 if near else 0]
         labels.append(label)
+    for index, op in enumerate(graph.ops):
+        # Tracing puts what updates a buffer of the model at the end of the step, in no module.
+        if op.kind == "copy_.default" and graph.producer[op.inputs[-1]] >= 0:
+            labels[index] = labels[int(graph.producer[op.inputs[-1]])]
     for index in range(graph.num_ops - 1, -1, -1):
         if labels[index] in opened:  # first ops of an opened module: follow their first reader
             readers = [r for t in graph.outputs(index) for r in graph.consumers[t]]
@@ -177,11 +181,26 @@ def _join(graph: OpGraph, plan: BatchPlan, labels: list[str]) -> dict[str, str]:
     for index, op in enumerate(graph.ops):
         if op.kind == "copy_.default" and op.phase != Phase.UPDATE:
             # A buffer of the model is updated where it is read; otherwise readers would miss it.
-            join([index, *readers[int(storage[op.inputs[0]])]])
+            join([index, *_readers_through_constants(graph, readers, int(storage[op.inputs[0]]))])
     for tensor, place in enumerate(plan.placements):
         if place.kind == "L" and graph.producer[tensor] >= 0:
             join([int(graph.producer[tensor]), *readers.get(tensor, [])])
     return parent
+
+
+def _readers_through_constants(
+    graph: OpGraph, readers: Mapping[int, Sequence[int]], source: int
+) -> list[int]:
+    """Ops that read a tensor or a constant that is made of it: they follow how it changes."""
+    found: dict[int, None] = {}
+    waiting = [source]
+    while waiting:
+        for op in readers.get(waiting.pop(), ()):
+            if op not in found:
+                found[op] = None
+                if graph.is_constant[op]:
+                    waiting.extend(dict.fromkeys(int(graph.storage[t]) for t in graph.outputs(op)))
+    return list(found)
 
 
 def _find(parent: dict[str, str], label: str) -> str:

@@ -17,6 +17,7 @@ from torch._meta_registrations import _create_grouped_mm_output_tensor
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
+from torch.fx.node import _side_effectful_functions
 
 from heterog.graph.value_checks import check_all
 
@@ -36,6 +37,17 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
         ):
             stack.enter_context(each)
         yield
+
+
+@contextmanager
+def statistics_of_unread_norms() -> Iterator[None]:
+    """Make tracing keep a BatchNorm whose result is not read: its running statistics move."""
+    added = {torch.ops.aten.native_batch_norm.default} - _side_effectful_functions
+    _side_effectful_functions.update(added)
+    try:
+        yield
+    finally:
+        _side_effectful_functions.difference_update(added)
 
 
 @contextmanager

@@ -81,9 +81,9 @@ def _asked(function: Callable[..., Any], truth_of: _Truth | None) -> Callable[..
     @functools.wraps(function)
     def asked(*args: Any, **keywords: Any) -> Any:
         is_unknown = any(isinstance(each, FakeTensor) and each.constant is None for each in args)
-        frame = sys._getframe(1) if is_unknown else None
-        if frame is None or "/torch/" in frame.f_code.co_filename.replace("\\", "/"):
+        if not is_unknown:
             return function(*args, **keywords)
+        frame = sys._getframe(1)
         if truth_of is None:
             if is_number_of_guard(frame):
                 return args[0].detach().reshape(())
@@ -115,8 +115,8 @@ def _are_close(*args: Any, **keywords: Any) -> Tensor:
     return torch.isclose(*args, **keywords).all()
 
 
-def _contains(values: Tensor, value: Any) -> Tensor:
-    return (values == value).any()
+def _contains(values: Tensor, value: Tensor | float) -> Tensor:
+    return torch.eq(values, value).any()
 
 
 _ASKED: Mapping[tuple[Any, str], _Truth | None] = {

@@ -40,25 +40,31 @@ def buffers_of(graph: OpGraph, strategy: Strategy) -> Buffers:
     """Find which rank's copy of each buffer counts.
 
     A module runs where its group is, so a rank that computes none of it has statistics that never
-    change. Buffers that depend on no sample (counters) are updated wherever there are samples.
+    change. A constant that is made of a buffer is made everywhere; whoever writes the buffer then
+    says where it changes. Buffers that depend on no sample (counters) are updated wherever there
+    are samples.
     """
     group = group_ops(graph).group
     plan = axis_plan(graph, strategy.op_rules)
     spans = spans_of_groups(strategy, plan.axes)
     anywhere = min(map(_first, spans[BATCH_AXIS]))
     found = Buffers({}, {})
+    constant: dict[str, int] = {}
     for op, node in enumerate(graph.ops):
         own, axis = int(group[op]), int(plan.op_axis[op])
         for tensor, place in zip(node.inputs, plan.needed[op], strict=True):
             name = graph.tensors[tensor].name
             if graph.tensors[tensor].kind != TensorKind.BUFFER:
                 continue
-            owner = anywhere if own == CONSTANT_GROUP else _first(spans[axis][own])
-            found.owners.setdefault(name, owner)
+            if own == CONSTANT_GROUP:
+                constant.setdefault(name, anywhere)
+                continue
+            found.owners.setdefault(name, _first(spans[axis][own]))
             if axis != BATCH_AXIS and place.kind == "S":
                 of_group = spans[axis][own]
+                owner = found.owners[name]
                 found.split.setdefault(name, SplitBuffer(place, of_group, of_group.team_of(owner)))
-    return found
+    return Buffers(constant | found.owners, found.split)
 
 
 def _first(spans: Spans) -> int:

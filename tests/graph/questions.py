@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 logger = logging.getLogger(__name__)
 MOST = 9
@@ -80,6 +81,10 @@ def raises_in_else(x: Tensor) -> None:
         pass
     else:
         raise ValueError
+
+
+def lets_torch_raise(x: Tensor) -> None:
+    functional.gaussian_nll_loss(x.double(), x.double(), x.double())
 
 
 def raises_with_a_setting(x: Tensor, vocabulary: int | None = MOST) -> None:

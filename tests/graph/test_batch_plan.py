@@ -194,6 +194,44 @@ def test_a_buffer_is_stepped_in_the_group_that_reads_it() -> None:
     assert len({int(group[index]) for index in steps}) == 2
 
 
+class Centred(nn.Module):
+    """Subtracts a moving average of its own activations, which is a buffer."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 4)
+        self.register_buffer("average", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.layer(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(found.mean(0), alpha=0.1)
+        out: Tensor = self.head(found - self.average)
+        return out
+
+
+def test_a_buffer_is_stepped_where_a_constant_that_is_made_of_it_is_read() -> None:
+    """Nine tenths of the average are made on all devices, of what each has for the average.
+
+    It was stepped beside the head instead, and the layer's device had the average of the start.
+    """
+    graph = captured(Centred, torch.zeros(8, 6), torch.zeros(8, 4))
+    group = group_ops(graph).group
+    (step,) = (index for index, op in enumerate(graph.ops) if op.kind == "copy_.default")
+    (buffer,) = graph.inputs_of_kind(TensorKind.BUFFER)
+    (fading,) = (op for op in graph.consumers[buffer] if op != step)
+    assert graph.is_constant[fading]
+    readers = graph.consumers[graph.outputs(fading)[0]]
+    assert {int(group[reader]) for reader in readers} == {int(group[step])}
+    heads = {
+        int(group[i]) for i, op in enumerate(graph.ops) if "log" in op.kind or "mse" in op.kind
+    }
+    assert int(group[step]) not in heads
+
+
 def test_groups_follow_modules_and_keep_what_belongs_together() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -626,3 +626,123 @@ def test_models_that_convert_or_look_at_their_weights_are_captured() -> None:
         graph = capture(workload(model, *batch))
         assert graph.num_parameters in (28, 36)
         assert graph.tensors[graph.parameters[0]].dtype == str(dtype).removeprefix("torch.")
+
+
+class Rerun(torch.autograd.Function):
+    """Runs a layer without a graph, and again, with one, in the backward pass."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, layer: nn.Module) -> Any:
+        context.layer = layer
+        context.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            x = context.saved_tensors[0].detach().requires_grad_()
+            context.layer(x).backward(gradients[0])
+        return x.grad, None
+
+
+class RunTwice(nn.Module):
+    """A layer whose gradients its own function adds to ``.grad``; it may be used plainly, too."""
+
+    def __init__(self, *, plainly: bool) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 4), nn.Linear(4, 4)
+        self.plainly = plainly
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = Rerun.apply(x, self.layer)  # type: ignore[no-untyped-call]
+        return out + self.layer(out) if self.plainly else out
+
+
+@pytest.mark.parametrize("plainly", [False, True])
+def test_gradients_that_a_backward_pass_adds_up_itself_count(plainly: bool) -> None:
+    """The layer seemed not to be trained: only what autograd returns was taken for its gradient.
+
+    What an earlier step has left in ``.grad`` does not count.
+    """
+    torch.manual_seed(0)
+    model, x, y = RunTwice(plainly=plainly), torch.randn(8, 6), torch.randn(8, 4)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    step = capture_step(workload(model, x, y))
+    model.zero_grad()
+    assert len(step.graph.updates) == 4
+    _, *gradients = step.module(*model.parameters(), x, y)
+    torch.autograd.backward(functional.mse_loss(model(x), y))
+    flat = torch.utils._pytree.tree_leaves(gradients)
+    for gradient, parameter in zip(flat, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+class Waves(nn.Module):
+    """Filters a signal: gradients of Fourier transforms write into slices of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.fft.rfft(x) * torch.view_as_complex(self.filter)
+        out: Tensor = torch.fft.irfft(waves, n=x.shape[-1])
+        return out
+
+
+def test_fourier_transforms_are_captured_with_their_gradients() -> None:
+    torch.manual_seed(0)
+    model, x, y = Waves(), torch.randn(8, 6), torch.randn(8, 6)
+    step = capture_step(workload(lambda: model, x, y))
+    with torch.no_grad():
+        _, *gradients = step.module(*model.parameters(), x, y)
+    torch.autograd.backward(functional.mse_loss(model(x), y))
+    (gradient,) = torch.utils._pytree.tree_leaves(gradients)
+    torch.testing.assert_close(gradient, model.filter.grad)
+
+
+def test_a_model_that_looks_at_its_values_when_it_is_made_is_captured() -> None:
+    """Neither fake nor meta tensors have any: such a model is made in memory."""
+
+    def model() -> nn.Module:
+        return nn.utils.parametrizations.orthogonal(nn.Linear(6, 6), orthogonal_map="cayley")
+
+    graph = capture(workload(model, torch.zeros(8, 6), torch.zeros(8, 6)))
+    assert len(graph.updates) == 2
+
+
+class Packing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        pack = nn.utils.rnn.pack_padded_sequence
+        _, last = self.layer(pack(x, lengths, batch_first=True, enforce_sorted=False))
+        out: Tensor = last[-1]
+        return out
+
+
+def test_packed_sequences_are_refused_with_what_to_do_instead() -> None:
+    batch = torch.zeros(8, 5, 6), torch.full((8,), 5), torch.zeros(8, 4)
+    with pytest.raises(CaptureError, match=r"as many steps as the values of lengths say.*gather"):
+        capture(workload(Packing, *batch))
+
+
+class Unread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unread = nn.Linear(6, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self.unread(out)
+        return out
+
+
+def test_statistics_of_a_norm_that_nothing_reads_move() -> None:
+    graph = capture(workload(Unread, torch.zeros(8, 6), torch.zeros(8, 4)))
+    assert [op.module for op in graph.ops if "batch_norm" in op.kind] == ["unread"]

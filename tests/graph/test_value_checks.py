@@ -33,6 +33,7 @@ from tests.graph.questions import (
     chooses,
     converts,
     keeps_the_number,
+    lets_torch_raise,
     loops,
     prints,
     raises_after_a_choice,
@@ -69,6 +70,7 @@ QUESTIONS = (
     raises_if_not_all,
     raises_in_else,
     raises_with_a_setting,
+    lets_torch_raise,
 )
 
 
@@ -105,7 +107,7 @@ def test_checks_are_made_on_each_part_of_the_batch_where_a_part_can_tell(
     graph = step_of(question).graph
     plan = batch_plan(graph)
     checks = [plan.needed[i][0].kind for i, op in enumerate(graph.ops) if op.kind == CHECK]
-    of_the_whole = {asserts_a_chain: 2, raises_on_any: 1}.get(question, 0)
+    of_the_whole = {"asserts_a_chain": 2, "raises_on_any": 1}.get(question.__name__, 0)
     assert checks.count("S") == len(checks) - of_the_whole
     assert len(checks) >= 1
     # A sum of the batch's own numbers is known before the step.

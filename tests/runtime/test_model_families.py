@@ -15,8 +15,11 @@ SCRIPT = Path(__file__).parents[2] / "experiments" / "model_families.py"
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_families_run_under_every_strategy_and_equal_plain_pytorch() -> None:
-    """Own loss, self loops, sparse tables, ties, noise, BatchNorm, spectral norm, a penalty."""
-    few = "gpt2_classifier,dlrm_sparse,tied_frozen_shared"
+    """Own loss, self loops, sparse tables, ties, noise, BatchNorm, spectral norm, a penalty.
+
+    A buffer that is stepped in place, and gradients that a layer's backward pass adds up itself.
+    """
+    few = "gpt2_classifier,dlrm_sparse,tied_frozen_shared,moving_average,reversible"
     which = ["--quick"] if IS_THOROUGH else ["--only", few]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *which, "--no-search", "--json"],
@@ -25,7 +28,7 @@ def test_families_run_under_every_strategy_and_equal_plain_pytorch() -> None:
         check=False,
     )
     rows = json.loads(done.stdout)["rows"]
-    assert len(rows) == (9 if IS_THOROUGH else 3)
+    assert len(rows) == (11 if IS_THOROUGH else 5)
     for row in rows:
         assert row["equal"], (row, done.stderr)
         assert {"parameter_servers", "pipeline", "zero3"} <= row["strategies"].keys()

@@ -1,0 +1,253 @@
+"""Families of which each showed something when a stranger brought it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from families.family import BATCH, Batch, family, sgd
+from families.language import VOCABULARY, causal_batch, config_of, hugging_face
+from families.training import network, numbers
+from heterog.graph.workload import Workload
+
+CLASSES = 4
+
+
+def features_and_classes() -> Batch:
+    """Eight numbers of each sample, and its class."""
+    return numbers(8), torch.randint(0, CLASSES, (BATCH,))
+
+
+class CheckedTokens(nn.Module):
+    """A mean over tokens that raises errors of its own about tokens, lengths and NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, words: Tensor, lengths: Tensor) -> Tensor:
+        if words.max() >= self.table.num_embeddings or words.min() < 0:
+            raise ValueError("a word is not in the vocabulary")
+        assert lengths.max().item() <= words.shape[1], "too long"
+        found: Tensor = self.table(words)
+        assert not torch.isnan(found).any()
+        mask = torch.arange(words.shape[1]) < lengths[:, None]
+        mean = (found * mask[..., None]).sum(1) / lengths[:, None]
+        assert mean.isnan().sum() == 0
+        out: Tensor = self.head(mean)
+        return out
+
+
+@family("checked_tokens")
+def checked_tokens() -> Workload:
+    """Asserts and errors about values, which the step checks when it runs."""
+
+    def batch() -> Batch:
+        words, lengths = torch.randint(0, VOCABULARY, (BATCH, 6)), torch.randint(1, 7, (BATCH,))
+        return words, lengths, torch.randint(0, CLASSES, (BATCH,))
+
+    return sgd(lambda: CheckedTokens().double(), batch, loss=functional.cross_entropy)
+
+
+@family("xlm")
+def xlm() -> Workload:
+    """XLM: lengths are asserted to fit."""
+    return hugging_face(
+        lambda: config_of("XLM", vocab_size=VOCABULARY, emb_dim=16, n_layers=2, n_heads=2,
+                          dropout=0.0, attention_dropout=0.0, max_position_embeddings=32,
+                          pad_index=1, init_std=0.2),
+        "XLMWithLMHeadModel",
+        causal_batch,
+    )  # fmt: skip
+
+
+class GaussianHead(nn.Module):
+    """A mean and a variance, whose loss is torch's, which raises where a variance is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = network(8, 16, 2)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        mean, spread = self.body(x).unbind(1)
+        return functional.gaussian_nll_loss(mean, target, functional.softplus(spread))
+
+
+@family("gaussian_head")
+def gaussian_head() -> Workload:
+    """Regression with a variance of its own for each sample."""
+    return sgd(lambda: GaussianHead().double(), lambda: (numbers(8), numbers()))
+
+
+class Centred(nn.Module):
+    """Features from which a moving average of themselves is taken, which is a buffer."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+        self.head = nn.Linear(16, CLASSES)
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(found.mean(0), alpha=0.1)
+        out: Tensor = self.head(found - self.average)
+        return out
+
+
+@family("moving_average", is_quick=True)
+def moving_average() -> Workload:
+    """A buffer that the forward pass steps in place."""
+    return sgd(lambda: Centred().double(), features_and_classes, loss=functional.cross_entropy)
+
+
+class OwnTeacher(nn.Module):
+    """BYOL: a teacher whose weights follow those of the student in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(8, 6), nn.Linear(8, 6)
+        self.guess = nn.Linear(6, 6)
+        self.teacher.requires_grad_(False)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.student.parameters(), strict=True)
+            for old, new in pairs:
+                old.mul_(0.9).add_(new, alpha=0.1)
+            wanted = functional.normalize(self.teacher(other), dim=1)
+        found = functional.normalize(self.guess(self.student(one)), dim=1)
+        return 2 - 2 * (found * wanted).sum(1).mean()
+
+
+@family("own_teacher")
+def own_teacher() -> Workload:
+    """Frozen weights that are a moving average of trained ones."""
+    return sgd(lambda: OwnTeacher().double(), lambda: (numbers(8), numbers(8)))
+
+
+class Reversed(torch.autograd.Function):
+    """Two residual halves; the backward pass computes the inputs from the outputs."""
+
+    @staticmethod
+    def forward(context: Any, left: Tensor, right: Tensor, block: "Reversible") -> Any:
+        context.block = block
+        with torch.no_grad():
+            first = left + block.one(right)
+            second = right + block.two(first)
+        context.save_for_backward(first.detach(), second.detach())
+        return first, second
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        first, second = context.saved_tensors
+        block = context.block
+        with torch.enable_grad():
+            first = first.detach().requires_grad_()
+            inner = block.two(first)
+            inner.backward(gradients[1])  # adds to the gradients of the weights
+        with torch.no_grad():
+            right = second - inner
+            left_gradient = gradients[0] + first.grad
+        with torch.enable_grad():
+            right = right.detach().requires_grad_()
+            block.one(right).backward(left_gradient)
+        return left_gradient, gradients[1] + right.grad, None
+
+
+class Reversible(nn.Module):
+    """A reversible layer (RevNet), which keeps no activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = network(4, 8, 4), network(4, 8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = Reversed.apply(*x.chunk(2, 1), self)
+        return torch.cat([right, left], 1)
+
+
+@family("reversible", is_quick=True)
+def reversible() -> Workload:
+    """Gradients of weights that the backward pass of a layer adds up itself."""
+
+    def model() -> nn.Module:
+        body = nn.Linear(8, 8), Reversible(), Reversible(), nn.Linear(8, CLASSES)
+        return nn.Sequential(*body).double()
+
+    return sgd(model, features_and_classes, loss=functional.cross_entropy)
+
+
+class Spectral(nn.Module):
+    """A Fourier neural operator: low frequencies of a signal are mixed by complex weights."""
+
+    def __init__(self, kept: int = 5) -> None:
+        super().__init__()
+        self.kept = kept
+        self.lift, self.drop = nn.Conv1d(1, 4, 1), nn.Conv1d(4, 1, 1)
+        self.mix = nn.Parameter(0.2 * torch.randn(4, 4, kept, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        lifted = self.lift(x)
+        waves = torch.fft.rfft(lifted)
+        mixed = torch.zeros_like(waves)
+        kept = waves[:, :, : self.kept]
+        mixed[:, :, : self.kept] = torch.einsum("bix,iox->box", kept, self.mix)
+        out: Tensor = self.drop(functional.gelu(lifted + torch.fft.irfft(mixed, n=x.shape[-1])))
+        return out
+
+
+@family("fourier_operator")
+def fourier_operator() -> Workload:
+    """Fourier transforms and complex weights."""
+
+    def model() -> nn.Module:
+        made = Spectral()
+        made.lift.double()
+        made.drop.double()
+        return made
+
+    return sgd(model, lambda: (numbers(1, 16), numbers(1, 16)), loss=functional.mse_loss)
+
+
+@family("orthogonal_weights")
+def orthogonal_weights() -> Workload:
+    """An orthogonal matrix as a parametrization, which looks at its values when it is made."""
+
+    def model() -> nn.Module:
+        first = parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="cayley")
+        return nn.Sequential(first, nn.ReLU(), nn.Linear(8, CLASSES)).double()
+
+    return sgd(model, features_and_classes, loss=functional.cross_entropy)
+
+
+class UnreadHead(nn.Module):
+    """Convolutions with a second head that the loss does not read, in which a norm counts on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+        self.unread = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.body(x)
+        self.unread(found)
+        out: Tensor = self.head(found.mean((2, 3)))
+        return out
+
+
+@family("unread_head")
+def unread_head() -> Workload:
+    """Running statistics of a norm whose result nothing reads."""
+
+    def batch() -> Batch:
+        return numbers(3, 6, 6), torch.randint(0, CLASSES, (BATCH,))
+
+    return sgd(lambda: UnreadHead().double(), batch, loss=functional.cross_entropy)
