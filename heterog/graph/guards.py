@@ -242,7 +242,7 @@ def _only_says(statement: ast.stmt, frame: FrameType) -> bool:
 
 
 _LEVELS = ("debug", "info", "warn", "error", "critical", "exception", "log")
-"""How the functions of a log that write begin; libraries add some (``warning_once``)."""
+"""How the functions of a log that write begin; libraries add some of their own."""
 
 
 def _value(name: ast.Name, frame: FrameType) -> object:
