@@ -211,10 +211,11 @@ def run(
         float("nan") if loss is None else loss
         for loss in (measured["losses"][0], measured["losses"][-1])
     )
+    kind = "median" if loaded.strategy.apart is None else "mean"  # see ``rank``
     out.print(
         f"{measured['model']} on {measured['num_ranks']} "
         f"{'ranks of testbed ' + testbed if testbed else 'local ranks'}: "
-        f"{format_seconds(measured['step_time_s'])} a step (median of {steps}, "
+        f"{format_seconds(measured['step_time_s'])} a step ({kind} of {steps}, "
         f"{format_seconds(measured['step_time_min_s'])} to "
         f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
         f"{format_seconds(loaded.step_time_s)}; loss {first:.4f} -> {last:.4f}"

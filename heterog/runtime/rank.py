@@ -221,23 +221,23 @@ def train(
         background_steps = list(map(int, gather_texts(str(beside.stop() if beside else 0))))
     # Where islands average, one step in many takes longer, and the plan predicts the mean.
     averages = plan.strategy.averaging is not None
-    median_s = statistics.mean(seconds) if averages else statistics.median(seconds)
+    step_s = statistics.mean(seconds) if averages else statistics.median(seconds)
     if step.server is not None:  # a rank that ran ahead waits in the end
-        median_s = together_s
+        step_s = together_s
     return step, {
         "model": plan.graph.name,
         "cluster": plan.cluster.name,
         "method": plan.method,
         "num_ranks": dist.get_world_size(),
         "num_steps_before": steps_before,
-        "step_time_s": median_s,
+        "step_time_s": step_s,
         "step_time_min_s": min(seconds),
         "step_time_max_s": max(seconds),
         "step_times_s": seconds,
         "predicted_step_time_s": plan.step_time_s,
         # JSON has no NaN.
         "losses": [loss if math.isfinite(loss) else None for loss in losses],
-        "throughput_samples_per_s": plan.graph.batch_size / median_s,
+        "throughput_samples_per_s": plan.graph.batch_size / step_s,
         "tasks": tasks,
         "background_steps": background_steps,
     }
