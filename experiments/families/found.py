@@ -251,3 +251,14 @@ def unread_head() -> Workload:
         return numbers(3, 6, 6), torch.randint(0, CLASSES, (BATCH,))
 
     return sgd(lambda: UnreadHead().double(), batch, loss=functional.cross_entropy)
+
+
+@family("plain_features_normalised")
+def plain_features_normalised() -> Workload:
+    """BatchNorm over plain features, of which torch trains none on one sample."""
+
+    def model() -> nn.Module:
+        norm = nn.BatchNorm1d(16, affine=False, track_running_stats=False)
+        return nn.Sequential(nn.Linear(8, 16), norm, nn.GLU(), nn.Linear(8, CLASSES)).double()
+
+    return sgd(model, features_and_classes, loss=functional.cross_entropy)

@@ -9,7 +9,11 @@ import numpy as np
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.graph.batch_plan import batch_plan, ops_of_the_whole_batch
+from heterog.graph.batch_plan import (
+    batch_plan,
+    norms_of_lone_values,
+    ops_of_the_whole_batch,
+)
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import Special
@@ -48,7 +52,12 @@ def cluster() -> Cluster:
 
 
 def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
-    """Samples in proportion to weights; the first device takes what rounding leaves."""
+    """Samples in proportion to weights; the first device takes what rounding leaves.
+
+    Where torch would refuse to train a BatchNorm on one sample, no device has one alone.
+    """
+    if len(weights) == NUM_RANKS and norms_of_lone_values(graph):
+        weights = (2, 1, 1)
     rest = [graph.batch_size * weight // sum(weights) for weight in weights[1:]]
     return graph.batch_size - sum(rest), *rest
 
