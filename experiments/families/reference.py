@@ -124,7 +124,8 @@ def local_groups(part: RankProgram) -> list[Part]:
     """Samples that each BatchNorm takes its statistics over; empty where there is none.
 
     Raises:
-        NotImplementedError: they are not the same for all of them.
+        NotImplementedError: they are not the same for all of them, or devices have unlike parts
+            of them in different layers, so that their running statistics saw unlike samples.
     """
     found: set[tuple[Part, ...]] = set()
     for index, op in enumerate(part.graph.ops):
@@ -136,9 +137,15 @@ def local_groups(part: RankProgram) -> list[Part]:
         elif op.args.get("training") is True:  # a rule splits its channels
             found.add((Part(0, part.graph.batch_size, layout.devices[0]),))
     # Who computes them does not matter, but for whose running statistics change.
-    if len({tuple(each[:2] for each in parts) for parts in found}) > 1:
+    if len({_by_turn(parts) for parts in found}) > 1:
         raise NotImplementedError("layers with BatchNorm have unlike local groups")
     return list(min(found, default=()))
+
+
+def _by_turn(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """The parts with devices numbered in the order in which they come."""
+    turn: dict[int, int] = {}
+    return tuple(each._replace(device=turn.setdefault(each.device, len(turn))) for each in parts)
 
 
 def _parts(part: RankProgram, layout: Spans) -> Iterator[Part]:

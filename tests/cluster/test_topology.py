@@ -232,6 +232,12 @@ def test_shares_must_be_above_zero_and_at_most_one(value: float) -> None:
             "float16, bfloat16.",
         ),
         (
+            SLOW,
+            {"peak_flops_per_s": {"float32": 1e12, "\n": 1e12}},
+            "device type 'slow' has a peak for unknown dtype '\\n'; known: float64, float32, "
+            "float16, bfloat16.",
+        ),
+        (
             device("A:0"),
             {"usable_memory_bytes": 16 * 2**30},
             "device 'A:0' has 16.0 GiB of usable memory but its type 'slow' has only 7.5 GiB; "

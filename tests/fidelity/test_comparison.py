@@ -80,3 +80,9 @@ def test_an_interval_is_symmetric_in_ratios() -> None:
     low, high = interval_around(3.0, 0.2)
     assert low * high == pytest.approx(9.0)
     assert interval_around(3.0, 0.0) == Interval(3.0, 3.0)
+
+
+def test_measurements_that_contradict_each_other_give_a_wide_interval() -> None:
+    low, high = interval_around(3.0, 1e6)
+    assert 0 < low < 1e-9
+    assert 1e9 < high < float("inf")
