@@ -134,8 +134,9 @@ class Rebalancer:
     def _told(
         self, old: Sequence[int], new: Sequence[int], times: Sequence[float], gain: float
     ) -> str:
-        typical = statistics.median(times)
-        rank = max(range(len(old)), key=lambda each: (abs(times[each] / typical - 1), -each))
+        busy = [rank for rank, time_s in enumerate(times) if time_s > 0]  # others have no samples
+        typical = statistics.median(times[rank] for rank in busy)
+        rank = max(busy, key=lambda each: (abs(times[each] / typical - 1), -each))
         ratio = times[rank] / typical
         how = "slower" if ratio > 1 else "faster"
         percent = round(100 * (ratio - 1 if ratio > 1 else 1 / ratio - 1))

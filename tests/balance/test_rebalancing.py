@@ -154,6 +154,14 @@ def test_one_line_says_who() -> None:
     assert change.text.startswith("rank 0 is 210 % faster than planned: 31 -> ")
 
 
+def test_a_rank_without_samples_is_not_the_one_that_is_told_of() -> None:
+    window = [[10.0] * 4, [10.0] * 4, [2.0] * 4, [0.0] * 4]
+    seconds = [[0.1] * 4, [0.1] * 4, [0.15] * 4, [0.1] * 4]
+    change = Rebalancer(4).update((10, 10, 2, 0), window, seconds)
+    assert change is not None
+    assert change.text.startswith("rank 2 is 50 % slower than planned: 2 -> "), change.text
+
+
 def test_a_dead_band_and_memory_hold() -> None:
     window = [[50.0] * 4] * 2
     assert Rebalancer(2).update((50, 50), window, [[0.50] * 4, [0.52] * 4]) is None
