@@ -12,17 +12,15 @@ islands. No clock is in it: two runs give the same numbers.
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from local_ranks import result_of_ranks
 from torch import Tensor, nn
 
 from heterog import Workload
@@ -161,17 +159,8 @@ def save_plans(model: str, folder: Path, rows: Sequence[str]) -> None:
 
 def train(
     rank: int, model: str, folder: Path, num_steps: int, num_plans: int, rate: float
-) -> None:
-    """One rank: all plans, one after another; rank 0 writes the losses."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=len(SHARES),
-        timeout=timedelta(seconds=300),
-    )
+) -> list[list[float]]:
+    """One rank: all plans, one after another; returns the losses of each."""
     losses = []
     for number in range(num_plans):
         step = deploy(workload_of(model, rate), load_plan(folder / f"{number}.json"))
@@ -183,10 +172,7 @@ def train(
         part = torch.tensor(own, dtype=torch.float64) * SHARES[rank] / _BATCH
         dist.all_reduce(part)
         losses.append(part.tolist())
-    if rank == 0:
-        (folder / "losses.json").write_text(json.dumps(losses))
-    dist.barrier()
-    os._exit(0)  # gloo's threads may hang an orderly end
+    return losses
 
 
 def main() -> None:
@@ -203,18 +189,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             save_plans(model, folder, asked)
-            ranks = [
-                multiprocessing.Process(
-                    target=train,
-                    args=(rank, model, folder, arguments.steps, len(asked), arguments.rate),
-                )
-                for rank in range(len(SHARES))
-            ]
-            for each in ranks:
-                each.start()
-            for each in ranks:
-                each.join()
-            losses = json.loads((folder / "losses.json").read_text())
+            losses = result_of_ranks(
+                train, len(SHARES), model, folder, arguments.steps, len(asked), arguments.rate
+            )
         for row, found in zip(asked, losses, strict=True):
             last = statistics.mean(found[-_LAST:])
             rows.append({"model": model, "row": row, "loss": last, "losses": found})

@@ -24,7 +24,6 @@ from balance_testbed import EQUAL
 
 from heterog.balance.following import INTERVAL
 from heterog.cluster import Cluster
-from heterog.cluster.spec import parse_cluster
 from heterog.runtime.launch import run_commands
 from heterog.runtime.testbed import Testbed
 
@@ -178,7 +177,7 @@ def main() -> None:
         fixed = tuple(map(int, arguments.fixed.split(","))) if arguments.fixed else None
         train(Path(arguments.rank_log), int(arguments.steps), fixed)
         return
-    cluster = parse_cluster(EQUAL, ROOT)
+    cluster = EQUAL
     fixed_s = best_fixed(cluster, 40)
     best_s = min(fixed_s.values())
     print(f"fixed shares of the slow rank, seconds a step: {fixed_s}", file=sys.stderr, flush=True)

@@ -19,6 +19,7 @@ import argparse
 import json
 import re
 import statistics
+import string
 import sys
 import tempfile
 from pathlib import Path
@@ -35,25 +36,21 @@ PIXELS = 64
 """Height and width of the images in the scripts."""
 SETTLING = 3
 """Epochs of eleven steps in which shares may still change."""
-EQUAL = """
-schema_version: 1
-name: equal
-efficiency: 1.0
-hosts:
-  - {name: a, devices: [{type: CPU, names: [a]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 0.5}}
-  - {name: b, devices: [{type: CPU, names: [b]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 0.5}}
-  - {name: c, devices: [{type: CPU, names: [c]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 0.5}}
-"""  # noqa: E501
 
-CORES = """
-schema_version: 1
-name: cores
-efficiency: 1.0
-hosts:
-  - {name: a, devices: [{type: CPU, names: [a]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 1.0}}
-  - {name: b, devices: [{type: CPU, names: [b]}], nic: {line_rate: 1 Gbit/s}, testbed: {cpu_quota: 1.0}}
-"""  # noqa: E501
-WRITTEN = {"equal": EQUAL, "cores": CORES}
+
+def alike_ranks(name: str, num_ranks: int, cpu_quota: float) -> Cluster:
+    """Ranks on hosts of their own that each have as much of a core."""
+    hosts = "\n".join(
+        f"  - {{name: {host}, devices: [{{type: CPU, names: [{host}]}}], "
+        f"nic: {{line_rate: 1 Gbit/s}}, testbed: {{cpu_quota: {cpu_quota}}}}}"
+        for host in string.ascii_lowercase[:num_ranks]
+    )
+    text = f"schema_version: 1\nname: {name}\nefficiency: 1.0\nhosts:\n{hosts}"
+    return parse_cluster(text, ROOT)
+
+
+EQUAL = alike_ranks("equal", 3, 0.5)
+ALIKE = {"equal": EQUAL, "cores": alike_ranks("cores", 2, 1.0)}
 
 
 def epoch_seconds(
@@ -144,8 +141,7 @@ def main() -> None:
         parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")
     rows = []
     for testbed in arguments.testbeds.split(","):
-        text = WRITTEN.get(testbed)
-        cluster = parse_cluster(text, ROOT) if text else load_testbed(testbed)
+        cluster = ALIKE.get(testbed) or load_testbed(testbed)
         for script in arguments.scripts.split(","):
             row = measure(cluster, script, arguments.epochs, arguments.rounds, arguments.pixels)
             rows.append(row)

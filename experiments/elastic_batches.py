@@ -21,17 +21,12 @@ were not trained on.
 import argparse
 import json
 import math
-import multiprocessing
-import os
 import statistics
-import tempfile
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from local_ranks import result_of_ranks
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -174,22 +169,9 @@ def trained(row: str, rank: int, num_windows: int) -> dict[str, Any]:
     }
 
 
-def serve(rank: int, folder: Path, num_windows: int) -> None:
-    """One rank: all rows that need ranks; rank 0 writes them."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=len(SPEEDS),
-        timeout=timedelta(seconds=300),
-    )
-    found = {row: trained(row, rank, num_windows) for row in ROWS[1:]}
-    if rank == 0:
-        (folder / "rows.json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # gloo's threads may hang an orderly end
+def rows_of_ranks(rank: int, num_windows: int) -> dict[str, dict[str, Any]]:
+    """All rows that need ranks."""
+    return {row: trained(row, rank, num_windows) for row in ROWS[1:]}
 
 
 def main() -> None:
@@ -199,17 +181,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=30)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        ranks = [
-            multiprocessing.Process(target=serve, args=(rank, folder, arguments.windows))
-            for rank in range(len(SPEEDS))
-        ]
-        for each in ranks:
-            each.start()
-        for each in ranks:
-            each.join()
-        found = json.loads((folder / "rows.json").read_text())
+    found = result_of_ranks(rows_of_ranks, len(SPEEDS), arguments.windows)
     found = {ROWS[0]: synchronous(arguments.windows), **found}
     if arguments.json:
         print(json.dumps({"speeds": SPEEDS, "rows": found}, indent=1))

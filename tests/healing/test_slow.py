@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,23 +24,8 @@ from tests.thorough import THOROUGH
 
 _REASON = is_supported()
 QUOTA = 0.45
-MODEL = """
-import torch, heterog
-from torch import nn
-
-def workload(batch_size: int = 1536):
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 16)
-        )
-    generator = torch.Generator().manual_seed(1)
-    batch = (
-        torch.randn(batch_size, 64, generator=generator),
-        torch.randn(batch_size, 16, generator=generator),
-    )
-    return heterog.Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam, {"lr": 1e-4})
-"""
+BATCH = 1536
+MODEL = Path(__file__).parents[2] / "experiments" / "healing_model.py"
 
 
 def two() -> Cluster:
@@ -70,8 +56,8 @@ def two() -> Cluster:
 
 
 def test_a_clock_counts_compute_tasks_without_their_waits(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    graph = capture(load_workload(f"{tmp_path}/model.py:workload", None))
+    shutil.copy(MODEL, tmp_path / "model.py")
+    graph = capture(load_workload(f"{tmp_path}/model.py:workload", BATCH))
     plan = make_plan(graph, two(), methods=["cp_ar"], budget="1e")
     program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
     computes = program.kind < FIRST_LINK_KIND
@@ -113,8 +99,8 @@ def test_a_rank_whose_share_of_a_core_is_cut_is_noticed_and_decided_about(
 ) -> None:
     """Two ranks with 45 % of a core; one is cut to 12 %, and what is quicker is taken."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(MODEL)
-    graph = capture(load_workload(f"{tmp_path}/model.py:workload", None))
+    shutil.copy(MODEL, tmp_path / "model.py")
+    graph = capture(load_workload(f"{tmp_path}/model.py:workload", BATCH))
     make_plan(graph, two(), methods=["cp_ar"], budget="1e").save(tmp_path / "plan.json")
     with Testbed(two(), has_network=False) as bed:
         lines, chosen = run_until_said(

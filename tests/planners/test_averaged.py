@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from heterog.cluster import Cluster
 from heterog.errors import HeterogError, StrategyError
 from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
@@ -12,7 +13,7 @@ from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
 from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
 from heterog.planners.lossy import with_codec
-from heterog.planners.plan import make_plan
+from heterog.planners.plan import Plan, make_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -241,9 +242,9 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked() -> None:
     assert asked.summary()["strategy"]["averaging"]["every"] == 8
 
 
-def test_a_codec_is_put_on_what_islands_average() -> None:
-    """The row names both, the reduction is the one asked for, and the gain is told."""
-    graph, slow = graph_of("mlp"), cluster_of(*((0.001, ["T4"]),) * 3)
+def averaged_plan(slow: Cluster, every: int) -> tuple[Plan, Evaluator]:
+    """The best plan of an MLP that averages, and its evaluator."""
+    graph = graph_of("mlp")
     evaluator = Evaluator(graph, slow)
     asked = make_plan(
         graph,
@@ -251,8 +252,14 @@ def test_a_codec_is_put_on_what_islands_average() -> None:
         evaluator=evaluator,
         methods=("cp_ar",),
         budget="10e",
-        asynchronous=AveragedReplicas(Averaging(every=8)),
+        asynchronous=AveragedReplicas(Averaging(every=every)),
     )
+    return asked, evaluator
+
+
+def test_a_codec_is_put_on_what_islands_average() -> None:
+    """The row names both, the reduction is the one asked for, and the gain is told."""
+    asked, evaluator = averaged_plan(cluster_of(*((0.001, ["T4"]),) * 3), every=8)
     assert asked.method == "average"
     lossy, said = with_codec(asked, evaluator, parse_codec("top_k=10"))
     assert lossy.method == "average + top_k=10 (lossy)"
@@ -271,16 +278,7 @@ def test_a_codec_is_put_on_what_islands_average() -> None:
 
 def test_a_codec_may_want_fewer_islands() -> None:
     """All islands gather each other's messages: of eight int8 gains nothing, of two hosts 3.5x."""
-    graph, slow = graph_of("mlp"), cluster_of(*((0.001, ["T4"] * 4),) * 2)
-    evaluator = Evaluator(graph, slow)
-    asked = make_plan(
-        graph,
-        slow,
-        evaluator=evaluator,
-        methods=("cp_ar",),
-        budget="10e",
-        asynchronous=AveragedReplicas(Averaging(every=2)),
-    )
+    asked, evaluator = averaged_plan(cluster_of(*((0.001, ["T4"] * 4),) * 2), every=2)
     assert asked.strategy.decisions[0].teams == tuple((device,) for device in range(8))
     lossy, _ = with_codec(asked, evaluator, parse_codec("int8"))
     assert lossy.strategy.decisions[0].teams == ((0, 1, 2, 3), (4, 5, 6, 7))

@@ -3,8 +3,19 @@
 from heterog.errors import StrategyError
 from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
-from heterog.runtime.deploy import deploy
+from heterog.runtime.deploy import DeployedStep, deploy
 from tests.runtime.cases import batch_of, workload_of
+
+
+def save_settled(step: DeployedStep, folder: str) -> str:
+    """Save a step, once it has settled; returns why it could not be saved before, if so."""
+    try:
+        save_checkpoint(step, folder)
+    except StrategyError as error:
+        step.settle()
+        save_checkpoint(step, folder)
+        return str(error)
+    return ""
 
 
 def interrupted_after(
@@ -17,15 +28,9 @@ def interrupted_after(
     """
     workload = workload_of("mlp", "AdamW")
     first = deploy(workload, load_plan(path))
-    refused = ""
     for number in range(cut):
         first(batch_of("mlp", number))
-    try:
-        save_checkpoint(first, folder)
-    except StrategyError as error:
-        refused = str(error)
-    first.settle()
-    save_checkpoint(first, folder)
+    refused = save_settled(first, folder)
     again = deploy(workload, load_plan(again_path))
     load_checkpoint(again, folder)
     for step in (first, again):

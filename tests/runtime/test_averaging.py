@@ -24,6 +24,7 @@ from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.codec_reference import meant
+from tests.runtime.interrupted import save_settled
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of, plan_of, strategy_of
 from tests.thorough import one_in
@@ -287,13 +288,7 @@ def interrupted(rank: int, path: str, folder: str, cut: int) -> tuple[str, objec
         whole(batch_of("mlp", number))
     for number in range(cut):
         first(batch_of("mlp", number))
-    refused = ""
-    try:
-        save_checkpoint(first, folder)
-    except StrategyError as error:
-        refused = str(error)
-        first.settle()
-        save_checkpoint(first, folder)
+    refused = save_settled(first, folder)
     again = deploy(workload, load_plan(path))
     load_checkpoint(again, folder)
     for number in range(cut, STEPS):
