@@ -7,7 +7,9 @@ another one is earlier than the plan predicted; the weights are the same in ever
 several teams may travel at the same time.
 
 By arrival it has a thread for each team, and a lock around the weights. A team that asks for
-weights gets them when it is at most tau steps ahead of the slowest one.
+weights gets them when it is at most tau steps ahead of the slowest one. Gradients of a step that a
+team has not begun although others are tau steps ahead wait until it has its weights: no team ever
+trains on gradients from more than tau steps ahead, and with tau = 0 all start a step alike.
 
 What a team asks for is a message of numbers: a code, then the options of its optimizer.
 
@@ -232,6 +234,7 @@ class WeightServer:
                 self._expect(team)
                 gradients = self._receive(team)
                 with stretch.changed:
+                    stretch.wait_for_begins(team, self._server.staleness)
                     self._step(team, gradients)
                     stretch.has_pushed(team)
         except Exception as error:  # raised by the thread that waits for all
@@ -311,6 +314,7 @@ class _Stretch:
     """Steps of all teams from one settling to the next, where gradients are taken as they come.
 
     Attributes:
+        begun: Number of steps that each team has weights for.
         done: Number of steps that each team has pushed.
         changed: Condition held to read or change weights, and notified of every push.
         most_ahead: Most steps that any team has been ahead of the slowest one.
@@ -318,19 +322,33 @@ class _Stretch:
     """
 
     def __init__(self, num_teams: int) -> None:
+        self.begun = [0] * num_teams
         self.done = [0] * num_teams
         self.changed = threading.Condition()
         self.most_ahead = 0
         self.error: Exception | None = None
 
     def wait_for_turn(self, team: int, staleness: int) -> None:
-        """Wait until a team may begin its next step; called with ``changed`` held."""
-        self.changed.wait_for(
-            lambda: self.error is not None or self.done[team] - min(self.done) <= staleness
-        )
+        """Wait until a team may begin its next step, which counts as begun then.
+
+        Called with ``changed`` held until the team's weights are copied.
+        """
+        self._wait_for(lambda: self.done[team] - min(self.done) <= staleness)
+        self.most_ahead = max(self.most_ahead, self.done[team] - min(self.done))
+        self.begun[team] += 1
+        self.changed.notify_all()
+
+    def wait_for_begins(self, team: int, staleness: int) -> None:
+        """Wait until no team has yet to begin a step that is tau steps before a team's push.
+
+        Called with ``changed`` held.
+        """
+        self._wait_for(lambda: self.done[team] + 1 - min(self.begun) <= staleness)
+
+    def _wait_for(self, is_so: Callable[[], bool]) -> None:
+        self.changed.wait_for(lambda: self.error is not None or is_so())
         if self.error is not None:
             raise self.error
-        self.most_ahead = max(self.most_ahead, self.done[team] - min(self.done))
 
     def has_pushed(self, team: int) -> None:
         """Count a push; called with ``changed`` held."""

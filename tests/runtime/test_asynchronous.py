@@ -169,8 +169,12 @@ def one_device(name: str) -> dict[str, Tensor]:
 
 
 def in_lock_step(rank: int, path: str) -> object:
-    """Without momentum, which the workload's SGD has; options of the optimizer may change."""
+    """Without momentum, which the workload's SGD has; options of the optimizer may change.
+
+    One team asks for its first weights when the others have made their gradients.
+    """
     step = deploy(workload_of("gpt"), load_plan(path))
+    time.sleep(0.2 if rank == 2 else 0.0)
     for number, rate in enumerate(RATES):
         step.optimizer.param_groups[0] |= {"lr": rate, "momentum": 0.0}
         step(batch_of("gpt", number))
