@@ -41,7 +41,7 @@ VICTIM = 1
 LOST_IN_STEP = 40
 PORT = 29400
 WAYS = ("killed", "cut off")
-_WAIT_S = 240.0
+_WAIT_S = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +273,7 @@ def prepare(folder: Path) -> None:
 def main() -> None:
     """Run the trials and print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--way", default="", choices=["", *WAYS])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

@@ -29,6 +29,13 @@ LONG = (
 )
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Modules without examples need not be imported to be searched for some."""
+    if collection_path.suffix != ".py" or collection_path.name.startswith("test_"):
+        return None
+    return True if b">>>" not in collection_path.read_bytes() else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files, and those of the longest folders, first, in their own order."""

@@ -10,10 +10,10 @@ import torch
 from heterog.cluster import Cluster
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
-from tests.runtime.cases import EVERY, SGD, captured_now, workload_of
+from tests.runtime.cases import EVERY, SGD, capture_case, workload_of
 
 # Autograd has threads of its own where there is an accelerator, and no fork of them works.
 if not torch.accelerator.is_available():
     Evaluator(smallest_graph(), Cluster.load("paper_8gpu")).warm_up()  # reads the kernels
     for name in EVERY:
-        captured_now((name, SGD.optimizer), workload_of(name, SGD.optimizer))
+        capture_case(workload_of(name, SGD.optimizer))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, NamedTuple
 from unittest import mock
@@ -477,6 +477,23 @@ def captured_now(
     return _captured[what]
 
 
+def capture_case(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
+    """Capture a workload; once for each of ``workload_of``, which ranks deploy again and again."""
+    model = workload.model
+    if (model.__module__, getattr(model, "__name__", "")) != (__name__, "seeded"):
+        return capture_step(workload, planned)
+    shaped = ("model", "example_batch", "loss")  # the name of a case and its batch stand for them
+    names = [field.name for field in fields(workload) if field.name not in shaped]
+    others = tuple(str(getattr(workload, name)) for name in names)
+    return captured_now((workload.loss, others), workload, planned)
+
+
+def capture_cases_once() -> None:
+    """Have this process, a rank, deploy cases with ``capture_case``."""
+    for module in ("deploy", "resized"):
+        mock.patch(f"heterog.runtime.{module}.capture_step", capture_case).start()
+
+
 @contextmanager
 def captured_once(key: Hashable) -> Iterator[None]:
     """A rank captures a workload on each shape once, which takes most of the time.
@@ -496,10 +513,9 @@ def captured_once(key: Hashable) -> Iterator[None]:
 
 
 def deployed(name: str, plan_path: str, recipe: Recipe = SGD) -> DeployedStep:
-    """A deployed plan of a case; see ``captured_once``."""
-    with captured_once((name, recipe.optimizer)):
-        workload = workload_of(name, recipe.optimizer)
-        return deploy(workload, load_plan(plan_path), max_grad_norm=recipe.max_grad_norm)
+    """A deployed plan of a case."""
+    workload = workload_of(name, recipe.optimizer)
+    return deploy(workload, load_plan(plan_path), max_grad_norm=recipe.max_grad_norm)
 
 
 def train(rank: int, name: str, recipe: Recipe, plan_path: str) -> Trained:

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from heterog.runtime.collectives import Communicator
+from tests.runtime.cases import capture_cases_once
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # Ranks are forked off one process that has imported these, which takes each of them four seconds.
 _FORKS = multiprocessing.get_context("forkserver")
-_IMPORTED = ["heterog.runtime.deploy", "torch._dynamo", "hypothesis", "pytest"]
+_IMPORTED = ["heterog.runtime.deploy", "torch._dynamo", "hypothesis", "tests.runtime.cases"]
 _FORKS.set_forkserver_preload(_IMPORTED)
 
 
@@ -39,6 +40,7 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
         world_size=num_ranks,
         timeout=timedelta(seconds=60),
     )
+    capture_cases_once()
     made = _remember_communicators()
     while True:
         try:

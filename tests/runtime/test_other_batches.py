@@ -17,7 +17,7 @@ from heterog.runtime.executor import batch_by_tensor
 from heterog.strategy.division import batch_shares
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from tests.runtime.cases import SGD, batch_of, captured_once, deployed, workload_of
+from tests.runtime.cases import batch_of, deployed, workload_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import ALL, SYNCS, ZERO, graph_of, homes_of, plan_of, strategy_of
 from tests.runtime.test_op_rules import column_then_row
@@ -47,8 +47,7 @@ def lengths(name: str) -> list[tuple[Tensor, ...]]:
 
 def train(rank: int, name: str, path: str, every: list[Any]) -> tuple[list[float], Any]:
     step = deployed(name, path)
-    with captured_once((name, SGD.optimizer)):
-        losses = [float(step(batch)) for batch in every]
+    losses = [float(step(batch)) for batch in every]
     return losses, step.state_dict()
 
 
@@ -169,7 +168,7 @@ FEW = 2
 def many_sizes(rank: int, path: str) -> tuple[int, str, str]:
     step = deployed("mlp", path)
     few = mock.patch("heterog.runtime.deploy.MAX_OTHER_SHAPES", FEW)
-    with few, captured_once(("mlp", SGD.optimizer)):
+    with few:
         for size in range(2, FEW + 6):
             step(batches("mlp", (size,))[0])
     texts = []
