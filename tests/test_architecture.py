@@ -44,6 +44,7 @@ ROOMS = {
             "graph/capture.py",
             "graph/inserting.py",
             "graph/one_sample.py",
+            "graph/parameter_groups.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",
             "graph/value_checks.py",

@@ -56,6 +56,7 @@ from heterog.graph.op_graph import (
     Phase,
     TensorKind,
 )
+from heterog.graph.parameter_groups import ParameterGroup, group_numbers, parameter_groups
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules.sparse import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
@@ -150,24 +151,29 @@ def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
         with _clear_errors(workload, None):
             model = _make_model(workload)
             batch = workload.make_batch()
+        with unset_fake_temporarily():  # options that are tensors are real
+            groups = parameter_groups(workload, model)
+        # Nothing reads a gradient of a parameter that the optimizer does not have.
+        grouped = group_numbers(groups)
         parameters = {
             name: _fake(mode, value)
             for name, value in model.named_parameters()
-            if value.requires_grad
+            if value.requires_grad and name in grouped
         }
         frozen = {
-            name: _fake(mode, value)
+            name: _fake(mode, value).detach() if value.requires_grad else _fake(mode, value)
             for name, value in model.named_parameters()
-            if not value.requires_grad
+            if name not in parameters
         }
         buffers = frozen | {name: _fake(mode, value) for name, value in model.named_buffers()}
         batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), batch)
         if not parameters:
-            raise CaptureError(f"workload '{workload.name}': no parameter requires a gradient.")
+            some = "parameter" if workload.parameter_groups is None else "grouped parameter"
+            raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
     traced = _trace(workload, mode, model, parameters, buffers, batch)
     if planned is not None:
         add_ops_of_more_samples(traced.graph, planned)
-    inputs = parameters, buffers, frozen, batch
+    inputs = parameters, buffers, frozen, batch, groups
     step = _Reader(workload, traced, *inputs).read()
     is_one_of_more = planned is not None and step.graph.batch_size == 1
     if not is_one_of_more and make_repeated_constants_once(
@@ -558,6 +564,7 @@ class _Reader:
         buffers: Mapping[str, Tensor],
         frozen: Mapping[str, Tensor],
         batch: Any,
+        groups: tuple[ParameterGroup, ...],
     ) -> None:
         self.workload = workload
         self.module = module
@@ -565,6 +572,7 @@ class _Reader:
         self.buffers = buffers
         self.frozen = frozen
         self.batch = batch
+        self.groups = groups
         self.tensors: list[GraphTensor] = []
         self.tensor_ids: dict[tuple[fx.Node, int], int] = {}
         self.ops: list[GraphOp] = []
@@ -575,11 +583,8 @@ class _Reader:
         placements, batch_size = self._read_inputs()
         self._read_ops()
         loss, gradients = self._read_outputs()
-        optimizer = self.workload.optimizer
-        ratio = self._in_own_dtypes(
-            optimizer_state_ratio(optimizer, dict(self.workload.optimizer_options)), gradients
-        )
-        self._append_updates(gradients, ratio)
+        ratios = self._state_ratios(gradients)
+        self._append_updates(gradients, ratios)
         graph = OpGraph(
             name=self.workload.name,
             source=self.workload.source,
@@ -587,8 +592,8 @@ class _Reader:
             tensors=tuple(self.tensors),
             ops=tuple(self.ops),
             batch_placements=tuple(placements),
-            optimizer=optimizer.__name__,
-            optimizer_state_ratio=ratio,
+            optimizer=self.workload.optimizer.__name__,
+            optimizer_state_ratio=self._mean_ratio(ratios),
             loss=loss,
         )
         return CapturedStep(graph=graph, module=self.module, node_of_op=tuple(self.nodes))
@@ -775,6 +780,31 @@ class _Reader:
                 self.tensors[gradient] = replace(self.tensors[gradient], kind=TensorKind.GRADIENT)
         return loss, gradients
 
+    def _state_ratios(self, trained: Iterable[int]) -> dict[int, float]:
+        """Bytes of masters and state per byte of parameter, by parameter: alike in a group."""
+        options = dict(self.workload.optimizer_options)
+        group_of = group_numbers(self.groups)
+        members: dict[float, list[int]] = {}  # groups of one ratio together
+        ratio_of: dict[int, float] = {}
+        for parameter in trained:
+            group = group_of[self.tensors[parameter].name]
+            if group not in ratio_of:
+                own = self.groups[group].options
+                ratio_of[group] = optimizer_state_ratio(self.workload.optimizer, options, own)
+            members.setdefault(ratio_of[group], []).append(parameter)
+        found: dict[int, float] = {}
+        for ratio, alike in members.items():
+            found |= dict.fromkeys(alike, self._in_own_dtypes(ratio, alike))
+        return found
+
+    def _mean_ratio(self, ratios: Mapping[int, float]) -> float:
+        """Bytes of masters and state per byte of all trained parameters together."""
+        if len(set(ratios.values())) <= 1:
+            return next(iter(ratios.values()), 0.0)
+        sizes = {parameter: self.tensors[parameter].meta.num_bytes for parameter in ratios}
+        state = sum(ratio * sizes[parameter] for parameter, ratio in ratios.items())
+        return state / sum(sizes.values())
+
     def _in_own_dtypes(self, ratio: float, trained: Iterable[int]) -> float:
         """Bytes of master weights and of the optimizer's state, per byte of parameter.
 
@@ -802,10 +832,12 @@ class _Reader:
             state += elements * stepped.itemsize * is_copied
         return float(state / whole)
 
-    def _append_updates(self, gradients: Mapping[int, int], state_ratio: float) -> None:
+    def _append_updates(
+        self, gradients: Mapping[int, int], state_ratios: Mapping[int, float]
+    ) -> None:
         module_of = {name: name.rpartition(".")[0] for name in self.parameters}
         for parameter, gradient in gradients.items():
-            meta = self.tensors[parameter]
+            meta, state_ratio = self.tensors[parameter], state_ratios[parameter]
             # Reads parameter, gradient and state; writes parameter and state (fused step).
             self.tensors.append(replace(meta, kind=TensorKind.PARAMETER, name=""))
             size = float(meta.meta.num_bytes)
@@ -905,21 +937,35 @@ def _attention_flops(call: OpCall) -> float:
 
 
 def optimizer_state_ratio(
-    optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any]
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
 ) -> float:
     """Optimizer state bytes per byte of parameter, measured on one real step of a small matrix.
 
+    Args:
+        optimizer: Class of the optimizer.
+        options: Its keyword arguments.
+        own: Options of the parameter's group.
+
     >>> optimizer_state_ratio(torch.optim.Adam, {})
     2.0
+    >>> optimizer_state_ratio(torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0})
+    0.0
     """
     parameter = nn.Parameter(torch.zeros(64, 64))
-    instance = optimizer([parameter], **options)
     parameter.grad = torch.zeros_like(parameter)
     try:
+        instance = optimizer([{**(own or {}), "params": [parameter]}], **options)
         instance.step()
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if "closure" in str(error):
+            raise CaptureError(
+                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+            ) from error
+        given = {**options, **(own or {})}
         raise CaptureError(
-            f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+            f"optimizer {optimizer.__name__} cannot step with the options {given}: {error}"
         ) from error
     except RuntimeError as error:
         raise CaptureError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     Batch = tuple[Tensor, ...] | dict[str, Tensor]
     Loss = Callable[[Any, Any], Tensor]
+    Groups = Callable[[nn.Module], Iterable[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,10 @@ class Workload:
             default that of their parameters.
         state_dtype: Type in which the optimizer keeps its state between steps: it is widened for a
             step and rounded after it. By default that of what the optimizer updates.
+        parameter_groups: Function that is given the model and returns what a ``torch.optim`` class
+            takes as ``params``: ``[{"params": [...], "weight_decay": 0.0}, ...]``. Options that a
+            group does not state are those of ``optimizer_options``. As in torch, parameters that
+            are in no group are not trained. By default all parameters are one group.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -58,8 +63,15 @@ class Workload:
     master_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
+    parameter_groups: Groups | None = None
 
     def __post_init__(self) -> None:
+        if self.parameter_groups is not None and not callable(self.parameter_groups):
+            raise CaptureError(
+                f"workload '{self.name}': parameter_groups is a "
+                f"{type(self.parameter_groups).__name__}; give a function that is given the model "
+                "and returns what the optimizer takes, a list of dicts with 'params'."
+            )
         for what in ("master_dtype", "reduce_dtype", "state_dtype"):
             dtype = getattr(self, what)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):

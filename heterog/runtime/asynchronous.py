@@ -43,7 +43,8 @@ class AsynchronousTraining:
         optimizer: Optimizer of this rank's parameters; it is never stepped, but its options are
             those of the server's steps, and it gets the server's state when all teams have
             settled.
-        make_optimizer: Function that makes the user's optimizer of parameters.
+        make_optimizer: Function that makes the user's optimizer of parameters, which it is given
+            by row of ``graph.updates``.
 
     Attributes:
         weights: Part of the server on this rank; ``None`` if there is none.
@@ -56,7 +57,7 @@ class AsynchronousTraining:
         rank: int,
         parameters: Mapping[int, nn.Parameter],
         optimizer: torch.optim.Optimizer,
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
         assert strategy.asynchronous is not None
         self._graph, self._rank, self._optimizer = graph, rank, optimizer

@@ -26,9 +26,10 @@ import torch
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
+from heterog.graph.parameter_groups import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.runtime.accelerators import has_accelerator, stream_of_priority
-from heterog.runtime.kept_state import keep_state_in
+from heterog.runtime.grouped_optimizer import make_optimizer
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
 from heterog.runtime.masters import Masters
 from heterog.zoo import load_workload
@@ -53,9 +54,12 @@ class Trainer:
     def __init__(self, workload: Workload, device: torch.device) -> None:
         self._workload = workload
         self._model = workload.make_model().to(device)
-        self._masters = Masters(workload.master_dtype, list(self._model.parameters()))
-        self._optimizer = workload.optimizer(self._masters.stepped, **workload.optimizer_options)
-        keep_state_in(self._optimizer, workload.state_dtype)
+        groups = parameter_groups(workload, self._model)
+        named, group_of = dict(self._model.named_parameters()), group_numbers(groups)
+        self._masters = Masters(workload.master_dtype, [named[name] for name in group_of])
+        self._optimizer = make_optimizer(
+            workload, groups, self._masters.stepped, list(group_of.values())
+        )
         batch = workload.make_batch()
         self._batch: Any = (
             {key: value.to(device) for key, value in batch.items()}

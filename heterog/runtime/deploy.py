@@ -15,6 +15,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.parameter_groups import group_numbers, parameter_groups
 from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
@@ -25,7 +26,7 @@ from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
 from heterog.runtime.feedback import ErrorFeedback
-from heterog.runtime.kept_state import keep_state_in
+from heterog.runtime.grouped_optimizer import make_optimizer
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
@@ -63,8 +64,10 @@ class DeployedStep:
         plan: Plan that is run.
         captured: Training step as it was captured on this rank.
         part: Part of the model that this rank holds.
-        optimizer: Optimizer of the parameters that this rank updates. It exists even where there
-            are none, so that every rank can make the same scheduler. Its options may be changed at
+        groups: Parameter groups of the workload, by names.
+        optimizer: Optimizer of the parameters that this rank updates. It has all groups, even
+            where there is nothing to update, so that every rank can make the same scheduler. Its
+            options may be changed at
             any time: an update uses those that held when its own step was called. Its state is up
             to date after ``flush``.
         averager: Averager of the islands' parameters every few steps, if the plan has any.
@@ -113,9 +116,14 @@ class DeployedStep:
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         named = dict(self._model.named_parameters())
         parameters = {tensor: named[self._names[tensor]] for tensor in graph.parameters}
-        self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters)
+        self.groups = parameter_groups(workload, self._model)
+        group_of = group_numbers(self.groups)
+        group_of_row = [group_of[self._names[tensor]] for _, tensor, _ in graph.updates]
+        self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters, group_of_row)
         self.masters = Masters(workload.master_dtype, self.part.updated)
-        self.optimizer = _make_optimizer(workload, self.masters.stepped)
+        self.optimizer = make_optimizer(
+            workload, self.groups, self.masters.stepped, self.part.updated_groups
+        )
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._workload = workload
@@ -149,7 +157,7 @@ class DeployedStep:
 
     def _make_server(self) -> AsynchronousTraining | None:
         """Make the object that talks to the plan's asynchronous server, if it has one."""
-        strategy, workload = self.plan.strategy, self._workload
+        strategy, group_of = self.plan.strategy, self.part.group_of
         if strategy.asynchronous is None:
             return None
         return AsynchronousTraining(
@@ -158,7 +166,12 @@ class DeployedStep:
             self.rank,
             self.part.parameters,
             self.optimizer,
-            lambda values: _make_optimizer(workload, values),
+            lambda values: make_optimizer(
+                self._workload,
+                self.groups,
+                list(values.values()),
+                [group_of[row] for row in values],
+            ),
         )
 
     def _make_executor(
@@ -690,20 +703,6 @@ def _one_model(workload: Workload, device: torch.device) -> nn.Module:
         for value in (*model.parameters(), *model.buffers()):
             dist.broadcast(value, 0)
     return model
-
-
-def _make_optimizer(workload: Workload, updated: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's optimizer, with one empty group where there is nothing to update."""
-    options = dict(workload.optimizer_options)
-    if updated:
-        optimizer = workload.optimizer(updated, **options)
-        keep_state_in(optimizer, workload.state_dtype)
-        return optimizer
-    # torch refuses to make an optimizer of no parameters.
-    optimizer = workload.optimizer([nn.Parameter(torch.zeros(1))], **options)
-    optimizer.param_groups[0]["params"] = []
-    optimizer.state.clear()
-    return optimizer
 
 
 def _tied_names(model: nn.Module) -> dict[str, str]:

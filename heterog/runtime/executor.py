@@ -135,7 +135,7 @@ class StepExecutor:
             self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         self._ops = ops
         self.turns, self._end = order.for_rank(part)
-        self._slices = slices or Slices([], part.rank, {})
+        self._slices = slices or Slices([], part.rank, {}, ())
         self._updates = Updates(
             self._part,
             parameters,

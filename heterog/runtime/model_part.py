@@ -1,6 +1,6 @@
 """The part of a model that one rank holds: whole parameters, slices of them, buffers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -27,10 +27,14 @@ class ModelPart:
         program: Program lowered from both.
         rank: Number of this rank; ranks are device indices.
         parameters: All parameters of the model, by tensor id, on the rank's device.
+        group_of: Number of the parameter group of each row of ``graph.updates``; by default the
+            optimizer has one group.
 
     Attributes:
         parameters: Parameters that this rank reads or updates, by tensor id.
-        updated: Whole parameters and slices that this rank's optimizer updates.
+        group_of: Number of the parameter group of each row of ``graph.updates``.
+        updated: Whole parameters, and runs of slices, that this rank's optimizer updates.
+        updated_groups: Number of the parameter group of each of them.
         sharded: Placement and spans of the parameters of which each rank holds its own slice, by
             row of ``graph.updates``.
         buckets: All buckets of the program whose parameters are updated in slices (ZeRO).
@@ -44,7 +48,9 @@ class ModelPart:
         program: Program,
         rank: int,
         parameters: Mapping[int, nn.Parameter],
+        group_of: Sequence[int] | None = None,
     ) -> None:
+        self.group_of = [0] * len(graph.updates) if group_of is None else group_of
         self._graph = graph
         self._strategy = strategy
         self._rank = rank
@@ -67,10 +73,13 @@ class ModelPart:
             self.buckets,
             rank,
             {row: parameters[tensor] for row, (_, tensor, _) in enumerate(graph.updates)},
+            self.group_of,
         )
         self.parameters = {tensor: parameters[tensor] for tensor in held}
-        self.updated = [parameters[tensor] for tensor in self._updated()]
-        self.updated += self.slices.stepped()
+        whole, runs = self._updated(), self.slices.stepped()
+        self.updated = [parameters[graph.updates[row][1]] for row in whole]
+        self.updated += [run.value for run in runs]
+        self.updated_groups = [self.group_of[row] for row in whole] + [run.group for run in runs]
 
     def decision(self, row: int) -> Decision:
         """The decision of a parameter's group."""
@@ -99,11 +108,11 @@ class ModelPart:
         }
 
     def _updated(self) -> list[int]:
-        """Parameters that this rank's optimizer updates whole."""
+        """Rows of the parameters that this rank's optimizer updates whole."""
         sliced = {row for bucket in self.buckets for row in bucket.rows}
         return [
-            parameter
-            for row, (_, parameter, _) in enumerate(self._graph.updates)
+            row
+            for row in range(len(self._graph.updates))
             if row not in sliced and self._is_updated_here(row)
         ]
 

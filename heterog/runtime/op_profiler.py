@@ -19,6 +19,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.parameter_groups import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
 from heterog.runtime.accelerators import (
     CPU,
@@ -30,7 +31,7 @@ from heterog.runtime.accelerators import (
 )
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.executor import StepExecutor, batch_by_tensor, local_ops
-from heterog.runtime.kept_state import keep_state_in
+from heterog.runtime.grouped_optimizer import make_optimizer
 from heterog.runtime.masters import Masters
 from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.runtime.rank_program import RankProgram
@@ -163,8 +164,10 @@ def profile_ops(
         elif kind == TensorKind.CONSTANT:
             buffers[tensor] = getattr(captured.module, name).to(device)
     masters = Masters(workload.master_dtype, list(parameters.values()))
-    optimizer = workload.optimizer(masters.stepped, **dict(workload.optimizer_options))
-    keep_state_in(optimizer, workload.state_dtype)
+    groups = parameter_groups(workload, model)
+    group_of = group_numbers(groups)
+    in_groups = [group_of[graph.tensors[tensor].name] for tensor in parameters]
+    optimizer = make_optimizer(workload, groups, masters.stepped, in_groups)
     part = RankProgram(graph, _strategy(graph, samples), program, 0)
     executor = StepExecutor(
         part,

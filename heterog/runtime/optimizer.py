@@ -151,9 +151,12 @@ class Updates:
         # A slice cuts through parameters: all of them must be free to change.
         step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
         if step.updated[bucket.number] == len(bucket.rows):
-            own, gradients = self._slices.own[bucket.number], step.gradients
-            self._apply(step, [(own, gradients.slice_total(bucket.number))], bucket.rows)
-            gradients.let_go_slice(bucket)
+            total = step.gradients.slice_total(bucket.number)
+            runs = self._slices.runs[bucket.number]
+            targets = [(run.value, total[run.begin : run.end]) for run in runs]
+            self._apply(step, targets, bucket.rows)
+            del total, targets
+            step.gradients.let_go_slice(bucket)
 
     def pull(self, task: int, row: int) -> None:
         """Send a new parameter to a replica, or receive it."""

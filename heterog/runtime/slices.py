@@ -6,7 +6,7 @@ they are views of the flat tensor, and so is the slice that the optimizer steps;
 when the new parameters are gathered. In stage 3 there is nothing but the slice.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,6 +141,22 @@ def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]
     return rings
 
 
+class SliceRun(NamedTuple):
+    """Elements ``begin`` to ``end`` of a slice, of parameters of one group of the optimizer.
+
+    Attributes:
+        value: The elements, which the optimizer steps as one tensor: a view, or the whole slice.
+        begin: First element in the slice.
+        end: The one after the last.
+        group: Number of the parameter group.
+    """
+
+    value: nn.Parameter
+    begin: int
+    end: int
+    group: int
+
+
 class Slices:
     """The slices that this rank owns, made from whole parameters, which become views or empty.
 
@@ -148,18 +164,26 @@ class Slices:
         buckets: All buckets of the program.
         rank: Number of this rank.
         parameters: Parameters of the model, by row of ``graph.updates``.
+        group_of: Number of the parameter group of each row of ``graph.updates``.
 
     Attributes:
-        own: Slices that the optimizer updates, by bucket; a slice may be empty.
+        own: Slices that this rank updates, by bucket; a slice may be empty.
+        runs: Parts of them that the optimizer steps, by bucket: one for each run of parameters of
+            one group, none of an empty slice.
         whole: The flat tensor of each bucket of stages 1 and 2, by bucket.
     """
 
     def __init__(
-        self, buckets: list[SlicedBucket], rank: int, parameters: Mapping[int, nn.Parameter]
+        self,
+        buckets: list[SlicedBucket],
+        rank: int,
+        parameters: Mapping[int, nn.Parameter],
+        group_of: Sequence[int],
     ) -> None:
         self.rank = rank
         self.buckets = {each.number: each for each in buckets if rank in each.devices}
         self.own: dict[int, nn.Parameter] = {}
+        self.runs: dict[int, list[SliceRun]] = {}
         self.whole: dict[int, Tensor] = {}
         for number, bucket in self.buckets.items():
             members = [parameters[row] for row in bucket.rows]
@@ -174,14 +198,42 @@ class Slices:
                 for each, part in zip(members, torch.split(flat, list(bucket.sizes)), strict=True):
                     each.data = part.view(each.shape)
             self.own[number] = nn.Parameter(own)
+            self.runs[number] = _runs(bucket, rank, self.own[number], group_of)
 
-    def stepped(self) -> list[nn.Parameter]:
-        """The slices with elements, for the optimizer."""
-        return [own for own in self.own.values() if own.numel()]
+    def stepped(self) -> list[SliceRun]:
+        """All runs, for the optimizer."""
+        return [run for runs in self.runs.values() for run in runs]
 
-    def of_parameter(self, value: nn.Parameter) -> SlicedBucket | None:
-        """The bucket of one of the optimizer's slices; ``None`` for a whole parameter."""
-        return next((self.buckets[n] for n, own in self.own.items() if own is value), None)
+    def of_parameter(self, value: nn.Parameter) -> tuple[SlicedBucket, SliceRun] | None:
+        """The bucket and run of one of the optimizer's tensors; ``None`` for a parameter."""
+        return next(
+            (
+                (self.buckets[number], run)
+                for number, runs in self.runs.items()
+                for run in runs
+                if run.value is value
+            ),
+            None,
+        )
+
+
+def _runs(
+    bucket: SlicedBucket, rank: int, own: nn.Parameter, group_of: Sequence[int]
+) -> list[SliceRun]:
+    """The runs of a rank's slice."""
+    at, spans = 0, list[tuple[int, int, int]]()  # (begin, end, group)
+    for row, first, last in bucket.pieces(rank):
+        begin, end, group = at, at + last - first, group_of[row]
+        if spans and spans[-1][2] == group:
+            begin = spans.pop()[0]
+        spans.append((begin, end, group))
+        at = end
+    if len(spans) == 1:
+        return [SliceRun(own, *spans[0])]
+    flat = own.detach()
+    return [
+        SliceRun(nn.Parameter(flat[begin:end]), begin, end, group) for begin, end, group in spans
+    ]
 
 
 def release(parameter: nn.Parameter) -> None:

@@ -127,7 +127,8 @@ class WeightServer:
         strategy: Strategy with an asynchronous server.
         rank: Number of this rank, one of the server's devices.
         parameters: Parameters of this rank at the start, by row of ``graph.updates``.
-        make_optimizer: Function that makes the user's optimizer of parameters.
+        make_optimizer: Function that makes the user's optimizer of parameters, which it is given
+            by row.
         messages: Messages to and from teams.
 
     Attributes:
@@ -143,14 +144,14 @@ class WeightServer:
         strategy: Strategy,
         rank: int,
         parameters: dict[int, Tensor],
-        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
         messages: Messages,
     ) -> None:
         assert strategy.asynchronous is not None
         self._server = strategy.asynchronous
         rows = [row for row, home in enumerate(server_of_rows(graph, strategy)) if home == rank]
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}
-        self.optimizer = make_optimizer(list(self.values.values()))
+        self.optimizer = make_optimizer(self.values)
         self.error: Exception | None = None
         self.most_ahead = 0
         self._messages = messages
@@ -378,26 +379,30 @@ def parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
-def numeric_options(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the options that are numbers, such as the learning rate."""
-    options = optimizer.param_groups[0]
+OptionName = tuple[int, str]
+"""Number of a parameter group, and name of one of its options."""
+
+
+def numeric_options(optimizer: torch.optim.Optimizer) -> list[OptionName]:
+    """Names of the options that are numbers, such as the learning rate, in all groups."""
     return sorted(
-        key
+        (number, key)
+        for number, options in enumerate(optimizer.param_groups)
         for key, value in options.items()
         if isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
     )
 
 
-def options_now(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> list[float]:
+def options_now(optimizer: torch.optim.Optimizer, names: Sequence[OptionName]) -> list[float]:
     """Values of the named options."""
-    return [float(optimizer.param_groups[0][name]) for name in names]
+    return [float(optimizer.param_groups[number][name]) for number, name in names]
 
 
 def set_options(
-    optimizer: torch.optim.Optimizer, names: Sequence[str], values: Sequence[float]
+    optimizer: torch.optim.Optimizer, names: Sequence[OptionName], values: Sequence[float]
 ) -> None:
     """Set the named options of an optimizer."""
-    group = optimizer.param_groups[0]
-    for name, value in zip(names, values, strict=True):
+    for (number, name), value in zip(names, values, strict=True):
+        group = optimizer.param_groups[number]
         now = group[name]
         group[name] = torch.full_like(now, value) if isinstance(now, Tensor) else value

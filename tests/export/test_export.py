@@ -277,6 +277,13 @@ def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_pat
         assert scope["loss_weight"]({"x": torch.zeros(2, 4), "labels": labels}) == 3.0
         scope["BATCH_DIMS"].clear()
         assert scope["loss_weight"]((torch.zeros(2), torch.zeros(2, 5))) == 2.0
+        scope["workload"] = lambda made=scope["Workload"]: made(
+            torch.nn.Linear(3, 2), batch, None, torch.optim.SGD, {"lr": 0.1},
+            parameter_groups=lambda model: [{"params": [model.bias], "lr": 0.2}],
+        )  # fmt: skip
+        rank = SimpleNamespace(device="cpu", first_sample=0, batch_size=2)
+        (only,) = scope["build"](rank)[1].param_groups
+        assert (only["lr"], len(only["params"])) == (0.2, 1)
 
 
 @pytest.mark.distributed

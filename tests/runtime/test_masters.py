@@ -8,6 +8,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +42,15 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
 }
 
 
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Vectors between matrices in a group of their own: slices of ZeRO are cut at every one."""
+    every = list(model.parameters())
+    return [
+        {"params": [p for p in every if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in every if p.dim() < 2], "lr": 0.02},
+    ]
+
+
 def workload_of(
     name: str, master: torch.dtype | None = torch.float64, reduce: torch.dtype | None = None
 ) -> Workload:
@@ -59,6 +69,7 @@ def workload_of(
         name=name,
         master_dtype=master,
         reduce_dtype=reduce or master,
+        parameter_groups=groups_of,
     )
 
 
@@ -67,7 +78,11 @@ def on_one_device(name: str, num_steps: int) -> tuple[list[float], dict[str, Ten
     workload = workload_of(name)
     model = workload.make_model()
     masters = {key: nn.Parameter(p.detach().double()) for key, p in model.named_parameters()}
-    stepper = workload.optimizer(list(masters.values()), **dict(workload.optimizer_options))
+    groups = [
+        {"params": [p for p in masters.values() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in masters.values() if p.dim() < 2], "lr": 0.02},
+    ]
+    stepper = workload.optimizer(groups, **dict(workload.optimizer_options))
     losses = []
     for number in range(num_steps):
         model.zero_grad()

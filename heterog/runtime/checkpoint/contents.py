@@ -85,11 +85,13 @@ class SavedOptimizer:
         options: Options of its parameter group; ``lr`` is the one at the time of saving.
         tensors: Names of the entries of its state that are tensors.
         values: All other entries of its state.
+        group: Number of its parameter group.
     """
 
     options: Mapping[str, Any]
     tensors: tuple[str, ...]
     values: Mapping[str, Any]
+    group: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +209,7 @@ class _StateRecord(Record):
     options: dict[Text, Json]
     tensors: list[Text]
     values: dict[Text, Json]
+    group: Int32 = 0
 
 
 class _IndexRecord(Record):
@@ -295,7 +298,7 @@ def to_json(items: Mapping[str, SavedTensor | SavedOptimizer]) -> dict[str, Any]
     for record in records.values():
         if not record.get("whole", True):  # not a part
             del record["whole"], record["whole_shape"]
-        for field in ("offsets", "begin"):
+        for field in ("offsets", "begin", "group"):
             if not record.get(field, True):
                 del record[field]
     return records
@@ -327,6 +330,7 @@ def states_from_json(record: Mapping[str, Any]) -> dict[str, SavedOptimizer]:
             options=dict(each["options"]),
             tensors=tuple(map(str, each["tensors"])),
             values=dict(each["values"]),
+            group=int(each.get("group", 0)),
         )
         for name, each in record.items()
     }

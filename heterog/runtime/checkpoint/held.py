@@ -15,7 +15,7 @@ from torch import nn
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.checkpoint.boxes import Piece, in_units, run_pieces, whole_piece
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.slices import SlicedBucket
+from heterog.runtime.slices import SlicedBucket, SliceRun
 
 MASTER = "master_weight"
 """Name of the optimizer's copy with more digits, in a parameter's saved state."""
@@ -87,9 +87,11 @@ def stepped_values(step: DeployedStep) -> list[Stepped]:
     found = []
     for stepped in (each for group in step.optimizer.param_groups for each in group["params"]):
         value = step.masters.value_of(stepped)
-        bucket = step.part.slices.of_parameter(value)
-        if bucket is not None:
-            members = list(_slice_members(step, bucket))
+        in_slice = step.part.slices.of_parameter(value)
+        bucket = None
+        if in_slice is not None:
+            bucket, run = in_slice
+            members = list(_run_members(step, bucket, run))
             is_saved = bucket.is_first
         else:
             row = row_of[id(value)]
@@ -114,10 +116,14 @@ def held_pieces(step: DeployedStep, row: int) -> list[Piece]:
     return in_units(own, shape, place, spans.units, begin, count)
 
 
-def _slice_members(step: DeployedStep, bucket: SlicedBucket) -> Iterator[Member]:
-    """The parameters in this rank's slice of a bucket."""
-    at = 0
+def _run_members(step: DeployedStep, bucket: SlicedBucket, run: SliceRun) -> Iterator[Member]:
+    """The parameters in a run of this rank's slice of a bucket."""
+    at = -run.begin
     for piece in bucket.pieces(step.rank):
+        size = piece.end - piece.begin
+        if not 0 <= at < run.end - run.begin:
+            at += size
+            continue
         name, shape = name_and_shape(step, piece.row)
         if piece.row not in step.part.sharded:
             pieces = run_pieces(shape, piece.begin, piece.end, at)
@@ -131,7 +137,7 @@ def _slice_members(step: DeployedStep, bucket: SlicedBucket) -> Iterator[Member]
                 for part in in_units(each, shape, place, spans.units, begin, count)
             ]
         yield Member(name, shape, pieces)
-        at += piece.end - piece.begin
+        at += size
 
 
 def is_saved_here(step: DeployedStep, row: int) -> bool:

@@ -178,21 +178,36 @@ def new_options(
     Raises:
         StrategyError: parameters of one group were saved with different options.
     """
-    names = iter((number, name) for number, each in enumerate(stepped) for name in each)
-    # A rank that updates nothing has an empty group, for the sake of schedulers.
-    some = [*(state.options for state in contents.states.values()), {}][:1]
-    result = []
-    for group in groups:
-        members = list(names)  # torch makes a single group of these
-        options = [contents.states[name].options for _, name in members] or some
-        for (_, name), other in zip(members, options, strict=False):
+    result, first = [], 0
+    for number, group in enumerate(groups):
+        numbers = list(range(first, first + len(group["params"])))
+        first += len(numbers)
+        members = [name for each in numbers for name in stepped[each]]
+        options = [contents.states[name].options for name in members]
+        for name, other in zip(members, options, strict=True):
             if other != options[0]:
                 raise StrategyError(
-                    f"'{members[0][1]}' and '{name}' are in one group of the optimizer, but had "
+                    f"'{members[0]}' and '{name}' are in one group of the optimizer, but had "
                     f"different options when they were saved: {options[0]} and {other}."
                 )
         # Also those that a scheduler has added.
-        saved = {key: _like(group.get(key), value) for key, value in options[0].items()}
-        numbers = list(dict.fromkeys(number for number, _ in members))
+        found = options[0] if options else _options_elsewhere(number, group, contents)
+        saved = {key: _like(group.get(key), value) for key, value in found.items()}
         result.append({**group, **saved, "params": numbers})
     return result
+
+
+def _options_elsewhere(
+    number: int, group: Mapping[str, Any], contents: Contents
+) -> Mapping[str, Any]:
+    """Saved options of a group of which this rank steps nothing.
+
+    Nothing is saved of a group that trains nothing on any rank. It gets what others have and it
+    lacks: a scheduler that goes on wants its own entries in all groups.
+    """
+    states = contents.states.values()
+    own = [state.options for state in states if state.group == number]
+    if own:
+        return own[0]
+    others = [state.options for state in states][:1]
+    return {key: value for each in others for key, value in each.items() if key not in group}

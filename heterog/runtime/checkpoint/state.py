@@ -58,10 +58,15 @@ def check_fits(
             f"{what} has the state of {contents.optimizer}, but the workload trains with "
             f"{optimizer}; resume with the same optimizer."
         )
-    for name in _names(step):
+    for name, group in zip(_names(step), step.part.group_of, strict=True):
         if name not in contents.states:
             raise StrategyError(
                 f"{what} has no optimizer state for {name}, which was not trained then."
+            )
+        if contents.states[name].group != group:
+            raise StrategyError(
+                f"{what} has {name} in parameter group {contents.states[name].group}, but here it "
+                f"is in group {group}; resume with the same parameter groups."
             )
 
 
@@ -140,22 +145,29 @@ def own_entries(
             entries += _entries(f"model.{name}", shape, held_pieces(step, row), value)
     states: dict[str, SavedOptimizer] = {}
     stepped = iter(stepped_values(step))
-    for group in step.optimizer.param_groups:
+    for number, group in enumerate(step.optimizer.param_groups):
         options = {key: _plain(key, value) for key, value in group.items() if key != "params"}
         for _ in group["params"]:
             each = next(stepped)
             if each.is_saved:
-                entries += _own_state(step, each, options, states)
+                entries += _own_state(step, each, (number, options), states)
     return [*entries, *averaging_entries(step)], states
 
 
 def _own_state(
     step: DeployedStep,
     stepped: Stepped,
-    options: dict[str, Any],
+    group: tuple[int, dict[str, Any]],
     states: dict[str, SavedOptimizer],
 ) -> Iterator[Entry]:
-    """Entries for one of the optimizer's tensors; adds to the states of parameters."""
+    """Entries for one of the optimizer's tensors; adds to the states of parameters.
+
+    Args:
+        step: The step to save.
+        stepped: The tensor.
+        group: Number and options of its parameter group.
+        states: States of the optimizer by parameter.
+    """
     if stepped.bucket is not None and stepped.bucket.stage == 3:
         for name, shape, pieces in stepped.members:
             yield from _entries(f"model.{name}", shape, pieces, stepped.value.detach())
@@ -167,7 +179,7 @@ def _own_state(
     for member in stepped.members:
         if member.begins_here:
             states[member.name] = SavedOptimizer(
-                options=options, tensors=tuple(tensors), values=values
+                options=group[1], tensors=tuple(tensors), values=values, group=group[0]
             )
         for key, value in tensors.items():
             name = f"optimizer.{member.name}.{key}"
