@@ -45,6 +45,7 @@ ROOMS = {
             "graph/inserting.py",
             "graph/one_sample.py",
             "graph/parameter_groups.py",
+            "graph/scalar_indices.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",
             "graph/value_checks.py",

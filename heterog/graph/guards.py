@@ -87,7 +87,10 @@ def guard_of_answer(frame: FrameType) -> Guard | None:
 
 
 def is_number_of_guard(frame: FrameType) -> bool:
-    """Whether the number that a frame reads (by ``.item()``) is only computed with in a guard."""
+    """Whether the number that a frame reads (by ``.item()``) is only computed with in guards.
+
+    It may be in a variable meanwhile, which the function reads in guards only.
+    """
     now, _ = _instructions(frame)
     return now is not None and _source_of(frame).is_number_of_guard(now, frame)
 
@@ -147,14 +150,59 @@ class _Source:
         return Guard(wanted, raises, self._text(statement))
 
     def is_number_of_guard(self, instruction: dis.Instruction, frame: FrameType) -> bool:
-        """Whether the number at a place is only computed with and compared, in a guard's test."""
-        arithmetic = ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp
+        """Whether the number at a place is only computed with and compared, in guards' tests."""
         for leaf in self.at(instruction):
-            node: ast.AST = leaf
-            while isinstance(self._parent[node], arithmetic):
-                node = self._parent[node]
-            if self._goes_on_if(self._parent[node], node, frame) is not None:
+            node = self._computed(leaf)
+            statement = self._parent[node]
+            if self._goes_on_if(statement, node, frame) is not None:
                 return True
+            if isinstance(statement, ast.Assign | ast.AnnAssign):
+                return self._is_only_for_guards(statement, frame)
+        return False
+
+    def _computed(self, leaf: ast.AST) -> ast.AST:
+        """The outermost expression that only computes with a number and compares it."""
+        while isinstance(self._parent[leaf], ast.BinOp | ast.UnaryOp | ast.Compare | ast.BoolOp):
+            leaf = self._parent[leaf]
+        return leaf
+
+    def _is_only_for_guards(self, statement: ast.Assign | ast.AnnAssign, frame: FrameType) -> bool:
+        """Whether the variable of an assignment is only read in guards of its function.
+
+        In their tests, or where they raise or say something: that is not reached.
+        """
+        (target, *others) = (
+            statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        )
+        function: ast.AST = statement
+        while function in self._parent and not isinstance(function, ast.FunctionDef):
+            function = self._parent[function]
+        if others or not isinstance(target, ast.Name) or not isinstance(function, ast.FunctionDef):
+            return False
+        nodes = list(ast.walk(function))
+        if any(isinstance(each, ast.Global | ast.Nonlocal) for each in nodes):
+            return False
+        return all(
+            self._is_in_guard(each, frame)
+            for each in nodes
+            if isinstance(each, ast.Name) and each.id == target.id and each is not target
+        )
+
+    def _is_in_guard(self, name: ast.Name, frame: FrameType) -> bool:
+        """Whether a variable is read in the test of a guard, or in what a guard does not reach."""
+        test = self._computed(name)
+        if self._goes_on_if(self._parent[test], test, frame) is not None:
+            return True
+        node: ast.AST = name
+        while node in self._parent and not isinstance(node, ast.FunctionDef):
+            above = self._parent[node]
+            if isinstance(above, ast.Assert | ast.If) and node is not above.test:
+                found = self._goes_on_if(above, above.test, frame)
+                if found is None:
+                    return False
+                is_in_body = isinstance(above, ast.If) and node in above.body
+                return isinstance(above, ast.Assert) or found[0] is not is_in_body
+            node = above
         return False
 
     def _test_above(self, leaf: ast.expr) -> Iterator[ast.expr]:

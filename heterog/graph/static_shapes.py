@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.node import _side_effectful_functions
 
+from heterog.graph.scalar_indices import looked_up
 from heterog.graph.value_checks import check_all
 
 
@@ -34,6 +35,7 @@ def with_static_shapes(model: nn.Module) -> Iterator[None]:
             _distributions_unchecked(),
             _checks_in_the_step(),
             _conversions_to_the_same(),
+            looked_up(),
         ):
             stack.enter_context(each)
         yield

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -277,8 +278,8 @@ def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_pat
         assert scope["loss_weight"]({"x": torch.zeros(2, 4), "labels": labels}) == 3.0
         scope["BATCH_DIMS"].clear()
         assert scope["loss_weight"]((torch.zeros(2), torch.zeros(2, 5))) == 2.0
-        scope["workload"] = lambda made=scope["Workload"]: made(
-            torch.nn.Linear(3, 2), batch, None, torch.optim.SGD, {"lr": 0.1},
+        scope["workload"] = partial(
+            scope["Workload"], torch.nn.Linear(3, 2), batch, None, torch.optim.SGD, {"lr": 0.1},
             parameter_groups=lambda model: [{"params": [model.bias], "lr": 0.2}],
         )  # fmt: skip
         rank = SimpleNamespace(device="cpu", first_sample=0, batch_size=2)

@@ -191,6 +191,31 @@ def keeps_the_number(x: Tensor) -> None:
     assert largest <= MOST
 
 
+def raises_with_the_number(x: Tensor) -> None:
+    largest: int = x.max().item()
+    if largest > MOST or x.min() < -1:
+        raise ValueError(f"{largest} is too large")
+    assert largest < MOST + 1, f"{largest} is too large"
+
+
+def keeps_the_answer(x: Tensor) -> None:
+    fits = x.max().item() <= MOST
+    assert fits
+
+
+def computes_with_the_number(x: Tensor) -> None:
+    largest = x.max().item()
+    assert largest <= MOST
+    x.div_(largest, rounding_mode="floor")
+
+
+def tells_the_number(x: Tensor) -> None:
+    largest = x.max().item()
+    if MOST > 3:
+        logger.info("largest: %d", largest)
+        x.add_(1)
+
+
 def asks_a_list(x: Tensor) -> None:
     assert any(column.min() >= 0 for column in x.unbind(1))
 

@@ -31,7 +31,9 @@ from tests.graph.questions import (
     calls_its_own,
     catches,
     chooses,
+    computes_with_the_number,
     converts,
+    keeps_the_answer,
     keeps_the_number,
     lets_torch_raise,
     loops,
@@ -42,7 +44,9 @@ from tests.graph.questions import (
     raises_in_else,
     raises_on_any,
     raises_with_a_setting,
+    raises_with_the_number,
     returns_early,
+    tells_the_number,
     warns,
     warns_or_computes,
 )
@@ -71,6 +75,9 @@ QUESTIONS = (
     raises_in_else,
     raises_with_a_setting,
     lets_torch_raise,
+    keeps_the_number,
+    keeps_the_answer,
+    raises_with_the_number,
 )
 
 
@@ -162,7 +169,8 @@ def test_what_only_says_something_is_left_out(question: Question) -> None:
         (asks_for_one_of_two, r"torch.logical_or instead of `or`"),
         (raises_between_bounds, "values decide there which ops run"),
         (converts, r"leave out int\(\)"),
-        (keeps_the_number, r"avoid \.item\(\)"),
+        (computes_with_the_number, r"avoid \.item\(\)"),
+        (tells_the_number, r"avoid \.item\(\)"),
         (asks_a_list, "an assert may stay"),
         (raises_after_a_choice, "values decide there which ops run"),
     ],

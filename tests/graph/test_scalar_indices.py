@@ -1,0 +1,76 @@
+"""Indices that are tensors of one number choose in a captured step what they choose in torch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.capture import capture_step
+from heterog.graph.placement import S
+from heterog.graph.workload import Workload
+
+BATCH, LENGTH, WIDTH = 4, 5, 6
+Choice = Callable[[Tensor, Tensor], Tensor]
+CHOICES: dict[str, Choice] = {
+    "rows": lambda x, i: x[:, i],
+    "the last dimension": lambda x, i: x[..., i],
+    "before an ellipsis": lambda x, i: x[:, i, ...],
+    "around a new dimension": lambda x, i: x[None, :, None, i],
+    "twice": lambda x, i: x[:, i, i + 0 * i],
+    "beside a list": lambda x, i: x[:, i, [0, 2]],
+    "beside a tensor": lambda x, i: x[:, i, torch.arange(3)],
+    "between slices": lambda x, i: x[1:, i, ::2],
+    "a tensor alone": lambda x, i: x.transpose(0, 1)[i],
+    "in few bits": lambda x, i: x[:, i.to(torch.int8)],
+}
+
+
+class Choosing(nn.Module):
+    def __init__(self, choice: Choice) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.choice = choice
+
+    def forward(self, x: Tensor, place: Tensor) -> Tensor:
+        return self.choice(self.layer(x), place).pow(2).sum()
+
+
+def workload_of(choice: Choice) -> Workload:
+    batch = torch.zeros(BATCH, LENGTH, WIDTH).double(), torch.tensor(0)
+    return Workload(lambda: Choosing(choice), batch, None, torch.optim.SGD, {"lr": 0.1})
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+def test_a_captured_step_looks_up_what_torch_chooses(kind: str) -> None:
+    step = capture_step(workload_of(CHOICES[kind]))
+    model, x = Choosing(CHOICES[kind]), torch.randn(BATCH, LENGTH, WIDTH).double()
+    for place in (0, 3, -1, -LENGTH):
+        model.zero_grad()
+        loss = model(x, torch.tensor(place))
+        torch.autograd.backward(loss)
+        found: Any = step.module(*model.parameters(), x, torch.tensor(place))
+        flat = torch.utils._pytree.tree_leaves(found)
+        wanted = [loss.detach(), *(p.grad for p in model.parameters())]
+        for value, expected in zip(flat, wanted, strict=True):
+            torch.testing.assert_close(value, expected)
+    if kind != "the last dimension":
+        with pytest.raises((IndexError, RuntimeError)):
+            step.module(*model.parameters(), x, torch.tensor(LENGTH))
+
+
+def test_samples_stay_where_they_are() -> None:
+    graph = capture_step(workload_of(CHOICES["rows"])).graph
+    (op,) = [i for i, each in enumerate(graph.ops) if each.kind == "index_select.default"]
+    assert batch_plan(graph).placements[graph.outputs(op)[0]] == S(0)
+
+
+def test_an_index_that_is_known_is_a_view() -> None:
+    def known(x: Tensor, place: Tensor) -> Tensor:
+        return x[:, torch.tensor(3)] * (1 + 0 * place)
+
+    graph = capture_step(workload_of(known)).graph
+    assert "index_select.default" not in {op.kind for op in graph.ops}
