@@ -19,7 +19,7 @@ from heterog.graph.workload import Workload
 
 _MISSPELT = 0.85
 """Least likeness of two names, of ``difflib``, of which one is the other misspelt: a letter more,
-less or swapped is above it, ``weight_decay_mult`` is below it."""
+less or swapped is above it, another word more is below it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class ParameterGroup:
 def parameter_groups(workload: Workload, model: nn.Module) -> tuple[ParameterGroup, ...]:
     """The parameter groups of a workload, for a model that it has made.
 
-    Entries that the optimizer does not know are kept, as torch does (``lr_scale`` of some
-    libraries' schedulers), except ``param_names``: ranks also step parts of parameters.
+    Entries that the optimizer does not know are kept, as torch does (some libraries' schedulers
+    have their own), except ``param_names``: ranks also step parts of parameters.
 
     Args:
         workload: The workload.

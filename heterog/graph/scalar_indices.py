@@ -36,8 +36,9 @@ def looked_up() -> Iterator[None]:
 
 
 def _is_unknown(part: object) -> bool:
-    is_fake = isinstance(part, FakeTensor) and part.constant is None
-    return is_fake and part.dim() == 0 and part.dtype in _INTEGERS
+    if not isinstance(part, FakeTensor) or part.constant is not None:
+        return False
+    return part.dim() == 0 and part.dtype in _INTEGERS
 
 
 def _chosen(source: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:

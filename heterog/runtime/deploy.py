@@ -114,12 +114,8 @@ class DeployedStep:
         self.device = rank_device()
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
-        named = dict(self._model.named_parameters())
-        parameters = {tensor: named[self._names[tensor]] for tensor in graph.parameters}
         self.groups = parameter_groups(workload, self._model)
-        group_of = group_numbers(self.groups)
-        group_of_row = [group_of[self._names[tensor]] for _, tensor, _ in graph.updates]
-        self.part = ModelPart(graph, plan.strategy, program, self.rank, parameters, group_of_row)
+        self.part = self._make_part(program)
         self.masters = Masters(workload.master_dtype, self.part.updated)
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
@@ -146,6 +142,19 @@ class DeployedStep:
     def _clips(self) -> bool:
         """Whether all updates wait for the norm of all gradients."""
         return self._max_grad_norm is not None or self.loss_scale is not None
+
+    def _make_part(self, program: Program) -> ModelPart:
+        """Take the model apart into what this rank holds of it."""
+        graph, names = self.captured.graph, self._names
+        named, group_of = dict(self._model.named_parameters()), group_numbers(self.groups)
+        return ModelPart(
+            graph,
+            self.plan.strategy,
+            program,
+            self.rank,
+            {tensor: named[names[tensor]] for tensor in graph.parameters},
+            [group_of[names[tensor]] for _, tensor, _ in graph.updates],
+        )
 
     def _make_averager(self) -> Averager | None:
         """Make the object that averages islands, if the plan has any."""

@@ -77,21 +77,20 @@ def test_state_weighs_what_each_group_keeps() -> None:
 
 
 def test_tied_parameters_and_named_ones_have_their_first_name() -> None:
-    def tied() -> nn.Module:
+    def tied() -> nn.Sequential:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         model[1].weight = model[0].weight
         return model
 
-    named = Workload(
-        tied,
-        (torch.zeros(8, 4), torch.zeros(8, 4)),
-        functional.mse_loss,
-        torch.optim.SGD,
-        parameter_groups=lambda m: [
-            {"params": [("again", m[1].weight)], "lr": 0.1},
-            {"params": [("b", m[1].bias)]},
-        ],
-    )
+    def names(model: Any) -> list[dict[str, Any]]:
+        second = model[1]
+        return [
+            {"params": [("again", second.weight)], "lr": 0.1},
+            {"params": [("bias", second.bias)]},
+        ]
+
+    batch = (torch.zeros(8, 4), torch.zeros(8, 4))
+    named = Workload(tied, batch, functional.mse_loss, torch.optim.SGD, parameter_groups=names)
     assert updated(capture(named)) == ["0.weight", "1.bias"]
     first, second = parameter_groups(named, tied())
     assert (first.names, dict(first.options)) == (("0.weight",), {"lr": 0.1})

@@ -31,7 +31,7 @@ from tests.runtime.strategies import ALL, SYNCS, ZERO, plan_of, strategy_of
 STEPS = 2
 """Under each plan."""
 MAX_NORM = 0.3
-MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+MOMENTUM: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
 RATES = (lambda n: 0.5**n, lambda n: 1 / (1 + n), lambda n: 1.0, lambda n: 0.9**n)
 """Factor of each group's learning rate after n steps."""
 
@@ -81,7 +81,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def workload_of(options: dict[str, float]) -> Workload:
+def workload_of(options: dict[str, Any]) -> Workload:
     def seeded() -> nn.Module:
         torch.manual_seed(0)
         return Tied().double()
@@ -97,7 +97,7 @@ def workload_of(options: dict[str, float]) -> Workload:
 
 
 def on_one_device(
-    options: dict[str, float], num_steps: int, max_norm: float | None
+    options: dict[str, Any], num_steps: int, max_norm: float | None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights, by plain PyTorch."""
     model = workload_of(options).make_model()
@@ -124,7 +124,7 @@ def deployed(workload: Workload, path: str, max_norm: float | None) -> DeployedS
 
 
 def train_in_turn(
-    rank: int, options: dict[str, float], paths: list[str], folder: str, max_norm: float | None
+    rank: int, options: dict[str, Any], paths: list[str], folder: str, max_norm: float | None
 ) -> tuple[list[float], Any, str]:
     """Steps under each plan, which goes on from the checkpoint of the one before."""
     warnings.simplefilter("ignore")  # that a scheduler's last_epoch is given
@@ -134,7 +134,11 @@ def train_in_turn(
         step, done = deployed(workload, path, max_norm), number * STEPS
         if number:
             load_checkpoint(step, folder)
+            rates = [group["lr"] for group in step.optimizer.param_groups]
+            assert rates[:2] == [0.1 * RATES[0](done), 0.1 * RATES[1](done)]
+            assert rates[2:] == [7.0, pytest.approx(0.02 * RATES[3](done))]
         scheduler = LambdaLR(step.optimizer, list(RATES), last_epoch=done - 1)
+        assert step.optimizer.param_groups[2]["lr"] == 7.0
         for batch in range(done, done + STEPS):
             losses.append(float(step(batch_of(batch))))
             scheduler.step()
@@ -181,7 +185,7 @@ def saved_plans(folder: Path, graph: OpGraph, strategies: Sequence[Strategy]) ->
     return paths
 
 
-def check(results: list[Any], options: dict[str, float], max_norm: float | None) -> None:
+def check(results: list[Any], options: dict[str, Any], max_norm: float | None) -> None:
     (losses, weights, _), *_ = results
     wanted, states = on_one_device(options, len(losses), max_norm)
     told = slice(2, 4) if max_norm is None else slice(0)  # with a server each team has its own

@@ -203,11 +203,13 @@ def _options_elsewhere(
     """Saved options of a group of which this rank steps nothing.
 
     Nothing is saved of a group that trains nothing on any rank. It gets what others have and it
-    lacks: a scheduler that goes on wants its own entries in all groups.
+    lacks, since a scheduler that goes on wants its entries in all groups; ``initial_lr`` is its
+    own rate, which nothing has changed yet.
     """
     states = contents.states.values()
     own = [state.options for state in states if state.group == number]
     if own:
         return own[0]
     others = [state.options for state in states][:1]
-    return {key: value for each in others for key, value in each.items() if key not in group}
+    lacks = {key: value for each in others for key, value in each.items() if key not in group}
+    return lacks | {key: group["lr"] for key in lacks if key == "initial_lr"}
