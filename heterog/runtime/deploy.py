@@ -122,9 +122,7 @@ class DeployedStep:
         )
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
-        self._workload = workload
-        self._seed = seed
-        self._program = program
+        self._workload, self._seed, self._program = workload, seed, program
         self._communicator = Communicator(self.rank, ())
         self.averager = self._make_averager()
         self.server = self._make_server()

@@ -174,7 +174,6 @@ def exact_strategies(graph: OpGraph) -> list[Strategy]:
         strategy_of(graph, every["zero1"], bucket_bytes=500),
         strategy_of(graph, every["server"], homes=tuple(row % 3 for row in range(rows))),
         strategy_of(graph, every["zero2, no slice"], bucket_bytes=10**6),
-        strategy_of(graph, every["one device"]),
     ]
 
 
