@@ -192,7 +192,7 @@ def keeps_the_number(x: Tensor) -> None:
 
 
 def raises_with_the_number(x: Tensor) -> None:
-    largest: int = x.max().item()
+    largest: float = x.max().item()
     if largest > MOST or x.min() < -1:
         raise ValueError(f"{largest} is too large")
     assert largest < MOST + 1, f"{largest} is too large"
