@@ -90,7 +90,8 @@ AsynchronousOption = Annotated[
         help="also plan what gives other weights than one device: average=H[,delay=D]"
         "[,weights=equal][,rate=0.7,momentum=0.9], islands that average every H steps, "
         "server=TAU[,order=arrival], teams that push gradients to a server, TAU steps apart "
-        "at most, or stash=K, stages of a pipeline that do not wait and keep older weights",
+        "at most, or stash=K[,micro_batches=M], stages of a pipeline that do not wait and keep "
+        "older weights",
     ),
 ]
 BudgetOption = Annotated[str, typer.Option("--budget", help="30s, 2m, or 5000e (evaluations)")]

@@ -29,7 +29,7 @@ from heterog.planners.averaged import (
 )
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Planner, PlanResult, Problem
-from heterog.planners.stashed import STASH, StashedPipelines, parse_stash
+from heterog.planners.stashed import STASH, parse_stash
 from heterog.simulator.asynchronous import ticks_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -57,7 +57,7 @@ def asynchronous_method(text: str) -> Planner:
     """
     word = text.partition("=")[0].strip()
     if word == STASH:
-        return StashedPipelines(parse_stash(text))
+        return parse_stash(text)
     if word != SERVER:
         return AveragedReplicas(parse_asynchronous(text))
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))

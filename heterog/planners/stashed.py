@@ -11,12 +11,13 @@ pipelines that other methods have found are tried, too.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from heterog.errors import HeterogError, StrategyError
+from heterog.graph.batch_plan import micro_batches_refused
 from heterog.names import shown
 from heterog.planners.averaged import best_of, by_preference, nothing
 from heterog.planners.data_parallel import device_speeds
@@ -26,10 +27,10 @@ from heterog.planners.planner import PlanResult, Problem
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.division import split_in_proportion
+from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.program import FloatArray
-from heterog.strategy.stash import WeightStash
+from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.stash_phases import stage_fault
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
@@ -37,29 +38,46 @@ STASH = "stash"
 """Name of the row, and the word that asks for it."""
 _MOST_TRIED = 40
 """Most sequences of stages that are simulated, those with the shortest estimates first."""
+_MICRO_BATCHES = (2, 4, 8, 16, 32)
+"""Numbers of micro-batches that the best sequences of stages are tried with."""
+_NUM_CUT_FINER = 4
+"""Number of sequences of stages that are tried with micro-batches."""
 _MOST_MOVED = 12
 """Most times that a boundary is moved."""
+
+_LEAST_S = 1e-9
+"""Least seconds of a group, so that cuts of groups without work differ."""
 
 _Tried = tuple[Evaluation, Strategy]
 
 
-def parse_stash(text: str) -> WeightStash:
-    """The stash that ``--asynchronous`` asks for.
+def parse_stash(text: str) -> "StashedPipelines":
+    """The method that ``--asynchronous`` asks for.
 
-    >>> parse_stash("stash=1").boundary_steps
+    >>> parse_stash("stash=1").stash.boundary_steps
     1
+    >>> parse_stash("stash=1,micro_batches=8").num_micro
+    8
 
     Raises:
-        HeterogError: it is not a number of steps.
+        HeterogError: a word is unknown, or what follows is no number.
     """
-    value = text.partition("=")[2].strip()
-    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+    first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
+    value, count = first[1].strip(), dict(others).get("micro_batches", "1").strip()
+    is_known = [word for word, _ in others] in ([], ["micro_batches"])
+    if not (is_known and _is_count(value) and _is_count(count) and int(count)):
         raise HeterogError(
-            f"--asynchronous has {shown(text)}; a stash needs the number of steps that each "
-            "boundary between stages may add to the age of weights: stash=1 is PipeDream's, "
-            "stash=2 leaves messages more time."
+            f"--asynchronous has {shown(text)}; a stash needs the number of micro-batches by "
+            "which each boundary between stages may make backward passes later: stash=1 is "
+            "PipeDream's, stash=2 leaves messages more time. Their number in a batch may follow: "
+            "stash=1,micro_batches=8."
         )
-    return WeightStash(boundary_steps=int(value))
+    stash = WeightStash(boundary_steps=int(value))
+    return StashedPipelines(stash, int(count) if others else None)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 class StashedPipelines:
@@ -67,61 +85,94 @@ class StashedPipelines:
 
     Args:
         stash: The stash that was asked for.
+        num_micro: Number of micro-batches; if ``None``, the search chooses it.
     """
 
     name = STASH
     stage = "search"
 
-    def __init__(self, stash: WeightStash) -> None:
+    def __init__(self, stash: WeightStash, num_micro: int | None = None) -> None:
         self.stash = stash
+        self.num_micro = num_micro
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try balanced cuts of all sequences of stages, then cuts nearby."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
             return nothing("a stash needs a step barrier; leave --no-step-barrier out")
+        batch = evaluator.graph.batch_size
+        if self.num_micro is not None and self.num_micro > batch:
+            return nothing(f"{self.num_micro} micro-batches are more than {batch} samples")
         spending = problem.spend()
         tried: list[_Tried] = []
         faults: list[str] = []
-        with spending.limits():
-            for strategy in self._strategies(problem):
+
+        def attempt(strategies: Iterable[Strategy]) -> None:
+            known = {strategy for _, strategy in tried}
+            for strategy in strategies:
+                if strategy in known:
+                    continue
                 fault = _fault(evaluator, strategy)
                 if fault:
                     faults.append(fault)
-                    continue
-                tried.append((evaluator.evaluate(strategy, Order.FIFO), strategy))
+                else:
+                    known.add(strategy)
+                    tried.append((evaluator.evaluate(strategy, Order.FIFO), strategy))
+
+        with spending.limits():
+            costs = _Costs(evaluator, self.stash)
+            attempt(self._strategies(problem, costs))
+            if self.num_micro is None:
+                attempt(list(self._cut_finer(evaluator, costs, tried)))
             if tried and not min(tried, key=by_preference)[0].is_ok:
-                leaner = _recomputing(min(tried, key=by_preference)[1])
-                tried.append((evaluator.evaluate(leaner, Order.FIFO), leaner))
+                attempt([_recomputing(min(tried, key=by_preference)[1])])
             if tried:
                 tried += self._moved(evaluator, min(tried, key=by_preference))
         if not tried:
             return nothing(faults[0] if faults else "no two stages have layers and devices")
         return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
-    def _strategies(self, problem: Problem) -> Iterator[Strategy]:
+    def _strategies(self, problem: Problem, costs: "_Costs") -> Iterator[Strategy]:
         """Stages of exact pipelines, then balanced cuts of many sequences."""
-        evaluator = problem.evaluator
-        found: dict[Strategy, None] = {}
+        evaluator, count = problem.evaluator, self.num_micro or 1
         for seed in problem.seeds:
-            strategy = self._of_exact(seed.strategy)
+            strategy = self._of_exact(evaluator, seed.strategy, count)
             if strategy is not None:
-                found.setdefault(strategy)
-        costs = _Costs(evaluator, self.stash)
+                yield strategy
         sequences = [
             each
             for each in stage_sequences(evaluator.cluster)
             if 1 < len(each) <= evaluator.tables.num_groups
         ]
-        cuts = [(costs.balanced(stages), stages) for stages in sequences]
+        cuts = [(costs.balanced(stages, count), stages) for stages in sequences]
         for (_, starts), stages in sorted(cuts, key=lambda pair: pair[0][0])[:_MOST_TRIED]:
-            found.setdefault(self._strategy(evaluator, stages, starts))
-        yield from found
+            yield self._strategy(evaluator, stages, starts, count)
 
-    def _of_exact(self, exact: Strategy) -> Strategy | None:
+    def _cut_finer(
+        self, evaluator: Evaluator, costs: "_Costs", tried: Sequence[_Tried]
+    ) -> Iterator[Strategy]:
+        """The best sequences of stages with more micro-batches, also where these are cut anew."""
+        graph = evaluator.graph
+        counts = [count for count in _MICRO_BATCHES if count <= graph.batch_size]
+        if micro_batches_refused(graph, 2):
+            return
+        sequences: dict[Stages, Strategy] = {}
+        for _, strategy in sorted(tried, key=by_preference):
+            sequences.setdefault(stages_of(strategy), strategy)
+        for stages, strategy in list(sequences.items())[:_NUM_CUT_FINER]:
+            for count in counts:
+                yield replace(strategy, micro_batches=_micro_batches(evaluator, strategy, count))
+                _, starts = costs.balanced(stages, count)
+                yield self._strategy(evaluator, stages, starts, count)
+
+    def _of_exact(self, evaluator: Evaluator, exact: Strategy, count: int) -> Strategy | None:
         """The stages of an exact pipeline with a stash; ``None`` if it has none."""
         strategy = replace(
-            exact, micro_batches=(), schedule=AS_IT_COMES, blocks=(), stash=self.stash
+            exact,
+            micro_batches=_micro_batches(evaluator, exact, count),
+            schedule=AS_IT_COMES,
+            blocks=(),
+            stash=self.stash,
         )
         try:
             self.stash.check(strategy)
@@ -129,21 +180,24 @@ class StashedPipelines:
             return None
         return strategy
 
-    def _strategy(self, evaluator: Evaluator, stages: Stages, starts: tuple[int, ...]) -> Strategy:
-        """The strategy whose stages begin at the given groups."""
+    def _strategy(
+        self, evaluator: Evaluator, stages: Stages, starts: tuple[int, ...], count: int
+    ) -> Strategy:
+        """The strategy whose stages begin at the given groups, with a number of micro-batches."""
         graph, cluster = evaluator.graph, evaluator.cluster
         speeds = device_speeds(evaluator)
         ends = (*starts[1:], evaluator.tables.num_groups)
         decisions: list[Decision] = []
         for devices, first, end in zip(stages, starts, ends, strict=True):
             decisions += [tuned_decision(evaluator, devices, speeds)] * (end - first)
-        return Strategy(
+        strategy = Strategy(
             graph=graph.fingerprint,
             cluster=cluster.fingerprint(),
             decisions=tuple(decisions),
             homes=(REPLICATED,) * len(graph.updates),
             stash=self.stash,
         )
+        return replace(strategy, micro_batches=_micro_batches(evaluator, strategy, count))
 
     def _moved(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
         """Move boundaries between stages while that helps."""
@@ -172,16 +226,20 @@ class _Costs:
         self._saved = activation_bytes(evaluator)
         self._by_share: dict[tuple[int, int], FloatArray] = {}
 
-    def balanced(self, stages: Stages) -> tuple[float, tuple[int, ...]]:
+    def balanced(self, stages: Stages, num_micro: int) -> tuple[float, tuple[int, ...]]:
         """The best cut of a sequence of stages.
+
+        Args:
+            stages: Devices of each stage.
+            num_micro: Number of micro-batches.
 
         Returns:
             Seconds of the slowest stage, and the first group of each stage.
         """
         count, num_groups = len(stages), self._evaluator.tables.num_groups
         usable = [device.usable_memory_bytes for device in self._evaluator.cluster.devices]
-        seconds = np.stack([self._seconds(devices) for devices in stages], axis=1)
-        memory = np.stack([self._bytes(n, stages) for n in range(count)], axis=1)
+        seconds = np.stack([self._seconds(devices, num_micro) for devices in stages], axis=1)
+        memory = np.stack([self._bytes(n, stages, num_micro) for n in range(count)], axis=1)
         room = np.array([float(min(usable[d] for d in devices)) for devices in stages])
         placement = np.array(balanced_chain(seconds, memory, room))
         # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
@@ -191,21 +249,24 @@ class _Costs:
         starts = (0, *(int(cut) for cut in cuts))
         return float(np.add.reduceat(seconds, starts, axis=0).diagonal().max()), starts
 
-    def _seconds(self, devices: tuple[int, ...]) -> FloatArray:
+    def _seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
         """Seconds of each group on the device of a stage that takes longest."""
         evaluator = self._evaluator
         weights = tuple(self._speeds[device] for device in devices)
         shares = split_in_proportion(evaluator.graph.batch_size, weights)
         kinds = [evaluator.cluster.type_index[device] for device in devices]
-        each = [self._of_share(kind, share) for kind, share in zip(kinds, shares, strict=True)]
+        each = []
+        for kind, share in zip(kinds, shares, strict=True):
+            samples = -(-share // num_micro)  # of the largest micro-batch
+            each.append(self._of_share(kind, samples) * (share / max(samples, 1)))
         found: FloatArray = np.max(each, axis=0)
-        return found
+        return np.maximum(found, _LEAST_S)
 
     def _of_share(self, kind: int, samples: int) -> FloatArray:
         """Seconds of each group on a device type with some samples."""
         if (kind, samples) not in self._by_share:
             tables = self._evaluator.tables
-            found = np.full(tables.num_groups, 1e-9)
+            found = np.zeros(tables.num_groups)
             if samples:
                 inside = tables.op_group >= 0
                 seconds = self._evaluator.op_seconds(kind, samples)
@@ -213,11 +274,25 @@ class _Costs:
             self._by_share[kind, samples] = found
         return self._by_share[kind, samples]
 
-    def _bytes(self, stage: int, stages: Stages) -> FloatArray:
+    def _bytes(self, stage: int, stages: Stages, num_micro: int) -> FloatArray:
         """Bytes that each group keeps on a device of a stage."""
-        behind = self._stash.staleness(stage, len(stages))
-        saved = self._saved * (behind + 1) / len(stages[stage])
-        return self._kept + behind * self._weights + saved
+        behind = self._stash.behind(stage, len(stages))
+        versions = self._stash.staleness(stage, len(stages), num_micro)
+        saved = self._saved * (behind + 1) / (num_micro * len(stages[stage]))
+        return self._kept + versions * self._weights + saved
+
+
+def _micro_batches(
+    evaluator: Evaluator, strategy: Strategy, count: int
+) -> tuple[tuple[int, ...], ...]:
+    """A number of even micro-batches for a strategy, which every group cuts in proportion."""
+    if count == 1:
+        return ()
+    sizes, idle = split_evenly(evaluator.graph.batch_size, count), (0,) * count
+    first = strategy.decisions[0].devices[0]
+    return tuple(
+        sizes if device == first else idle for device in range(evaluator.cluster.num_devices)
+    )
 
 
 def _with_a_boundary_moved(strategy: Strategy) -> Iterator[Strategy]:

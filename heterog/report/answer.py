@@ -15,6 +15,7 @@ from heterog.planners.plan import Plan
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.report.placement_table import placement_lines
 from heterog.simulator.critical_path import Limit
+from heterog.strategy.stash import oldest_weights
 from heterog.units import format_bytes, format_range, format_seconds
 
 MOST_LINES = 15
@@ -142,9 +143,9 @@ def _head(plan: Plan, width: int) -> str:
     server = plan.strategy.asynchronous
     if server is not None:
         barrier += f", not exact: asynchronous server, {server.staleness} steps ahead at most"
-    stash = plan.strategy.stash
-    if stash is not None:
-        barrier += f", not exact: weights {stash.boundary_steps} steps older per later stage"
+    if plan.strategy.stash is not None:
+        age = oldest_weights(plan.strategy)
+        barrier += f", not exact: weights up to {age} step{'s' * (age != 1)} old"
     interval = ""
     if plan.interval_s is not None:
         interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"

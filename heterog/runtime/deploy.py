@@ -323,7 +323,7 @@ class DeployedStep:
         try:
             loss = self(batch)
             self.flush()
-            if self.stash is not None:  # on its own, as the plan's timeline has it
+            if self.stash is not None:
                 self.settle()
                 loss = torch.tensor((float(loss), *self.stash.take_late_losses())[-1])
         finally:
@@ -335,6 +335,7 @@ class DeployedStep:
         self._executor.recorder = recorder
         if self.stash is not None:
             self.stash.record(recorder)
+            self.stash.is_alone = recorder is not None  # as the plan's timeline has it
 
     @property
     def is_free_running(self) -> bool:

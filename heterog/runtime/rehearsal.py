@@ -30,8 +30,14 @@ from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import OP_KINDS, RankProgram
-from heterog.runtime.stash import Moment, StashedTraining, StashedWeights, TurnsByMoment
-from heterog.runtime.step_order import LOSS, NORM, DueTask, step_order
+from heterog.runtime.stash import (
+    Moment,
+    StashedTraining,
+    StashedWeights,
+    Turns,
+    TurnsByMoment,
+)
+from heterog.runtime.step_order import LOSS, NORM, step_order
 from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.stash import stages_of
@@ -307,54 +313,51 @@ class _Stage:
         turn by turn. Then all batches end, the last stage first.
         """
         stages = stages_of(self.strategy)
-        idle = sorted(set(self.every_rank).difference(*stages))
-        ranks = [*stages, *([tuple(idle)] if idle else [])]
-        by_moment = [
-            {moment: turns.of(moment, number if own[0] not in idle else -1) for moment in Moment}
-            for number, own in enumerate(ranks)
-        ]
-        by_stage = list(zip(ranks, by_moment, strict=True))
+        idle = tuple(sorted(set(self.every_rank).difference(*stages)))
+        by_stage = [(own, turns.of(number)) for number, own in enumerate(stages)]
+        if idle:
+            by_stage.append((idle, turns.of(-1)))
         for number in range(self.stashed[0].loss_delay + 2):
             for rank in self.every_rank:
                 self.now = rank, _BEGIN
                 self.stashed[rank].begin(self.batch, number)
-            for moment in Moment:
-                backwards = moment == Moment.BACKWARD
-                for own, own_turns in reversed(by_stage) if backwards else by_stage:
-                    self._play_moment(own, moment, own_turns[moment])
+            for micro in range(turns.num_micro):
+                for rank in self.every_rank:
+                    self.stashed[rank].begin_micro_batch(micro)
+                for moment in Moment:
+                    backwards = moment == Moment.BACKWARD
+                    for own, own_turns in reversed(by_stage) if backwards else by_stage:
+                        self._play_moment(own, moment, own_turns)
             for rank in self.every_rank:
                 self.now = rank, _END
                 self.stashed[rank].end()
         for own, own_turns in reversed(by_stage):
             while not self.stashed[own[0]].is_alike():
                 for moment in (Moment.RECEIVE_GRADIENTS, Moment.BACKWARD):
-                    self._play_moment(own, moment, own_turns[moment], is_last=True)
+                    self._play_moment(own, moment, own_turns, is_last=True)
 
     def _play_moment(
-        self,
-        ranks: Sequence[int],
-        moment: Moment,
-        turns: Sequence[DueTask],
-        *,
-        is_last: bool = False,
+        self, ranks: Sequence[int], moment: Moment, turns: Turns, *, is_last: bool = False
     ) -> None:
         """Run a moment of the ranks of a stage, turn by turn.
 
         Args:
             ranks: The ranks.
             moment: The moment.
-            turns: Turns of the stage in it.
+            turns: Turns of the stage.
             is_last: Whether no more batches come.
         """
         about = {rank: self.stashed[rank].enter(moment, is_last=is_last) for rank in ranks}
-        for number, turn in enumerate(turns):
-            if number % _CHECKED_EVERY == 0:
+        # All ranks of a stage are at the same micro-batch.
+        number = next((each.number for each in about.values() if each is not None), 0)
+        for place, turn in enumerate(turns[number, moment]):
+            if place % _CHECKED_EVERY == 0:
                 self.check()
             for rank in self._ranks_of(turn.task):
-                batch = about.get(rank)
-                if batch is not None:
+                micro_batch = about.get(rank)
+                if micro_batch is not None:
                     self.now = rank, turn.task
-                    batch.executor.take(turn)
+                    micro_batch.batch.executor.take(turn)
         for rank in ranks:
             self.stashed[rank].leave(moment, about[rank])
 

@@ -1,25 +1,29 @@
 """Pipelines whose stages do not wait, on real ranks: several batches of a rank are under way.
 
-A call with batch n has four moments, in this order:
+A call with a batch goes through its micro-batches (one, if batches are not cut). Each, the n-th of
+all, has four moments, in this order:
 
-- The rank begins to receive what earlier stages send it of batch n.
-- It runs the backward pass of its oldest batch, n - 1 - d with d its staleness, and updates.
-- It begins to receive gradients for the batch that is now the oldest.
-- It runs the forward pass of batch n, with the weights as they are now.
+- The rank begins to receive what earlier stages send it of micro-batch n.
+- It runs the backward pass of its oldest micro-batch, n - 1 - D with D those that it is behind by;
+  if that is the last one of its batch, it updates.
+- It begins to receive gradients for the micro-batch that is now the oldest.
+- It runs the forward pass of micro-batch n, with the weights as they are now; or as they were for
+  the first one of its batch.
 
 So messages travel while the rank computes. Each batch under way has an executor of its own, which
 reads the weights that its forward pass began with. These are no copies: the parameters get new
 memory before an update, and the old one stays as long as a batch reads it.
 
-Nothing can deadlock: what a moment waits for was sent in the same call by an earlier stage, or by
-a later stage in the same call or in one before; a stage sends gradients before it waits for
+Nothing can deadlock: what a moment waits for was sent for the same micro-batch by an earlier
+stage, or by a later stage in the same one or before; a stage sends gradients before it waits for
 inputs.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,13 +33,13 @@ from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder
 from heterog.runtime.step_order import LOSS, DueTask, StepOrder
 from heterog.strategy.program import TaskKind
-from heterog.strategy.stash import stage_of, stages_of
-from heterog.strategy.stash_phases import is_of_backward
+from heterog.strategy.stash import oldest_weights, stage_of, stages_of
+from heterog.strategy.stash_phases import is_of_backward, micro_batch_of
 from heterog.strategy.strategy import Strategy
 
 
 class Moment(IntEnum):
-    """Parts of a call, in order."""
+    """Parts of what a rank does when a micro-batch comes, in order."""
 
     RECEIVE_INPUTS = 0
     BACKWARD = 1
@@ -72,15 +76,21 @@ class StashedWeights:
         return self._kept[tensor]
 
 
+Turns = Mapping[tuple[int, Moment], Sequence[DueTask]]
+"""The turns of a stage's ranks for each micro-batch of a batch, by moment."""
+
+
 class TurnsByMoment:
-    """The turns of a step, by the moment of a call in which a rank takes them.
+    """The turns of a step, by the moment in which a rank takes them.
 
     Args:
         seen: The program; which rank it is seen from does not matter.
         order: Order of a step.
 
     Attributes:
-        order: The same order with all turns of the forward pass first, as ranks take them.
+        order: The same order with all turns of the forward pass first, micro-batch by
+            micro-batch. Ranks take those of a pass of a micro-batch in this order.
+        num_micro: Number of micro-batches.
     """
 
     def __init__(self, seen: RankProgram, order: StepOrder) -> None:
@@ -88,18 +98,31 @@ class TurnsByMoment:
         program = seen.program
         late = is_of_backward(program.kind, program.subject, seen.tables).tolist()
         self._is_late: list[bool] = late
+        num_reads, reads = np.diff(program.read_start), program.read_buffer
+        micro = micro_batch_of(program.micro, num_reads, reads, program.buffer_maker)
+        self._micro: list[int] = micro.tolist()
+        self.num_micro = seen.num_micro
         stages = stages_of(seen.strategy)
         self._stage = {device: number for number, own in enumerate(stages) for device in own}
-        self.order = StepOrder(
-            sorted(order.turns, key=lambda turn: turn.task != LOSS and late[turn.task]), []
-        )
+        self.order = StepOrder(sorted(order.turns, key=self._place), [])
 
-    def of(self, moment: Moment, stage: int) -> list[DueTask]:
-        """The turns of a stage's ranks in a moment."""
-        return [turn for turn in self.order.turns if self._moment(turn.task, stage) == moment]
+    def of(self, stage: int) -> Turns:
+        """The turns of a stage's ranks."""
+        found: dict[tuple[int, Moment], list[DueTask]] = {
+            (micro, moment): [] for micro in range(self.num_micro) for moment in Moment
+        }
+        for turn in self.order.turns:
+            found[self._place(turn)[1], self._moment(turn.task, stage)].append(turn)
+        return found
 
-    def _moment(self, task: int, stage: int) -> Moment | None:
-        """Moment of a task on a stage; ``None`` if the stage takes no part in it."""
+    def _place(self, turn: DueTask) -> tuple[bool, int]:
+        """Whether a turn belongs to the backward pass, and its micro-batch."""
+        if turn.task == LOSS:
+            return False, self.num_micro - 1
+        return self._is_late[turn.task], self._micro[turn.task]
+
+    def _moment(self, task: int, stage: int) -> Moment:
+        """Moment of a task on a stage, if the stage takes part in it."""
         if task == LOSS:
             return Moment.FORWARD
         seen, is_late = self._seen, self._is_late[task]
@@ -110,18 +133,31 @@ class TurnsByMoment:
         return Moment.BACKWARD if is_late else Moment.FORWARD
 
 
-class _Pass:
+class _Batch:
     """A batch under way on a rank, or room for one.
 
     Attributes:
         weights: Weights that the batch reads.
         executor: Executor of the batch.
-        receives_gradients: Whether the rank has begun to receive gradients for it.
     """
 
     def __init__(self, weights: StashedWeights, executor: StepExecutor) -> None:
         self.weights = weights
         self.executor = executor
+
+
+class _MicroBatch:
+    """A micro-batch under way on a rank.
+
+    Attributes:
+        batch: The batch that it is a part of.
+        number: Its number in the batch.
+        receives_gradients: Whether the rank has begun to receive gradients for it.
+    """
+
+    def __init__(self, batch: _Batch, number: int) -> None:
+        self.batch = batch
+        self.number = number
         self.receives_gradients = False
 
 
@@ -137,8 +173,11 @@ class StashedTraining:
             ``turns.order``.
 
     Attributes:
+        num_micro: Number of micro-batches of a batch.
         loss_delay: Number of calls after which the loss of a batch is returned, the same on all
             ranks: the staleness of the first stage.
+        is_alone: Whether every micro-batch ends before the next one begins, as in the plan's
+            timeline.
     """
 
     def __init__(
@@ -151,26 +190,30 @@ class StashedTraining:
     ) -> None:
         assert strategy.stash is not None
         num_stages, stage = len(stages_of(strategy)), stage_of(strategy, rank)
-        self.loss_delay = strategy.stash.staleness(0, num_stages)
-        self._staleness = 0 if stage is None else strategy.stash.staleness(stage, num_stages)
+        self.num_micro = turns.num_micro
+        self.loss_delay = oldest_weights(strategy)
+        self.is_alone = False
+        self._behind = 0 if stage is None else strategy.stash.behind(stage, num_stages)
         self._late_losses: list[float] = []
         self._parameters = parameters
-        self._turns: dict[Moment, list[DueTask]] = {moment: [] for moment in Moment}
-        self._free: list[_Pass] = []
-        for _ in range(self._staleness + 2):
+        self._free: list[_Batch] = []
+        for _ in range(self._behind // self.num_micro + 2):
             weights = StashedWeights(parameters)
-            self._free.append(_Pass(weights, make_executor(weights)))
+            self._free.append(_Batch(weights, make_executor(weights)))
         own = set(self._free[0].executor.turns)
-        for moment in Moment:
-            every = turns.of(moment, -1 if stage is None else stage)
-            self._turns[moment] = [turn for turn in every if turn in own]
-        self._under_way: deque[_Pass] = deque()
+        every = turns.of(-1 if stage is None else stage)
+        self._turns: Turns = {
+            key: [turn for turn in of_moment if turn in own] for key, of_moment in every.items()
+        }
+        self._newest: _Batch | None = None
+        self._under_way: deque[_MicroBatch] = deque()
         self._losses: deque[Pending] = deque()
 
     @property
     def executors(self) -> list[StepExecutor]:
         """Executors of all batches that may be under way."""
-        return [each.executor for each in (*self._under_way, *self._free)]
+        under_way = dict.fromkeys(each.batch for each in self._under_way)
+        return [each.executor for each in (*under_way, *self._free)]
 
     def record(self, recorder: Recorder | None) -> None:
         """Have a recorder notified of every task of the next batches, or nobody."""
@@ -194,51 +237,66 @@ class StashedTraining:
         """
         with torch.no_grad():
             self.begin(batch, number)
-            for moment in Moment:
-                self._play(moment)
+            for micro in range(self.num_micro):
+                self.begin_micro_batch(micro)
+                for moment in Moment:
+                    self._play(moment)
+                if self.is_alone:
+                    self._end_all()
             return self.end()
 
     def begin(self, batch: Mapping[int, Tensor], number: int) -> None:
         """Begin a call, which ``rehearsal`` goes through part by part."""
-        new = self._free.pop()
-        new.executor.num_steps = number
-        new.executor.begin(batch)
-        new.receives_gradients = False
-        self._under_way.append(new)
+        self._newest = self._free.pop()
+        self._newest.executor.num_steps = number
+        self._newest.executor.begin(batch)
 
-    def enter(self, moment: Moment, *, is_last: bool = False) -> _Pass | None:
-        """Begin a moment; returns the batch that it is about, ``None`` if there is none yet.
+    def begin_micro_batch(self, number: int) -> None:
+        """Begin with a micro-batch of the newest batch."""
+        assert self._newest is not None
+        self._under_way.append(_MicroBatch(self._newest, number))
+
+    def enter(self, moment: Moment, *, is_last: bool = False) -> _MicroBatch | None:
+        """Begin a moment; returns the micro-batch that it is about, ``None`` if none has come yet.
 
         Args:
             moment: The moment.
-            is_last: Whether no more batches come, so that the oldest one need not wait for any.
+            is_last: Whether no more micro-batches come, so that the oldest one need not wait for
+                any.
         """
         oldest, newest = self._under_way[0], self._under_way[-1]
         if moment == Moment.RECEIVE_INPUTS:
             return newest
         if moment == Moment.FORWARD:
-            newest.weights.keep()
+            if newest.number == 0:
+                newest.batch.weights.keep()
             return newest
         if moment == Moment.BACKWARD:
-            return oldest if is_last or len(self._under_way) > self._staleness + 1 else None
-        if oldest.receives_gradients or not (is_last or len(self._under_way) > self._staleness):
+            return oldest if is_last or len(self._under_way) > self._behind + 1 else None
+        if oldest.receives_gradients or not (is_last or len(self._under_way) > self._behind):
             return None
         oldest.receives_gradients = True
         return oldest
 
-    def leave(self, moment: Moment, ended: _Pass | None) -> None:
-        """End a moment that was about a batch."""
+    def leave(self, moment: Moment, ended: _MicroBatch | None) -> None:
+        """End a moment that was about a micro-batch."""
         if ended is None:
             return
-        if moment == Moment.FORWARD:
-            self._losses.append(ended.executor.end_forward())
+        is_whole = ended.number == self.num_micro - 1
+        if moment == Moment.FORWARD and is_whole:
+            self._losses.append(ended.batch.executor.end_forward())
         if moment == Moment.BACKWARD:
             self._under_way.popleft()
-            ended.weights.drop()
-            if any(each.weights.is_kept for each in self._under_way):
-                self._move_on()
-            ended.executor.end_backward()
-            self._free.append(ended)
+            if is_whole:
+                self._end_batch(ended.batch)
+
+    def _end_batch(self, ended: _Batch) -> None:
+        """Update with the gradients of a batch."""
+        ended.weights.drop()
+        if any(each.batch.weights.is_kept for each in self._under_way):
+            self._move_on()
+        ended.executor.end_backward()
+        self._free.append(ended)
 
     def end(self) -> Tensor:
         """End a call; returns its loss."""
@@ -248,12 +306,8 @@ class StashedTraining:
 
     def settle(self) -> None:
         """End all batches that are under way; every rank has to call it."""
-        if self.is_alike():
-            return
         with torch.no_grad():
-            while not self.is_alike():
-                self._play(Moment.RECEIVE_GRADIENTS, is_last=True)
-                self._play(Moment.BACKWARD, is_last=True)
+            self._end_all()
         self._late_losses += [float(each.wait()) for each in self._losses]
         self._losses.clear()
 
@@ -262,11 +316,17 @@ class StashedTraining:
         found, self._late_losses = self._late_losses, []
         return found
 
+    def _end_all(self) -> None:
+        """End all micro-batches that are under way."""
+        while not self.is_alike():
+            self._play(Moment.RECEIVE_GRADIENTS, is_last=True)
+            self._play(Moment.BACKWARD, is_last=True)
+
     def _play(self, moment: Moment, *, is_last: bool = False) -> None:
         about = self.enter(moment, is_last=is_last)
         if about is not None:
-            for turn in self._turns[moment]:
-                about.executor.take(turn)
+            for turn in self._turns[about.number, moment]:
+                about.batch.executor.take(turn)
         self.leave(moment, about)
 
     def _move_on(self) -> None:

@@ -407,7 +407,8 @@ class Evaluator:
     def _pace_of(self, lowered: _Lowered) -> StagePace:
         """Pace of stages by the times of what was simulated last."""
         number = int(lowered.tape.counts[NUM_TASKS])
-        staged = StagedStep(lowered.tape, self.tables_of(lowered.choice), lowered.choice.stage)
+        choice, tables = lowered.choice, self.tables_of(lowered.choice)
+        staged = StagedStep(lowered.tape, tables, choice.stage, choice.num_micro)
         return staged.pace(self._timings.seconds[:number], self._timings.finish[:number])
 
     def _exchanges_on_links_s(self, strategy: Strategy) -> float:

@@ -1,21 +1,27 @@
 """Pace and memory of a pipeline whose stages do not wait: closed forms from one step on its own.
 
-Stage s takes F_s for the forward pass of a batch and B_s for the backward pass of one, with its
-updates; between them the weights change, so it does one after the other. In its call n it runs
-the backward pass of batch n - 1 - d_s, then the forward pass of batch n (``strategy.stash``). With
-c_s the seconds that messages take from stage s to the next and back together, and K steps that
-each boundary adds, a step takes
+A batch is m micro-batches. Stage s takes F_s for the forward pass of one and B_s for the backward
+pass, with the m-th part of what ends a batch: sums of gradients and updates. It does one after
+the other: the backward pass of micro-batch n - 1 - D_s, then the forward pass of n
+(``strategy.stash``). With c_s the seconds that messages take from stage s to the next and back
+together, and K micro-batches that each boundary adds, a step takes
 
-    T = max over i <= j of (F_i + B_i + ... + F_j + B_j + c_i + ... + c_{j-1}) / (1 + K (j - i))
+    T = m max over i <= j of (F_i + B_i + ... + F_j + B_j + c_i + ... + c_{j-1}) / (1 + K (j - i))
 
-because the stages i to j wait for each other in a circle: forth from i to j with one batch, back
-to i, and there the forward pass of the (1 + K (j - i))-th batch after it begins. For i = j it is
-the slowest stage; if messages take no time, no other circle is slower, for K of at least 1. For
-K = 0 and the whole pipeline it is one batch after the other. No step takes less than what all its
-messages hold any link.
+because the stages i to j wait for each other in a circle: forth from i to j with one micro-batch,
+back to i, and there the forward pass of the (1 + K (j - i))-th one after it begins. For i = j it
+is the slowest stage; if messages take no time, no other circle is slower, for K of at least 1. For
+K = 0 and the whole pipeline it is one micro-batch after the other. No step takes less than what
+all its messages hold any link.
 
-On each device stay d_s more versions of its weights, what d_s more batches have left for their
-backward passes, and messages that come before they are needed.
+For m = 1 that is exact. For more, what ends a batch comes at once and not in m parts: of the m
+circles that begin with each of its micro-batches one has it on its way, so a step takes T or more.
+And any way through the passes comes by such an end once in m micro-batches at most, so a step
+takes at most T and the longest of these ends together; where the slowest stage binds, T. F_s, B_s
+and c_s are means, if micro-batches are unequal.
+
+On each device stay ceil(D_s / m) more versions of its weights, what D_s more micro-batches have
+left for their backward passes, and messages of one that come before they are needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +31,10 @@ import numpy as np
 
 from heterog.simulator.cost_model import Prices
 from heterog.strategy.lowering import source_stages
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape
+from heterog.strategy.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.stash import WeightStash
-from heterog.strategy.stash_phases import BoolArray, is_of_backward
+from heterog.strategy.stash_phases import BoolArray, is_of_backward, micro_batch_of
 from heterog.strategy.tables import GraphTables
 
 Pair = tuple[int, int]
@@ -37,20 +43,22 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePace:
-    """Seconds of each stage's passes, and of messages between stages.
+    """Seconds of each stage's passes of a micro-batch, and of messages between stages.
 
     Attributes:
         forward_s: Seconds F of the forward pass of each stage.
-        backward_s: Seconds B of the backward pass of each stage, with its updates.
+        backward_s: Seconds B of the backward pass of each stage, with its part of the updates.
         forward_lag_s: Seconds from the end of a stage's forward pass until another stage has all
             that it gets of it; negative where that is earlier.
         backward_lag_s: The same for the backward pass.
+        num_micro: Number m of micro-batches of a step.
     """
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     forward_lag_s: Mapping[Pair, float]
     backward_lag_s: Mapping[Pair, float]
+    num_micro: int = 1
 
     def step_s(self, stash: WeightStash) -> float:
         """Seconds of a step, once the pipeline is full.
@@ -69,7 +77,8 @@ class StagePace:
         # back[last - j, last - i] leads from stage j to stage i
         circle = there + back[::-1, ::-1].T
         first, last = np.indices(circle.shape)
-        return float((circle / (1 + stash.boundary_steps * np.maximum(last - first, 0))).max())
+        apart = 1 + stash.boundary_steps * np.maximum(last - first, 0)
+        return self.num_micro * float((circle / apart).max())
 
     @property
     def num_stages(self) -> int:
@@ -116,19 +125,27 @@ def held_s(tape: Tape, prices: Prices) -> float:
 
 
 class StagedStep:
-    """The tasks of one step on its own, by the stage that runs them.
+    """The tasks of one step on its own, by the micro-batch, pass and stage that they belong to.
+
+    Micro-batches come one after another (``strategy.stash.one_at_a_time``).
 
     Args:
         tape: Tape of the step.
         tables: The graph's tables.
         stage: Stage of each device, -1 for none.  # [num_devices]
+        num_micro: Number of micro-batches.
     """
 
-    def __init__(self, tape: Tape, tables: GraphTables, stage: IntArray) -> None:
+    def __init__(self, tape: Tape, tables: GraphTables, stage: IntArray, num_micro: int) -> None:
         tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
-        self._num_stages = int(stage.max()) + 1
+        self._shape = num_micro, 2, int(stage.max()) + 1  # micro-batches, passes, stages
+        self._stage_of_device = stage
         self._device: IntArray = tasks["device"]
-        self._is_late: BoolArray = is_of_backward(tasks["kind"], tasks["subject"], tables)
+        is_late = is_of_backward(tasks["kind"], tasks["subject"], tables)
+        ends = np.append(tasks["read_start"], tape.counts[NUM_READS])
+        reads = tape.reads[: tape.counts[NUM_READS]]
+        micro = micro_batch_of(tasks["micro"], np.diff(ends), reads, tape.buffers["maker"])
+        self._pass: IntArray = 2 * micro + is_late
         self._is_link = tasks["kind"] >= FIRST_LINK_KIND
         # A collective, which has no device, runs where what it reads is.
         source = source_stages(tape, stage)
@@ -143,34 +160,66 @@ class StagedStep:
             finish: Time at which each task ends.  # [num_tasks]
         """
         crosses = self._is_link & (self._source != self._stage)
-        ends: dict[bool, list[float]] = {}
-        own: dict[bool, list[float]] = {}
-        for is_late in (False, True):
-            ends[is_late], own[is_late] = [], []
-            for stage in range(self._num_stages):
-                of_pass = (self._stage == stage) & (self._is_late == is_late)
-                mine = of_pass & ~crosses
-                arrived = float(finish[of_pass & crosses].max(initial=0.0))
-                if is_late:  # the last stage has its forward pass before it
-                    arrived = arrived or ends[False][stage]
-                end = float(finish[mine].max(initial=arrived))
-                computes = mine & ~self._is_link
-                busy = np.bincount(self._device[computes], seconds[computes]).max(initial=0.0)
-                ends[is_late].append(end)
-                own[is_late].append(max(end - arrived, float(busy)))
-        lags = {is_late: self._lags(crosses, is_late, ends[is_late], finish) for is_late in ends}
+        arrived, done = self._latest(finish, crosses), self._latest(finish, ~crosses)
+        busy = self._busy(seconds)
+        num_micro, num_passes, num_stages = self._shape
+        ends, own = np.zeros_like(done), np.zeros_like(done)
+        before = np.zeros(num_stages)
+        for number in range(num_micro * num_passes):  # one after another, on each stage
+            begin = np.maximum(arrived[number], before)
+            ends[number] = before = np.maximum(done[number], begin)
+            own[number] = np.maximum(before - begin, busy[number])
+        forward_s, backward_s = own.reshape(self._shape).mean(axis=0).tolist()
+        forward_lag_s, backward_lag_s = self._lags(crosses, finish, ends)
         return StagePace(
-            forward_s=tuple(own[False]),
-            backward_s=tuple(own[True]),
-            forward_lag_s=lags[False],
-            backward_lag_s=lags[True],
+            forward_s=tuple(forward_s),
+            backward_s=tuple(backward_s),
+            forward_lag_s=forward_lag_s,
+            backward_lag_s=backward_lag_s,
+            num_micro=num_micro,
         )
 
+    def _latest(self, finish: FloatArray, chosen: BoolArray) -> FloatArray:
+        """When the last of some tasks of a pass ends on a stage, 0 for none.
+
+        Returns:
+            # [num_micro * 2, num_stages]
+        """
+        num_micro, num_passes, num_stages = self._shape
+        found = np.zeros((num_micro * num_passes, num_stages))
+        chosen = chosen & (self._stage >= 0)
+        np.maximum.at(found, (self._pass[chosen], self._stage[chosen]), finish[chosen])
+        return found
+
+    def _busy(self, seconds: FloatArray) -> FloatArray:
+        """Seconds for which a pass keeps the busiest device of a stage.
+
+        Returns:
+            # [num_micro * 2, num_stages]
+        """
+        num_micro, num_passes, num_stages = self._shape
+        stage_of, passes = self._stage_of_device, num_micro * num_passes
+        computes = ~self._is_link
+        key = self._pass[computes] * len(stage_of) + self._device[computes]
+        of_device = np.bincount(key, seconds[computes], passes * len(stage_of))
+        takes_part = stage_of >= 0
+        found = np.zeros((num_stages, passes))
+        by_device = of_device.reshape(passes, -1).T[takes_part]
+        np.maximum.at(found, stage_of[takes_part], by_device)
+        return found.T
+
     def _lags(
-        self, crosses: BoolArray, is_late: bool, ends: Sequence[float], finish: FloatArray
-    ) -> dict[Pair, float]:
-        arrived: dict[Pair, float] = {}
-        for task in np.flatnonzero(crosses & (self._is_late == is_late)).tolist():
-            pair = int(self._source[task]), int(self._stage[task])
-            arrived[pair] = max(arrived.get(pair, 0.0), float(finish[task]))
-        return {(src, dst): seconds - ends[src] for (src, dst), seconds in arrived.items()}
+        self, crosses: BoolArray, finish: FloatArray, ends: FloatArray
+    ) -> tuple[dict[Pair, float], dict[Pair, float]]:
+        """Lags of messages of the forward and the backward pass, in the mean of micro-batches."""
+        arrived: dict[tuple[int, Pair], float] = {}
+        for task in np.flatnonzero(crosses).tolist():
+            key = int(self._pass[task]), (int(self._source[task]), int(self._stage[task]))
+            arrived[key] = max(arrived.get(key, 0.0), float(finish[task]))
+        lags: tuple[dict[Pair, list[float]], dict[Pair, list[float]]] = {}, {}
+        for (number, pair), at in arrived.items():
+            lags[number % 2].setdefault(pair, []).append(at - float(ends[number, pair[0]]))
+        forward_s, backward_s = (
+            {pair: sum(each) / len(each) for pair, each in by_pair.items()} for by_pair in lags
+        )
+        return forward_s, backward_s

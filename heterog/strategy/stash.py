@@ -1,17 +1,21 @@
 """Weight stashes: a pipeline whose stages never wait for a step to end.
 
-Of a pipeline of S stages, stage s is K (S - 1 - s) steps behind the last one with its backward
-passes: while the gradient of a batch is on its way back, the stage runs the forward passes of the
-batches after it. The backward pass of a batch uses the weights that its forward pass used, which
-the stage keeps until then: its *stash*. With w_s(n) the weights of stage s after n updates, and
-d_s = K (S - 1 - s), the update with batch t is
+A batch is m micro-batches (one, if it is not cut). Of a pipeline of S stages, stage s is
+D_s = K (S - 1 - s) micro-batches behind the last one with its backward passes: while a gradient
+is on its way back, the stage runs the forward passes of the micro-batches after it, those of the
+next batches among them. Gradients of a batch are added up, and its last backward pass makes the
+update. All passes of a batch use the weights that its first forward pass found, which the stage
+keeps until then: its *stash*. With w_s(n) the weights of stage s after n updates, and
+d_s = ceil(D_s / m), the update with batch t is
 
     w_s(t + 1) = step(w_s(t), grad_s loss_t(w_0(t - d_0), ..., w_{S-1}(t - d_{S-1})))
 
-where versions before the first one are the first. For K = 1 that is PipeDream's weight stashing
-(Narayanan et al. 2019, section 3.3), with whole batches in the place of its minibatches. Larger K
-leave messages more time to travel. With K = 0 every stage waits for the gradient of its own batch:
-one device's step.
+where versions before the first one are the first. For K = m = 1 that is PipeDream's weight
+stashing (Narayanan et al. 2019, section 3.3), with whole batches in the place of its minibatches.
+For K = 1 and m >= S - 1 it is PipeDream-2BW (Narayanan et al. 2021, section 3.1): two versions of
+weights, one update apart. Unlike there, the last stage has the newest. Larger K leave messages
+more time to travel. With K = 0 every stage waits for the gradient of its own micro-batch: one
+device's step.
 
 Each step makes one update with the gradient of a whole batch, as an exact step does, but of older
 weights, so a strategy has a stash only where a person asked for it.
@@ -21,6 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
+from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 
 if TYPE_CHECKING:
     from heterog.strategy.strategy import Decision, Strategy
@@ -34,8 +39,8 @@ class WeightStash:
     """Staleness of a pipeline's stages.
 
     Attributes:
-        boundary_steps: Number K of steps that every boundary between stages adds to the staleness
-            of the stages before it.
+        boundary_steps: Number K of micro-batches by which every boundary between stages lets the
+            backward passes of the stages before it be later.
     """
 
     boundary_steps: int
@@ -47,17 +52,29 @@ class WeightStash:
                 f"number from 0 to {MOST_BOUNDARY_STEPS:,} (1 is PipeDream's)."
             )
 
-    def staleness(self, stage: int, num_stages: int) -> int:
-        """Number d_s of updates between the weights of a gradient and those that it changes.
+    def behind(self, stage: int, num_stages: int) -> int:
+        """Number D_s of micro-batches that a stage runs forward before its first backward pass.
 
-        >>> [WeightStash(boundary_steps=2).staleness(stage, 3) for stage in range(3)]
+        The one whose backward pass is next is not counted.
+
+        >>> [WeightStash(boundary_steps=2).behind(stage, 3) for stage in range(3)]
         [4, 2, 0]
         """
         return self.boundary_steps * (num_stages - 1 - stage)
 
+    def staleness(self, stage: int, num_stages: int, num_micro: int) -> int:
+        """Number d_s of updates between the weights of a gradient and those that it changes.
+
+        >>> [WeightStash(boundary_steps=2).staleness(stage, 3, num_micro=1) for stage in range(3)]
+        [4, 2, 0]
+        >>> [WeightStash(boundary_steps=2).staleness(stage, 3, num_micro=3) for stage in range(3)]
+        [2, 1, 0]
+        """
+        return -(-self.behind(stage, num_stages) // num_micro)
+
     @property
     def words(self) -> str:
-        """The stash in a sentence.
+        """The stash in a sentence, which holds for any number of micro-batches.
 
         >>> WeightStash(boundary_steps=1).words
         'stages that do not wait, with weights up to 1 step older for each later stage'
@@ -80,11 +97,10 @@ class WeightStash:
                 "a stash goes with whole parameters only, but the strategy has rules that cut "
                 "ops; plan without op rules."
             )
-        if strategy.num_micro_batches > 1:
+        if not strategy.schedule.is_default:
             raise StrategyError(
-                f"a stash goes with whole batches, but the strategy has "
-                f"{strategy.num_micro_batches} micro-batches; batches fill the pipeline instead, "
-                "so plan with one."
+                "a stash has stages run one backward and one forward pass in turn, but the "
+                "strategy has a schedule of micro-batches; plan without a schedule."
             )
         for decision in dict.fromkeys(strategy.decisions):
             _check_decision(decision)
@@ -126,7 +142,26 @@ def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(stage)) for stage in stages)
 
 
+def oldest_weights(strategy: "Strategy") -> int:
+    """Number of updates by which the weights of any gradient are older; 0 without a stash."""
+    if strategy.stash is None:
+        return 0
+    count = len(stages_of(strategy))
+    return strategy.stash.staleness(0, count, strategy.num_micro_batches)
+
+
 def stage_of(strategy: "Strategy", device: int) -> int | None:
     """Number of a device's stage; ``None`` for one that takes no part in training."""
     found = (number for number, own in enumerate(stages_of(strategy)) if device in own)
     return next(found, None)
+
+
+def one_at_a_time(strategy: "Strategy", num_devices: int) -> PipelineSchedule:
+    """The schedule of a step on its own: a micro-batch begins where the one before has ended.
+
+    So its times are those of single passes, of which ``simulator.stash`` makes the pace of stages
+    that have several under way, and its memory that of a stage that is not behind.
+    """
+    groups = [decision.devices for decision in strategy.decisions]
+    chunks = device_chunks(groups, num_devices)
+    return PipelineSchedule(in_flight=tuple((1,) * len(own) for own in chunks))

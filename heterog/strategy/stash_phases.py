@@ -1,6 +1,6 @@
-"""Which tasks of a program belong to the backward pass, and whether stages can run them apart.
+"""Which pass of which micro-batch a task belongs to, and whether stages can run these apart.
 
-With a stash a stage runs the forward pass of one batch and the backward pass of another. So
+With a stash a stage runs the forward pass of one micro-batch and the backward pass of another. So
 every task belongs to one of the two, and a value of the forward pass may only go to later stages,
 one of the backward pass only to earlier ones.
 """
@@ -50,6 +50,35 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
     return found
 
 
+def micro_batch_of(
+    micro: IntArray, num_reads: AnyIntegers, reads: IntArray, maker: IntArray
+) -> IntArray:
+    """Micro-batch with which a stage runs each task: the last one that it has anything of.
+
+    A sum of gradients or an update belongs to no micro-batch; it runs with the last one whose
+    gradients it needs.
+
+    Args:
+        micro: Micro-batch of each task as it was lowered, 0 where it belongs to none.
+            # [num_tasks]
+        num_reads: Number of buffers that each task reads.  # [num_tasks]
+        reads: Buffers that tasks read, one task after another.  # [num_reads]
+        maker: Task that makes each buffer.  # [num_buffers]
+
+    Returns:
+        # [num_tasks]
+    """
+    found = micro.copy()
+    if not micro.any():
+        return found
+    reader, made_by = np.repeat(np.arange(len(micro)), num_reads), maker[reads]
+    while True:  # once for each task of a chain without micro-batches: sum, update, pull
+        last = found.copy()
+        np.maximum.at(found, reader, last[made_by])
+        if (found == last).all():
+            return found
+
+
 def stage_fault(program: Program, strategy: Strategy, tables: GraphTables) -> str:
     """Find why stages cannot run batches apart from each other; empty if they can.
 
@@ -78,7 +107,9 @@ def stage_fault(program: Program, strategy: Strategy, tables: GraphTables) -> st
             )
     reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
     maker = program.buffer_maker[program.read_buffer]
-    if (is_late[maker] & ~is_late[reader]).any():
+    # A forward pass begins after the backward pass before it in a step on its own only.
+    is_alike = program.micro[maker] == program.micro[reader]
+    if (is_late[maker] & ~is_late[reader] & is_alike).any():
         return (
             "an op of the forward pass reads what the backward pass makes, so that with a stash "
             "it would wait for a later batch; plan without the stash"

@@ -18,6 +18,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import MemoryKind, memory_fit
 from heterog.strategy.averaging import Averaging
 from heterog.strategy.codec import Codec, CodecKind, CodecRule, Traffic
+from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy, Sync
@@ -42,7 +43,7 @@ def test_stages_are_devices_that_share_decisions() -> None:
     ("change", "text"),
     [
         ({"step_barrier": False}, "needs steps that end with all updates"),
-        ({"micro_batches": ((4, 4), (0, 0), (0, 0))}, "the strategy has 2 micro-batches"),
+        ({"schedule": PipelineSchedule(in_flight=((2,),))}, "plan without a schedule"),
         ({"averaging": Averaging(every=2)}, "keep one"),
         (
             {
@@ -89,7 +90,13 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
             strategy_from_dict(document | {"stash": wrong})
 
 
-@pytest.mark.parametrize("text", ["stash", "stash=", "stash=x", "stash=-1", "stash=1,delay=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("stash", "stash=", "stash=x", "stash=-1", "stash=1,delay=2", "stash=1,micro_batches=0"),
+        "stash=1,micro_batches=2,micro_batches=4",
+    ],
+)
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(HeterogError, match="--asynchronous"):
         asynchronous_method(text)
@@ -109,6 +116,17 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked(tmp_path: Path) -> None:
     assert candidate.strategy.stash == WeightStash(boundary_steps=2)
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").strategy == plan.strategy
+
+
+def test_micro_batches_are_as_asked_or_chosen_where_memory_is_short() -> None:
+    graph = graph_of("mlp")
+    asked = asynchronous_method("stash=1,micro_batches=4")
+    plan = make_plan(graph, cluster(), methods=("cp_ar",), budget="60e", asynchronous=asked)
+    assert plan.rows[1].candidate is not None
+    assert plan.rows[1].candidate.strategy.num_micro_batches == 4
+    more = StashedPipelines(STASH, num_micro=9)
+    plan = make_plan(graph, cluster(), methods=("cp_ar",), budget="10e", asynchronous=more)
+    assert "9 micro-batches are more than 8 samples" in plan.rows[1].shortage
 
 
 def test_a_tied_parameter_of_the_first_and_the_last_stage_is_refused_in_words() -> None:

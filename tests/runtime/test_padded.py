@@ -149,14 +149,15 @@ def stashed_alone(is_first: Callable[[str], bool]) -> dict[str, Tensor]:
 
 @pytest.mark.distributed
 def test_stages_that_do_not_wait_make_their_masks(ranks: Ranks, tmp_path: Path) -> None:
-    """What is made again belongs to the forward pass, each batch's to its own."""
+    """What is made again belongs to the forward pass, each micro-batch's to its own."""
     graph = graph_of(LONG)
     names = group_ops(graph).names
     cut = names.index("layers.0.wide")
     stages = [
         Decision(devices=(int(group >= cut),), shares=(SAMPLES,)) for group in range(len(names))
     ]
-    strategy = replace(strategy_of(graph, stages), stash=WeightStash(boundary_steps=1))
+    exact = strategy_of(graph, stages, micro_batches=((4, 4), (0, 0), (0, 0)))
+    strategy = replace(exact, stash=WeightStash(boundary_steps=1))
     program = lower(graph, cluster(), strategy)
     assert count(program, TaskKind.REMAKE)
     path = tmp_path / "plan.json"

@@ -14,10 +14,12 @@ from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
+from heterog.strategy.division import split_evenly
 from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy
-from tests.runtime.cases import batch_of, workload_of
+from tests.runtime.cases import BATCH, batch_of, workload_of
 from tests.runtime.interrupted import interrupted_after
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
@@ -34,13 +36,16 @@ def stashed(
     boundary_steps: int,
     stages: tuple[Decision, ...] = CHAIN,
     optimizer: str = "SGD",
+    num_micro: int = 1,
 ) -> Strategy:
-    """Consecutive groups in stages of about as many."""
+    """Consecutive groups in stages of about as many, and even micro-batches."""
     graph = graph_of(name, optimizer)
     count = group_ops(graph).num_groups
     decisions = [stages[group * len(stages) // count] for group in range(count)]
     stash = WeightStash(boundary_steps=boundary_steps)
-    return replace(strategy_of(graph, decisions), stash=stash)
+    sizes, idle = split_evenly(BATCH, num_micro), (0,) * num_micro
+    micro = (sizes, idle, idle) if num_micro > 1 else ()
+    return replace(strategy_of(graph, decisions, micro_batches=micro), stash=stash)
 
 
 class Reference:
@@ -55,7 +60,8 @@ class Reference:
         for op, parameter, _ in graph.updates:
             devices = strategy.decisions[int(group[op])].devices
             stage = next(n for n, own in enumerate(stages) if devices[0] in own)
-            staleness = strategy.stash.staleness(stage, len(stages))
+            behind = strategy.stash.boundary_steps * (len(stages) - 1 - stage)
+            staleness = math.ceil(behind / strategy.num_micro_batches)
             self.staleness[graph.tensors[parameter].name] = staleness
         self.model = self.workload.make_model()
         self.stepper = self.workload.optimizer(
@@ -110,13 +116,13 @@ def train_stashed(
 @one_in(2)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("name", "optimizer", "boundary_steps", "stages"),
+    ("name", "optimizer", "boundary_steps", "stages", "num_micro", "oldest"),
     [
-        ("normalised", "SGD", 1, CHAIN),
-        ("gpt", "AdamW", 2, CHAIN),
-        ("residual", "SGD", 1, REPLICAS),
-        ("mlp", "SGD", 3, CHAIN),
-        ("gpt", "SGD", 1, REPLICAS),
+        ("normalised", "SGD", 1, CHAIN, 1, 2),
+        ("gpt", "AdamW", 2, CHAIN, 1, 4),
+        ("mlp", "SGD", 3, CHAIN, 4, 2),
+        ("residual", "SGD", 1, REPLICAS, 1, 1),
+        ("gpt", "SGD", 1, REPLICAS, 3, 1),
     ],
 )
 def test_ranks_train_as_the_loop_with_old_weights_does(
@@ -126,18 +132,19 @@ def test_ranks_train_as_the_loop_with_old_weights_does(
     optimizer: str,
     boundary_steps: int,
     stages: tuple[Decision, ...],
+    num_micro: int,
+    oldest: int,
 ) -> None:
-    strategy = stashed(name, boundary_steps, stages, optimizer)
+    strategy = stashed(name, boundary_steps, stages, optimizer, num_micro)
     strategy.check(graph_of(name, optimizer), cluster())
     path = tmp_path / "plan.json"
     plan_of(graph_of(name, optimizer), strategy).save(path)
     found = ranks.run(train_stashed, name, optimizer, str(path))
     reference = Reference(name, optimizer, strategy)
     losses = reference.train(0, STEPS)
-    delay = boundary_steps * (len(stages) - 1)
     for early, late, _ in found:
-        assert all(math.isnan(loss) for loss in early[:delay])
-        assert [*early[delay:], *late] == pytest.approx(losses, rel=1e-5)
+        assert all(math.isnan(loss) for loss in early[:oldest])
+        assert [*early[oldest:], *late] == pytest.approx(losses, rel=1e-5)
     reference.check(found[0][2])
 
 
@@ -165,7 +172,7 @@ def interrupted(rank: int, path: str, exact: str, folder: str) -> tuple[str, obj
 def test_a_checkpoint_holds_weights_that_any_plan_goes_on_from(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    strategy = stashed("mlp", 1, optimizer="AdamW")
+    strategy = stashed("mlp", 1, optimizer="AdamW", num_micro=2)
     paths = [str(tmp_path / name) for name in ("plan.json", "exact.json", "saved")]
     plan_of(graph_of("mlp", "AdamW"), strategy).save(Path(paths[0]))
     exact = replace(strategy, stash=None)
@@ -208,13 +215,18 @@ def test_what_needs_all_stages_in_one_step_is_refused(ranks: Ranks, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("name", "boundary_steps", "stages"),
-    [("gpt", 1, CHAIN), ("residual", 2, REPLICAS), ("normalised", 0, CHAIN)],
+    ("name", "boundary_steps", "stages", "num_micro"),
+    [
+        ("gpt", 1, CHAIN, 1),
+        ("gpt", 3, CHAIN, 4),
+        ("residual", 2, REPLICAS, 2),
+        ("normalised", 0, CHAIN, 1),
+    ],
 )
 def test_what_runs_is_rehearsed(
-    name: str, boundary_steps: int, stages: tuple[Decision, ...]
+    name: str, boundary_steps: int, stages: tuple[Decision, ...], num_micro: int
 ) -> None:
-    assert rehearsed(name, stashed(name, boundary_steps, stages)) == ""
+    assert rehearsed(name, stashed(name, boundary_steps, stages, num_micro=num_micro)) == ""
 
 
 def test_a_planned_pipeline_is_rehearsed_and_chosen() -> None:
@@ -226,10 +238,11 @@ def test_a_planned_pipeline_is_rehearsed_and_chosen() -> None:
         methods=("model_parallel",),
         budget="40e",
         rehearse=rehearsal_of(captured),
-        asynchronous=StashedPipelines(WeightStash(boundary_steps=1)),
+        asynchronous=StashedPipelines(WeightStash(boundary_steps=1), num_micro=2),
     )
     assert plan.rows[1].is_rehearsed
     assert plan.method == "stash"
+    assert plan.strategy.num_micro_batches == 2
 
 
 def test_values_that_flow_against_the_stages_are_refused() -> None:
@@ -244,3 +257,28 @@ def rehearsed(name: str, strategy: Strategy) -> str:
     captured = capture_step(workload_of(name))
     program = lower(captured.graph, cluster(), strategy, num_steps=1)
     return rehearse(captured, strategy, program, range(program.num_tasks))
+
+
+def recorded(rank: int, path: str) -> object:
+    step = deploy(workload_of("mlp"), load_plan(path))
+    step(batch_of("mlp", 0))
+    found = step.record(batch_of("mlp", 1))
+    step.close()
+    return found
+
+
+@pytest.mark.distributed
+def test_a_recorded_step_has_one_micro_batch_after_another_as_the_timeline(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    strategy = stashed("mlp", 2, num_micro=2)
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), strategy).save(path)
+    loss, start, finish = ranks.run(recorded, str(path))[0]
+    program = lower(graph_of("mlp"), cluster(), strategy, num_steps=1)
+    first = (program.kind == TaskKind.COMPUTE) & (program.device == 0)
+    ends = finish[first & (program.micro == 0)].max()
+    assert ends <= start[first & (program.micro == 1)].min()
+    reference = Reference("mlp", "SGD", strategy)
+    reference.train(0, 1)  # ends before
+    assert float(loss) == pytest.approx(reference.train(1, 1)[0], rel=1e-5)

@@ -12,7 +12,8 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.noise import Noise
 from heterog.simulator.stash import StagePace
-from heterog.strategy.stash import WeightStash
+from heterog.strategy.division import split_evenly
+from heterog.strategy.stash import WeightStash, one_at_a_time
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.strategies import cluster, graph_of, strategy_of
 from tests.simulator.builders import cluster_of
@@ -20,10 +21,15 @@ from tests.thorough import cases
 
 
 def pace_of(
-    forward_s: list[float], backward_s: list[float], there_s: list[float], back_s: list[float]
+    forward_s: list[float],
+    backward_s: list[float],
+    there_s: list[float],
+    back_s: list[float],
+    num_micro: int = 1,
 ) -> StagePace:
     """A chain of stages with messages between neighbours."""
     return StagePace(
+        num_micro=num_micro,
         forward_s=tuple(forward_s),
         backward_s=tuple(backward_s),
         forward_lag_s={(n, n + 1): seconds for n, seconds in enumerate(there_s)},
@@ -31,32 +37,44 @@ def pace_of(
     )
 
 
-def by_calls(pace: StagePace, boundary_steps: int, num_calls: int) -> float:
-    """Seconds of a call in the long run, with every stage's two passes one after another."""
-    count = pace.num_stages
+def by_calls(
+    pace: StagePace, boundary_steps: int, num_micro_batches: int, end_s: list[float]
+) -> float:
+    """Seconds of a step in the long run, with every stage's passes one after another.
+
+    Args:
+        pace: The passes; those of a batch's end are not in them.
+        boundary_steps: Micro-batches that each boundary adds.
+        num_micro_batches: Number of micro-batches in all.
+        end_s: Seconds of what each stage does behind a batch's last backward pass.
+    """
+    count, num_micro = pace.num_stages, pace.num_micro
     behind = [boundary_steps * (count - 1 - stage) for stage in range(count)]
-    forward = np.zeros((count, num_calls))  # end, by batch
-    backward = np.zeros((count, num_calls))
-    for number in range(num_calls):
+    forward = np.zeros((count, num_micro_batches))  # end, by micro-batch
+    backward = np.zeros((count, num_micro_batches))
+    for number in range(num_micro_batches):
         free = [0.0] * count
-        for stage in reversed(range(count)):  # of batch number - 1 - behind
-            batch = number - 1 - behind[stage]
+        for stage in reversed(range(count)):  # of micro-batch number - 1 - behind
+            before = number - 1 - behind[stage]
             free[stage] = forward[stage, number - 1] if number else 0.0
-            if batch < 0:
+            if before < 0:
                 continue
             begin = free[stage]
             if stage + 1 < count:
                 lag = pace.backward_lag_s[stage + 1, stage]
-                begin = max(begin, backward[stage + 1, batch] + lag)
-            free[stage] = backward[stage, batch] = begin + pace.backward_s[stage]
+                begin = max(begin, backward[stage + 1, before] + lag)
+            free[stage] = backward[stage, before] = begin + pace.backward_s[stage]
+            if before % num_micro == num_micro - 1:
+                free[stage] += end_s[stage]
         for stage in range(count):
             begin = free[stage]
             if stage:
                 lag = pace.forward_lag_s[stage - 1, stage]
                 begin = max(begin, forward[stage - 1, number] + lag)
             forward[stage, number] = begin + pace.forward_s[stage]
-    half = num_calls // 2
-    return float(forward[0, -1] - forward[0, half - 1]) / (num_calls - half)
+    half = num_micro_batches // 2 // num_micro * num_micro
+    took_s = float(forward[0, -1] - forward[0, half - 1])
+    return took_s / (num_micro_batches - half) * num_micro
 
 
 @pytest.mark.parametrize("seed", range(cases(40, 10)))
@@ -73,8 +91,45 @@ def test_a_step_is_the_slowest_circle_of_stages(seed: int) -> None:
     )
     for boundary_steps in (0, 1, 2, 3):
         found = pace.step_s(WeightStash(boundary_steps=boundary_steps))
-        wanted = by_calls(pace, boundary_steps, 2400)
+        wanted = by_calls(pace, boundary_steps, 2400, [0.0] * count)
         assert found == pytest.approx(wanted, rel=5e-3)
+
+
+@pytest.mark.parametrize("seed", range(cases(20, 5)))
+def test_the_end_of_a_batch_makes_a_step_longer_by_less_than_one_of_them(seed: int) -> None:
+    rng = Random(seed)
+    count, num_micro = rng.randint(2, 4), rng.randint(2, 6)
+
+    def drawn(number: int, most: float) -> list[float]:
+        return [rng.uniform(0.0, most) for _ in range(number)]
+
+    most = rng.choice([0.0, 0.3, 5.0])
+    end_s = drawn(count, rng.choice([0.5, 5.0]))
+    alone = pace_of(
+        drawn(count, 1.0),
+        drawn(count, 2.0),
+        drawn(count - 1, most),
+        drawn(count - 1, most),
+        num_micro,
+    )
+    # As a step on its own has them: in a pass's seconds, and behind it what it sends.
+    in_parts = replace(
+        alone,
+        backward_s=tuple(a + b / num_micro for a, b in zip(alone.backward_s, end_s, strict=True)),
+        backward_lag_s={
+            (src, dst): lag - end_s[src] / num_micro
+            for (src, dst), lag in alone.backward_lag_s.items()
+        },
+    )
+    for boundary_steps in (0, 1, 3):
+        stash = WeightStash(boundary_steps=boundary_steps)
+        found, wanted = in_parts.step_s(stash), by_calls(alone, boundary_steps, 1440, end_s)
+        assert found * 0.99 <= wanted <= 1.01 * found + max(end_s)
+        slowest = num_micro * max(
+            a + b for a, b in zip(in_parts.forward_s, in_parts.backward_s, strict=True)
+        )
+        if found == pytest.approx(slowest) and most == 0.0:
+            assert wanted == pytest.approx(found, rel=1e-2)
 
 
 def test_without_messages_a_step_is_the_slowest_stage_and_with_k_0_all_of_them() -> None:
@@ -84,18 +139,25 @@ def test_without_messages_a_step_is_the_slowest_stage_and_with_k_0_all_of_them()
     assert pace.step_s(WeightStash(boundary_steps=0)) == 10.0
 
 
-def pipeline(name: str, boundary_steps: int) -> Strategy:
+def pipeline(name: str, boundary_steps: int, num_micro: int = 1) -> Strategy:
     graph = graph_of(name)
     count = group_ops(graph).num_groups
     chain = [Decision(devices=(device,), shares=(8,)) for device in range(3)]
-    exact = strategy_of(graph, [chain[group * 3 // count] for group in range(count)])
+    sizes, idle = split_evenly(8, num_micro), (0,) * num_micro
+    exact = strategy_of(
+        graph,
+        [chain[group * 3 // count] for group in range(count)],
+        micro_batches=(sizes, idle, idle) if num_micro > 1 else (),
+    )
     return replace(exact, stash=WeightStash(boundary_steps=boundary_steps))
 
 
-def test_a_boundary_without_staleness_is_the_exact_pipeline() -> None:
-    stashed = pipeline("gpt", 0)
+@pytest.mark.parametrize("num_micro", [1, 3])
+def test_a_boundary_without_staleness_is_one_micro_batch_after_another(num_micro: int) -> None:
+    stashed = pipeline("gpt", 0, num_micro)
     evaluator = Evaluator(graph_of("gpt"), cluster())
-    exact = evaluator.referee(replace(stashed, stash=None), Order.FIFO)
+    one_by_one = replace(stashed, stash=None, schedule=one_at_a_time(stashed, 3))
+    exact = evaluator.referee(one_by_one, Order.FIFO)
     found = evaluator.referee(stashed, Order.FIFO)
     assert found.step_time_s == pytest.approx(exact.step_time_s, rel=1e-2)
 
@@ -119,6 +181,31 @@ def test_memory_grows_by_weights_and_saved_values_for_each_step_behind() -> None
             if strategy.decisions[int(group[op])].devices == (device,)
         )
         assert each[device] > behind * weights
+
+
+def test_memory_of_micro_batches_is_that_of_those_behind_and_of_versions_of_weights() -> None:
+    """With 4, K = 1 to 3 makes the first stage 2, 4 and 6 of them and 1, 1 and 2 updates late."""
+    graph, evaluator = graph_of("mlp"), Evaluator(graph_of("mlp"), cluster())
+    peaks = [
+        np.array(evaluator.referee(pipeline("mlp", steps, 4), Order.FIFO).peak_memory_bytes) / 1.04
+        for steps in (1, 2, 3)
+    ]
+    group = group_ops(graph).group
+    weights = [
+        sum(
+            float(graph.tensor_bytes[parameter])
+            for op, parameter, _ in graph.updates
+            if pipeline("mlp", 1).decisions[int(group[op])].devices == (device,)
+        )
+        for device in range(3)
+    ]
+    two_more, two_more_and_weights = peaks[1] - peaks[0], peaks[2] - peaks[1]
+    assert two_more_and_weights[0] - two_more[0] == pytest.approx(weights[0], abs=4)
+    np.testing.assert_allclose(two_more_and_weights[1:], two_more[1:], atol=4)
+    whole = evaluator.referee(pipeline("mlp", 1), Order.FIFO).peak_memory_bytes
+    of_whole = np.array(evaluator.referee(pipeline("mlp", 2), Order.FIFO).peak_memory_bytes)
+    saved = (of_whole - whole)[0] / 1.04 / 2 - weights[0]
+    assert two_more[0] == pytest.approx(saved / 2, abs=4)  # half of the batch
 
 
 def test_slow_links_bind_whatever_the_staleness() -> None:

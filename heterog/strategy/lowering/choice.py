@@ -23,7 +23,7 @@ from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
-from heterog.strategy.stash import stages_of
+from heterog.strategy.stash import one_at_a_time, stages_of
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, GraphTables, Recut
 
@@ -108,9 +108,10 @@ class Choice(NamedTuple):
     averaging_s: float = 0.0
     num_copies: int = 0  # of all parameters, that are kept for averaging
     kept_bytes: FloatArray = NO_BYTES  # more than to train alone, for a server  # [num_devices]
-    # With a stash, the stage of each device, -1 for none, and the updates by which it is behind.
+    # With a stash, the stage of each device, -1 for none, and the micro-batches by which it is
+    # behind.
     stage: IntArray = NO_STAGES  # [num_devices]
-    staleness: IntArray = NO_STAGES  # [num_devices]
+    behind: IntArray = NO_STAGES  # [num_devices]
     # Lanes of a fold that hold whole slice groups; 0: there is none, -1: any number of them does.
     num_slice_lanes: int = -1
     codecs: tuple[CodedChannel, ...] = ()  # kernels get none
@@ -466,15 +467,15 @@ def _kept_bytes(strategy: Strategy, tables: GraphTables, channels: ChannelTable)
 
 
 def _stages(strategy: Strategy, num_devices: int) -> tuple[IntArray, IntArray]:
-    """Stage and staleness of each device; empty without a stash."""
+    """Stage of each device, and micro-batches it is behind by; empty without a stash."""
     if strategy.stash is None:
         return NO_STAGES, NO_STAGES
     stages = stages_of(strategy)
-    stage, staleness = np.full(num_devices, -1, np.int32), np.zeros(num_devices, np.int32)
+    stage, behind = np.full(num_devices, -1, np.int32), np.zeros(num_devices, np.int32)
     for number, devices in enumerate(stages):
         stage[list(devices)] = number
-        staleness[list(devices)] = strategy.stash.staleness(number, len(stages))
-    return stage, staleness
+        behind[list(devices)] = strategy.stash.behind(number, len(stages))
+    return stage, behind
 
 
 def encode(
@@ -483,23 +484,26 @@ def encode(
     """Convert a strategy to the kernel's flat arrays."""
     numbers: dict[Decision, int] = {}
     of_group = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
-    averaging = strategy.averaging
+    averaging, num_devices = strategy.averaging, channels.cluster.num_devices
+    schedule = strategy.schedule
+    if strategy.stash is not None:
+        schedule = one_at_a_time(strategy, num_devices)
     choice = Encoder(tables, channels).encode(
         list(numbers),
         np.array(of_group, np.int32),
         micro_batches=strategy.micro_batches,
-        schedule=strategy.schedule,
+        schedule=schedule,
         home=np.array(strategy.homes, np.int32),
         bucket_bytes=strategy.bucket_bytes,
         num_steps=num_steps,
         within_teams=strategy.apart is not None,
     )
-    stage, staleness = _stages(strategy, channels.cluster.num_devices)
+    stage, behind = _stages(strategy, num_devices)
     return choice._replace(
         num_copies=0 if averaging is None else averaging.num_copies(bool(strategy.codecs)),
         kept_bytes=_kept_bytes(strategy, tables, channels),
         stage=stage,
-        staleness=staleness,
+        behind=behind,
         codecs=coded_channels(strategy.codecs, channels),
     )
 

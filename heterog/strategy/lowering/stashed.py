@@ -13,11 +13,12 @@ from heterog.strategy.tables import GraphTables
 def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes that a stash adds to each device.
 
-    A device that is d updates behind keeps d more versions of its weights, and what d more batches
-    have left for their backward passes; and messages may come before they are needed.
+    A device that is D micro-batches of m behind keeps ceil(D / m) more versions of its weights,
+    and what D more micro-batches have left for their backward passes; and messages of one may
+    come before they are needed.
 
     Args:
-        tape: Tape of one step.
+        tape: Tape of one step, whose micro-batches come one after another.
         tables: The graph's tables.
         choice: The choice that it was lowered from, with a stash.
 
@@ -37,18 +38,35 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     source, target = source_stages(tape, choice.stage), _stage(choice.stage, tasks["device"])
     is_message = tasks["kind"] >= FIRST_LINK_KIND
     comes = (is_message & (target >= 0) & (source != target))[maker]
-    saved = _by_device(buffers, is_saved, len(weights))
-    kept: FloatArray = (saved + weights) * choice.staleness.astype(np.float64)
-    return kept + _by_device(buffers, comes, len(weights))
+    micro, count = tasks["micro"][maker], choice.num_micro
+    saved = _by_micro_batch(buffers, micro, is_saved, (count, len(weights)))
+    whole, more = np.divmod(choice.behind, count)
+    kept = whole * saved.sum(0) + more * saved.max(0) + (whole + (more > 0)) * weights
+    early = _by_micro_batch(buffers, micro, comes, (count, len(weights))).max(0)
+    return np.asarray(kept + early, np.float64)
 
 
-def _by_device(
-    buffers: npt.NDArray[np.void], chosen: npt.NDArray[np.bool_], num_devices: int
+def _by_micro_batch(
+    buffers: npt.NDArray[np.void],
+    micro: IntArray,
+    chosen: npt.NDArray[np.bool_],
+    shape: tuple[int, int],
 ) -> FloatArray:
-    """Bytes of some buffers on each device."""
+    """Bytes of some buffers by micro-batch and device.
+
+    Args:
+        buffers: Buffers of a tape.  # [num_buffers]
+        micro: Micro-batch of each.  # [num_buffers]
+        chosen: Whether each counts.  # [num_buffers]
+        shape: Numbers of micro-batches and devices.
+
+    Returns:
+        # [num_micro, num_devices]
+    """
     here = chosen & (buffers["device"] >= 0)
-    sizes = buffers["num_bytes"][here]
-    return np.asarray(np.bincount(buffers["device"][here], sizes, num_devices), np.float64)
+    key = micro[here] * shape[1] + buffers["device"][here]
+    sizes = np.bincount(key, buffers["num_bytes"][here], shape[0] * shape[1])
+    return np.asarray(sizes, np.float64).reshape(shape)
 
 
 def source_stages(tape: Tape, stage: IntArray) -> IntArray:
