@@ -230,13 +230,14 @@ def _stash(strategy: Strategy) -> str:
         return ""
     age = oldest_weights(strategy)
     behind = strategy.stash.behind(0, len(stages_of(strategy)))
-    of = "batches" if strategy.num_micro_batches == 1 else "micro-batches"
+    prefix = "micro-" if strategy.num_micro_batches > 1 else ""
+    one, many = f"{prefix}batch", f"{prefix}batches"
     if behind == 0:
-        return f"Each stage waits for the gradient of its own {of.removesuffix('es')}."
+        return f"Each stage waits for the gradient of its own {one}."
     return (
-        f"Stages do not wait: the first one runs {behind} more {of} forward before a gradient "
-        f"comes back, with weights up to {age} step{'s' * (age != 1)} old, of which it keeps "
-        f"{age + 1} versions."
+        f"Stages do not wait: the first one runs {behind} more {one if behind == 1 else many} "
+        f"forward before a gradient comes back, with weights up to {age} step{'s' * (age != 1)} "
+        f"old, of which it keeps {age + 1} versions."
     )
 
 

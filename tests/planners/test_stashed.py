@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from heterog.errors import HeterogError, StrategyError
+from heterog.explain.explanation import explain
 from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
 from heterog.healing.job import HealingJob
@@ -127,6 +128,22 @@ def test_micro_batches_are_as_asked_or_chosen_where_memory_is_short() -> None:
     more = StashedPipelines(STASH, num_micro=9)
     plan = make_plan(graph, cluster(), methods=("cp_ar",), budget="10e", asynchronous=more)
     assert "9 micro-batches are more than 8 samples" in plan.rows[1].shortage
+
+
+@pytest.mark.parametrize(
+    ("boundary_steps", "num_micro", "text"),
+    [
+        (2, 1, "runs 4 more batches forward before a gradient comes back, with weights up to 4 s"),
+        (1, 4, "runs 2 more micro-batches forward before a gradient comes back, with weights up"),
+        (1, 4, "to 1 step old, of which it keeps 2 versions."),
+        (0, 4, "Each stage waits for the gradient of its own micro-batch."),
+    ],
+)
+def test_the_explanation_says_what_the_first_stage_keeps(
+    boundary_steps: int, num_micro: int, text: str
+) -> None:
+    plan = plan_of(graph_of("mlp"), pipeline("mlp", boundary_steps, num_micro))
+    assert any(text in each for each in explain(plan, changes=False).paragraphs)
 
 
 def test_a_tied_parameter_of_the_first_and_the_last_stage_is_refused_in_words() -> None:
