@@ -17,8 +17,14 @@ all its messages hold any link.
 For m = 1 that is exact. For more, what ends a batch comes at once and not in m parts: of the m
 circles that begin with each of its micro-batches one has it on its way, so a step takes T or more.
 And any way through the passes comes by such an end once in m micro-batches at most, so a step
-takes at most T and the longest of these ends together; where the slowest stage binds, T. F_s, B_s
-and c_s are means, if micro-batches are unequal.
+takes at most T and the longest of these ends together. Between the two it follows from when each
+forward pass ends: with U_r what stage r does at the end of a batch, not in B here, and the longest
+ways forth, P, from r to s, and back, Q, from t to r,
+
+    f_s(n) = max over r <= s and t >= r of
+        f_t(n - 1 - K (t - r)) + Q_tr + (U_r if n - D_r begins a batch) + P_rs
+
+F_s, B_s and c_s are means, if micro-batches are unequal.
 
 On each device stay ceil(D_s / m) more versions of its weights, what D_s more micro-batches have
 left for their backward passes, and messages of one that come before they are needed.
@@ -34,11 +40,20 @@ from heterog.strategy.lowering import source_stages
 from heterog.strategy.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.stash import WeightStash
-from heterog.strategy.stash_phases import BoolArray, is_of_backward, micro_batch_of
+from heterog.strategy.stash_phases import (
+    BoolArray,
+    ends_batch,
+    is_of_backward,
+    micro_batch_of,
+)
 from heterog.strategy.tables import GraphTables
 
 Pair = tuple[int, int]
 """A stage that sends, and one that receives."""
+_SHORT_END = 1e-3
+"""Part of a step below which the end of a batch is not looked at on its own."""
+_NUM_BATCHES = 48
+"""Batches of which the later half tells a step's seconds, when the pipeline is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +67,8 @@ class StagePace:
             that it gets of it; negative where that is earlier.
         backward_lag_s: The same for the backward pass.
         num_micro: Number m of micro-batches of a step.
+        end_s: Seconds U of what ends a batch on each stage, of which ``backward_s`` has the m-th
+            part; empty for none.
     """
 
     forward_s: tuple[float, ...]
@@ -59,6 +76,7 @@ class StagePace:
     forward_lag_s: Mapping[Pair, float]
     backward_lag_s: Mapping[Pair, float]
     num_micro: int = 1
+    end_s: tuple[float, ...] = ()
 
     def step_s(self, stash: WeightStash) -> float:
         """Seconds of a step, once the pipeline is full.
@@ -74,11 +92,39 @@ class StagePace:
         """
         there = _longest(self.forward_s, self.forward_lag_s)
         back = _longest(self.backward_s[::-1], _mirrored(self.backward_lag_s, self.num_stages))
-        # back[last - j, last - i] leads from stage j to stage i
-        circle = there + back[::-1, ::-1].T
-        first, last = np.indices(circle.shape)
+        # Of back[last - j, last - i], which leads from stage j to stage i, at [i, j].
+        back = back[::-1, ::-1].T
+        first, last = np.indices(there.shape)
         apart = 1 + stash.boundary_steps * np.maximum(last - first, 0)
-        return self.num_micro * float((circle / apart).max())
+        seconds = self.num_micro * float(((there + back) / apart).max())
+        longest_end_s = max(self.end_s, default=0.0)
+        if self.num_micro == 1 or longest_end_s <= _SHORT_END * seconds:
+            return seconds
+        found_s = self._with_ends_at_once(stash, there, back)
+        return min(max(found_s, seconds), seconds + longest_end_s)
+
+    def _with_ends_at_once(self, stash: WeightStash, there: FloatArray, back: FloatArray) -> float:
+        """Seconds of a step where a stage does at once what ends a batch.
+
+        Args:
+            stash: Staleness of the stages.
+            there: Longest ways P from a stage to later ones.  # [num_stages, num_stages]
+            back: Longest ways to a stage from later ones, with its part of a batch's end.
+                # [num_stages, num_stages]
+        """
+        num_micro, end_s = self.num_micro, np.array(self.end_s)
+        stages = np.arange(self.num_stages)
+        behind = stash.boundary_steps * (self.num_stages - 1 - stages)
+        since = 1 + stash.boundary_steps * np.maximum(stages - stages[:, None], 0)
+        back = back - end_s[:, None] / num_micro
+        num_before = int(since.max())
+        forward = np.zeros((num_before + _NUM_BATCHES * num_micro, self.num_stages))
+        for number in range(num_before, len(forward)):
+            free = (forward[number - since, stages] + back).max(axis=1)
+            free += np.where((number - behind) % num_micro == 0, end_s, 0.0)
+            forward[number] = (free[:, None] + there).max(axis=0)
+        half = _NUM_BATCHES // 2
+        return float(forward[-1, 0] - forward[-1 - half * num_micro, 0]) / half
 
     @property
     def num_stages(self) -> int:
@@ -149,6 +195,7 @@ class StagedStep:
         self._is_link = tasks["kind"] >= FIRST_LINK_KIND
         # A collective, which has no device, runs where what it reads is.
         source = source_stages(tape, stage)
+        self._ends_batch = ends_batch(tasks["kind"])
         self._stage = np.where(self._device >= 0, stage[self._device], source)
         self._source = np.where(self._is_link, source, self._stage)
 
@@ -161,14 +208,16 @@ class StagedStep:
         """
         crosses = self._is_link & (self._source != self._stage)
         arrived, done = self._latest(finish, crosses), self._latest(finish, ~crosses)
+        passed = self._latest(finish, ~crosses & ~self._ends_batch)
         busy = self._busy(seconds)
         num_micro, num_passes, num_stages = self._shape
         ends, own = np.zeros_like(done), np.zeros_like(done)
-        before = np.zeros(num_stages)
+        before, end = np.zeros(num_stages), np.zeros(num_stages)
         for number in range(num_micro * num_passes):  # one after another, on each stage
             begin = np.maximum(arrived[number], before)
             ends[number] = before = np.maximum(done[number], begin)
             own[number] = np.maximum(before - begin, busy[number])
+            end = own[number] - np.maximum(passed[number] - begin, 0.0)
         forward_s, backward_s = own.reshape(self._shape).mean(axis=0).tolist()
         forward_lag_s, backward_lag_s = self._lags(crosses, finish, ends)
         return StagePace(
@@ -177,6 +226,7 @@ class StagedStep:
             forward_lag_s=forward_lag_s,
             backward_lag_s=backward_lag_s,
             num_micro=num_micro,
+            end_s=tuple(end.tolist()),  # of the last pass, that of the last micro-batch
         )
 
     def _latest(self, finish: FloatArray, chosen: BoolArray) -> FloatArray:

@@ -22,6 +22,10 @@ _OF_SLOTS = (
     *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
     *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
 )
+_OF_BATCH = (
+    *(TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER, TaskKind.ALL_GATHER),
+    *(TaskKind.PUSH, TaskKind.SUM, TaskKind.UPDATE, TaskKind.PULL),
+)
 
 
 def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
@@ -48,6 +52,15 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
     scattered = np.isin(kind, (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE))
     found[scattered] = tables.op_is_late[tables.value_op[subject[scattered]]] > 0
     return found
+
+
+def ends_batch(kind: AnyIntegers) -> BoolArray:
+    """Whether each task sums the gradients of a batch over devices, or updates with them.
+
+    Args:
+        kind: ``TaskKind`` of each task.  # [num_tasks]
+    """
+    return np.isin(kind, _OF_BATCH)
 
 
 def micro_batch_of(
