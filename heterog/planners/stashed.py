@@ -117,7 +117,7 @@ class StashedPipelines:
                     faults.append(fault)
                 else:
                     known.add(strategy)
-                    tried.append((evaluator.evaluate(strategy, Order.FIFO), strategy))
+                    tried.append((evaluator.referee(strategy, Order.FIFO), strategy))
 
         with spending.limits():
             costs = _Costs(evaluator, self.stash)
@@ -203,7 +203,7 @@ class StashedPipelines:
         """Move boundaries between stages while that helps."""
         for _ in range(_MOST_MOVED):
             found = [
-                (evaluator.evaluate(strategy, Order.FIFO), strategy)
+                (evaluator.referee(strategy, Order.FIFO), strategy)
                 for strategy in _with_a_boundary_moved(best[1])
                 if not _fault(evaluator, strategy)
             ]

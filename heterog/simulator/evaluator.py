@@ -385,12 +385,9 @@ class Evaluator:
         if self.tasks_of(choice) > self.most_tasks:  # it will not be simulated
             return choice
         assert strategy.stash is not None
-        counted = self.num_evaluations
         lowered = self._lower(choice)
-        local_s, _ = self._run(lowered, Order.FIFO, math.inf)
-        self.num_evaluations = counted
-        seconds = self._pace_of(lowered).step_s(strategy.stash)
-        seconds = max(seconds, held_s(lowered.tape, lowered.prices))
+        pace, local_s = self._pace_of(lowered)
+        seconds = max(pace.step_s(strategy.stash), held_s(lowered.tape, lowered.prices))
         return choice._replace(averaging_s=seconds - local_s)
 
     def stage_pace(self, strategy: Strategy) -> StagePace:
@@ -398,18 +395,19 @@ class Evaluator:
 
         Not counted as an evaluation: it belongs to that of the strategy.
         """
+        return self._pace_of(self._lower(self.encode(strategy)._replace(averaging_s=0.0)))[0]
+
+    def _pace_of(self, lowered: _Lowered) -> tuple[StagePace, float]:
+        """Pace of stages by the referee's times of a step on its own, and its seconds."""
+        choice, tables = lowered.choice, self.tables_of(lowered.choice)
         counted = self.num_evaluations
-        lowered = self._lower(self.encode(strategy)._replace(averaging_s=0.0))
         self._run(lowered, Order.FIFO, math.inf)
         self.num_evaluations = counted
-        return self._pace_of(lowered)
-
-    def _pace_of(self, lowered: _Lowered) -> StagePace:
-        """Pace of stages by the times of what was simulated last."""
+        local_s, replayed = self._replay(lowered)
+        assert replayed is not None
         number = int(lowered.tape.counts[NUM_TASKS])
-        choice, tables = lowered.choice, self.tables_of(lowered.choice)
         staged = StagedStep(lowered.tape, tables, choice.stage, choice.num_micro)
-        return staged.pace(self._timings.seconds[:number], self._timings.finish[:number])
+        return staged.pace(self._timings.seconds[:number], replayed.finish[:number]), local_s
 
     def _exchanges_on_links_s(self, strategy: Strategy) -> float:
         """Seconds for which one step of all teams holds the link that is held longest.

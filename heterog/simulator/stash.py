@@ -44,6 +44,7 @@ from heterog.strategy.stash_phases import (
     BoolArray,
     ends_batch,
     is_of_backward,
+    is_written_last,
     micro_batch_of,
 )
 from heterog.strategy.tables import GraphTables
@@ -196,6 +197,7 @@ class StagedStep:
         # A collective, which has no device, runs where what it reads is.
         source = source_stages(tape, stage)
         self._ends_batch = ends_batch(tasks["kind"])
+        self._is_awaited = ~is_written_last(tasks["kind"], tasks["subject"], tables)
         self._stage = np.where(self._device >= 0, stage[self._device], source)
         self._source = np.where(self._is_link, source, self._stage)
 
@@ -207,8 +209,9 @@ class StagedStep:
             finish: Time at which each task ends.  # [num_tasks]
         """
         crosses = self._is_link & (self._source != self._stage)
-        arrived, done = self._latest(finish, crosses), self._latest(finish, ~crosses)
-        passed = self._latest(finish, ~crosses & ~self._ends_batch)
+        is_own = ~crosses & self._is_awaited
+        arrived, done = self._latest(finish, crosses), self._latest(finish, is_own)
+        passed = self._latest(finish, is_own & ~self._ends_batch)
         busy = self._busy(seconds)
         num_micro, num_passes, num_stages = self._shape
         ends, own = np.zeros_like(done), np.zeros_like(done)

@@ -63,6 +63,23 @@ def ends_batch(kind: AnyIntegers) -> BoolArray:
     return np.isin(kind, _OF_BATCH)
 
 
+def is_written_last(kind: AnyIntegers, subject: IntArray, tables: GraphTables) -> BoolArray:
+    """Whether each task writes to a buffer what the forward pass has made for it.
+
+    A running statistic, say. A step on its own does so at its end, but no later task waits for it,
+    and stages that run batches apart do so in the forward pass.
+
+    Args:
+        kind: ``TaskKind`` of each task.  # [num_tasks]
+        subject: Subject of each task.  # [num_tasks]
+        tables: The graph's tables, by which subjects are numbered.
+    """
+    found = kind == TaskKind.COMPUTE
+    own = subject[found]
+    found[found] = (tables.op_is_backward[own] > 0) & (tables.op_is_late[own] == 0)
+    return np.asarray(found, np.bool_)
+
+
 def micro_batch_of(
     micro: IntArray, num_reads: AnyIntegers, reads: IntArray, maker: IntArray
 ) -> IntArray:

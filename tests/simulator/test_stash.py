@@ -14,6 +14,7 @@ from heterog.simulator.noise import Noise
 from heterog.simulator.stash import StagePace
 from heterog.strategy.division import split_evenly
 from heterog.strategy.stash import WeightStash, one_at_a_time
+from heterog.strategy.stash_phases import is_of_backward
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.strategies import cluster, graph_of, strategy_of
 from tests.simulator.builders import cluster_of
@@ -168,6 +169,23 @@ def pipeline(name: str, boundary_steps: int, num_micro: int = 1) -> Strategy:
         micro_batches=(sizes, idle, idle) if num_micro > 1 else (),
     )
     return replace(exact, stash=WeightStash(boundary_steps=boundary_steps))
+
+
+@pytest.mark.parametrize(("name", "num_micro"), [("normalised", 1), ("gpt", 3)])
+def test_the_passes_of_a_stage_take_what_its_device_computes(name: str, num_micro: int) -> None:
+    """Though running statistics are written at the end of a step on its own."""
+    evaluator = Evaluator(graph_of(name), cluster())
+    strategy = pipeline(name, 1, num_micro)
+    choice = evaluator.encode(strategy)
+    program, start, finish = evaluator.referee_timings(choice, Order.FIFO)
+    pace = evaluator.stage_pace(strategy)
+    for stage in range(3):
+        on = (program.device == stage) & (program.channel < 0)
+        late = is_of_backward(program.kind, program.subject, evaluator.tables)
+        for is_late, found in ((False, pace.forward_s), (True, pace.backward_s)):
+            own = on & (late == is_late)
+            wanted = float((finish - start)[own].sum())
+            assert num_micro * found[stage] == pytest.approx(wanted, rel=0.1)
 
 
 @pytest.mark.parametrize("num_micro", [1, 3])
