@@ -198,37 +198,23 @@ def _caches_without_fakes() -> Iterator[None]:
 
     Libraries keep tables that depend only on sizes (positions of patches, say) in ``lru_cache``.
     """
-    before = [(cache, cache.cache_info().misses) for cache in _caches()]
-    made: list[Any] = []
-
-    def make(*arguments: Any) -> Any:
-        made.append(_LRU_CACHE(*arguments))
-        return made[-1]
-
-    # What is made meanwhile is noted: to look for it would take a tenth of a second again.
-    setattr(functools, _LRU_CACHE.__name__, make)
+    before = {id(cache): cache.cache_info().misses for cache in _caches()}
     try:
         yield
     finally:
-        setattr(functools, _LRU_CACHE.__name__, _LRU_CACHE)
-        for cache, misses in (*before, *((cache, 0) for cache in made)):
-            if cache.cache_info().misses != misses:
+        for cache in _caches():
+            if cache.cache_info().misses != before.get(id(cache), 0):
                 cache.cache_clear()
-
-
-# By type: asking a lazy proxy what it is an instance of may import or warn.
-_LRU_CACHE: type = functools._lru_cache_wrapper
 
 
 def _caches() -> list[Any]:
     """Every ``lru_cache`` of this process, except torch's and our own, which hold no tensors."""
+    # By type: asking a lazy proxy what it is an instance of may import or warn.
+    kind: type = functools._lru_cache_wrapper
     # Objects refer to their type: this takes half as long as to look at all of a million objects.
-    found: Any = (each for each in gc.get_referrers(_LRU_CACHE) if type(each) is _LRU_CACHE)
-    return [cache for cache in found if not _is_own(cache)]
-
-
-def _is_own(cache: Any) -> bool:
-    return str(getattr(cache, "__module__", "")).startswith(("torch.", "sympy.", "heterog."))
+    found: Any = (each for each in gc.get_referrers(kind) if type(each) is kind)
+    own = ("torch.", "sympy.", "heterog.")
+    return [cache for cache in found if not str(getattr(cache, "__module__", "")).startswith(own)]
 
 
 def _make_model(workload: Workload) -> nn.Module:

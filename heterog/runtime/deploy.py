@@ -67,9 +67,8 @@ class DeployedStep:
         groups: Parameter groups of the workload, by names.
         optimizer: Optimizer of the parameters that this rank updates. It has all groups, even
             where there is nothing to update, so that every rank can make the same scheduler. Its
-            options may be changed at
-            any time: an update uses those that held when its own step was called. Its state is up
-            to date after ``flush``.
+            options may be changed at any time: an update uses those that held when its own step
+            was called. Its state is up to date after ``flush``.
         averager: Averager of the islands' parameters every few steps, if the plan has any.
         loss_scale: Scale of the loss, if it is scaled.
         server: Object that pulls weights and pushes gradients, if there is an asynchronous server.
