@@ -1,7 +1,7 @@
 """Workloads, their single-device reference, and what a rank does with a plan."""
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cache
@@ -488,10 +488,16 @@ def capture_case(workload: Workload, planned: OpGraph | None = None) -> Captured
     return captured_now((workload.loss, others), workload, planned)
 
 
+def _captures(function: Callable[..., CapturedStep]) -> "list[mock._patch[Any]]":
+    """Patches with which deployed steps are captured by another function."""
+    modules = ("heterog.runtime.deploy", "heterog.runtime.resized")
+    return [mock.patch(f"{module}.capture_step", function) for module in modules]
+
+
 def capture_cases_once() -> None:
     """Have this process, a rank, deploy cases with ``capture_case``."""
-    for module in ("deploy", "resized"):
-        mock.patch(f"heterog.runtime.{module}.capture_step", capture_case).start()
+    for each in _captures(capture_case):
+        each.start()
 
 
 @contextmanager
@@ -505,10 +511,8 @@ def captured_once(key: Hashable) -> Iterator[None]:
     def capture_once(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
         return captured_now(key, workload, planned)
 
-    with (
-        mock.patch("heterog.runtime.deploy.capture_step", capture_once),
-        mock.patch("heterog.runtime.resized.capture_step", capture_once),
-    ):
+    deployed_first, resized = _captures(capture_once)
+    with deployed_first, resized:
         yield
 
 
