@@ -97,7 +97,8 @@ def _gpt2() -> nn.Module:
         vocab_size=512, n_positions=64, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
-    return GPT2LMHeadModel(config)
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model
 
 
 def _words() -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Settings that every test shares."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest
 from hypothesis import settings
 
 from tests.thorough import cases, leave_out
+
+# Captures make millions of objects that are no garbage; looking for some took a fifteenth.
+gc.set_threshold(20_000, 20, 50)
 
 # Whoever started the tests may ignore these (nohup, a shell's background); tests send them.
 signal.signal(signal.SIGINT, signal.default_int_handler)

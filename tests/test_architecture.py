@@ -58,7 +58,7 @@ ROOMS = {
     "accelerate": ("balance/for_accelerate.py",),
     "lightning": ("balance/for_lightning.py",),
     "torch_geometric": ("agents/",),
-    "numba": ("strategy/kernels.py",),
+    "numba": ("strategy/kernels.py", "strategy/kernel_compiler.py"),
     "gymnasium": ("envs/", "agents/"),
     "stable_baselines3": ("agents/",),
     "tensorboard": ("agents/",),

@@ -140,7 +140,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             return 0
         per_update = self.args.gradient_accumulation_steps
         num_updates = -(-self.balancer.share_sampler.num_steps // per_update)
-        return (self.state.global_step % num_updates) * per_update
+        skipped: int = (self.state.global_step % num_updates) * per_update
+        return skipped
 
 
 class _Nobody:

@@ -5,7 +5,7 @@ from then on: beside its file, or in the user's cache folder (``NUMBA_CACHE_DIR`
 where that is not writable. What is compiled is stale when any of ``SOURCES`` has changed, because
 kernels call each other and unpack each other's tuples; numba alone looks at a kernel's own file.
 
-Three things keep compilation short, and the first also made kernels faster:
+Four things keep compilation short, and the first also made kernels faster:
 
 - Kernels allocate nothing, so they are compiled without reference counts (``_nrt=False``). A
   kernel gets tuples of fifty arrays; each use of one would count references to it, atomically.
@@ -14,6 +14,7 @@ Three things keep compilation short, and the first also made kernels faster:
 - Helpers have no wrapper that Python could call, no cache of their own (whatever calls them has
   it), and one version for all integers: numba would compile another one for each constant and each
   width that they are called with.
+- Helpers are optimised in the kernels that call them, and only there (``kernel_compiler``).
 """
 
 import hashlib
@@ -29,6 +30,8 @@ import numpy.typing as npt
 from numba.core import event
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
+from heterog.strategy.kernel_compiler import HelperCompiler
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 Report = Callable[[str, float], None]
 """Called with the name of the kernel being compiled, and the fraction of kernels compiled."""
@@ -36,6 +39,7 @@ Report = Callable[[str, float], None]
 SOURCES = (
     "strategy/division.py",
     "strategy/rings.py",
+    "strategy/kernel_compiler.py",
     "strategy/kernels.py",
     "strategy/lowering/*.py",
     "strategy/program.py",
@@ -57,6 +61,7 @@ _COMMON: dict[str, Any] = {
     "no_cfunc_wrapper": True,
     "_nrt": False,
 }
+_HELPER: dict[str, Any] = {"no_cpython_wrapper": True, "pipeline_class": HelperCompiler}
 
 
 def kernel(function: Function) -> Function:
@@ -72,7 +77,7 @@ def kernel(function: Function) -> Function:
 
 def helper(function: Function) -> Function:
     """Compile a function that only kernels call and that allocates no arrays."""
-    compiled = _compiled(function, {"no_cpython_wrapper": True})
+    compiled = _compiled(function, _HELPER)
     if compiled is not function:
         _take_any_integer(compiled)
     return compiled
@@ -83,7 +88,7 @@ def part(function: Function) -> Function:
 
     A call passes tuples of a hundred numbers, which in the innermost loops doubled the time.
     """
-    compiled = _compiled(function, {"no_cpython_wrapper": True, "forceinline": True})
+    compiled = _compiled(function, {**_HELPER, "forceinline": True})
     if compiled is not function:
         _take_any_integer(compiled)
     return compiled

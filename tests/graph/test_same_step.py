@@ -28,7 +28,7 @@ WORDS = 16
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(
+    model: nn.Module = LlamaForCausalLM(
         LlamaConfig(
             hidden_size=16,
             intermediate_size=16,
@@ -39,10 +39,11 @@ def llama() -> nn.Module:
             use_cache=False,
         )
     )
+    return model
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(
+    model: nn.Module = GPT2LMHeadModel(
         GPT2Config(
             n_embd=16,
             n_layer=2,
@@ -54,10 +55,11 @@ def gpt2() -> nn.Module:
             eos_token_id=0,
         )
     )
+    return model
 
 
 def bert() -> nn.Module:
-    return BertForMaskedLM(
+    model: nn.Module = BertForMaskedLM(
         BertConfig(
             hidden_size=16,
             intermediate_size=16,
@@ -66,6 +68,7 @@ def bert() -> nn.Module:
             vocab_size=WORDS,
         )
     )
+    return model
 
 
 def t5() -> nn.Module:
@@ -75,7 +78,8 @@ def t5() -> nn.Module:
         vocab_size=WORDS, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2,
         dropout_rate=0.0, **options,
     )  # fmt: skip
-    return T5ForConditionalGeneration(config)
+    model: nn.Module = T5ForConditionalGeneration(config)
+    return model
 
 
 def step_of(

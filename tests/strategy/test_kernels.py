@@ -145,3 +145,39 @@ def test_kernels_are_kept_in_the_users_folder_where_the_package_is_not_writable(
     assert compiled_names(load(path)) == ["doubled"]
     assert list((tmp_path / "home").rglob("*.nbc"))
     assert compiled_names(load(path)) == []
+
+
+CHAIN = """
+from heterog.strategy.kernels import helper, kernel, part
+
+@helper
+def halved(number):
+    if number % 2:
+        raise ValueError("odd")
+    return number // 2
+
+@part
+def quartered(number):
+    return halved(halved(number))
+
+@kernel
+def doubled(number):
+    return 8 * quartered(number) + halved(0)
+"""
+
+
+def test_helpers_are_machine_code_in_kernels_only(tmp_path: Path) -> None:
+    path = tmp_path / "chain.py"
+    path.write_text(CHAIN)
+    module = load(path)
+    assert module.doubled(84) == 168
+    with pytest.raises(ValueError, match="odd"):
+        module.doubled(21)
+    for name, has_address in (("halved", False), ("quartered", False), ("doubled", True)):
+        (compiled,) = getattr(module, name).overloads.values()
+        found = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        assert bool(found) == has_address
+    again = load(path)  # from the cache
+    assert again.doubled(84) == 168
+    with pytest.raises(ValueError, match="odd"):
+        again.doubled(21)
