@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before torch is imported: workers run beside each other, one thread each.
@@ -13,6 +14,7 @@ os.environ["HETEROG_LIBRARY"] = "off"
 import pytest
 from hypothesis import settings
 
+from heterog.runtime.forks import rank_forks
 from tests.thorough import cases, leave_out
 
 # Captures make millions of objects that are no garbage; looking for some took a fifteenth.
@@ -51,3 +53,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=turn)
     leave_out(items)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_are_forked() -> Iterator[None]:
+    """Ranks that tests launch are forked off one process, started when the first one is."""
+    from heterog.runtime.launch import RANKS_OWN
+
+    with rank_forks([*RANKS_OWN, "PYTEST_CURRENT_TEST"]):
+        yield

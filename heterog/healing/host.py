@@ -32,9 +32,11 @@ from heterog.healing.wire import (
     receive_message,
     send_message,
 )
+from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     HEARTBEAT,
     PORT_FILE,
+    RANKS_OWN,
     LocalRank,
     end_ranks,
     signals_as_exit,
@@ -164,7 +166,7 @@ class HostProcess:
         Raises:
             HeterogError: the machine that leads sends this one away, is gone, or the job failed.
         """
-        with signals_as_exit(), temporary_folder() as folder:
+        with signals_as_exit(), temporary_folder() as folder, rank_forks(RANKS_OWN):
             self._folder = folder
             connection = self._connect()
             try:

@@ -25,8 +25,10 @@ from heterog.healing.snapshots import Moment
 from heterog.healing.steering import Going, Running, Steering
 from heterog.healing.wire import new_token
 from heterog.planners.plan import load_plan
+from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     CHECKPOINT_INDEX,
+    RANKS_OWN,
     STEP_TIMEOUT_S,
     LaunchError,
     Wrap,
@@ -177,6 +179,7 @@ class HealingJob:
         with ExitStack() as stack:
             stack.enter_context(signals_as_exit())
             self._folder = stack.enter_context(temporary_folder())
+            stack.enter_context(rank_forks(RANKS_OWN))  # one for all generations
             stack.push(lambda kind, error, trace: self._crew.close(str(error or "")))
             self._crew.open(self._folder, self._token)
             running = Running(

@@ -4,7 +4,6 @@ Ranks report their stage through small files, one each, from which the launcher 
 they are alive; ``watching`` says when that ends the job.
 """
 
-import ctypes
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from typing import Any
 from heterog.errors import HeterogError
 from heterog.files import check_writable, read_json
 from heterog.planners.background import BackgroundPlan
+from heterog.runtime.forks import RankProcess, end_with_parent, open_forks, rank_forks
 from heterog.runtime.watching import LaunchError as LaunchError
 from heterog.runtime.watching import wait_for_ranks
 from heterog.user_code import trusted_source
@@ -39,8 +39,13 @@ PORT_FILE = "HETEROG_PORT_FILE"
 STEP_TIMEOUT_S = 300.0
 """Longer than the slowest step that we know of; PyTorch's own limit for gloo is 30 minutes."""
 
+RANKS_OWN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(HEARTBEAT, PORT_FILE),
+)
+"""Variables that differ between the ranks of a process, and that nothing reads at import."""
+
 _END_S = 3.0
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 Beside = Callable[[int], list[str]]
 """Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
@@ -52,7 +57,7 @@ Wrap = Callable[[int, list[str]], list[str]]
 class LocalRank:
     """A rank of this machine and what is known of it; see ``watching.Watched``."""
 
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     words: Path
     heartbeat: Path
     stage: str = ""
@@ -272,8 +277,8 @@ def run_commands(
         "OMP_NUM_THREADS": "1",
     }
     ranks: list[LocalRank] = []
-    others: dict[int, tuple[subprocess.Popen[bytes], Path]] = {}
-    with signals_as_exit(), temporary_folder() as folder:
+    others: dict[int, tuple[RankProcess, Path]] = {}
+    with signals_as_exit(), temporary_folder() as folder, rank_forks(RANKS_OWN):
         if not port:
             common[PORT_FILE] = str(folder / "port")
         try:
@@ -300,25 +305,23 @@ def run_commands(
             )
 
 
-def start_rank(
-    command: Sequence[str], variables: Mapping[str, str], words: Path
-) -> subprocess.Popen[bytes]:
+def start_rank(command: Sequence[str], variables: Mapping[str, str], words: Path) -> RankProcess:
     """Start a rank in a process group of its own, to be ended with all that it starts.
+
+    A module of ours is forked off a process that has imported it, within ``forks.rank_forks``.
 
     Args:
         command: What to run.
         variables: Its whole environment.
         words: Path of the file for what it prints.
     """
+    forks = open_forks()
+    is_ours = [*command[:2]] == [sys.executable, "-m"] and command[2].startswith("heterog.")
+    if forks is not None and is_ours:
+        forked = forks.start(command[2], command[3:], variables, words)
+        if forked is not None:
+            return forked
     launcher = os.getpid()
-    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-    def die_with_launcher() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it was faster
-                os._exit(1)
-
     with words.open("wb") as sink:
         return subprocess.Popen(
             command,
@@ -327,7 +330,7 @@ def start_rank(
             stdout=sink,
             stderr=sink,
             process_group=0,
-            preexec_fn=die_with_launcher,
+            preexec_fn=lambda: end_with_parent(launcher),
         )
 
 
@@ -347,7 +350,7 @@ def _state(pid: int) -> str:
     return text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
 
 
-def end_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_ranks(processes: Sequence[RankProcess]) -> None:
     """Kill all processes that still run."""
     for process in processes:
         if process.poll() is None:
@@ -363,7 +366,7 @@ def end_ranks(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def _signal_group(process: RankProcess, number: signal.Signals) -> None:
     """Send a signal to a process that has not been waited for, and to those it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, number)

@@ -1,6 +1,7 @@
 """Jobs that go wrong on real processes: one clear error, and nothing is left behind."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -103,18 +104,23 @@ def plan(folder: Path) -> Path:
     return plan_of(folder, "workload")
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def pid_of_ranks() -> dict[int, int]:
-    """Processes of this test's jobs."""
+    """Processes of this test's jobs, started by this process or forked off a child of it."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (folder / "environ").read_text().split("\0")
+            pid = int(folder.name)
+            prints_to = Path(os.readlink(folder / "fd" / "1")).name
+            parents = [parent_of(pid), parent_of(parent_of(pid))]
         except OSError:
             continue
-        rank = [v.removeprefix("RANK=") for v in variables if v.startswith("RANK=")]
-        if parent == os.getpid() and rank:
-            found[int(rank[0])] = int(folder.name)
+        rank = re.fullmatch(r"rank([0-9]+)\.err", prints_to)
+        if rank is not None and os.getpid() in parents:
+            found[int(rank[1])] = pid
     return found
 
 
