@@ -27,7 +27,7 @@ from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.planners.plan import make_plan
-from heterog.runtime.launch import run_ranks
+from heterog.runtime.launch import parent_of, ranks_of_this_process, run_ranks
 from heterog.zoo import load_workload
 
 MODEL = Path(__file__).with_name("healing_model.py")
@@ -87,21 +87,6 @@ def cluster() -> Cluster:
     return Cluster(name="four_hosts", hosts=tuple(hosts), devices=tuple(devices))
 
 
-def ranks_of_this_process() -> dict[int, int]:
-    """Process of each rank that this process has started."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            variables = (folder / "environ").read_text().split("\0")
-        except OSError:
-            continue
-        ranks = [each.removeprefix("RANK=") for each in variables if each.startswith("RANK=")]
-        if parent == os.getpid() and ranks:
-            found[int(ranks[0])] = int(folder.name)
-    return found
-
-
 def things_of_jobs() -> set[str]:
     """Processes that this process has started, temporary folders, and shared memory."""
     folders = Path(tempfile.gettempdir()).glob("heterog-*")
@@ -110,12 +95,12 @@ def things_of_jobs() -> set[str]:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_text().replace("\0", " ")
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            parents = {parent_of(int(folder.name)), parent_of(parent_of(int(folder.name)))}
         except OSError:
             continue
         # Not those of other jobs on this machine.
-        is_own = parent == os.getpid() or f"--pid {os.getpid()}" in words
-        if "heterog.healing" in words and is_own:
+        is_own = os.getpid() in parents or f"--pid {os.getpid()}" in words
+        if "heterog." in words and is_own:
             found.add(f"{folder.name} {words[:80]}")
     return found
 

@@ -5,6 +5,7 @@ they are alive; ``watching`` says when that ends the job.
 """
 
 import os
+import re
 import signal
 import socket
 import statistics
@@ -86,6 +87,34 @@ class LocalRank:
     def last_words(self) -> str:
         """Its error line, or the last line that it printed."""
         return _last_words(self.words)
+
+
+def ranks_of_this_process() -> dict[int, int]:
+    """Process of each rank that this process has launched and that runs, by rank; Linux only.
+
+    A rank prints to a file with its number, and is a child of this process or forked off one.
+    """
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            pid = int(folder.name)
+            prints_to = Path(os.readlink(folder / "fd" / "1")).name
+            parents = {parent_of(pid), parent_of(parent_of(pid))}
+        except OSError:  # it has ended, or is somebody else's
+            continue
+        rank = re.fullmatch(r"rank([0-9]+)\.err", prints_to)
+        if rank is not None and os.getpid() in parents:
+            found[int(rank[1])] = pid
+    return found
+
+
+def parent_of(pid: int) -> int:
+    """Process that started a process; Linux only.
+
+    Raises:
+        OSError: there is none with this id any more.
+    """
+    return int(_fields_of(pid)[1])
 
 
 def free_port() -> int:
@@ -344,10 +373,15 @@ def _last_words(path: Path) -> str:
 def _state(pid: int) -> str:
     """A process's state as ``ps`` shows it: T is stopped; empty where there is no /proc."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        return _fields_of(pid)[0]
     except OSError:
         return ""
-    return text.rpartition(")")[2].split()[0]  # the name before it may contain spaces and brackets
+
+
+def _fields_of(pid: int) -> list[str]:
+    """The third and further fields of a process's stat file, as proc(5) numbers them."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()  # the name before it may contain spaces and brackets
 
 
 def end_ranks(processes: Sequence[RankProcess]) -> None:

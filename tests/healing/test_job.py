@@ -19,9 +19,9 @@ from heterog.healing.options import HealOptions
 from heterog.healing.planning import Planning
 from heterog.healing.question import FIRST_METHODS, Question
 from heterog.planners.plan import load_plan, make_plan
+from heterog.runtime.launch import ranks_of_this_process
 from heterog.zoo import load_workload
 from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model
-from tests.runtime.test_failures import pid_of_ranks
 from tests.simulator.builders import cluster_of
 
 pytestmark = [
@@ -105,7 +105,7 @@ def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
                 for line in processes_of(os.getpid())
                 if int(line.split()[0]) == job.keeper_pids[1]
             ]
-            killed.extend([pid_of_ranks()[1], keeper])
+            killed.extend([ranks_of_this_process()[1], keeper])
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
         if moves and moves[-1].kind == "back" and job.generation == 2:
@@ -131,7 +131,7 @@ def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
     expected = losses_of_one_process(folder, steps[-1])
     assert [job.trained.losses[step] for step in steps] == pytest.approx(expected, rel=1e-3)
     assert processes_of(os.getpid()) == []
-    assert not pid_of_ranks()
+    assert not ranks_of_this_process()
 
 
 def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:

@@ -1,7 +1,6 @@
 """Jobs that go wrong on real processes: one clear error, and nothing is left behind."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,7 +20,7 @@ from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.planners.plan import make_plan
 from heterog.runtime import testbed as module
-from heterog.runtime.launch import LaunchError, run_commands, run_ranks
+from heterog.runtime.launch import LaunchError, ranks_of_this_process, run_commands, run_ranks
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
@@ -104,26 +103,6 @@ def plan(folder: Path) -> Path:
     return plan_of(folder, "workload")
 
 
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def pid_of_ranks() -> dict[int, int]:
-    """Processes of this test's jobs, started by this process or forked off a child of it."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            pid = int(folder.name)
-            prints_to = Path(os.readlink(folder / "fd" / "1")).name
-            parents = [parent_of(pid), parent_of(parent_of(pid))]
-        except OSError:
-            continue
-        rank = re.fullmatch(r"rank([0-9]+)\.err", prints_to)
-        if rank is not None and os.getpid() in parents:
-            found[int(rank[1])] = pid
-    return found
-
-
 class AtStep:
     """Does something once, when rank 0 has begun a step."""
 
@@ -135,7 +114,7 @@ class AtStep:
     def __call__(self, stage: str) -> None:
         words = stage.split()
         if words[0] == "step" and int(words[1]) >= self._number and not self.pids:
-            self.pids = pid_of_ranks()
+            self.pids = ranks_of_this_process()
             self._action(self.pids)
 
 

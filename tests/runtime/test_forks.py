@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from heterog.runtime.forks import Forks, RankProcess, open_forks, rank_forks
-from heterog.runtime.launch import start_rank
-from tests.runtime.test_failures import parent_of
+from heterog.runtime.launch import parent_of, start_rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are told apart on Linux")
 
