@@ -31,6 +31,9 @@ from typing import Any, Protocol
 PRELOADED = ("torch._dynamo", "torch.distributed", "numpy")
 """What ranks import later than their own module does: capture, mostly."""
 
+SWITCH = "HETEROG_FORKS"
+"""Variable that is ``off`` where each rank shall be started by itself."""
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ROOM = 4000 * " "
 """An argument in whose place a rank writes its command line."""
@@ -130,11 +133,12 @@ class Forks:
             words: Path of the file for what it prints.
 
         Returns:
-            The rank's process; ``None`` if it has to be started otherwise: forking is not possible
-            here, or ranks that were forked in another environment still run.
+            The rank's process; ``None`` if it has to be started otherwise: forking is switched off
+            or not possible here, or ranks that were forked in another environment still run.
         """
         with self._lock:
-            if self._is_lost or not self._has_begun(variables):
+            is_off = variables.get(SWITCH) == "off"
+            if is_off or self._is_lost or not self._has_begun(variables):
                 return None
             number = self._num_asked
             self._num_asked += 1

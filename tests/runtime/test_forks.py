@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from heterog.runtime.forks import Forks, RankProcess, open_forks, rank_forks
+from heterog.runtime.forks import SWITCH, Forks, RankProcess, open_forks, rank_forks
 from heterog.runtime.launch import parent_of, start_rank
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are told apart on Linux")
@@ -138,6 +138,7 @@ def test_what_libraries_may_read_when_imported_is_the_ranks_own(
     second = start(forks, other, tmp_path / "second", "0")
     assert parent_of(second.pid) != os.getpid()
     assert second.wait(20) == 0
+    assert forks.start("job_of_forks", ["0"], {**other, SWITCH: "off"}, tmp_path / "x") is None
     assert first.poll() == -signal.SIGKILL
 
 
