@@ -178,8 +178,10 @@ def main() -> None:
     """Train by every row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--windows", type=int, default=30)
+    parser.add_argument("--windows", type=int, default=30, help="of samples; 4 or more")
     arguments = parser.parse_args()
+    if arguments.windows < 4:
+        parser.error("give --windows 4 or more: speeds are those of the later half, less its last")
     torch.set_num_threads(1)
     found = result_of_ranks(rows_of_ranks, len(SPEEDS), arguments.windows)
     found = {ROWS[0]: synchronous(arguments.windows), **found}
