@@ -137,8 +137,11 @@ class Forks:
             or not possible here, or ranks that were forked in another environment still run.
         """
         with self._lock:
-            is_off = variables.get(SWITCH) == "off"
-            if is_off or self._is_lost or not self._has_begun(variables):
+            if variables.get(SWITCH) == "off" or self._is_lost or not self._has_begun(variables):
+                return None
+            try:
+                folder = os.getcwd()
+            except OSError:  # removed meanwhile; a process of its own inherits it all the same
                 return None
             number = self._num_asked
             self._num_asked += 1
@@ -148,7 +151,7 @@ class Forks:
                 "preloaded": self._preloaded,
                 "arguments": list(arguments),
                 "variables": dict(variables),
-                "folder": os.getcwd(),
+                "folder": folder,
                 "words": str(words.absolute()),
             }
             self._tell(job)
@@ -353,7 +356,8 @@ def _be_rank(job: Mapping[str, Any], parent: int) -> None:
     os.environ.clear()
     os.environ.update(job["variables"])
     os.chdir(job["folder"])
-    sys.path[0] = job["folder"]
+    if not sys.flags.safe_path:
+        sys.path[0] = job["folder"]
     random.seed()
     with suppress(ImportError):
         import_module("numpy").random.seed()  # each rank its own, as in processes of their own
