@@ -1,9 +1,17 @@
 """Parts of the evaluator that no strategy shows by itself."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from heterog.simulator.evaluator import _distinct
+from heterog.cluster import Cluster
+from heterog.planners.data_parallel import even_shares, uniform_strategy
+from heterog.simulator.compile_kernels import smallest_graph
+from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
+from heterog.simulator.evaluator import Evaluator, _distinct
+from heterog.simulator.referee import _replay_kernel
+from heterog.strategy.strategy import Decision, Sync
 
 
 @pytest.mark.parametrize("most", [(3, 5, 2, 4), (2**20, 2**20, 2**20, 2**20)])
@@ -24,3 +32,18 @@ def test_nothing_has_no_rows() -> None:
     rows, number = _distinct(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32))
     assert rows == []
     assert len(number) == 0
+
+
+def test_programs_with_and_without_channels_run_the_same_compiled_kernels() -> None:
+    """``warm_up`` runs on one device, where arrays of channels are empty but have types."""
+    graph = smallest_graph()
+    kernels: list[Any] = [price_kernel, _simulate_kernel, _replay_kernel]
+    for preset in ("paper_8gpu", "hap_v100_p100"):
+        evaluator = Evaluator(graph, Cluster.load(preset))
+        evaluator.warm_up()
+        devices = tuple(range(evaluator.cluster.num_devices))
+        decision = Decision(devices=devices, shares=even_shares(evaluator), sync=Sync.HIERARCHICAL)
+        assert (
+            evaluator.referee(uniform_strategy(evaluator, decision), Order.RANK).step_time_s > 0.0
+        )
+    assert [len(getattr(each, "signatures", [()])) for each in kernels] == [1, 1, 1]
