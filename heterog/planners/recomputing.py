@@ -1,0 +1,81 @@
+"""Kinds of recomputation that are worth trying, what each frees, and which ops run again for it.
+
+A kind that makes more again frees more: each makes again what those before it do. So a search that
+finds something too large asks first whether the last kind suffices; only then are the cheaper ones
+tried, the dearest of them first, until one does not fit any more. What does not fit at all costs
+no more evaluations than with one kind.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.strategy.keeping import Keeps, attention_scores, kept_products
+from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.pipelines import KEEPS
+from heterog.strategy.lowering.choice import BoolArray
+from heterog.strategy.tables import GraphTables
+
+LEAST_SPARED = 0.05
+"""Part of the forward pass's FLOPs from which on it is worth trying to keep products: of a
+convolution net all is made again but for the last layer."""
+
+
+@lru_cache(maxsize=16)
+def kinds_worth_trying(graph: OpGraph) -> tuple[Keeps, ...]:
+    """Kinds of recomputation that differ on a graph, the one that makes the least again first.
+
+    Where attention is fused there are no scores to make again.
+    """
+    forward = [index for index, op in enumerate(graph.ops) if op.phase == Phase.FORWARD]
+    spared = sum(graph.ops[index].flops for index in kept_products(graph, (0,) * graph.num_ops))
+    whole = sum(graph.ops[index].flops for index in forward)
+    return (
+        *[Keeps.ALL_BUT_SCORES] * bool(attention_scores(graph)),
+        *[Keeps.PRODUCTS] * bool(spared > LEAST_SPARED * whole),
+        Keeps.NOTHING,
+    )
+
+
+def words_worth_trying(graph: OpGraph) -> tuple[Recompute, ...]:
+    """The same kinds in the words of layouts."""
+    of_keeps = {keeps: word for word, keeps in KEEPS.items()}
+    return tuple(of_keeps[keeps] for keeps in kinds_worth_trying(graph))
+
+
+def runs_again(tables: GraphTables, keeps: Keeps) -> BoolArray:
+    """Whether each compute op runs again where its block recomputes.  # [num_compute_ops]
+
+    Args:
+        tables: Tables of a graph with its blocks.
+        keeps: Kind of recomputation.
+    """
+    again = np.zeros(len(tables.op_id), np.bool_)
+    ops = tables.recompute_op
+    if keeps != Keeps.NOTHING:
+        first, end = (int(keeps) - 1) * len(again), int(keeps) * len(again)
+        ops = tables.partly_op[tables.partly_start[first] : tables.partly_start[end]]
+    again[ops] = True
+    return again
+
+
+def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArray]:
+    """Bytes that a device frees of each group if its block recomputes.
+
+    These are the values that the backward pass reads, that the block makes again, and that no
+    other block reads.
+
+    Returns:
+        (for each of its samples, once).  # [num_groups] each
+    """
+    reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
+    goes = np.zeros(len(tables.value_op), np.bool_)
+    goes[tables.read_value[tables.op_is_backward[reader] == 1]] = True
+    goes &= runs_again(tables, keeps)[tables.value_op] & (np.diff(tables.value_slot_start) == 0)
+    groups = tables.op_group[tables.value_op[goes]]
+    of_sample, once = (
+        np.bincount(groups, sizes[goes], tables.num_groups).astype(np.float64)
+        for sizes in (tables.value_bytes_per_unit, tables.value_bytes)
+    )
+    return of_sample, once
