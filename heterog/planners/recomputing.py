@@ -6,13 +6,15 @@ tried, the dearest of them first, until one does not fit any more. What does not
 no more evaluations than with one kind.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.strategy.keeping import Keeps, attention_scores, kept_products
-from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.pipelines import KEEPS
 from heterog.strategy.lowering.choice import BoolArray
 from heterog.strategy.tables import GraphTables
@@ -42,6 +44,13 @@ def words_worth_trying(graph: OpGraph) -> tuple[Recompute, ...]:
     """The same kinds in the words of layouts."""
     of_keeps = {keeps: word for word, keeps in KEEPS.items()}
     return tuple(of_keeps[keeps] for keeps in kinds_worth_trying(graph))
+
+
+def cheaper_layouts(graph: OpGraph, layout: Layout) -> Iterator[Layout]:
+    """A layout that makes less and less again; nothing if it does not make everything again."""
+    if layout.recompute == Recompute.FULL:
+        for word in reversed(words_worth_trying(graph)[:-1]):
+            yield replace(layout, recompute=word)
 
 
 def runs_again(tables: GraphTables, keeps: Keeps) -> BoolArray:

@@ -153,6 +153,8 @@ class _Unit(NamedTuple):
             rates = [(f - freed) / max(s - seconds, 1e-12) for s, f, _ in rest]
             best = max(range(len(rest)), key=lambda place: (rates[place], place))
             if rates[best] <= 0.0:
+                if rest[-1][0] > seconds:  # it may free something after all
+                    yield _Step(0.0, self.groups, rest[-1][2])
                 return
             seconds, freed, keeps = rest[best]
             yield _Step(rates[best], self.groups, keeps)
