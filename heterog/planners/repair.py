@@ -370,6 +370,12 @@ class _Repair:
         num_micro = current.strategy.num_micro_batches
         for first, end in pairwise((*units, len(decisions))):
             groups = tuple(range(first, end))
+            if not any(
+                over[device] and share
+                for group in groups
+                for device, share in _shares_of(decisions[group])
+            ):
+                continue
             options = []
             for keeps in kinds:
                 known = [

@@ -78,7 +78,7 @@ def everything_alone(patch: pytest.MonkeyPatch) -> None:
 def test_repaired_plans_are_never_slower_than_with_everything_made_again(
     room: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between what is held if all is made again, layer by layer, and what is held if nothing is."""
+    """With room for some part of what is held beyond what layers hold that make all again."""
     graph = written_out()
     whole = Decision(devices=(0, 1, 2, 3), shares=(4, 4, 4, 4))
     most, least = (

@@ -383,7 +383,7 @@ class CompositionSearch:
         yield from _moved(point)
         yield from self.scheduled(point)
         for recompute, zero in self.manners:
-            if zero != point.zero or recompute in self._worth_trying(point):
+            if recompute in self._worth_trying(point, zero):
                 yield replace(point, recompute=recompute, zero=zero)
         yield from self._with_micro(point, (2, 0.5))
         unit = point.num_micro
@@ -395,11 +395,13 @@ class CompositionSearch:
                     samples[taker] += unit
                     yield replace(point, samples=tuple(samples))
 
-    def _worth_trying(self, point: Composition) -> tuple[Recompute, ...]:
-        """Kinds of recomputation beside a composition's own: where it fits, only cheaper ones."""
+    def _worth_trying(self, point: Composition, zero: int) -> tuple[Recompute, ...]:
+        """Kinds of recomputation with a stage of ZeRO: what fits needs no more of both."""
         kinds = (Recompute.NONE, *self.kinds)
         found = self.found.get(point)
-        return kinds[: kinds.index(point.recompute)] if found and found.is_ok else kinds
+        if found is None or not found.is_ok or zero < point.zero:
+            return kinds
+        return kinds[: kinds.index(point.recompute) + (zero > point.zero)]
 
     def scheduled(self, point: Composition) -> Iterator[Composition]:
         """The same with other caps, with split backward passes, and in a V."""
