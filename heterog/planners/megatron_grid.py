@@ -288,7 +288,12 @@ def _in_manner(
     layout: Layout, zero: int, recompute: Recompute, along_positions: bool, ep: int
 ) -> Layout:
     return replace(
-        layout, zero=zero, recompute=recompute, sequence_parallel=along_positions, ep=ep
+        layout,
+        zero=zero,
+        dp_replicate=1,
+        recompute=recompute,
+        sequence_parallel=along_positions,
+        ep=ep,
     )
 
 

@@ -70,21 +70,33 @@ def runs_again(tables: GraphTables, keeps: Keeps) -> BoolArray:
 
 
 def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArray]:
-    """Bytes that a device frees of each group if its block recomputes.
+    """Bytes that a device frees of each group if its block recomputes, and all others do.
 
-    These are the values that the backward pass reads, that the block makes again, and that no
-    other block reads.
+    Without recomputation, what the backward pass reads is kept. With it, what the backward pass or
+    ops that run again read is kept if it was made by an op that does not run again, or for another
+    block.
 
     Returns:
         (for each of its samples, once).  # [num_groups] each
     """
-    reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
-    goes = np.zeros(len(tables.value_op), np.bool_)
-    goes[tables.read_value[tables.op_is_backward[reader] == 1]] = True
-    goes &= runs_again(tables, keeps)[tables.value_op] & (np.diff(tables.value_slot_start) == 0)
-    groups = tables.op_group[tables.value_op[goes]]
+    again, is_backward = runs_again(tables, keeps), tables.op_is_backward == 1
+    reader = np.repeat(np.arange(len(again)), np.diff(tables.read_start))
+    late = is_backward[reader] | again[reader]
+    is_remade = again[tables.value_op[tables.read_value]] & (tables.read_slot < 0)
+    kept = _marked(tables, late & ~is_remade)
+    was_kept = _marked(tables, is_backward[reader])
+    change = (was_kept.astype(np.float64) - kept) * ~is_backward[tables.value_op]
+    changes = np.flatnonzero((change != 0.0) & (tables.op_group[tables.value_op] >= 0))
+    groups = tables.op_group[tables.value_op[changes]]
     of_sample, once = (
-        np.bincount(groups, sizes[goes], tables.num_groups).astype(np.float64)
+        np.bincount(groups, (change * sizes)[changes], tables.num_groups)
         for sizes in (tables.value_bytes_per_unit, tables.value_bytes)
     )
     return of_sample, once
+
+
+def _marked(tables: GraphTables, reads: BoolArray) -> BoolArray:
+    """Whether any of some reads is of each value.  # [num_values]"""
+    found = np.zeros(len(tables.value_op), np.bool_)
+    found[tables.read_value[reads]] = True
+    return found

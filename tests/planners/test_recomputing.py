@@ -103,18 +103,19 @@ def test_repaired_plans_are_never_slower_than_with_everything_made_again(
     assert now.step_time_s <= then.step_time_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("method", ["megatron_grid", "pipeline", "islands", "pipette"])
+@pytest.mark.parametrize("method", ["megatron_grid", "islands", "pipette"])
 def test_searches_are_faster_where_less_has_to_be_made_again(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluator = Evaluator(written_out(), with_memory(TWO, [ROOM] * 4))
-    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=300))
-    now = run_method(planner_by_name(method), problem)
+    """Every other product may be kept where not everything fits."""
+    evaluator = Evaluator(written_out(), with_memory(TWO, [14e6] * 4))
+
+    def seconds() -> float:
+        budget = Budget(evaluations=100)
+        row = run_method(planner_by_name(method), Problem(evaluator=evaluator, budget=budget))
+        assert row.step_time_s is not None
+        return row.step_time_s
+
+    now = seconds()
     everything_alone(monkeypatch)
-    then = run_method(planner_by_name(method), problem)
-    assert now.outcome == "ok"
-    assert now.step_time_s is not None
-    assert then.step_time_s is None or now.step_time_s < then.step_time_s
-
-
-ROOM = 4e6
+    assert now < seconds()
