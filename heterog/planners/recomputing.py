@@ -89,7 +89,7 @@ def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArr
     changes = np.flatnonzero((change != 0.0) & (tables.op_group[tables.value_op] >= 0))
     groups = tables.op_group[tables.value_op[changes]]
     of_sample, once = (
-        np.bincount(groups, (change * sizes)[changes], tables.num_groups)
+        np.bincount(groups, (change * sizes)[changes], tables.num_groups).astype(np.float64)
         for sizes in (tables.value_bytes_per_unit, tables.value_bytes)
     )
     return of_sample, once
