@@ -100,11 +100,11 @@ class _Tried:
 
 
 class _Again(NamedTuple):
-    """What a kind of recomputation takes on the slowest device, and what it frees.
+    """What a kind of recomputation takes and frees on all devices that overflow.
 
     Attributes:
         seconds: Seconds of each group.  # [num_groups]
-        freed: Bytes of each group on all devices that overflow.  # [num_groups]
+        freed: Bytes of each group.  # [num_groups]
     """
 
     seconds: FloatArray
@@ -365,9 +365,8 @@ class _Repair:
         blocks: tuple[int, ...],
         kinds: tuple[Keeps, ...],
     ) -> Iterator["_Unit"]:
-        """What each unit frees on the devices that overflow, and its seconds, by kind."""
+        """What each unit takes and frees on the devices that overflow, by kind."""
         decisions, over = current.strategy.decisions, self._over(current) > 0.0
-        num_micro = current.strategy.num_micro_batches
         for first, end in pairwise((*units, len(decisions))):
             groups = tuple(range(first, end))
             if not any(
@@ -378,10 +377,7 @@ class _Repair:
                 continue
             options = []
             for keeps in kinds:
-                known = [
-                    self._again(keeps, blocks, decisions[group], num_micro, over)
-                    for group in groups
-                ]
+                known = [self._again(keeps, blocks, decisions[group], over) for group in groups]
                 pairs = list(zip(known, groups, strict=True))
                 seconds = sum(float(each.seconds[group]) for each, group in pairs)
                 freed = sum(float(each.freed[group]) for each, group in pairs)
@@ -389,31 +385,22 @@ class _Repair:
             yield _Unit(groups, decisions[first], tuple(options))
 
     def _again(
-        self,
-        keeps: Keeps,
-        blocks: tuple[int, ...],
-        decision: Decision,
-        num_micro: int,
-        over: BoolArray,
+        self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
     ) -> "_Again":
         """What a kind of recomputation takes and frees if all groups have one decision."""
-        key = keeps, blocks, decision, num_micro, over.tobytes()
+        key = keeps, blocks, decision, over.tobytes()
         if key not in self._known:
             tables = self.evaluator.rule_tables(self.evaluator.rule_number((), blocks))
-            again = runs_again(tables, keeps)
+            again, batch = runs_again(tables, keeps), self.graph.batch_size
             of_sample, once = freed_bytes(tables, keeps)
             seconds, freed = np.zeros(tables.num_groups), np.zeros(tables.num_groups)
             for device, share in _shares_of(decision):
-                if share:
+                if over[device] and share:
                     kind = self.cluster.device_types[self.cluster.type_index[device]]
-                    row = self.evaluator.cost_model.op_seconds(
-                        self.graph, kind, max(share // num_micro, 1)
-                    )
-                    own = np.bincount(
-                        tables.op_group[again], row[tables.op_id[again]], tables.num_groups
-                    )
-                    seconds = np.maximum(seconds, num_micro * own)
-                    freed += (share * of_sample + once) * over[device]
+                    row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)
+                    own = row[tables.op_id[again]] * (share / batch)
+                    seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
+                    freed += share * of_sample + once
             self._known[key] = _Again(seconds, freed)
         return self._known[key]
 
