@@ -260,7 +260,7 @@ class _Repair:
                 self._move_groups,
                 self._shard_updates,
                 self._form_teams,
-                self._recompute_all,
+                self._recompute_less,
             )
             for tried in kind(current)
             if self._missing(tried) < self._missing(current)
@@ -303,22 +303,26 @@ class _Repair:
     # --- kinds of repair -------------------------------------------------------------------------
 
     def _recompute(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute groups, what frees the most bytes per second first."""
+        """Recompute groups, those with the most bytes per second first."""
         units = range(len(current.strategy.decisions))
-        yield from self._make_again(current, units, (), kinds_worth_trying(self.graph))
+        yield from self._make_again(current, units, (), (Keeps.NOTHING,))
 
     def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
         """Recompute whole layers: only what others read of them is kept."""
         if blocks := self._layers_of(current):
-            yield from self._make_again(current, blocks, blocks, kinds_worth_trying(self.graph))
+            yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
 
-    def _recompute_all(self, current: _Tried) -> Iterator[_Tried]:
-        """As few groups or layers as it takes, each with all that can be made again."""
-        if len(kinds_worth_trying(self.graph)) > 1:
-            units, blocks = range(len(current.strategy.decisions)), self._layers_of(current)
-            yield from self._make_again(current, units, (), (Keeps.NOTHING,))
+    def _recompute_less(self, current: _Tried) -> Iterator[_Tried]:
+        """The same in steps from one kind of recomputation to the next, where there are several.
+
+        It comes last: where the budget is small, other kinds of repair bring more.
+        """
+        kinds, blocks = kinds_worth_trying(self.graph), self._layers_of(current)
+        if len(kinds) > 1:
+            units = range(len(current.strategy.decisions))
+            yield from self._make_again(current, units, (), kinds)
             if blocks:
-                yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
+                yield from self._make_again(current, blocks, blocks, kinds)
 
     def _layers_of(self, current: _Tried) -> tuple[int, ...]:
         """Blocks of whole layers; empty if every group is one."""
