@@ -112,7 +112,7 @@ def layout(
         micro_batch: Samples of a replica that go through the model at a time.
         num_micro: Number of micro-batches of a replica, instead of ``micro_batch``.
         zero: Stage of ZeRO, 0 to 3.
-        recompute: ``"none"`` or ``"full"``.
+        recompute: ``"none"``, ``"selective"``, ``"op"`` or ``"full"``.
         schedule: Name of the pipeline's schedule; ``"1f1b"`` if empty.
         chunks: Number of stages on each rank.
         layers: Number of repeated layers in each stage.

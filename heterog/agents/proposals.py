@@ -19,12 +19,13 @@ from heterog.agents.finishing import PLAIN, SCHEDULES_TRIED, Finish, Finisher, m
 from heterog.errors import StrategyError
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, Problem
+from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS, Outcome
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
 
 if TYPE_CHECKING:
     from heterog.agents.policy import PairScores, Policy
@@ -86,12 +87,14 @@ class Whole:
         num_micro: Number of micro-batches that the batch is cut into evenly.
         recompute: Part of the blocks that recompute, first those that free the most bytes per
             second.
+        keeps: What these keep nevertheless.
         finish: Teams and schedule.
     """
 
     bucket_bytes: int = DEFAULT_BUCKET_BYTES
     num_micro: int = 1
     recompute: float = 0.0
+    keeps: Keeps = Keeps.NOTHING
     finish: Finish = PLAIN
 
 
@@ -226,8 +229,17 @@ class _Scorer:
         self._num_tasks = 0
         self._num_evaluations = 0
         self._scored: dict[tuple[bytes, Whole], tuple[float, float]] = {}
-        again = [replace(decision, recompute=True) for decision in pair.table]
-        self._recomputing = np.array([self._space.add(each) for each in again], np.int32)
+        self._kinds = kinds_worth_trying(evaluator.graph)
+        self._recomputing = {
+            keeps: np.array(
+                [
+                    self._space.add(replace(decision, recompute=True, keeps=keeps))
+                    for decision in pair.table
+                ],
+                np.int32,
+            )
+            for keeps in self._kinds
+        }
         self._most_tasks = MOST_TASKS
         self._finisher = Finisher(evaluator, self._space)
 
@@ -326,7 +338,7 @@ class _Scorer:
             if num_micro > self.pair.graph.batch_size:
                 return
             # Smaller micro-batches need less memory: perhaps nothing has to run twice.
-            cut = replace(whole, num_micro=num_micro, recompute=0.0)
+            cut = replace(whole, num_micro=num_micro, recompute=0.0, keeps=Keeps.NOTHING)
             found = self.score(row, cut, best)
             if best[0] == 0.0 and found >= best and num_micro > whole.num_micro:
                 return
@@ -335,17 +347,27 @@ class _Scorer:
     def _saved(
         self, row: IntArray, whole: Whole, best: tuple[float, float]
     ) -> tuple[float, float]:
-        """The score, or that with as few blocks recomputing as it takes to fit, if better."""
+        """The score, or that with as few blocks recomputing as it takes to fit, if better.
+
+        Where all of them suffice, all of them are also tried with less to make again.
+        """
         if best[0] == 0.0 and whole.recompute == 0.0:
             return best
         found = self.score(row, replace(whole, recompute=1.0), best)
         best = min(best, found)
+        if found[0] > 0.0:
+            return best
         low, high = 0.0, 1.0
-        for _ in range(_HALVINGS if found[0] == 0.0 else 0):
+        for _ in range(_HALVINGS):
             part = 0.5 * (low + high)
             found = self.score(row, replace(whole, recompute=part), best)
             best = min(best, found)
             low, high = (low, part) if found[0] == 0.0 else (part, high)
+        for keeps in reversed(self._kinds[:-1]):
+            cheaper = self.score(row, replace(whole, recompute=1.0, keeps=keeps), best)
+            best = min(best, cheaper)
+            if cheaper[0] > 0.0:
+                break
         return best
 
     def finish(self, row: IntArray, whole: Whole) -> None:
@@ -416,4 +438,4 @@ class _Scorer:
         groups = self.pair.groups(row)
         blocks = self.pair.observer.cheapest_to_recompute[: round(whole.recompute * len(row))]
         again = np.isin(self.pair.evaluator.block_of, blocks)
-        return np.where(again, self._recomputing[groups], groups)
+        return np.where(again, self._recomputing[whole.keeps][groups], groups)

@@ -7,6 +7,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.strategy.division import split_in_proportion
+from heterog.strategy.keeping import recomputed_words
 from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
@@ -80,8 +81,9 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
     """The changes from one strategy to another of the same graph, in words."""
     pairs = list(zip(before.decisions, after.decisions, strict=True))
     words = []
-    if again := sum(new.recompute and not old.recompute for old, new in pairs):
-        words.append(f"{again} of {len(pairs)} groups recompute")
+    if again := [new.keeps for old, new in pairs if _makes_more_again(new, old)]:
+        what = f" ({recomputed_words(again)})" * any(again)
+        words.append(f"{len(again)} of {len(pairs)} groups recompute{what}")
     if after.blocks and not before.blocks:
         words.append("layers recompute whole")
     if formed := sum(_has_teams(new) and not _has_teams(old) for old, new in pairs):
@@ -107,6 +109,10 @@ def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str
         if count := sum(new.sync == sync != old.sync for old, new in pairs):
             words.append(f"{count} groups synchronise by {sync.name.lower()}")
     return "; ".join(words)
+
+
+def _makes_more_again(decision: Decision, other: Decision) -> bool:
+    return decision.recompute and (not other.recompute or decision.keeps < other.keeps)
 
 
 def _share(decision: Decision, device: int) -> int | None:

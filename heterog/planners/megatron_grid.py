@@ -20,6 +20,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.recomputing import cheaper_layouts, words_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
@@ -40,7 +41,7 @@ MOST_TASKS = 2_000_000
 LEAST_KEPT = 0.5
 """Part of the activations that is surely held; layouts that overflow with it are skipped."""
 RECOMPUTED = 0.1
-"""The same where layers recompute."""
+"""The same where layers recompute: scores alone may be most of what long sequences hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +106,21 @@ class _Grid:
         for point in points[:MOST_SHAPES]:
             for manner in self._until_it_fits(point):
                 found = self._try(manner)
+                if found is not None and found.is_ok:
+                    self._try_cheaper(manner)
                 if found is None or found.is_ok:
                     break
         starts = sorted(self.found, key=lambda each: self.found[each][0].preference)
         for start in starts[:NUM_VARIED]:
             for point in self._varied(start):
                 self._try(point)
+
+    def _try_cheaper(self, point: _Point) -> None:
+        """Make less again than everything for as long as that fits."""
+        for layout in cheaper_layouts(self.graph, point.layout):
+            found = self._try(replace(point, layout=layout))
+            if found is None or not found.is_ok:
+                break
 
     def best(self, count: int) -> list[tuple[Evaluation, Given]]:
         """The best points so far, best first."""
@@ -207,11 +217,7 @@ class _Grid:
         stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
         for (zero, copies), recompute, along_positions, (ep, way), (schedule, chunks) in product(
             self._kept(start, stages if layout.dp > 1 else [0]),
-            [
-                Recompute.NONE,
-                *[Recompute.SELECTIVE] * bool(attention_scores(self.graph)),
-                Recompute.FULL,
-            ],
+            self._recomputations(start),
             [False, True] if layout.tp > 1 else [False],
             self._expert_manners(layout),
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
@@ -227,6 +233,13 @@ class _Grid:
             point = replace(start, layout=varied)
             if self._least_bytes(point) <= self._room(point):
                 yield point
+
+    def _recomputations(self, start: _Point) -> list[Recompute]:
+        """Kinds of recomputation; single ops only where something has to be made again."""
+        kinds = [Recompute.NONE, *words_worth_trying(self.graph)]
+        if start.layout.recompute == Recompute.NONE and self.found[start][0].is_ok:
+            return [kind for kind in kinds if kind != Recompute.OP]
+        return kinds
 
     def _expert_degrees(self, layout: Layout) -> list[int]:
         """How many replicas may share the experts, if any: each device has at least one."""
@@ -263,7 +276,7 @@ class _Grid:
         own = self.parameters * here / (2.0 + ratio) / parts
         sliced = {0: 0.0, 1: ratio, 2: ratio + 1.0, 3: ratio + 2.0}[layout.zero]
         static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
-        kept = RECOMPUTED if layout.recompute == Recompute.FULL else LEAST_KEPT
+        kept = LEAST_KEPT if layout.recompute == Recompute.NONE else RECOMPUTED
         return static + kept * self.activations * layout.micro_batch / parts
 
     def _room(self, point: _Point) -> float:
@@ -275,7 +288,12 @@ def _in_manner(
     layout: Layout, zero: int, recompute: Recompute, along_positions: bool, ep: int
 ) -> Layout:
     return replace(
-        layout, zero=zero, recompute=recompute, sequence_parallel=along_positions, ep=ep
+        layout,
+        zero=zero,
+        dp_replicate=1,
+        recompute=recompute,
+        sequence_parallel=along_positions,
+        ep=ep,
     )
 
 

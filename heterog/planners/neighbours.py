@@ -20,6 +20,7 @@ import numpy as np
 from heterog.graph.grouping import alike_groups
 from heterog.planners.group_rules import GroupRules, Place, RuleRow
 from heterog.planners.planner import Problem
+from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.teams import (
     apart,
     has_one_owner,
@@ -107,6 +108,7 @@ class Neighbours:
         self.alike = alike_groups(graph)
         self.num_groups = len(self.alike)
         self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
+        self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
         self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
 
@@ -380,11 +382,15 @@ class Neighbours:
     # --- groups ----------------------------------------------------------------------------------
 
     def _recomputed(self, numbers: IntArray) -> IntArray:
-        """The same decisions, with recomputation if the first one has none, else without."""
-        recompute = not self.space.candidates[numbers[0]].recompute
+        """The same decisions, with another kind of recomputation than the first one, or none."""
+        first = self.space.candidates[numbers[0]]
+        ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._kinds)]
+        others = [way for way in ways if way != (first.recompute, first.keeps)]
+        chosen = self.rng.integers(len(others)) if len(others) > 1 else 0
+        recompute, keeps = others[chosen]
         changed = [
             self.space.add(
-                replace(self.space.candidates[number], recompute=recompute, keeps=Keeps.NOTHING)
+                replace(self.space.candidates[number], recompute=recompute, keeps=keeps)
             )
             for number in numbers
         ]

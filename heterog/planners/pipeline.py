@@ -23,6 +23,7 @@ from heterog.planners.enumeration import Enumeration
 from heterog.planners.megatron_grid import MOST_TASKS
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.planners.planner import PlanResult, Problem, register
+from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
@@ -30,7 +31,7 @@ from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.schedules import caps_of_stages
-from heterog.strategy.strategy import Decision, Sync
+from heterog.strategy.strategy import Decision, Keeps, Sync
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
@@ -75,6 +76,7 @@ class _Point:
     splits_backward: bool = False
     teams: tuple[int, ...] = ()  # most devices of a team in each stage; empty: no teams
     recomputing: int = 0  # stages from the first one that recompute
+    keeps: Keeps = Keeps.NOTHING  # what these keep nevertheless
     slices_updates: bool = False
 
 
@@ -189,6 +191,7 @@ class _Enumeration(Enumeration[_Point]):
         self.estimates: dict[Stages, float] = {}
         self.rules = rules_of_model(evaluator.graph)
         self.blocks_of_layers = layer_blocks(evaluator.graph)
+        self.kinds = kinds_worth_trying(evaluator.graph)
         self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
             1:
         ]
@@ -218,6 +221,7 @@ class _Enumeration(Enumeration[_Point]):
                     point,
                     caps=start.caps,
                     recomputing=start.recomputing,
+                    keeps=start.keeps,
                     slices_updates=start.slices_updates,
                 )
                 for start in self.best(_NUM_WIDENED)
@@ -229,7 +233,7 @@ class _Enumeration(Enumeration[_Point]):
         )
         for start in self._leaders():
             self.try_points(self._in_teams(start), until=_UNTIL_REFINED)
-        for vary in (self._scheduled, self._leaner, self._ordered):
+        for vary in (self._scheduled, self._leaner, self._cheaper, self._ordered):
             for start in self._leaders():
                 self.try_points(vary(start), until=_UNTIL_REFINED)
         for start in self.best(_NUM_REFINED):
@@ -344,7 +348,25 @@ class _Enumeration(Enumeration[_Point]):
         can_slice = self.problem.evaluator.graph.updates_elementwise
         for slices_updates in (False, True) if can_slice else (False,):
             for count in (0, *some):
-                yield replace(start, recomputing=count, slices_updates=slices_updates)
+                yield replace(
+                    start,
+                    recomputing=count,
+                    keeps=Keeps.NOTHING,
+                    slices_updates=slices_updates,
+                )
+
+    def _cheaper(self, start: _Point) -> Iterator[_Point]:
+        """If stages make everything again: less and less of it, in as many or in all stages."""
+        if not start.recomputing or start.keeps != Keeps.NOTHING:
+            return
+        for keeps in reversed(self.kinds[:-1]):
+            fits = False
+            for recomputing in dict.fromkeys((start.recomputing, len(start.stages))):
+                point = replace(start, recomputing=recomputing, keeps=keeps)
+                yield point
+                fits = fits or (point in self.cost and self.cost[point][0] <= 0.0)
+            if not fits:
+                return
 
     def _leanest(self, start: _Point) -> Iterator[_Point]:
         """The same with all that saves memory, then with less: large models fit in few ways.
@@ -432,7 +454,8 @@ class _Enumeration(Enumeration[_Point]):
         """The decision of the groups of a stage."""
         devices = point.stages[stage]
         decision = tuned_decision(self.problem.evaluator, devices, self.speeds)
-        decision = replace(decision, recompute=stage < point.recomputing)
+        if stage < point.recomputing:
+            decision = replace(decision, recompute=True, keeps=point.keeps)
         if point.slices_updates and len(devices) > 1:
             decision = replace(decision, sync=Sync.ZERO1)
         if not point.teams:

@@ -1,11 +1,11 @@
 """Repair of strategies that do not fit: the least loss of speed for the missing memory.
 
 Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
-strongly as it takes to fit or as it can: groups recompute their activations (those with the most
-bytes per second of recomputation on the devices that overflow first), whole layers recompute, more
-micro-batches, fewer of them under way at a time, samples move to devices with room, whole groups
-leave the devices that overflow, replicated groups shard their updates, replicas on one host become
-a team that shares its layers. If any of them makes it fit, the fastest such
+strongly as it takes to fit or as it can: groups recompute some or all of their activations (what
+frees the most bytes per second of recomputation on the devices that overflow first), whole layers
+recompute, more micro-batches, fewer of them under way at a time, samples move to devices with
+room, whole groups leave the devices that overflow, replicated groups shard their updates, replicas
+on one host become a team that shares its layers. If any of them makes it fit, the fastest such
 strategy is the result; otherwise the next round starts from the one that lost the fewest seconds
 per byte of overflow that it removed.
 
@@ -15,7 +15,6 @@ that excess is then asked for from the start.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,6 +31,11 @@ from heterog.planners.changes import (
 )
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Budget, Spending
+from heterog.planners.recomputing import (
+    freed_bytes,
+    kinds_worth_trying,
+    runs_again,
+)
 from heterog.planners.teams import (
     has_one_owner,
     rules_of_model,
@@ -43,6 +47,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.lowering import resident_bytes
+from heterog.strategy.lowering.choice import BoolArray
 from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
 
@@ -94,6 +99,68 @@ class _Tried:
     peak: FloatArray  # bytes of each device
 
 
+class _Again(NamedTuple):
+    """What a kind of recomputation takes and frees on all devices that overflow.
+
+    Attributes:
+        seconds: Seconds of each group.  # [num_groups]
+        freed: Bytes of each group.  # [num_groups]
+    """
+
+    seconds: FloatArray
+    freed: FloatArray
+
+
+class _Step(NamedTuple):
+    """A change of some groups from one kind of recomputation, or none, to another."""
+
+    bytes_per_s: float
+    groups: tuple[int, ...]
+    keeps: Keeps
+
+    @property
+    def rounded(self) -> float:
+        """Bytes per second to three digits, so that alike layers keep their order."""
+        return float(f"{self.bytes_per_s:.2e}")
+
+
+class _Unit(NamedTuple):
+    """Groups that recompute together.
+
+    Attributes:
+        groups: The groups.
+        decision: The present decision of its groups.
+        options: Seconds, bytes freed and kind, the one that makes the least again first.
+    """
+
+    groups: tuple[int, ...]
+    decision: Decision
+    options: tuple[tuple[float, float, Keeps], ...]
+
+    def steps(self) -> Iterator[_Step]:
+        """Ever more recomputation, in steps that free fewer and fewer bytes per second.
+
+        A kind that frees fewer per second than one that makes more again is passed over.
+        """
+        seconds = freed = 0.0
+        rest = list(self.options)
+        if self.decision.recompute:
+            kinds = [keeps for *_, keeps in rest]
+            if self.decision.keeps in kinds:
+                seconds, freed, _ = rest[kinds.index(self.decision.keeps)]
+            rest = [option for option in rest if option[2] < self.decision.keeps]
+        while rest:
+            rates = [(f - freed) / max(s - seconds, 1e-12) for s, f, _ in rest]
+            best = max(range(len(rest)), key=lambda place: (rates[place], place))
+            if rates[best] <= 0.0:
+                if rest[-1][0] > seconds:  # it may free something after all
+                    yield _Step(0.0, self.groups, rest[-1][2])
+                return
+            seconds, freed, keeps = rest[best]
+            yield _Step(rates[best], self.groups, keeps)
+            rest = rest[best + 1 :]
+
+
 class _Repair:
     def __init__(self, evaluator: Evaluator, order: Order, spending: Spending) -> None:
         self.evaluator = evaluator
@@ -105,6 +172,7 @@ class _Repair:
         self.limits = np.array(usable, np.float64)
         self.usable = self.limits.copy()  # less the excess that the referee has shown
         self.tried: dict[Strategy, _Tried] = {}
+        self._known: dict[object, _Again] = {}
 
     def run(self, strategy: Strategy) -> Repaired:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
@@ -192,6 +260,7 @@ class _Repair:
                 self._move_groups,
                 self._shard_updates,
                 self._form_teams,
+                self._recompute_less,
             )
             for tried in kind(current)
             if self._missing(tried) < self._missing(current)
@@ -235,97 +304,109 @@ class _Repair:
 
     def _recompute(self, current: _Tried) -> Iterator[_Tried]:
         """Recompute groups, those with the most bytes per second first."""
-        strategy = current.strategy
-        over = self._over(current) > 0.0
-        worth: list[tuple[float, int]] = []
-        for group, decision in enumerate(strategy.decisions):
-            num_bytes = seconds = 0.0
-            for device, share in _shares_of(decision):
-                if over[device] and share and not decision.recomputes_all:
-                    type_number = self.cluster.type_index[device]
-                    num_bytes += share * self._saved_per_sample[group]
-                    seconds += share * self._seconds_per_sample[type_number][group]
-            if num_bytes > 0.0:
-                worth.append((num_bytes / max(seconds, 1e-12), group))
-        ranked = [group for _, group in sorted(worth, key=lambda pair: (-pair[0], pair[1]))]
+        units = range(len(current.strategy.decisions))
+        yield from self._make_again(current, units, (), (Keeps.NOTHING,))
+
+    def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
+        """Recompute whole layers: only what others read of them is kept."""
+        if blocks := self._layers_of(current):
+            yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
+
+    def _recompute_less(self, current: _Tried) -> Iterator[_Tried]:
+        """The same in steps from one kind of recomputation to the next, where there are several.
+
+        It comes last: where the budget is small, other kinds of repair bring more.
+        """
+        kinds, blocks = kinds_worth_trying(self.graph), self._layers_of(current)
+        if len(kinds) > 1:
+            units = range(len(current.strategy.decisions))
+            yield from self._make_again(current, units, (), kinds)
+            if blocks:
+                yield from self._make_again(current, blocks, blocks, kinds)
+
+    def _layers_of(self, current: _Tried) -> tuple[int, ...]:
+        """Blocks of whole layers; empty if every group is one."""
+        blocks = current.strategy.blocks or layer_blocks(self.graph)
+        return blocks if len(blocks) < len(current.strategy.decisions) else ()
+
+    def _make_again(
+        self,
+        current: _Tried,
+        units: Sequence[int],
+        blocks: tuple[int, ...],
+        kinds: tuple[Keeps, ...],
+    ) -> Iterator[_Tried]:
+        """Make as little again as it takes to fit: the steps that free the most per second first.
+
+        Args:
+            current: What does not fit.
+            units: First groups of what recomputes together.
+            blocks: Blocks of the strategies that are tried; empty: those that there are.
+            kinds: Kinds of recomputation, the one that makes the least again first.
+        """
+        strategy = replace(current.strategy, blocks=blocks or current.strategy.blocks)
+        ranked = [
+            step for unit in self._units(current, units, blocks, kinds) for step in unit.steps()
+        ]
+        # What the last unit makes is read at once: while memory is fullest, it frees nothing.
+        last = max((step.groups for step in ranked), default=())
+        ranked.sort(key=lambda step: (step.groups == last, -step.rounded, step.groups))
 
         def make(count: int) -> Strategy:
-            chosen = ranked[:count]
-            return with_decisions(
-                strategy,
-                {
-                    g: replace(strategy.decisions[g], recompute=True, keeps=Keeps.NOTHING)
-                    for g in chosen
-                },
-            )
+            changes = {
+                group: replace(strategy.decisions[group], recompute=True, keeps=step.keeps)
+                for step in ranked[:count]
+                for group in step.groups
+            }
+            return with_decisions(strategy, changes)
 
         yield from self._fewest(make, len(ranked), len(ranked))
 
-    def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
-        """Recompute whole layers from the first on: only what others read of them is kept."""
-        strategy, over = current.strategy, self._over(current) > 0.0
-        blocks = strategy.blocks or layer_blocks(self.graph)
-        layers = [range(*bounds) for bounds in pairwise((*blocks, len(strategy.decisions)))]
-        worth = [
-            layer
-            for layer in layers
-            if any(
-                over[device] and share and not strategy.decisions[group].recomputes_all
-                for group in layer
-                for device, share in _shares_of(strategy.decisions[group])
-            )
-        ]
+    def _units(
+        self,
+        current: _Tried,
+        units: Sequence[int],
+        blocks: tuple[int, ...],
+        kinds: tuple[Keeps, ...],
+    ) -> Iterator["_Unit"]:
+        """What each unit takes and frees on the devices that overflow, by kind."""
+        decisions, over = current.strategy.decisions, self._over(current) > 0.0
+        for first, end in pairwise((*units, len(decisions))):
+            groups = tuple(range(first, end))
+            if not any(
+                over[device] and share
+                for group in groups
+                for device, share in _shares_of(decisions[group])
+            ):
+                continue
+            options = []
+            for keeps in kinds:
+                known = [self._again(keeps, blocks, decisions[group], over) for group in groups]
+                pairs = list(zip(known, groups, strict=True))
+                seconds = sum(float(each.seconds[group]) for each, group in pairs)
+                freed = sum(float(each.freed[group]) for each, group in pairs)
+                options.append((seconds, freed, keeps))
+            yield _Unit(groups, decisions[first], tuple(options))
 
-        def make(count: int) -> Strategy:
-            chosen = [group for layer in worth[:count] for group in layer]
-            return with_decisions(
-                replace(strategy, blocks=blocks),
-                {
-                    g: replace(strategy.decisions[g], recompute=True, keeps=Keeps.NOTHING)
-                    for g in chosen
-                },
-            )
-
-        if len(layers) < len(strategy.decisions):
-            yield from self._fewest(make, len(worth), len(worth))
-
-    @cached_property
-    def _saved_per_sample(self) -> FloatArray:
-        """Bytes that each group frees per sample if it recomputes.  # [num_groups]
-
-        These are the values that the group makes again and no other group reads.
-        """
-        tables = self.evaluator.tables
-        saved = np.zeros(tables.num_groups)
-        for group, ops in self._again():
-            for op in ops:
-                for value in range(tables.value_start[op], tables.value_start[op + 1]):
-                    if tables.value_slot_start[value] == tables.value_slot_start[value + 1]:
-                        whole = tables.value_bytes[value] / tables.batch_size
-                        saved[group] += tables.value_bytes_per_unit[value] + whole
-        return saved
-
-    @cached_property
-    def _seconds_per_sample(self) -> list[FloatArray]:
-        """Seconds of each group's recomputation per sample, by device type.  # [num_groups]"""
-        tables, batch = self.evaluator.tables, self.graph.batch_size
-        found = []
-        for device_type in self.cluster.device_types:
-            row = self.evaluator.cost_model.op_seconds(self.graph, device_type, batch)[
-                tables.op_id
-            ]
-            seconds = np.zeros(tables.num_groups)
-            for group, ops in self._again():
-                seconds[group] = float(row[ops].sum()) / batch
-            found.append(seconds)
-        return found
-
-    def _again(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """Groups with the ops that each runs again if it recomputes."""
-        tables = self.evaluator.tables
-        for group in range(tables.num_groups):
-            span = slice(tables.recompute_start[group], tables.recompute_start[group + 1])
-            yield group, tables.recompute_op[span].tolist()
+    def _again(
+        self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
+    ) -> "_Again":
+        """What a kind of recomputation takes and frees if all groups have one decision."""
+        key = keeps, blocks, decision, over.tobytes()
+        if key not in self._known:
+            tables = self.evaluator.rule_tables(self.evaluator.rule_number((), blocks))
+            again, batch = runs_again(tables, keeps), self.graph.batch_size
+            of_sample, once = freed_bytes(tables, keeps)
+            seconds, freed = np.zeros(tables.num_groups), np.zeros(tables.num_groups)
+            for device, share in _shares_of(decision):
+                if over[device] and share:
+                    kind = self.cluster.device_types[self.cluster.type_index[device]]
+                    row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)
+                    own = row[tables.op_id[again]] * (share / batch)
+                    seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
+                    freed += share * of_sample + once
+            self._known[key] = _Again(seconds, freed)
+        return self._known[key]
 
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
         """Double the number of micro-batches until it fits, or until that does not help."""

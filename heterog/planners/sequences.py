@@ -174,7 +174,7 @@ def _costs(problem: Problem, split: SequenceSplit) -> list[RunCost]:
 
 def _in_words(point: _Point) -> str:
     shares = " and ".join(":".join(map(str, units)) for units in point.units)
-    again = ", activations recomputed" if point.recompute else ""
+    again = f", {point.keeps.words} recomputed" if point.recompute else ""
     return f"positions {shares} of each sequence{again}, {point.sync.name.lower()}"
 
 

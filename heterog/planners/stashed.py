@@ -24,6 +24,7 @@ from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.planners.pipeline import Stages, stage_sequences
 from heterog.planners.planner import PlanResult, Problem
+from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -32,7 +33,7 @@ from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.program import FloatArray
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.stash_phases import stage_fault
-from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
 
 STASH = "stash"
 """Name of the row, and the word that asks for it."""
@@ -125,7 +126,12 @@ class StashedPipelines:
             if self.num_micro is None:
                 attempt(list(self._cut_finer(evaluator, costs, tried)))
             if tried and not min(tried, key=by_preference)[0].is_ok:
-                attempt([_recomputing(min(tried, key=by_preference)[1])])
+                too_large = min(tried, key=by_preference)[1]
+                for keeps in reversed(kinds_worth_trying(evaluator.graph)):
+                    known = len(tried)
+                    attempt([_recomputing(too_large, keeps)])
+                    if len(tried) == known or not tried[-1][0].is_ok:
+                        break
             if tried:
                 tried += self._moved(evaluator, min(tried, key=by_preference))
         if not tried:
@@ -312,9 +318,9 @@ def _with_a_boundary_moved(strategy: Strategy) -> Iterator[Strategy]:
                 yield replace(strategy, decisions=moved)
 
 
-def _recomputing(strategy: Strategy) -> Strategy:
+def _recomputing(strategy: Strategy, keeps: Keeps) -> Strategy:
     """The same with all stages dropping what they can recompute in their backward passes."""
-    decisions = tuple(replace(each, recompute=True) for each in strategy.decisions)
+    decisions = tuple(replace(each, recompute=True, keeps=keeps) for each in strategy.decisions)
     return replace(strategy, decisions=decisions)
 
 

@@ -12,10 +12,11 @@ from heterog.errors import StrategyError
 from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Problem, Spending
+from heterog.planners.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy, Sync
 
 MOST_MOVES = 48
 """Most moves of units that are tried for a point: a few times the pairs of a host's devices."""
@@ -50,6 +51,7 @@ class UnitPoint(Generic[AnyCut]):
         units: Number of units of each device, in the order of the teams.
         sync: Synchronisation of the gradients.
         recompute: Whether activations are computed again in the backward pass.
+        keeps: Which of them are kept nevertheless.
     """
 
     split: AnyCut
@@ -57,6 +59,7 @@ class UnitPoint(Generic[AnyCut]):
     units: tuple[tuple[int, ...], ...]
     sync: Sync
     recompute: bool = False
+    keeps: Keeps = Keeps.NOTHING
 
 
 class UnitSearch(Generic[AnyCut]):
@@ -91,8 +94,12 @@ class UnitSearch(Generic[AnyCut]):
         if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
             return
         found = self._try(point)
-        if found is not None and not found.is_ok:
-            self._try(replace(point, recompute=True))
+        if found is None or found.is_ok:
+            return
+        for keeps in reversed(kinds_worth_trying(self.graph)):
+            found = self._try(replace(point, recompute=True, keeps=keeps))
+            if found is None or not found.is_ok:
+                return
 
     def refine(self, start: UnitPoint[AnyCut]) -> None:
         """Move a unit from one device of a team to another while that helps."""
@@ -148,6 +155,7 @@ class UnitSearch(Generic[AnyCut]):
             parts=tuple(part[device] for device in devices),
             sync=point.sync,
             recompute=point.recompute,
+            keeps=point.keeps,
         )
 
     def _moves(self, point: UnitPoint[AnyCut]) -> Iterator[UnitPoint[AnyCut]]:

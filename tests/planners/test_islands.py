@@ -22,6 +22,7 @@ from heterog.planners.islands.slices import Slices, kinds_of
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Recompute
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import GRAPH
 
@@ -85,7 +86,7 @@ def test_a_host_of_unlike_cards_is_a_kind_for_each() -> None:
 def test_layers_on_one_device_take_what_their_ops_take() -> None:
     evaluator = Evaluator(GRAPH, MIXED)
     slices = Slices(evaluator)
-    seconds = slices.seconds(0, 1, 4, recompute=False)
+    seconds = slices.seconds(0, 1, 4, recompute=Recompute.NONE)
     of_ops = evaluator.cost_model.op_seconds(GRAPH, MIXED.device_types[0], 4)
     inside = [op for op in range(GRAPH.num_ops) if slices._layer_of_op[op] >= 0]
     assert seconds.sum() == pytest.approx(of_ops[inside].sum())
@@ -101,8 +102,8 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
     slices = Slices(Evaluator(GRAPH, cluster))
     estimator = Estimator(slices)
     pool = (Island(0, 1, 2),)
-    point = Composition((pool,), 8, recompute=False, zero=0)
-    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, recompute=False).sum()
+    point = Composition((pool,), 8, recompute=Recompute.NONE, zero=0)
+    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, recompute=Recompute.NONE).sum()
     found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
     assert found == pytest.approx(9 * whole / 2)
 

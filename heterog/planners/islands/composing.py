@@ -20,13 +20,12 @@ from heterog.graph.op_graph import FloatArray
 from heterog.planners.islands.slices import Slices
 from heterog.planners.model_parallel import balanced_chain
 from heterog.strategy.division import split_in_proportion
+from heterog.strategy.layouts.layout import Recompute
 
 MOST_KINDS = 4
 """Most kinds of machines for which every partition into pools is tried."""
 MOST_STAGES = 16
 """Most stages of one kind of machines."""
-RECOMPUTED = 0.12
-"""Part of the activations that a stage holds if its layers recompute."""
 OVERFLOWS = 1e6
 """Seconds from which on an estimate says that something does not fit."""
 ROUNDS = 3
@@ -61,7 +60,7 @@ class Composition:
     Attributes:
         pools: The pools.
         num_micro: Number of micro-batches of a step, the same in every pool.
-        recompute: Whether layers recompute.
+        recompute: What layers make again.
         zero: Stage of ZeRO: 0, 1 or 3.
         samples: Samples of the batch for each pool.
         layers: Layers of each stage of each pool; in a V there are two stages on the same devices.
@@ -74,7 +73,7 @@ class Composition:
 
     pools: tuple[Pool, ...]
     num_micro: int
-    recompute: bool
+    recompute: Recompute
     zero: int
     samples: tuple[int, ...] = ()
     layers: tuple[tuple[int, ...], ...] = ()
@@ -266,10 +265,8 @@ class Estimator:
             behind = count - number
             most = 2 * behind - 1 if point.hides_messages else behind
             in_flight = min(most, point.num_micro)
-            part = RECOMPUTED if point.recompute else 1.0
-            kept.append(
-                slices.kept_bytes * (micro / stage.teams) / members * max(in_flight * part, part)
-            )
+            held = slices.held_bytes(point.recompute)
+            kept.append(held * (micro / stage.teams) / members * max(in_flight, 1))
         return np.stack(state, axis=1), np.stack(kept, axis=1)
 
     def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:

@@ -35,6 +35,7 @@ from heterog.planners.islands.composing import (
 from heterog.planners.islands.slices import Slices
 from heterog.planners.megatron_grid import MOST_TASKS
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
@@ -121,9 +122,11 @@ class CompositionSearch:
         self.found: dict[Composition, Evaluation] = {}
         self.strategies: dict[Composition, Strategy] = {}
         self.refused: set[Composition] = set()
-        self.manners = [(False, 0), (True, 0)]
-        if self.evaluator.graph.updates_elementwise:
-            self.manners += [(again, zero) for zero in (1, 3) for again in (False, True)]
+        self.kinds = words_worth_trying(self.evaluator.graph)
+        stages = (0, 1, 3) if self.evaluator.graph.updates_elementwise else (0,)
+        self.manners = [
+            (again, zero) for zero in stages for again in (Recompute.NONE, *self.kinds)
+        ]
 
     def run(self) -> None:
         """Estimate, simulate, refine."""
@@ -135,6 +138,8 @@ class CompositionSearch:
                 if self.found and self.spending.fraction >= UNTIL_REFINED:
                     break
                 evaluation = self.simulate(manner)
+                if evaluation is not None and evaluation.is_ok:
+                    self._simulate_cheaper(manner)
                 if evaluation is None or evaluation.is_ok:
                     break
         for start in self.best(NUM_REFINED):
@@ -239,7 +244,8 @@ class CompositionSearch:
         for point, (seconds, samples) in ranked:
             if not np.isfinite(seconds) or len(cuts) >= most:
                 break
-            division = point.pools, point.num_micro, point.recompute
+            # With a cheaper kind of recomputation than all, or none, whichever seems best.
+            division = point.pools, point.num_micro, point.recompute == Recompute.FULL
             if division not in cuts:  # points that do not fit are tried in other manners
                 cut = self.estimator.cut(replace(point, samples=samples))
                 cuts |= {} if cut is None else {division: cut}
@@ -273,7 +279,14 @@ class CompositionSearch:
         lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
         for each in (lean, replace(lean, hides_messages=False)):
             yield each
-            yield replace(each, recompute=True)
+            yield replace(each, recompute=Recompute.FULL)
+
+    def _simulate_cheaper(self, point: Composition) -> None:
+        """Make less again than everything for as long as that fits."""
+        for recompute in reversed(self.kinds[:-1] if point.recompute == Recompute.FULL else ()):
+            evaluation = self.simulate(replace(point, recompute=recompute))
+            if evaluation is None or not evaluation.is_ok:
+                return
 
     def simulate(self, point: Composition) -> Evaluation | None:
         """Simulate a composition; ``None`` if it makes no sense."""
@@ -308,7 +321,7 @@ class CompositionSearch:
         in_teams = any(island.members > 1 for pool in point.pools for island in pool)
         manner = Manner(
             zero=point.zero,
-            recompute=Recompute.FULL if point.recompute else Recompute.NONE,
+            recompute=point.recompute,
             schedule="zero_bubble_v" if point.in_a_v else "1f1b",
             num_chunks=2 if point.in_a_v else 1,
             keeps_turns=point.in_a_v,
@@ -370,7 +383,8 @@ class CompositionSearch:
         yield from _moved(point)
         yield from self.scheduled(point)
         for recompute, zero in self.manners:
-            yield replace(point, recompute=recompute, zero=zero)
+            if recompute in self._worth_trying(point, zero):
+                yield replace(point, recompute=recompute, zero=zero)
         yield from self._with_micro(point, (2, 0.5))
         unit = point.num_micro
         for giver in range(len(point.samples)):
@@ -380,6 +394,14 @@ class CompositionSearch:
                     samples[giver] -= unit
                     samples[taker] += unit
                     yield replace(point, samples=tuple(samples))
+
+    def _worth_trying(self, point: Composition, zero: int) -> tuple[Recompute, ...]:
+        """Kinds of recomputation with a stage of ZeRO: what fits needs no more of both."""
+        kinds = (Recompute.NONE, *self.kinds)
+        found = self.found.get(point)
+        if found is None or not found.is_ok or zero < point.zero:
+            return kinds
+        return kinds[: kinds.index(point.recompute) + (zero > point.zero)]
 
     def scheduled(self, point: Composition) -> Iterator[Composition]:
         """The same with other caps, with split backward passes, and in a V."""
@@ -448,10 +470,18 @@ class _ByIsland(_Vary):
             yield replace(point, pools=tuple(map(tuple, pools)))
 
 
+_AGAIN = {
+    Recompute.NONE: "",
+    Recompute.FULL: ", recompute",
+    Recompute.OP: ", recompute ops",
+    Recompute.SELECTIVE: ", recompute scores",
+}
+
+
 def in_a_v(point: Composition) -> Composition:
     """The same devices with two stages each, forth and back, with as many layers together.
 
-    >>> point = Composition((), 2, recompute=False, zero=0, layers=((5, 3),))
+    >>> point = Composition((), 2, recompute=Recompute.NONE, zero=0, layers=((5, 3),))
     >>> in_a_v(point).layers
     ((2, 1, 2, 3),)
     """
@@ -480,7 +510,7 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
                 f"{name} tp {island.members} dp {teams} layers {'-'.join(map(str, own))}"
             )
         parts.append(f"{' > '.join(islands)} ({samples} samples)")
-    manner = ", recompute" * point.recompute + f", zero {point.zero}" * bool(point.zero)
+    manner = _AGAIN[point.recompute] + f", zero {point.zero}" * bool(point.zero)
     manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
     manner += ", zero_bubble_v" * point.in_a_v
     return f"{' | '.join(parts)}; {point.num_micro} micro-batches{manner}"

@@ -18,15 +18,21 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.op_rule import OpRules
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
+from heterog.planners.recomputing import freed_bytes, runs_again
 from heterog.planners.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.pipelines import KEEPS
 from heterog.strategy.layouts.stages import (
     NO_LAYER,
     layer_blocks,
     layers_of,
     stages_by_counts,
 )
-from heterog.strategy.tables import graph_tables
+from heterog.strategy.tables import GraphTables, graph_tables
+
+RECOMPUTED = 0.12
+"""Part of the activations that a stage holds if its layers make everything again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ class Slices:
         most_members: Size of the largest team that the model can be split for; 1 if for none.
         state_bytes: Parameters, gradients and optimizer state of each layer.  # [num_layers]
         parameter_bytes: Parameters of each layer.  # [num_layers]
-        kept_bytes: Activations of a sample that wait for the backward pass.  # [num_layers]
+        kept_bytes: Activations of a sample that the backward pass reads.  # [num_layers]
     """
 
     def __init__(self, evaluator: Evaluator) -> None:
@@ -115,13 +121,16 @@ class Slices:
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
         self._between: dict[tuple[int, int], float] = {}
-        self._seconds: dict[object, tuple[FloatArray, FloatArray]] = {}
+        self._priced: dict[object, tuple[FloatArray, FloatArray]] = {}
+        self._seconds: dict[object, FloatArray] = {}
+        self._again: dict[tuple[Recompute, OpRules], npt.NDArray[np.bool_]] = {}
+        self._held: dict[Recompute, FloatArray] = {}
 
     def of_kinds(self, kinds: Sequence[Kind]) -> "Slices":
         """The same model on some of the machines; what is known of costs is shared."""
         if not kinds:
             return self
-        self._is_backward, self._again_alone, self._again_in_teams  # noqa: B018 - made once
+        self._is_backward  # noqa: B018 - made once
         self.boundary_bytes  # noqa: B018
         other = copy.copy(self)
         other.kinds, other._between = tuple(kinds), {}
@@ -182,14 +191,16 @@ class Slices:
         ]
         return sum(rates) or np.inf
 
-    def seconds(self, kind: int, members: int, samples: int, *, recompute: bool) -> FloatArray:
+    def seconds(
+        self, kind: int, members: int, samples: int, *, recompute: Recompute
+    ) -> FloatArray:
         """Seconds of each layer's forward and backward pass for a micro-batch on one team.
 
         Args:
             kind: Number of the kind of the team's host.
             members: Number of devices of the team.
             samples: Samples of the micro-batch on this team.
-            recompute: Whether layers are computed again for the backward pass.
+            recompute: What layers make again for the backward pass.
 
         Returns:
             # [num_layers]
@@ -197,26 +208,42 @@ class Slices:
         on = self.kinds[kind]
         links = on.link_bytes_per_s, on.link_latency_s
         key = on.device_type, links, members, samples
-        if key not in self._seconds:
-            (forward, backward, again), sums = self._price(on, members, samples)
+        if key not in self._priced:
+            self._priced[key] = self._price(on, members, samples)
+        if (key, recompute) not in self._seconds:
+            of_ops, sums = self._priced[key]
+            forward, backward, again = self._of_layers(of_ops, members, recompute)
             # Gradients of weights take half of the backward pass, and hide its sums.
             behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
-            once: FloatArray = forward + sums[0] + behind
-            self._seconds[key] = once, once + again
-        return self._seconds[key][recompute]
+            self._seconds[key, recompute] = forward + sums[0] + behind + again
+        return self._seconds[key, recompute]
+
+    def held_bytes(self, recompute: Recompute) -> FloatArray:
+        """Activations of a sample that wait for the backward pass.  # [num_layers]"""
+        if recompute == Recompute.NONE:
+            return self.kept_bytes
+        if recompute == Recompute.FULL:
+            return RECOMPUTED * self.kept_bytes
+        if recompute not in self._held:
+            of_sample, once = freed_bytes(self._tables(()), KEEPS[recompute])
+            freed = self._by_layer(of_sample + once / self.evaluator.graph.batch_size)
+            self._held[recompute] = np.maximum(
+                self.kept_bytes - freed, RECOMPUTED * self.kept_bytes
+            )
+        return self._held[recompute]
 
     def _price(self, kind: Kind, members: int, samples: int) -> tuple[FloatArray, FloatArray]:
-        """Seconds of a layer's work, and of the sums of a team.
+        """Seconds of ops, and of the sums of a team.
 
         Returns:
-            Forward, backward, and forward again.  # [3, num_layers]
+            Seconds of each op.  # [num_ops]
             Forward and backward.  # [2, num_layers]
         """
         evaluator = self.evaluator
         device_type = evaluator.cluster.device_types[kind.device_type]
         if members == 1:
             of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
-            return self._of_layers(of_ops, members), np.zeros((2, self.num_layers))
+            return of_ops, np.zeros((2, self.num_layers))
         plan = self._plan
         ruled = plan.op_axis != BATCH_AXIS
         units = np.where(ruled, np.array(plan.axes)[plan.op_axis], samples) / members
@@ -228,16 +255,16 @@ class Slices:
         share = samples / evaluator.graph.batch_size
         ring = 2.0 * (members - 1) / members * share / kind.link_bytes_per_s
         sums = summed * ring + count * (2.0 * (members - 1) * kind.link_latency_s)
-        return self._of_layers(of_ops, members), sums
+        return of_ops, sums
 
-    def _of_layers(self, of_ops: FloatArray, members: int) -> FloatArray:
+    def _of_layers(self, of_ops: FloatArray, members: int, recompute: Recompute) -> FloatArray:
         """Seconds of forward and backward ops, and of repeated ones; updates run once a step.
 
         Returns:
             # [3, num_layers]
         """
         inside = self._layer_of_op >= 0
-        again = self._again_in_teams if members > 1 else self._again_alone
+        again = self._done_again(recompute, self._op_rules if members > 1 else ())
         passes = [inside & ~self._is_backward, inside & self._is_backward, inside & again]
         found = [
             np.bincount(self._layer_of_op[some], of_ops[some], self.num_layers) for some in passes
@@ -248,23 +275,20 @@ class Slices:
     def _is_backward(self) -> npt.NDArray[np.bool_]:
         return np.array([op.phase != Phase.FORWARD for op in self.evaluator.graph.ops])
 
-    @cached_property
-    def _again_alone(self) -> npt.NDArray[np.bool_]:
-        return self._done_again(())
+    def _tables(self, rules: OpRules) -> GraphTables:
+        return graph_tables(self.evaluator.graph, rules, layer_blocks(self.evaluator.graph))
 
-    @cached_property
-    def _again_in_teams(self) -> npt.NDArray[np.bool_]:
-        return self._done_again(self._op_rules)
-
-    def _done_again(self, rules: OpRules) -> npt.NDArray[np.bool_]:
+    def _done_again(self, recompute: Recompute, rules: OpRules) -> npt.NDArray[np.bool_]:
         """Ops of repeated layers that run again where layers recompute.  # [num_ops]"""
-        graph = self.evaluator.graph
-        tables = graph_tables(graph, rules, layer_blocks(graph))
-        found = np.zeros(graph.num_ops, np.bool_)
-        found[tables.op_id[tables.recompute_op]] = True
-        in_layer = np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
-        is_found: npt.NDArray[np.bool_] = found & in_layer
-        return is_found
+        if (recompute, rules) not in self._again:
+            graph = self.evaluator.graph
+            found = np.zeros(graph.num_ops, np.bool_)
+            if recompute != Recompute.NONE:
+                tables = self._tables(rules)
+                found[tables.op_id[runs_again(tables, KEEPS[recompute])]] = True
+            in_layer = np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
+            self._again[recompute, rules] = found & in_layer
+        return self._again[recompute, rules]
 
     @cached_property
     def _plan(self) -> AxisPlan:

@@ -32,6 +32,7 @@ from heterog.planners.pipette.layouts import (
     stage_by_stage,
 )
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.recomputing import cheaper_layouts
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.placed import place_layout
@@ -132,13 +133,24 @@ class _Search:
                 order = self._dedicated(point, Pricing.EXECUTED)
                 found = self._try(_Trial(point=manner, order=order))
                 if found is not None and found.is_ok:
-                    self._try(_Trial(point=manner, order=self._as_given(point)))
+                    cheapest = self._cheapest(manner, order)
+                    self._try(_Trial(point=cheapest, order=self._as_given(point)))
                     fitting += 1
                     break
                 missed += 1
         for point in dict.fromkeys(trial.point for trial in self.best(2 * NUM_REORDERED)):
             for order in self._other_orders(point):
                 self._try(_Trial(point=point, order=order))
+
+    def _cheapest(self, point: Point, order: Order) -> Point:
+        """A layout that fits, or one that makes less again and still fits."""
+        for layout in cheaper_layouts(self.graph, point.layout):
+            cheaper = replace(point, layout=layout)
+            found = self._try(_Trial(point=cheaper, order=order))
+            if found is None or not found.is_ok:
+                break
+            point = cheaper
+        return point
 
     def best(self, count: int) -> list[_Trial]:
         """The best trials so far, best first."""
