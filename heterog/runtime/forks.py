@@ -70,6 +70,16 @@ def end_with_parent(parent: int) -> None:
             os._exit(1)
 
 
+def fields_of_process(pid: int) -> list[str]:
+    """The third and further fields of a process's stat file, as proc(5) numbers them; Linux only.
+
+    Raises:
+        OSError: there is no such process any more, or no /proc.
+    """
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return text.rpartition(")")[2].split()  # the name before it may contain spaces and brackets
+
+
 @contextmanager
 def rank_forks(own: Collection[str]) -> Iterator["Forks"]:
     """Ranks that start in the body are forked off one process; so are those of bodies within.
@@ -304,9 +314,8 @@ class _Server:
     def _is_rank(self, job: Mapping[str, Any]) -> bool:
         """Fork a rank; whether this is the rank."""
         for name in (job["module"], *job["preloaded"]):
-            with suppress(
-                Exception
-            ):  # the rank will meet the same error, and has a place to say it
+            # The rank meets the same error, and has a place to say it.
+            with suppress(Exception):
                 import_module(name)
         pid = os.fork()
         if pid == 0:
@@ -373,7 +382,7 @@ def _show(command: Sequence[str]) -> None:
     The kernel shows what lies where the arguments of a process lay; proc(5) says where that is.
     """
     with suppress(OSError, ValueError, IndexError):
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = fields_of_process(os.getpid())
         begin, end = int(fields[45]), int(fields[46])
         shown = b"\0".join(os.fsencode(word) for word in command)[: end - begin - 1]
         ctypes.memmove(begin, shown.ljust(end - begin, b"\0"), end - begin)

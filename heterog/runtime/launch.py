@@ -24,7 +24,13 @@ from typing import Any
 from heterog.errors import HeterogError
 from heterog.files import check_writable, read_json
 from heterog.planners.background import BackgroundPlan
-from heterog.runtime.forks import RankProcess, end_with_parent, open_forks, rank_forks
+from heterog.runtime.forks import (
+    RankProcess,
+    end_with_parent,
+    fields_of_process,
+    open_forks,
+    rank_forks,
+)
 from heterog.runtime.watching import LaunchError as LaunchError
 from heterog.runtime.watching import wait_for_ranks
 from heterog.user_code import trusted_source
@@ -114,7 +120,7 @@ def parent_of(pid: int) -> int:
     Raises:
         OSError: there is none with this id any more.
     """
-    return int(_fields_of(pid)[1])
+    return int(fields_of_process(pid)[1])
 
 
 def free_port() -> int:
@@ -373,15 +379,9 @@ def _last_words(path: Path) -> str:
 def _state(pid: int) -> str:
     """A process's state as ``ps`` shows it: T is stopped; empty where there is no /proc."""
     try:
-        return _fields_of(pid)[0]
+        return fields_of_process(pid)[0]
     except OSError:
         return ""
-
-
-def _fields_of(pid: int) -> list[str]:
-    """The third and further fields of a process's stat file, as proc(5) numbers them."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    return text.rpartition(")")[2].split()  # the name before it may contain spaces and brackets
 
 
 def end_ranks(processes: Sequence[RankProcess]) -> None:

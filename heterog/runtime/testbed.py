@@ -39,6 +39,7 @@ from typing import Literal, TypeAlias
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster, Host
 from heterog.errors import HeterogError, HeterogWarning, UnknownNameError
+from heterog.runtime.forks import fields_of_process
 
 _TESTBEDS = resources.files("heterog.runtime") / "testbeds"
 _logger = logging.getLogger(__name__)
@@ -591,10 +592,9 @@ def _gigabytes(host: Host) -> str:
 def _start_ticks(pid: int) -> int | None:
     """Start of a process, in clock ticks since boot; None if it is gone or a zombie."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        fields = fields_of_process(pid)
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold spaces and brackets
     return None if fields[0] in "ZX" else int(fields[19])
 
 
