@@ -20,7 +20,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
-from heterog.planners.recomputing import cheaper_layouts, words_worth_trying
+from heterog.planners.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
@@ -38,10 +38,6 @@ NUM_VARIED = 3
 """Number of the best points whose manner is varied."""
 MOST_TASKS = 2_000_000
 """Most tasks of a program, about a second's work; more micro-batches than that are left out."""
-LEAST_KEPT = 0.5
-"""Part of the activations that is surely held; layouts that overflow with it are skipped."""
-RECOMPUTED = 0.1
-"""The same where layers recompute: scores alone may be most of what long sequences hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +272,9 @@ class _Grid:
         own = self.parameters * here / (2.0 + ratio) / parts
         sliced = {0: 0.0, 1: ratio, 2: ratio + 1.0, 3: ratio + 2.0}[layout.zero]
         static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
-        kept = LEAST_KEPT if layout.recompute == Recompute.NONE else RECOMPUTED
-        return static + kept * self.activations * layout.micro_batch / parts
+        return (
+            static + surely_kept(layout.recompute) * self.activations * layout.micro_batch / parts
+        )
 
     def _room(self, point: _Point) -> float:
         """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""

@@ -32,7 +32,7 @@ from heterog.planners.pipette.layouts import (
     stage_by_stage,
 )
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
-from heterog.planners.recomputing import cheaper_layouts
+from heterog.planners.recomputing import cheaper_layouts, surely_kept
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.placed import place_layout
@@ -49,10 +49,6 @@ MOST_MISSED = 30
 """Number of simulations of layouts that do not fit after which the search ends."""
 ANNEALED_PART = 0.5
 """Part of a budget in seconds after which no order is searched for any longer."""
-LEAST_KEPT = 0.5
-"""Part of the activations that is surely held; layouts that overflow with it are skipped."""
-RECOMPUTED = 0.1
-"""The same where layers recompute."""
 
 Order = tuple[int, ...]
 """Hosts of a cluster, row by row; a row is a pipeline."""
@@ -291,8 +287,9 @@ class _Search:
         own = self._parameters / (2.0 + ratio) / parts
         sliced = ratio if layout.zero else 0.0
         static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
-        kept = RECOMPUTED if layout.recompute == Recompute.FULL else LEAST_KEPT
-        return static + kept * self._activations * layout.micro_batch / parts
+        return (
+            static + surely_kept(layout.recompute) * self._activations * layout.micro_batch / parts
+        )
 
     def _room(self, point: Point) -> float:
         """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
