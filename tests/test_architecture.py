@@ -58,7 +58,7 @@ ROOMS = {
     "accelerate": ("balance/for_accelerate.py",),
     "lightning": ("balance/for_lightning.py",),
     "torch_geometric": ("agents/",),
-    "numba": ("strategy/kernels.py", "strategy/kernel_compiler.py"),
+    "numba": tuple(f"strategy/kernel{part}.py" for part in ("s", "_arguments", "_compiler")),
     "gymnasium": ("envs/", "agents/"),
     "stable_baselines3": ("agents/",),
     "tensorboard": ("agents/",),

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster, DeviceType
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.channels import Channel, ChannelKind, communicators
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.program import FloatArray, IntArray
 
 _MOST_DRAG = 0.9
@@ -95,6 +96,7 @@ class ChannelSeconds(NamedTuple):
         return self.latency_s + min(self.fill_s, payload * self.fill_s_per_byte)
 
 
+@by_reference
 class Prices(NamedTuple):
     """A cost model's answers for one graph, cluster and set of channels, for the kernels."""
 

@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from heterog.errors import StrategyError
 from heterog.simulator.cost_model import Prices
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import (
@@ -63,6 +64,7 @@ class Order(IntEnum):
     PROGRAM = 2
 
 
+@by_reference
 class Timings(NamedTuple):
     """Working memory and results of one simulation; grown to the largest program seen."""
 
@@ -115,6 +117,7 @@ def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: i
     )
 
 
+@by_reference
 class Workspace(NamedTuple):
     """Working memory of a simulation; made by ``simulate``, because kernels allocate nothing."""
 

@@ -40,6 +40,7 @@ from heterog.simulator.engine import (
     sender,
     touch,
 )
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
@@ -93,6 +94,7 @@ def is_linear_extension(tape: Tape, sequence: IntArray, position: IntArray) -> b
     return True
 
 
+@by_reference
 class ReplayWorkspace(NamedTuple):
     """Working memory of a replay; made by ``replay_order``, because kernels allocate nothing."""
 

@@ -1,10 +1,11 @@
-"""How helpers of kernels are compiled: they are optimised in the kernels, and only there.
+"""How kernels and their helpers are compiled: as much as makes them fast, and no more.
 
 Left to itself, numba optimises a helper, links it into each function that calls it, and optimises
 all of it again there, at every level of a chain of calls; and it makes machine code of each, which
 nobody runs. For our kernels, whose helpers call helpers six deep, that was a third of the time.
 Here a helper is only simplified, function by function, and copied into its callers; the kernel at
-the top is optimised as a whole, once. Its code is as fast as it was.
+the top is optimised as a whole, once, at LLVM's first level. Those above take longer, and our
+kernels, which are branches and lists of integers, get no faster by them.
 
 ``Compiler`` is how numba is meant to be extended. Its libraries of code are not; what is changed
 here of ``JITCodeLibrary`` are the three places where code is optimised, given to the machine and
@@ -16,19 +17,50 @@ from typing import Any
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
+_LEVEL = 1
+"""Of LLVM's optimisations."""
 
-class HelperCompiler(Compiler):
-    """Compiles functions that only kernels call."""
+
+class KernelCompiler(Compiler):
+    """Compiles functions that Python calls."""
 
     def define_pipelines(self) -> list[Any]:
         """As numba's, with a library of ours for the code."""
         state = self.state
         codegen = state.targetctx.codegen()
-        state.library = _HelperCode(codegen, state.func_id.func_qualname)  # type: ignore[no-untyped-call]
+        library = self._library(codegen, state.func_id.func_qualname)
+        library.enable_object_caching()  # type: ignore[no-untyped-call]
+        state.library = library
         return super().define_pipelines()  # type: ignore[no-untyped-call, no-any-return]
 
+    @property
+    def _library(self) -> type[JITCodeLibrary]:
+        return _KernelCode
 
-class _HelperCode(JITCodeLibrary):
+
+class HelperCompiler(KernelCompiler):
+    """Compiles functions that only kernels call."""
+
+    @property
+    def _library(self) -> type[JITCodeLibrary]:
+        return _HelperCode
+
+
+class _KernelCode(JITCodeLibrary):
+    """Code of a kernel, with that of its helpers."""
+
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout
+        for function in ll_module.functions:
+            passes, builder = self._codegen._function_pass_manager(opt=_LEVEL)  # type: ignore[no-untyped-call]
+            passes.run(function, builder)
+
+    def _optimize_final_module(self) -> None:
+        passes, builder = self._codegen._module_pass_manager(opt=_LEVEL)  # type: ignore[no-untyped-call]
+        passes.run(self._final_module, builder)
+
+
+class _HelperCode(_KernelCode):
     """Code to be copied into kernels. It is in no execution engine, so it has no address."""
 
     def _optimize_final_module(self) -> None:

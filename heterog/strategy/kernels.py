@@ -5,7 +5,7 @@ from then on: beside its file, or in the user's cache folder (``NUMBA_CACHE_DIR`
 where that is not writable. What is compiled is stale when any of ``SOURCES`` has changed, because
 kernels call each other and unpack each other's tuples; numba alone looks at a kernel's own file.
 
-Four things keep compilation short, and the first also made kernels faster:
+Five things keep compilation short, and the first also made kernels faster:
 
 - Kernels allocate nothing, so they are compiled without reference counts (``_nrt=False``). A
   kernel gets tuples of fifty arrays; each use of one would count references to it, atomically.
@@ -15,6 +15,7 @@ Four things keep compilation short, and the first also made kernels faster:
   it), and one version for all integers: numba would compile another one for each constant and each
   width that they are called with.
 - Helpers are optimised in the kernels that call them, and only there (``kernel_compiler``).
+- Tuples of many arrays are passed by reference (``kernel_arguments``).
 """
 
 import hashlib
@@ -30,7 +31,7 @@ import numpy.typing as npt
 from numba.core import event
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from heterog.strategy.kernel_compiler import HelperCompiler
+from heterog.strategy.kernel_compiler import HelperCompiler, KernelCompiler
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Report = Callable[[str, float], None]
@@ -39,6 +40,7 @@ Report = Callable[[str, float], None]
 SOURCES = (
     "strategy/division.py",
     "strategy/rings.py",
+    "strategy/kernel_arguments.py",
     "strategy/kernel_compiler.py",
     "strategy/kernels.py",
     "strategy/lowering/*.py",
@@ -66,7 +68,7 @@ _HELPER: dict[str, Any] = {"no_cpython_wrapper": True, "pipeline_class": HelperC
 
 def kernel(function: Function) -> Function:
     """Compile a function that Python calls and that allocates no arrays."""
-    dispatcher: Any = _compiled(function, {})
+    dispatcher: Any = _compiled(function, {"pipeline_class": KernelCompiler})
     if dispatcher is not function:  # it is the same with NUMBA_DISABLE_JIT
         try:
             dispatcher._cache = _Cache(function)
@@ -78,17 +80,6 @@ def kernel(function: Function) -> Function:
 def helper(function: Function) -> Function:
     """Compile a function that only kernels call and that allocates no arrays."""
     compiled = _compiled(function, _HELPER)
-    if compiled is not function:
-        _take_any_integer(compiled)
-    return compiled
-
-
-def part(function: Function) -> Function:
-    """Compile a function that one kernel calls from one place: it is copied into it.
-
-    A call passes tuples of a hundred numbers, which in the innermost loops doubled the time.
-    """
-    compiled = _compiled(function, {**_HELPER, "forceinline": True})
     if compiled is not function:
         _take_any_integer(compiled)
     return compiled

@@ -24,6 +24,7 @@ from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.strategy.keeping import attention_scores, kept_products, scores_again
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.recomputation import Recomputation, recomputations
 from heterog.strategy.remaking import Remake, Remakes
 
@@ -64,6 +65,7 @@ class Recut(IntEnum):
     """Slices along one axis become slices along another: an all-to-all."""
 
 
+@by_reference
 class SparseTables(NamedTuple):
     """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
 
@@ -78,6 +80,7 @@ class SparseTables(NamedTuple):
     num_columns: IntArray  # [num_matrices]
 
 
+@by_reference
 class GraphTables(NamedTuple):
     """Flat view of a graph for the kernels; one row per compute op, value, slot, parameter."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numba
+import numpy as np
 import pytest
 from numba.core.caching import CompileResultCacheImpl, IndexDataCacheFile
 
@@ -29,7 +30,7 @@ def decorated(tree: ast.Module) -> list[ast.FunctionDef]:
         node
         for node in tree.body
         if isinstance(node, ast.FunctionDef)
-        and {ast.unparse(each) for each in node.decorator_list} & {"kernel", "helper", "part"}
+        and {ast.unparse(each) for each in node.decorator_list} & {"kernel", "helper"}
     ]
 
 
@@ -148,7 +149,7 @@ def test_kernels_are_kept_in_the_users_folder_where_the_package_is_not_writable(
 
 
 CHAIN = """
-from heterog.strategy.kernels import helper, kernel, part
+from heterog.strategy.kernels import helper, kernel
 
 @helper
 def halved(number):
@@ -156,7 +157,7 @@ def halved(number):
         raise ValueError("odd")
     return number // 2
 
-@part
+@helper
 def quartered(number):
     return halved(halved(number))
 
@@ -181,3 +182,84 @@ def test_helpers_are_machine_code_in_kernels_only(tmp_path: Path) -> None:
     assert again.doubled(84) == 168
     with pytest.raises(ValueError, match="odd"):
         again.doubled(21)
+
+
+PACKED = """
+from typing import NamedTuple
+import numpy as np
+from heterog.strategy.kernel_arguments import by_reference
+from heterog.strategy.kernels import helper, kernel
+
+@by_reference
+class Inner(NamedTuple):
+    weight: np.ndarray
+    pair: tuple
+
+@by_reference
+class Outer(NamedTuple):
+    values: np.ndarray
+    factor: int
+    is_negative: bool
+    inner: Inner
+
+@helper
+def product(outer, number):
+    sign = -1.0 if outer.is_negative else 1.0
+    return sign * outer.factor * outer.values[number] * outer.inner.weight[number, 0]
+
+@kernel
+def total(outer, sums):
+    for number in range(len(outer.values)):
+        sums[0] += product(outer, number) + outer.inner.pair[1]
+        outer.values[number] = 0.0
+    return sums[0]
+"""
+
+
+def test_kernels_get_named_tuples_by_reference(tmp_path: Path) -> None:
+    path = tmp_path / "packed.py"
+    path.write_text(PACKED)
+    for _ in range(2):  # compiled, then from the cache
+        module = load(path)
+        for is_negative in (False, True):
+            values, weight = np.array([1.0, 2.0, 3.0]), np.array([[4.0], [5.0], [6.0]])
+            inner = module.Inner(weight, (0, 7))
+            outer = module.Outer(values, 2, is_negative, inner)
+            expected = (-1 if is_negative else 1) * 2 * (4 + 10 + 18) + 3 * 7
+            assert module.total(outer, np.zeros(1)) == expected
+            assert not values.any()
+        with pytest.raises(numba.TypingError):  # a field that is no number
+            module.total(module.Outer(values, "two", False, inner), np.zeros(1))
+
+
+def test_kernels_leave_no_references_behind(tmp_path: Path) -> None:
+    path = tmp_path / "counted.py"
+    path.write_text(PACKED)
+    module = load(path)
+    values = np.ones(3)
+    outer = module.Outer(values, 2, False, module.Inner(np.ones((3, 1)), (0, 0)))
+    module.total(outer, np.zeros(1))
+    before = sys.getrefcount(values), sys.getrefcount(outer)
+    for _ in range(10):
+        module.total(outer, np.zeros(1))
+    assert (sys.getrefcount(values), sys.getrefcount(outer)) == before
+
+
+def test_every_named_tuple_of_a_kernel_is_passed_by_reference() -> None:
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
+    annotations = {
+        ast.unparse(argument.annotation)
+        for tree in trees
+        for function in decorated(tree)
+        for argument in function.args.args
+        if argument.annotation is not None
+    }
+    tuples = {
+        node.name: {ast.unparse(each) for each in node.decorator_list}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        if node.name in annotations and "NamedTuple" in {ast.unparse(each) for each in node.bases}
+    }
+    assert {"GraphTables", "Tape", "Prices"} <= set(tuples)
+    assert all("by_reference" in decorators for decorators in tuples.values()), tuples

@@ -16,6 +16,7 @@ from heterog.strategy.division import (
     cut_division,
     micro_sizes,
 )
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.encoding import CodedChannel, coded_channels
 from heterog.strategy.lowering.sparse_rows import SparseRows
@@ -32,6 +33,7 @@ MicroBatches = tuple[tuple[int, ...], ...]
 _MOST_TABLES = 256  # of micro-batches that an encoder remembers
 
 
+@by_reference
 class Teams(NamedTuple):
     """The teams of each division; see ``division``."""
 
@@ -50,6 +52,7 @@ class Teams(NamedTuple):
     exchange_channel: IntArray  # all-to-all in a team  # [num_divisions, num_devices]
 
 
+@by_reference
 class Rings(NamedTuple):
     """Rings of devices that sum gradients, for each group and ``Domain``."""
 
@@ -78,6 +81,7 @@ NO_BYTES: FloatArray = np.zeros(0)
 """Of a strategy without an asynchronous server."""
 
 
+@by_reference
 class Choice(NamedTuple):
     """A strategy in flat arrays.
 

@@ -1,6 +1,6 @@
 """Compute tasks: one op of one micro-batch on each device that has samples or units of it."""
 
-from heterog.strategy.kernels import helper, part
+from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
@@ -13,7 +13,7 @@ _EXCHANGED = int(Recut.EXCHANGED)
 _S = KIND_NUMBER["S"]
 
 
-@part
+@helper
 def compute_op(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int,

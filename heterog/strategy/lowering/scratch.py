@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.tables import Domain, GraphTables
 
 
+@by_reference
 class Scratch(NamedTuple):
     """Working memory of the kernel."""
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper, records
 from heterog.strategy.program import IntArray
 
@@ -34,6 +35,7 @@ FIRST_TURN the first turn of the step that is written. APART is 1 where a device
 devices, which may be folded away; see ``folding``."""
 
 
+@by_reference
 class Tape(NamedTuple):
     """The records that a program is written to; see ``Program`` for the meaning of the fields.
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import FIRST_TURN, IN_TURN, NUM_READS, NUM_TASKS, Tape
@@ -27,6 +28,7 @@ _BACKWARD = int(Pass.BACKWARD)
 _WEIGHTS = int(Pass.WEIGHTS)
 
 
+@by_reference
 class Turns(NamedTuple):
     """A ``PipelineSchedule`` in flat arrays; unused arrays have no rows."""
 

@@ -1,6 +1,6 @@
 """The walk through a step: every op of every micro-batch, in program order."""
 
-from heterog.strategy.kernels import helper, kernel, part
+from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
 from heterog.strategy.lowering.convert import (
@@ -99,7 +99,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     return bool(tape.counts[OVERFLOW] == 0)
 
 
-@part
+@helper
 def _lower_op(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int, has_gathers: bool,
@@ -143,7 +143,7 @@ def _begin_step(scratch: Scratch, has_slices: bool) -> None:
         begin_sliced_step(scratch)
 
 
-@part
+@helper
 def _bring_inputs(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int,
@@ -178,7 +178,7 @@ def _bring_inputs(
     scratch.awaited[:] = -1
 
 
-@part
+@helper
 def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) -> None:
     """Note the ops that an update has to wait for besides those that make the gradient."""
     num_devices = scratch.last_read.shape[1]
@@ -196,7 +196,7 @@ def _note_last_readers(tables: GraphTables, scratch: Scratch, parameter: int) ->
                 scratch.last_read[parameter, device] = made
 
 
-@part
+@helper
 def _finish_parameter(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, micro: int
 ) -> None:
