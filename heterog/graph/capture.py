@@ -8,8 +8,6 @@ autograd's sequence number. Only this file, ``static_shapes``, ``value_checks`` 
 touch private names of torch.
 """
 
-import functools
-import gc
 import sys
 import traceback
 import warnings
@@ -41,6 +39,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
+from heterog.graph.function_caches import caches_without_fakes
 from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_costs import (
     bytes_read_and_written,
@@ -141,7 +140,7 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch, whose ops this one shall have.
     """
-    with _caches_without_fakes(), statistics_of_unread_norms():
+    with caches_without_fakes(), statistics_of_unread_norms():
         return _capture_step(workload, planned)
 
 
@@ -190,31 +189,6 @@ def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
     by_key = {pattern.key: pattern for each in products for pattern in each.patterns}
     used = dict.fromkeys(pattern_key(op.args) for op in graph.ops)
     return tuple(by_key[key] for key in used if key in by_key)
-
-
-@contextmanager
-def _caches_without_fakes() -> Iterator[None]:
-    """Empty caches that models have filled with fake tensors, which the real model would read.
-
-    Libraries keep tables that depend only on sizes (positions of patches, say) in ``lru_cache``.
-    """
-    before = {id(cache): cache.cache_info().misses for cache in _caches()}
-    try:
-        yield
-    finally:
-        for cache in _caches():
-            if cache.cache_info().misses != before.get(id(cache), 0):
-                cache.cache_clear()
-
-
-def _caches() -> list[Any]:
-    """Every ``lru_cache`` of this process, except torch's and our own, which hold no tensors."""
-    # By type: asking a lazy proxy what it is an instance of may import or warn.
-    kind: type = functools._lru_cache_wrapper
-    # Objects refer to their type: this takes half as long as to look at all of a million objects.
-    found: Any = (each for each in gc.get_referrers(kind) if type(each) is kind)
-    own = ("torch.", "sympy.", "heterog.")
-    return [cache for cache in found if not str(getattr(cache, "__module__", "")).startswith(own)]
 
 
 def _make_model(workload: Workload) -> nn.Module:
