@@ -48,6 +48,8 @@ from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds
 from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
 from heterog.simulator.noise import SPREAD
+from heterog.strategy.averaging import Averaging
+from heterog.strategy.averaging_passes import passes_after, passes_before, times_moved
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names
@@ -450,6 +452,13 @@ def default(field: str) -> float:
     return float(ClusterSpec.model_fields[field].default)
 
 
+def averaged_bytes(outer_momentum: float = 0.0, *, has_codec: bool = False) -> int:
+    """Bytes moved in an averaging for each byte of parameters."""
+    averaging = Averaging(every=8, outer_momentum=outer_momentum)
+    passes = passes_before(averaging, has_codec=has_codec, sends=True)
+    return times_moved((*passes, *passes_after(averaging, has_codec=has_codec)))
+
+
 NUMBERS: list[tuple[str, str, object]] = [
     ("docs/guide.md", r"reported has (\d+) % on top", round(100 * MEMORY_MARGIN)),
     ("CHANGELOG.md", r"Reported memory has a margin of (\d+) %", round(100 * MEMORY_MARGIN)),
@@ -469,6 +478,9 @@ NUMBERS: list[tuple[str, str, object]] = [
     ("docs/planners.md", r"even shares, (\d+) MiB buckets", DEFAULT_BUCKET_BYTES // MIB),
     ("docs/planners.md", r"one pass, at most (\d+) draws", NUM_SAMPLES),
     ("docs/guide.md", r"is an eighth of (eight) unrolled", {8: "eight"}[UNROLLED_STEPS]),
+    ("docs/guide.md", r"memory (\d+) bytes for each byte of parameters", averaged_bytes()),
+    ("docs/guide.md", r"(\d+) with an outer optimizer", averaged_bytes(outer_momentum=0.9)),
+    ("docs/guide.md", r"and (\d+) with a codec", averaged_bytes(has_codec=True)),
     ("docs/research.md", r"each of at most (\d+) \*blocks\*", MAX_BLOCKS),
     ("docs/research.md", r"Rows run plainly, or in (\d+) micro-batches", PIPELINED),
     ("docs/research.md", r"with one of (three) weights", {3: "three"}[len(CUT_WEIGHTS)]),

@@ -555,6 +555,7 @@ class _Reader:
             optimizer=self.workload.optimizer.__name__,
             optimizer_state_ratio=self._mean_ratio(ratios),
             loss=loss,
+            master_dtype=str(self.workload.master_dtype or "").removeprefix("torch."),
         )
         return CapturedStep(graph=graph, module=self.module, node_of_op=tuple(self.nodes))
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from heterog.errors import GraphError
 from heterog.graph.op_costs import VIEW_KINDS
-from heterog.graph.placement import Arg, OpCall, Placement, TensorMeta
+from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, TensorMeta
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.names import is_identifier, name_fault, shown, text_fault
 
@@ -133,10 +133,11 @@ class OpGraph:
         loss: Tensor id of the loss.
         grouped_like: A graph of the same ops on another batch, whose groups this graph has.
         patterns: Patterns of the constant sparse matrices, which ops name by their keys.
+        master_dtype: Dtype of the optimizer's own copies of parameters; empty if it has none.
 
     Raises:
-        GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, or a
-            name is invalid (see ``heterog.names``).
+        GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, a
+            name is invalid (see ``heterog.names``), or masters are no floating-point numbers.
     """
 
     name: str
@@ -150,9 +151,15 @@ class OpGraph:
     loss: int
     grouped_like: "OpGraph | None" = None
     patterns: tuple[SparsePattern, ...] = ()
+    master_dtype: str = ""
 
     def __post_init__(self) -> None:
         self._check_words()
+        if self.master_dtype and not _is_floating(self.master_dtype):
+            raise GraphError(
+                f"graph '{self.name}': the master_dtype {shown(self.master_dtype)} is no type of "
+                "floating-point numbers; give float32, or leave it out."
+            )
         num_outputs = sum(op.num_outputs for op in self.ops)
         if self.num_inputs + num_outputs != len(self.tensors) or self.num_inputs < 0:
             raise GraphError(
@@ -297,6 +304,11 @@ class OpGraph:
         """Whether the optimizer is known to treat each element on its own."""
         return self.optimizer in ELEMENTWISE_OPTIMIZERS
 
+    def stepped_dtype(self, parameter: int) -> str:
+        """Dtype in which the optimizer has a parameter: of its master copy, if there is one."""
+        dtype = self.tensors[parameter].dtype
+        return self.master_dtype if self.master_dtype and _is_floating(dtype) else dtype
+
     @cached_property
     def updates(self) -> tuple[tuple[int, int, int], ...]:
         """Op, parameter and gradient of every optimizer step, in program order."""
@@ -402,6 +414,10 @@ class OpGraph:
         if self.optimizer != other.optimizer:
             return f"optimizer {self.optimizer} against {other.optimizer}"
         return f"{self.num_ops} ops against {other.num_ops}"
+
+
+def _is_floating(dtype: str) -> bool:
+    return dtype in ITEM_BYTES and dtype.startswith(("float", "bfloat"))
 
 
 def same_ops(first: OpGraph, second: OpGraph) -> bool:

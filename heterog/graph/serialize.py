@@ -81,6 +81,9 @@ Names (of the graph and of device types) are letters, digits, spaces and
 hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the number of entries of
 each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
 
+``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. What they
+occupy belongs to ``optimizer_state_ratio``; they are what islands average.
+
 ``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
 records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and
 ``module`` of an op may be positions in the lists ``kinds`` and ``modules`` of the file.
@@ -207,15 +210,16 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
             "measured_s": [_measured_to_json(op) for op in ops],
             "name": [op.name or None for op in ops],
         },
-    } | _patterns_to_json(graph)
+    } | _rare_fields(graph)
 
 
-def _patterns_to_json(graph: OpGraph) -> dict[str, Any]:
-    """Sparse matrices as JSON values; empty for a graph without any."""
-    if not graph.patterns:
-        return {}
-    return {
-        "patterns": [
+def _rare_fields(graph: OpGraph) -> dict[str, Any]:
+    """Masters and sparse matrices as JSON values; empty for a graph without any."""
+    found: dict[str, Any] = {}
+    if graph.master_dtype:
+        found["master_dtype"] = graph.master_dtype
+    if graph.patterns:
+        found["patterns"] = [
             {
                 "num_columns": pattern.num_columns,
                 "row_entries": np.diff(pattern.row_starts).tolist(),
@@ -223,7 +227,7 @@ def _patterns_to_json(graph: OpGraph) -> dict[str, Any]:
             }
             for pattern in graph.patterns
         ]
-    }
+    return found
 
 
 def graph_from_dict(record: object, where: str) -> OpGraph:
@@ -329,6 +333,7 @@ class _GraphRecord(Record):
     tensors: Many[_TensorRecord]
     ops: Many[_OpRecord]
     patterns: list[_PatternRecord] = Field(default_factory=list)
+    master_dtype: Text = ""
 
 
 def _rows(value: object, field: str) -> object:
@@ -428,6 +433,7 @@ class _Reader:
             optimizer_state_ratio=spec.optimizer_state_ratio,
             loss=number_of[loss],
             patterns=tuple(each.pattern() for each in spec.patterns),
+            master_dtype=spec.master_dtype,
         )
 
     def _graph_op(

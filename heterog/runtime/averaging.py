@@ -1,10 +1,11 @@
 """Averaging on real ranks: islands' parameters are averaged after every H steps.
 
 With a codec the first replica of each island sends what the island has changed since the last
-averaging, and keeps what its message left out; see ``Averaging``.
+averaging, and keeps what its message left out; see ``Averaging``. What passes over memory this
+takes is stated in ``strategy.averaging_passes``, which prices them: change both together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -166,29 +167,35 @@ class Averager:
             keeps_sent: Whether islands train on before its end, so that a copy is kept.
         """
         for bucket in self._buckets:
-            flat = torch.cat([self._stepped(row).detach().reshape(-1) for row in bucket.rows])
-            sent = flat.clone() if keeps_sent else None
+            values = [self._stepped(row).detach() for row in bucket.rows]
+            sent = torch.cat([value.reshape(-1) for value in values]) if keeps_sent else None
+            flat = values[0].new_empty(bucket.num_elements)
             if bucket.codec is None:
                 weight = bucket.weights[bucket.devices.index(self._rank)]
-                total = self._communicator.all_reduce(flat.mul_(weight), bucket.devices)
+                for value, part in zip(values, _parts_of(flat, values), strict=True):
+                    torch.mul(value, weight, out=part)
+                total = self._communicator.all_reduce(flat, bucket.devices)
             else:
-                total = self._gather_changes(bucket, bucket.codec, flat)
+                total = self._gather_changes(bucket, bucket.codec, values, flat)
             self._under_way.append(_UnderWay(bucket, sent, total))
 
-    def _gather_changes(self, bucket: AveragedBucket, codec: Codec, flat: Tensor) -> Pending:
+    def _gather_changes(
+        self, bucket: AveragedBucket, codec: Codec, values: Sequence[Tensor], flat: Tensor
+    ) -> Pending:
         """Gather the messages of all islands about a bucket; their sum is the mean change.
 
         Args:
             bucket: The bucket.
             codec: Its codec.
-            flat: This rank's parameters in it, flat; overwritten.
+            values: This rank's parameters in it.
+            flat: Memory for them; overwritten.
         """
         message = flat.new_empty(0, dtype=torch.uint8)
         if self._rank in bucket.senders:
-            before = torch.cat([self.outer[row].anchor.reshape(-1) for row in bucket.rows])
-            part = bucket.parts[bucket.senders.index(self._rank)]
-            change = torch.sub(before, flat, out=flat).mul_(part)
-            message = self.feedback.encode(changes_key(bucket), change, codec)
+            weight = bucket.parts[bucket.senders.index(self._rank)]
+            for row, value, part in zip(bucket.rows, values, _parts_of(flat, values), strict=True):
+                torch.sub(self.outer[row].anchor, value, out=part).mul_(weight)
+            message = self.feedback.encode(changes_key(bucket), flat, codec)
         size = codec.message_bytes(flat.numel(), flat.element_size())
         counts = [size if device in bucket.senders else 0 for device in bucket.devices]
 
@@ -203,6 +210,8 @@ class Averager:
 
     def end_average(self) -> None:
         """Finish the averages that are under way, if any."""
+        if not self._under_way:
+            return
         while self._under_way:
             each = self._under_way.pop(0)  # and let its copies go when they have been read
             self._take_over(each)
@@ -210,24 +219,29 @@ class Averager:
 
     def _take_over(self, each: _UnderWay) -> None:
         """Write an average back, or let the outer optimizer step towards it."""
-        rows = each.bucket.rows
-        values = [self._stepped(row) for row in rows]
-        sizes = [value.numel() for value in values]
-        averages = torch.split(each.total.wait(), sizes)
-        sent = [None] * len(rows) if each.sent is None else torch.split(each.sent, sizes)
-        for row, value, average, before in zip(rows, values, averages, sent, strict=True):
-            new = average.view(value.shape)
+        values = [self._stepped(row) for row in each.bucket.rows]
+        averages = _parts_of(each.total.wait(), values)
+        sent = [None] * len(values) if each.sent is None else _parts_of(each.sent, values)
+        for row, value, new, before in zip(each.bucket.rows, values, averages, sent, strict=True):
             if each.bucket.codec is not None:
                 new = outer_step(self.outer[row], new, self.averaging)
             elif self.averaging.has_outer:
                 state = self.outer[row]
-                new = outer_step(state, state.anchor - new, self.averaging)
-            if before is not None:  # and what this island has learned since
-                new = new + (value - before.view(value.shape))
-            value.copy_(new)
+                difference = torch.sub(state.anchor, new, out=new)
+                new = outer_step(state, difference, self.averaging)
+            if before is None:
+                value.copy_(new)
+            else:  # and what this island has learned since
+                value.sub_(before).add_(new)
 
     def _stepped(self, row: int) -> nn.Parameter:
         return self._masters.of(self._values[row])
+
+
+def _parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """Views of a flat tensor, one for each value and with its shape."""
+    parts = torch.split(flat, [value.numel() for value in values])
+    return [part.view(value.shape) for part, value in zip(parts, values, strict=True)]
 
 
 def changes_key(bucket: AveragedBucket) -> Key:
@@ -244,11 +258,11 @@ def outer_step(state: OuterState, difference: Tensor, averaging: Averaging) -> T
 
     Args:
         state: State of the parameter.
-        difference: The difference d.
+        difference: The difference d; overwritten.
         averaging: The averaging.
     """
     if state.momentum is None:
         return state.anchor.sub_(difference)
     state.momentum.mul_(averaging.outer_momentum).add_(difference)
-    direction = difference.add(state.momentum, alpha=averaging.outer_momentum)
+    direction = difference.add_(state.momentum, alpha=averaging.outer_momentum)
     return state.anchor.sub_(direction, alpha=averaging.outer_rate)

@@ -42,5 +42,5 @@ class ErrorFeedback:
         message = encode(whole, codec)
         if not message.is_meta:
             meant = decode(message, whole.numel(), whole.dtype, codec)
-            self.left_out[key] = torch.sub(whole, meant)
+            self.left_out[key] = torch.sub(whole, meant, out=meant)
         return message

@@ -510,11 +510,11 @@ class Evaluator:
         """
         assert strategy.averaging is not None
         tape = averaging_tape(
+            strategy.averaging,
             averaged_buckets(self.graph, strategy),
             self.channels,
             num_parameters=len(self.tables.parameter_bytes),
             num_devices=self.cluster.num_devices,
-            has_outer=strategy.averaging.has_outer,
         )
         return self._seconds_of_tape(tape, choice)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import ITEM_BYTES
 from heterog.strategy.averaging import island_parts, islands
 from heterog.strategy.codec import Codec, CodecRule
 from heterog.strategy.program import FIRST_LINK_KIND, Program
@@ -23,7 +24,10 @@ class AveragedBucket:
         devices: Devices that have the parameters, ascending.
         weights: Weight of the copy of each of ``devices``; they add up to 1. Replicas of one
             island are equal and share its weight.
-        num_bytes: Size of all its parameters.
+        num_bytes: Size of all its parameters as the optimizer has them: of masters, if it has
+            any.
+        rounded_bytes: Size of the model's own parameters, into which masters are rounded
+            afterwards; 0 without masters.
         senders: First replica of each island.
         parts: Weight of what each of ``senders`` sends by a codec: that of its island.
         rule: Codec rule of its messages; ``None``: parameters are summed as they are.
@@ -34,6 +38,7 @@ class AveragedBucket:
     devices: tuple[int, ...]
     weights: tuple[float, ...]
     num_bytes: float
+    rounded_bytes: float
     senders: tuple[int, ...]
     parts: tuple[float, ...]
     rule: CodecRule | None
@@ -56,23 +61,24 @@ class AveragedBucket:
 def averaged_buckets(graph: OpGraph, strategy: Strategy) -> list[AveragedBucket]:
     """The buckets of an averaging, in the order in which all ranks handle them.
 
-    Parameters of one dtype and one set of devices share buckets of at most DDP's bucket size.
+    Parameters of one dtype and one set of devices share buckets of at most DDP's bucket size, in
+    bytes of the model's own values, not of masters.
     """
     group = group_ops(graph).group
     parts = island_parts(strategy)
     open_: dict[tuple[Decision, str], tuple[list[int], float]] = {}
-    closed: list[tuple[Decision, list[int], float]] = []
+    closed: list[tuple[Decision, list[int]]] = []
     for row, (op, parameter, _) in enumerate(graph.updates):
         decision = strategy.decisions[int(group[op])]
         key = decision, graph.tensors[parameter].dtype
         rows, size = open_.get(key, ([], 0.0))
         rows, size = [*rows, row], size + float(graph.tensor_bytes[parameter])
         if size >= DEFAULT_BUCKET_BYTES:
-            closed.append((decision, rows, size))
+            closed.append((decision, rows))
             open_.pop(key, None)
         else:
             open_[key] = rows, size
-    closed += [(decision, rows, size) for (decision, _), (rows, size) in open_.items()]
+    closed += [(decision, rows) for (decision, _), (rows, _) in open_.items()]
     return [_bucket(graph, strategy, parts, *each) for each in closed]
 
 
@@ -82,22 +88,24 @@ def _bucket(
     parts: tuple[float, ...],
     decision: Decision,
     rows: list[int],
-    num_bytes: float,
 ) -> AveragedBucket:
     """A bucket of rows; a codec that would not shorten its messages is left out."""
-    metas = [graph.tensors[graph.updates[row][1]].meta for row in rows]
-    num_elements = sum(meta.num_elements for meta in metas)
+    parameters = [graph.updates[row][1] for row in rows]
+    num_elements = sum(graph.tensors[each].meta.num_elements for each in parameters)
+    own_bytes = float(sum(graph.tensor_bytes[each] for each in parameters))
+    stepped = graph.stepped_dtype(parameters[0])
+    value_bytes = ITEM_BYTES[stepped]
     rule = next(
         (each for each in strategy.codecs if tuple(sorted(each.devices)) == decision.devices), None
     )
-    value_bytes = round(num_bytes / max(num_elements, 1))
     if rule is not None and (not num_elements or rule.codec.is_plain(num_elements, value_bytes)):
         rule = None
     return AveragedBucket(
         rows=tuple(rows),
         devices=decision.devices,
         weights=_device_weights(decision, parts),
-        num_bytes=num_bytes,
+        num_bytes=float(num_elements * value_bytes),
+        rounded_bytes=own_bytes if stepped != graph.tensors[parameters[0]].dtype else 0.0,
         senders=tuple(min(team) for team in decision.teams),
         parts=parts,
         rule=rule,

@@ -16,7 +16,7 @@ from heterog.graph import serialize
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import P, R
-from heterog.graph.serialize import graph_from_dict, load_graph, save_graph
+from heterog.graph.serialize import graph_from_dict, graph_to_dict, load_graph, save_graph
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.planner import planners
 from heterog.simulator.engine import Order
@@ -388,3 +388,13 @@ def test_an_op_with_other_outputs_than_its_kind_is_refused(
     }
     with pytest.raises(InputFileError, match=text):
         graph_from_dict(record, "file")
+
+
+def test_the_dtype_of_masters_is_kept_and_must_hold_fractions() -> None:
+    graph = graph_from_dict(documented() | {"master_dtype": "float64"}, "file")
+    assert graph_from_dict(graph_to_dict(graph), "file").master_dtype == "float64"
+    assert [graph.stepped_dtype(each) for each in graph.parameters] == ["float64"]
+    assert "master_dtype" not in graph_to_dict(graph_from_dict(documented(), "file"))
+    for wrong in ("int64", "float", "float31"):
+        with pytest.raises(InputFileError, match=f"master_dtype '{wrong}' is no type of floating"):
+            graph_from_dict(documented() | {"master_dtype": wrong}, "file")

@@ -33,6 +33,7 @@ COLUMNS = (
     "optimizer",
     "optimizer_state_ratio",
     "loss",
+    "master_dtype",
     "fingerprint",
 )
 

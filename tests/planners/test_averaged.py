@@ -15,11 +15,15 @@ from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
 from heterog.planners.lossy import with_codec
 from heterog.planners.plan import Plan, make_plan
 from heterog.planners.planner import Budget, Problem
+from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.channels import ChannelTable
 from heterog.strategy.codec import CodecRule, Traffic, parse_codec
+from heterog.strategy.lowering.tape import NUM_TASKS
+from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
@@ -115,6 +119,69 @@ def test_codecs_keep_the_parameters_of_before_and_what_they_leave_out() -> None:
             for each in (exact, changed_by("int8", exact))
         )
         assert short[0] - plain[0] == pytest.approx(num_copies * parameters, abs=2)
+
+
+OUTER = {"outer_rate": 0.7, "outer_momentum": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("options", "codec", "filled", "replica", "ended"),
+    [
+        ({}, "", 2, 2, 2),  # weighed; copied back
+        ({"delay": 2}, "", 4, 4, 6),  # kept and weighed; what was learned since is added
+        (OUTER, "", 2, 2, 16),  # a difference 3, momentum 2 + 3, direction 3, parameters 3 + 2
+        ({}, "int8", 5, 0, 6),  # a difference, weighed; a sum from zeros 1, parameters 3 + 2
+        ({**OUTER, "delay": 2}, "int8", 7, 2, 18),  # 2 + 5; 1 + 5 + 3 + 3, and 6 instead of 2
+    ],
+)
+@pytest.mark.parametrize("master_dtype", ["", "float64"])
+def test_every_pass_over_parameters_is_priced(
+    options: dict[str, float],
+    codec: str,
+    filled: int,
+    replica: int,
+    ended: int,
+    master_dtype: str,
+) -> None:
+    """Bytes moved for each byte of the bucket, by the first replica of an island and another."""
+    two = Decision(devices=(0, 1, 2), shares=(3, 4, 1), teams=((0,), (1, 2)))
+    exact = strategy(two, 8, **options)
+    asked = changed_by(codec, exact) if codec else exact
+    assert asked.averaging is not None
+    graph = replace(graph_of("mlp"), master_dtype=master_dtype)
+    (bucket,) = averaged_buckets(graph, asked)
+    tape = averaging_tape(
+        asked.averaging,
+        [bucket],
+        ChannelTable(cluster()),
+        num_parameters=len(graph.updates),
+        num_devices=3,
+    )
+    own = float(sum(graph.tensor_bytes[parameter] for _, parameter, _ in graph.updates))
+    size = 2.0 * own if master_dtype else own
+    found = tape.tasks[: tape.counts[NUM_TASKS]]
+    copies = found["kind"] == TaskKind.FLATTEN
+    for device, before in ((1, filled), (2, replica)):
+        moved = found["num_bytes"][copies & (found["device"] == device)].tolist()
+        rounded = size + own if master_dtype else 0.0  # masters, into the model's own values
+        assert moved == [size * before] * (before > 0) + [size * ended + rounded]
+    if not codec:
+        assert found["num_bytes"][found["kind"] == TaskKind.ALL_REDUCE].tolist() == [size]
+
+
+def test_what_is_sent_is_as_wide_as_the_masters() -> None:
+    """Halves would not shorten bfloat16, but do shorten its masters."""
+    graph = graph_of("mlp")
+    tensors = [
+        replace(each, dtype="bfloat16") if each.dtype == "float32" else each
+        for each in graph.tensors
+    ]
+    half = replace(graph, tensors=tuple(tensors))
+    for master_dtype, is_coded, sent in (("", False, 1.0), ("float32", True, 0.5)):
+        stepped = replace(half, master_dtype=master_dtype)
+        (bucket,) = averaged_buckets(stepped, changed_by("fp16", strategy()))
+        assert (bucket.rule is not None) == is_coded
+        assert bucket.message_bytes == sent * bucket.num_bytes == 2 * bucket.num_elements
 
 
 @pytest.mark.parametrize(

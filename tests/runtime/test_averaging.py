@@ -1,12 +1,14 @@
 """Islands that train alone and average: real ranks against a slow loop in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
@@ -15,10 +17,13 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import load_plan
 from heterog.runtime.averaging import Averager, OuterState, changes_key, outer_step
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
+from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.masters import Masters
 from heterog.runtime.rehearsal import rehearse
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import AverageWeights, Averaging
+from heterog.strategy.averaging_passes import passes_after, passes_before, times_moved
 from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
@@ -329,6 +334,100 @@ def test_the_outer_step_is_that_of_torch() -> None:
         sgd.step()
         difference = state.anchor - average
         torch.testing.assert_close(outer_step(state, difference, DILOCO), wanted[0])
+
+
+class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes that ops read and write.
+
+    Attributes:
+        num_bytes: Number of bytes so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op; views and new memory move nothing."""
+        made = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if func.is_view or name in {"aten::new_empty", "aten::empty"}:
+            return made
+        given = dict(zip([each.name for each in func._schema.arguments], args, strict=False))
+        given |= kwargs or {}
+        writes_in_place = False
+        for argument in func._schema.arguments:
+            value = given.get(argument.name)
+            size = sum(
+                each.nbytes
+                for each in (value if isinstance(value, list) else [value])
+                if isinstance(each, Tensor)
+            )
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            writes_in_place |= is_written
+            is_read = argument.name != "out" and not (
+                is_written and name in {"aten::copy_", "aten::zero_"}
+            )
+            self.num_bytes += size * (is_written + is_read)
+        self.num_bytes += 0 if writes_in_place else made.nbytes
+        return made
+
+
+class Alone(Communicator):
+    """A communicator whose collectives have ended before they begin."""
+
+    def _open(self, devices: tuple[int, ...]) -> Any:
+        return None
+
+    def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
+        """The tensor as it is."""
+        return Pending(None, lambda: tensor)
+
+    def all_gather(
+        self,
+        part: Tensor,
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        combine: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """Nothing has come."""
+        return Pending(None, lambda: combine([]))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("codec", ["", "int8"])
+@pytest.mark.parametrize("has_masters", [False, True])
+@pytest.mark.parametrize(
+    "averaging",
+    [Averaging(every=2), DILOCO, replace(DILOCO, delay=1), Averaging(every=3, delay=2)],
+)
+def test_a_rank_moves_the_bytes_that_are_stated(
+    monkeypatch: pytest.MonkeyPatch, rank: int, codec: str, has_masters: bool, averaging: Averaging
+) -> None:
+    """What the simulator prices is what the ops of an averaging read and write."""
+    graph = replace(graph_of("mlp"), master_dtype="float64" if has_masters else "")
+    strategy = averaged("mlp", averaging)
+    strategy = coded(strategy, graph, codec) if codec else strategy
+    named = dict(workload_of("mlp").make_model().named_parameters())
+    parameters = {each: named[graph.tensors[each].name] for each in graph.parameters}
+    masters = Masters(torch.float64 if has_masters else None, list(parameters.values()))
+    averager = Averager(graph, strategy, rank, parameters, masters, Alone(rank, ()))
+    nothing = torch.empty(0, dtype=torch.uint8)
+    monkeypatch.setattr(averager.feedback, "encode", lambda key, change, codec: nothing)
+    (bucket,) = averager.every_bucket
+    sends = not codec or rank in bucket.senders
+    before = passes_before(averaging, has_codec=bool(codec), sends=sends)
+    after = passes_after(averaging, has_codec=bool(codec))
+    with torch.no_grad():
+        with Moved() as moved:
+            averager.begin_average(keeps_sent=averaging.delay > 0)
+        assert moved.num_bytes == bucket.num_bytes * times_moved(before)
+        with Moved() as moved:
+            averager.end_average()
+        rounded = bucket.num_bytes + bucket.rounded_bytes if has_masters else 0.0
+        assert moved.num_bytes == bucket.num_bytes * times_moved(after) + rounded
 
 
 def clipped(rank: int, path: str) -> str:

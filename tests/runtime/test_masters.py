@@ -284,7 +284,9 @@ def test_state_with_more_digits_than_what_is_stepped_is_refused() -> None:
     with pytest.raises(CaptureError, match=r"holds less; give master_dtype=torch.float32 as well"):
         capture(replace(scale(None), optimizer=torch.optim.Adam, state_dtype=torch.float32))
     both = replace(scale(torch.float32), optimizer=torch.optim.Adam, state_dtype=torch.bfloat16)
-    assert capture(both).optimizer_state_ratio == 4.0  # 4 + 2 * 2 bytes, for 2 of the parameter
+    graph = capture(both)
+    assert graph.optimizer_state_ratio == 4.0  # 4 + 2 * 2 bytes, for 2 of the parameter
+    assert {graph.stepped_dtype(each) for each in graph.parameters} == {"float32"}
 
 
 class TwoDtypes(nn.Module):
