@@ -45,11 +45,12 @@ class _FunctionCaches:
     def all(self) -> list[Any]:
         """The caches."""
         caches = [each() for each in self._found]
-        if self._num_references != _num_references() or None in caches:
+        num_references = _num_references()  # before looking: another thread may make a cache
+        if self._num_references != num_references or None in caches:
             # Objects refer to their type: half the time of looking at what all of them are.
             caches = [each for each in gc.get_referrers(_KIND) if type(each) is _KIND]
             self._found = [weakref.ref(each) for each in caches]
-            self._num_references = _num_references() if _are_counted() else -1
+            self._num_references = num_references if _are_counted() else -1
         return [
             cache for cache in caches if not str(getattr(cache, "__module__", "")).startswith(_OWN)
         ]
@@ -63,7 +64,9 @@ def _are_counted() -> bool:
     """Whether a cache counts as a reference to its type; not in every build of Python."""
     before = _num_references()
     cache = functools.cache(_are_counted)
-    return _num_references() == before + 1 and cache is not None
+    after = _num_references()
+    del cache
+    return after == before + 1
 
 
 _FOUND = _FunctionCaches()

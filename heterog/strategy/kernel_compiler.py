@@ -21,31 +21,6 @@ _LEVEL = 1
 """Of LLVM's optimisations."""
 
 
-class KernelCompiler(Compiler):
-    """Compiles functions that Python calls."""
-
-    def define_pipelines(self) -> list[Any]:
-        """As numba's, with a library of ours for the code."""
-        state = self.state
-        codegen = state.targetctx.codegen()
-        library = self._library(codegen, state.func_id.func_qualname)
-        library.enable_object_caching()  # type: ignore[no-untyped-call]
-        state.library = library
-        return super().define_pipelines()  # type: ignore[no-untyped-call, no-any-return]
-
-    @property
-    def _library(self) -> type[JITCodeLibrary]:
-        return _KernelCode
-
-
-class HelperCompiler(KernelCompiler):
-    """Compiles functions that only kernels call."""
-
-    @property
-    def _library(self) -> type[JITCodeLibrary]:
-        return _HelperCode
-
-
 class _KernelCode(JITCodeLibrary):
     """Code of a kernel, with that of its helpers."""
 
@@ -84,3 +59,24 @@ class _HelperCode(_KernelCode):
 class _NoEngine:
     def set_env(self, env_name: str, env: object) -> None:
         """Nothing to set; kernels that come from the cache have no environments of helpers."""
+
+
+class KernelCompiler(Compiler):
+    """Compiles functions that Python calls."""
+
+    _library: type[JITCodeLibrary] = _KernelCode
+
+    def define_pipelines(self) -> list[Any]:
+        """As numba's, with a library of ours for the code."""
+        state = self.state
+        codegen = state.targetctx.codegen()
+        library = self._library(codegen, state.func_id.func_qualname)
+        library.enable_object_caching()  # type: ignore[no-untyped-call]
+        state.library = library
+        return super().define_pipelines()  # type: ignore[no-untyped-call, no-any-return]
+
+
+class HelperCompiler(KernelCompiler):
+    """Compiles functions that only kernels call."""
+
+    _library = _HelperCode

@@ -53,25 +53,36 @@ def compiled_names(module: ModuleType) -> list[str]:
     return found
 
 
-def test_all_that_is_compiled_into_kernels_makes_them_stale() -> None:
-    trees = {
+def package_trees() -> dict[str, ast.Module]:
+    """Every file of the package, by its path in it."""
+    return {
         str(path.relative_to(PACKAGE)): ast.parse(path.read_text())
         for path in PACKAGE.rglob("*.py")
     }
-    needed = {name for name, tree in trees.items() if decorated(tree)}
+
+
+def tuples_of_kernels(trees: dict[str, ast.Module]) -> list[tuple[str, ast.ClassDef]]:
+    """File and definition of each named tuple that a kernel or a helper takes."""
     annotations = {
-        name.strip("'\"")
+        ast.unparse(argument.annotation).strip("'\"")
         for tree in trees.values()
         for function in decorated(tree)
         for argument in function.args.args
         if argument.annotation is not None
-        for name in [ast.unparse(argument.annotation)]
     }
-    for file, tree in trees.items():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name in annotations:
-                bases = {ast.unparse(base) for base in node.bases}
-                needed |= {file} if "NamedTuple" in bases else set()
+    return [
+        (file, node)
+        for file, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+        if node.name in annotations and "NamedTuple" in {ast.unparse(base) for base in node.bases}
+    ]
+
+
+def test_all_that_is_compiled_into_kernels_makes_them_stale() -> None:
+    trees = package_trees()
+    needed = {name for name, tree in trees.items() if decorated(tree)}
+    needed |= {file for file, _ in tuples_of_kernels(trees)}
     assert needed
     sources = {source: set(PACKAGE.glob(source)) for source in kernels.SOURCES}
     assert all(sources.values())
@@ -246,20 +257,9 @@ def test_kernels_leave_no_references_behind(tmp_path: Path) -> None:
 
 
 def test_every_named_tuple_of_a_kernel_is_passed_by_reference() -> None:
-    trees = [ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")]
-    annotations = {
-        ast.unparse(argument.annotation)
-        for tree in trees
-        for function in decorated(tree)
-        for argument in function.args.args
-        if argument.annotation is not None
-    }
     tuples = {
         node.name: {ast.unparse(each) for each in node.decorator_list}
-        for tree in trees
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-        if node.name in annotations and "NamedTuple" in {ast.unparse(each) for each in node.bases}
+        for _, node in tuples_of_kernels(package_trees())
     }
     assert {"GraphTables", "Tape", "Prices"} <= set(tuples)
     assert all("by_reference" in decorators for decorators in tuples.values()), tuples
