@@ -365,14 +365,23 @@ class OpGraph:
         return np.array([op.bytes_read + op.bytes_written for op in self.ops], np.float64)
 
     def call(self, index: int) -> OpCall:
-        """The op in the form that sharding rules take."""
-        op = self.ops[index]
-        return OpCall(
-            kind=op.kind,
-            args=op.args,
-            inputs=tuple(self.tensors[tensor].meta for tensor in op.inputs),
-            outputs=tuple(self.tensors[tensor].meta for tensor in self.outputs(index)),
-        )
+        """The op in the form that sharding rules take; one object for all ops that are alike."""
+        return self._calls[index]
+
+    @cached_property
+    def _calls(self) -> tuple[OpCall, ...]:
+        metas = [tensor.meta for tensor in self.tensors]
+        known: dict[tuple[object, ...], OpCall] = {}
+        found = []
+        for index, op in enumerate(self.ops):
+            inputs = tuple(metas[tensor] for tensor in op.inputs)
+            outputs = tuple(metas[tensor] for tensor in self.outputs(index))
+            # Arguments as text: 1, 1.0 and True are equal numbers, but not the same argument.
+            key = op.kind, str(op.args), inputs, outputs
+            if key not in known:
+                known[key] = OpCall(kind=op.kind, args=op.args, inputs=inputs, outputs=outputs)
+            found.append(known[key])
+        return tuple(found)
 
     @cached_property
     def fingerprint(self) -> str:

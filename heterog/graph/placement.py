@@ -136,9 +136,12 @@ class TensorRef:
 Arg = TensorRef | int | float | bool | str | None | tuple["Arg", ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpCall:
     """One call of an ATen op: all that a sharding rule or a cost formula may use.
+
+    Compared by identity, so that results can be kept for each call; a graph has one object for
+    all of its ops whose calls are alike.
 
     Attributes:
         kind: Op name without namespace: ``"mm.default"``, ``"native_layer_norm.default"``;

@@ -16,7 +16,7 @@ from itertools import product
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import Placement, R, S, needs_no_transfer
+from heterog.graph.placement import OpCall, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 
 _MOST_ROUNDS = 8
@@ -162,7 +162,7 @@ class _Follower:
             if graph.is_view[op]:
                 if given[0] == R:
                     continue
-                result = _propagated(graph, op, given, self.units)
+                result = propagate(graph.call(op), given, self.units)
                 if result is not None and result.inputs == given:
                     places.update(zip(graph.outputs(op), result.outputs, strict=True))
                 continue
@@ -170,7 +170,7 @@ class _Follower:
             if result is None:
                 if all(place.kind != "S" for place in given):
                     continue
-                result = _propagated(graph, op, given, self.units)
+                result = propagate(graph.call(op), given, self.units)
             if result is None or not _keeps(given, result):
                 continue
             rules[op] = result
@@ -206,7 +206,7 @@ class _Follower:
         position = tensor - graph.outputs(maker)[0]
         if graph.is_view[maker]:
             for source in _splits(call.inputs[0].shape, self.units):
-                result = _propagated(graph, maker, (source,), self.units)
+                result = propagate(call, (source,), self.units)
                 if (
                     result is not None
                     and result.inputs == (source,)
@@ -217,7 +217,7 @@ class _Follower:
             return False
         if maker in self.pulled:
             return self.pulled[maker].outputs[position] == wanted
-        for rule in _legal_rules(graph, maker, self.units, wanted.outer):
+        for rule in _legal_rules(call, self.units, wanted.outer):
             if rule.outputs[position] != wanted:
                 continue
             needs = [
@@ -240,17 +240,10 @@ class _Follower:
         return int(self.graph.storage[tensor]) in self.parameters
 
 
-@lru_cache(maxsize=1 << 14)
-def _propagated(
-    graph: OpGraph, op: int, given: tuple[Placement, ...], units: int
-) -> RuleResult | None:
-    """Cached ``propagate``, called again for every weight whose split reaches an op."""
-    return propagate(graph.call(op), given, units)
-
-
 @lru_cache(maxsize=1 << 12)
-def _legal_rules(graph: OpGraph, op: int, units: int, outer: int) -> tuple[RuleResult, ...]:
-    return tuple(legal_rules(graph.call(op), units, (outer,)))
+def _legal_rules(call: OpCall, units: int, outer: int) -> tuple[RuleResult, ...]:
+    """Rules of an op, kept: the ops of repeated layers are one call."""
+    return legal_rules(call, units, (outer,))
 
 
 def _keeps(given: tuple[Placement, ...], result: RuleResult) -> bool:

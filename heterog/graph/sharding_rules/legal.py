@@ -1,11 +1,12 @@
 """Finding the rule of an op for given placements, and all of its rules."""
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations, product
 
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta
 from heterog.graph.sharding_rules.halo import halo_dim, halo_rule
-from heterog.graph.sharding_rules.table import RULES, RuleResult, positions
+from heterog.graph.sharding_rules.table import RULES, Rule, RuleResult, positions
 
 
 def propagate(
@@ -29,7 +30,15 @@ def propagate(
     if dim is not None:
         return halo_rule(call, dim, axis_size)
     found = RULES.get(call.kind)
-    return found(call, placements, axis_size) if found else None
+    return _applied(found, call, placements, axis_size) if found else None
+
+
+@lru_cache(maxsize=1 << 15)
+def _applied(
+    found: Rule, call: OpCall, placements: tuple[Placement, ...], axis_size: int
+) -> RuleResult:
+    """Result of a rule, kept: the ops of repeated layers are one call (``OpGraph.call``)."""
+    return found(call, placements, axis_size)
 
 
 def legal_rules(
