@@ -61,7 +61,7 @@ MOST_WRITTEN = 2_000_000
 minute of work and a hundred megabytes."""
 
 _MADE_AT_ONCE = 100_000
-_S_PER_TASK = 2e-6
+_S_PER_TASK = 5e-7
 """Time to make an order: a search reserves it for a large step instead of stopping for it."""
 
 
@@ -82,6 +82,11 @@ class IssuedSteps:
         self._evaluator = evaluator
         self._clock = clock
         self._known: dict[tuple[Strategy, Order], tuple[IssuedStep | None, float]] = {}
+
+    @property
+    def num_ops(self) -> int:
+        """Number of ops of the graph."""
+        return self._evaluator.graph.num_ops
 
     def of(self, candidate: Candidate) -> IssuedStep | None:
         """The program and order of a candidate, in the first of its orders."""

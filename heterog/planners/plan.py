@@ -529,7 +529,12 @@ def make_plan(
     evaluator = evaluator or Evaluator(graph, cluster, cost_model)
     promise = promise or Promise(parsed)
     issued = IssuedSteps(evaluator, promise.clock)
-    promise.follow(issued, is_rehearsed=rehearse is not None)
+    promise.follow(
+        issued,
+        is_rehearsed=rehearse is not None,
+        # Its long part is kept, with and without rules of single ops.
+        ahead=lambda: lower_bound_s(graph, cluster, evaluator.cost_model),
+    )
     history = SearchHistory(evaluator, progress)
     begin = time.perf_counter()
     asked = Asked(

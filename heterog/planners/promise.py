@@ -2,13 +2,13 @@
 
 A budget in seconds is for everything after the capture; with unforeseen delays an answer may be a
 fifth late. When the searches have ended, their best strategy is ordered, rehearsed, put through
-noise, explained and written. How long that takes follows from the size of its program, so it is
-measured: the order of the best strategy so far is made while the search goes on (once: it is the
-plan's if that strategy wins), and the rest takes multiples of that.
+noise, explained and written. How long that takes follows from the size of its program and of its
+graph, so it is measured: the order of the best strategy so far is made while the search goes on
+(once: it is the plan's if that strategy wins), and the rest takes multiples of that, and a little
+for each op. What the answer needs whichever strategy wins is done before the searches.
 
 The multiples were measured under data parallelism, parameter servers and pipelines on eight
-devices: a rehearsal takes 11 to 16 times as long as the order (bert_base), an explanation 3 to 4
-times, noise half to twice (also vgg19, bert_large_24l and resnet200).
+devices for vgg19, bert_large_24l and resnet200 (``experiments/endings.py``).
 """
 
 import math
@@ -25,11 +25,14 @@ LATE = 0.1
 _LATEST = 0.17
 """The same for rehearsal and noise: an answer a little later is better than one with a plan that
 was not rehearsed."""
-REHEARSAL = 15.0
+REHEARSAL = 150.0
 NOISE = 2.0
-EXPLANATION = 5.0
+EXPLANATION = 8.0
 """Seconds of each for a second of ordering; an explanation without savings by purchases."""
-LAST_S = 0.3
+REHEARSAL_PER_OP_S = 5e-5
+WRITING_PER_OP_S = 4e-5
+"""Seconds for each op of the graph, whatever the strategy."""
+LAST_S = 0.45
 """Seconds to print, and for Python to end."""
 MOST_KEPT = 0.5
 """Most of a budget that is kept back; whatever then has no time is left out, and said to be."""
@@ -69,20 +72,32 @@ class Promise:
         self._with_changes = with_changes
         self._issued: IssuedSteps | None = None
         self._is_rehearsed = False
+        self._ahead: Callable[[], object] = lambda: None
         self._order_s = 0.0
+        self._num_ops = 0
 
     def begin(self) -> None:
         """Start counting time, after libraries and kernels are loaded."""
         self._begin_s = self.clock()
+        self._ahead()
 
-    def follow(self, issued: IssuedSteps, *, is_rehearsed: bool) -> None:
+    def follow(
+        self,
+        issued: IssuedSteps,
+        *,
+        is_rehearsed: bool,
+        ahead: Callable[[], object] = lambda: None,
+    ) -> None:
         """Expect a plan after the searches, so that their best strategy gets an order.
 
         Args:
             issued: Object that makes the orders.
             is_rehearsed: Whether the plan is rehearsed.
+            ahead: Function that does what the plan needs whichever strategy wins; called when
+                time starts, so that nothing has to be kept back for it.
         """
-        self._issued, self._is_rehearsed = issued, is_rehearsed
+        self._issued, self._is_rehearsed, self._ahead = issued, is_rehearsed, ahead
+        self._num_ops = issued.num_ops
 
     def search_s(self, found: Sequence[Candidate]) -> float:
         """Seconds left for searches.
@@ -98,7 +113,8 @@ class Promise:
             self._order_s = self._issued.seconds(best)
             follows_s = self._order_s * NOISE + self._last_s
             follows_s += self._kept_for_changes_s - LATE * self._budget_s
-            rehearsal_s = self._order_s * REHEARSAL * self._is_rehearsed
+            rehearsal_s = self._order_s * REHEARSAL + self._num_ops * REHEARSAL_PER_OP_S
+            rehearsal_s *= self._is_rehearsed
             # A rehearsal that cannot end in time is left out, and no time is kept back for it.
             if follows_s + rehearsal_s <= MOST_KEPT * self._budget_s:
                 follows_s += rehearsal_s
@@ -132,7 +148,8 @@ class Promise:
     @property
     def _last_s(self) -> float:
         """Seconds of what always comes last: to explain, to write, to print."""
-        return (self._order_s * EXPLANATION + LAST_S) * self._is_explained
+        last_s = self._order_s * EXPLANATION + self._num_ops * WRITING_PER_OP_S + LAST_S
+        return last_s * self._is_explained
 
 
 def _preference(candidate: Candidate) -> tuple[float, float]:

@@ -22,6 +22,8 @@ from heterog.planners.promise import (
     NOISE,
     NOISE_PART,
     REHEARSAL,
+    REHEARSAL_PER_OP_S,
+    WRITING_PER_OP_S,
     Promise,
 )
 from heterog.runtime.rehearsal import rehearsal_of
@@ -40,17 +42,20 @@ def best_of(evaluator: Evaluator) -> Candidate:
 
 
 def test_what_follows_is_kept_back_as_long_as_the_order_of_the_best_says() -> None:
-    evaluator, clock = clocked(0.1)
+    evaluator, clock = clocked(0.01)
     found = best_of(evaluator)
+    num_ops = evaluator.graph.num_ops
     for is_explained, is_rehearsed in ((True, True), (False, True), (True, False)):
         promise = Promise(Budget(seconds=10.0), is_explained=is_explained, clock=clock)
         assert promise.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART))
         promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=is_rehearsed)
         clock.now_s += 1.0
-        left_s = promise.search_s([found])  # 0.1 s for the order, as one simulation makes it
-        follows_s = 0.1 * (REHEARSAL * is_rehearsed + NOISE)
-        follows_s += (0.1 * EXPLANATION + LAST_S) * is_explained
-        assert left_s == pytest.approx(10.0 - 1.0 - 0.1 - max(follows_s - 10.0 * LATE, 0.0))
+        left_s = promise.search_s([found])  # 0.01 s for the order, as one simulation makes it
+        follows_s = (0.01 * REHEARSAL + num_ops * REHEARSAL_PER_OP_S) * is_rehearsed
+        follows_s += 0.01 * NOISE
+        last_s = 0.01 * EXPLANATION + num_ops * WRITING_PER_OP_S + LAST_S
+        follows_s += last_s * is_explained
+        assert left_s == pytest.approx(10.0 - 1.0 - 0.01 - max(follows_s - 10.0 * LATE, 0.0))
         again_s = promise.search_s([found])
         assert again_s == pytest.approx(left_s), "the order is made once"
 
@@ -67,6 +72,19 @@ def test_time_is_kept_for_what_buying_would_save_if_it_suffices_for_one_thing() 
             left.append(promise.search_s([found]))
     assert left[0] == pytest.approx(left[1])  # 0.16 s are less than 30 times 0.01 s
     assert left[3] == pytest.approx(left[2] - 0.32)
+
+
+def test_what_is_needed_whichever_strategy_wins_is_done_first_and_counts() -> None:
+    evaluator, clock = clocked(0.01)
+
+    def work() -> None:
+        clock.now_s += 2.0
+
+    promise = Promise(Budget(seconds=10.0), clock=clock)
+    promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=True, ahead=work)
+    before_s = promise.search_s([])
+    promise.begin()
+    assert promise.search_s([]) == pytest.approx(before_s - 2.0)
 
 
 def test_searches_keep_a_part_however_long_the_rest_takes() -> None:
