@@ -19,7 +19,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Placement
+from heterog.graph.placement import ITEM_BYTES, Placement
 from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.graph.sparse_pattern import SparsePattern
@@ -139,6 +139,7 @@ class GraphTables(NamedTuple):
     # Parameters, in the order of OpGraph.updates.
     parameter_group: IntArray
     parameter_bytes: FloatArray
+    stepped_bytes: FloatArray  # in the dtype of the optimizer's own copy, if it has one
     gradient_bytes: FloatArray  # of what is added up, which may have another dtype
     gradient_item_bytes: IntArray  # of an element, likewise
     parameter_item_bytes: IntArray
@@ -443,6 +444,12 @@ class _Builder:
         return {
             "parameter_group": _ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
             "parameter_bytes": np.array(sizes),
+            "stepped_bytes": np.array(
+                [
+                    float(graph.tensors[p].meta.num_elements * ITEM_BYTES[graph.stepped_dtype(p)])
+                    for _, p, _ in graph.updates
+                ]
+            ),
             "gradient_bytes": np.array(
                 [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
             ),

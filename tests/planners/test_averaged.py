@@ -111,7 +111,13 @@ def test_a_codec_shortens_an_averaging_by_what_its_messages_are_shorter() -> Non
 
 def test_codecs_keep_the_parameters_of_before_and_what_they_leave_out() -> None:
     evaluator = Evaluator(graph_of("mlp"), cluster())
-    parameters = evaluator.tables.parameter_bytes.sum() * 1.04
+    masters = Evaluator(replace(graph_of("mlp"), master_dtype="float64"), cluster())
+    check_kept_by_codecs(evaluator, evaluator.tables.parameter_bytes.sum() * 1.04)
+    # They are averaged, and kept, in the dtype of the optimizer's own copies.
+    check_kept_by_codecs(masters, 2 * evaluator.tables.parameter_bytes.sum() * 1.04)
+
+
+def check_kept_by_codecs(evaluator: Evaluator, parameters: float) -> None:
     for momentum, num_copies in ((0.0, 2), (0.9, 1)):
         exact = strategy(outer_momentum=momentum)
         plain, short = (

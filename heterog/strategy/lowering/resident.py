@@ -23,9 +23,9 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     resident: FloatArray = np.zeros(choice.member.shape[1])
     workspace = np.zeros_like(resident)
     _resident_kernel(tables, choice._replace(codecs=()), resident, workspace)
-    if choice.num_copies:  # of whole parameters, which every replica has
+    if choice.num_copies:  # of whole parameters, in the dtype in which they are averaged
         holds = choice.member[choice.division[tables.parameter_group]]
-        resident += choice.num_copies * (tables.parameter_bytes[:, None] * holds).sum(0)
+        resident += choice.num_copies * (tables.stepped_bytes[:, None] * holds).sum(0)
     if len(choice.kept_bytes):
         resident += choice.kept_bytes
     return resident + workspace
