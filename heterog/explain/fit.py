@@ -1,10 +1,12 @@
 """Changes that would make a strategy fit: each is simulated, none is guessed."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from heterog.graph.axis_plan import axis_plan
+from heterog.planners.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.memory_breakdown import Fit
@@ -32,12 +34,14 @@ class Remedy:
             micro-batches found, the largest global batch found, or the usable bytes that every
             device of a type must have.
         device_type: For memory, the type's name.
+        keeps: For recomputation, what is not made again: the quickest kind that fits.
         step_time_s: Seconds per step with the change; ``None`` for memory, which changes nothing.
     """
 
     kind: RemedyKind
     amount: int
     device_type: str = ""
+    keeps: Keeps = Keeps.NOTHING
     step_time_s: float | None = None
 
 
@@ -68,21 +72,25 @@ def remedies(
 
 
 def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:
-    """The remedy that recomputes every group, if it helps."""
-    changed = replace(
-        strategy,
-        decisions=tuple(
-            replace(each, recompute=True, keeps=Keeps.NOTHING) for each in strategy.decisions
-        ),
-    )
-    tried = evaluator.referee(changed, order)
-    if not tried.is_ok:
-        return None
-    return Remedy(
-        kind=RemedyKind.RECOMPUTE,
-        amount=len(strategy.decisions),
-        step_time_s=tried.step_time_s,
-    )
+    """The quickest remedy that recomputes every group, if one helps.
+
+    Kinds that make less again free less: they are tried only as long as those before them fit.
+    """
+    found: list[Remedy] = []
+    for keeps in reversed(kinds_worth_trying(evaluator.graph)):
+        again = tuple(replace(each, recompute=True, keeps=keeps) for each in strategy.decisions)
+        tried = evaluator.referee(replace(strategy, decisions=again), order)
+        if not tried.is_ok:
+            break
+        found.append(
+            Remedy(
+                kind=RemedyKind.RECOMPUTE,
+                amount=len(strategy.decisions),
+                keeps=keeps,
+                step_time_s=tried.step_time_s,
+            )
+        )
+    return min(found, key=lambda remedy: remedy.step_time_s or math.inf, default=None)
 
 
 class _Judge:

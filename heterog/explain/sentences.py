@@ -543,7 +543,7 @@ def _remedy_advice(found: Sequence[Remedy]) -> str:
     for remedy in again:
         assert remedy.step_time_s is not None
         words.append(
-            "compute activations again instead of keeping them "
+            f"compute {remedy.keeps.words} again instead of keeping them "
             f"({format_seconds(remedy.step_time_s)} per step)"
         )
     for remedy in cut:

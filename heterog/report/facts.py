@@ -283,7 +283,7 @@ def _interval(errors: PeakErrors | None, peak_bytes: int) -> str:
 
 
 _REMEDIES = {
-    RemedyKind.RECOMPUTE: "compute activations again in {amount} groups",
+    RemedyKind.RECOMPUTE: "compute {again} again in {amount} groups",
     RemedyKind.MICRO_BATCHES: "cut the batch into {amount} micro-batches",
     RemedyKind.BATCH_SIZE: "train with a batch of {amount}",
 }
@@ -296,7 +296,7 @@ def remedies_table(explanation: Explanation) -> str:
         if remedy.kind == RemedyKind.MEMORY:
             words = f"{format_bytes(remedy.amount)} usable on every {remedy.device_type}"
         else:
-            words = _REMEDIES[remedy.kind].format(amount=remedy.amount)
+            words = _REMEDIES[remedy.kind].format(amount=remedy.amount, again=remedy.keeps.words)
         seconds = "-" if remedy.step_time_s is None else format_seconds(remedy.step_time_s)
         rows.append([escape(words), seconds])
     return table(["what would make it fit", "step time"], rows, numbers=(1,)) if rows else ""

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -25,6 +26,8 @@ from heterog.simulator.memory_breakdown import memory_fit
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.planners.test_recomputing import NESTED, TWO, written_out
+from tests.planners.test_repair import with_memory
 from tests.simulator import builders
 from tests.simulator.builders import cluster_of, linear_chain, plan_by_hand, strategy_of
 from tests.strategy.test_layouts import GRAPH
@@ -163,6 +166,33 @@ def test_what_would_make_it_fit_was_simulated() -> None:
         judged = real.referee(strategy_of(graph, evaluator.cluster, whole), Order.FIFO)
         assert judged.is_ok == fits
     assert found[RemedyKind.MEMORY].amount == fit.fullest.peak_bytes
+
+
+def test_no_more_is_made_again_than_it_takes_to_fit() -> None:
+    """With more and more room: everything, all but every other product, scores of attention."""
+    graph = written_out()
+    whole = Decision(devices=(0, 1, 2, 3), shares=(4, 4, 4, 4))
+    peaks = [
+        max(Evaluator(graph, TWO).referee(each, Order.FIFO).peak_memory_bytes)
+        for each in (
+            *(
+                strategy_of(graph, TWO, replace(whole, recompute=True, keeps=keeps))
+                for keeps in reversed(NESTED)
+            ),
+            strategy_of(graph, TWO, whole),
+        )
+    ]
+    said = []
+    for smaller, larger in pairwise(peaks):
+        assert smaller < larger
+        tight = with_memory(TWO, [(smaller + larger) / 2] * 4)
+        strategy, evaluator = strategy_of(graph, tight, whole), Evaluator(graph, tight)
+        fit = memory_fit(evaluator, strategy, Order.FIFO)
+        found = {remedy.kind: remedy for remedy in remedies(evaluator, strategy, Order.FIFO, fit)}
+        said.append(found[RemedyKind.RECOMPUTE])
+    assert [remedy.keeps for remedy in said] == [*reversed(NESTED)]
+    seconds = [remedy.step_time_s for remedy in said]
+    assert seconds == sorted(seconds, key=lambda s: -(s or 0.0))
 
 
 def test_a_plan_that_does_not_fit_says_what_is_short_and_what_to_do() -> None:
