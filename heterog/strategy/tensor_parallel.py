@@ -8,9 +8,10 @@ wants a slice of another tensor (keys beside queries), the split is followed bac
 that make it.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import product
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
@@ -59,10 +60,13 @@ def shardings(
         different regions can be combined with ``merge_rules``.
     """
     region = ops_of_groups(graph, groups)
-    # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head.
+    followed = _Region(graph, region)
+    # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head. It
+    # is a view of a product; images have four dimensions as they are made.
     apart = {
         size
         for op in region
+        if graph.is_view[op]
         for tensor in graph.outputs(op)
         if len(graph.tensors[tensor].shape) > 3
         for size in graph.tensors[tensor].shape
@@ -78,7 +82,7 @@ def shardings(
                 if units < 2 or shape[dim] % (outer * units):
                     continue
                 placement = S(dim, outer)
-                rules = follow_split(graph, region, {parameter: placement}, units)
+                rules = _Follower(followed, {parameter: placement}, units).run()
                 ops = tuple(op for op, _ in rules)
                 known = found.get(ops)
                 if ops and (known is None or known.units < units):
@@ -123,18 +127,56 @@ def follow_split(
         splits: Placement of the parameters that are split at first.
         units: Number of units of the axis.
     """
-    return _Follower(graph, sorted(region), splits, units).run()
+    return _Follower(_Region(graph, sorted(region)), splits, units).run()
+
+
+class _Region:
+    """Ops through which splits are followed.
+
+    Args:
+        graph: One training step.
+        ops: Op indices, ascending.
+
+    Attributes:
+        members: The ops.
+        readers: Those that read each tensor, ascending.
+        row_of: Row of ``graph.updates`` of each parameter.
+    """
+
+    def __init__(self, graph: OpGraph, ops: Sequence[int]) -> None:
+        self.graph = graph
+        self.members = frozenset(ops)
+        self.readers: dict[int, list[int]] = {}
+        for op in ops:
+            for tensor in dict.fromkeys(graph.ops[op].inputs):
+                self.readers.setdefault(tensor, []).append(op)
+        self.row_of = {parameter: row for row, (_, parameter, _) in enumerate(graph.updates)}
+
+
+class _Due:
+    """Numbers that wait for their turn; the least comes first, and none comes twice."""
+
+    def __init__(self) -> None:
+        self._heap: list[int] = []
+        self._known: set[int] = set()
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """Add numbers, unless they are known."""
+        for number in numbers:
+            if number not in self._known:
+                self._known.add(number)
+                heappush(self._heap, number)
+
+    def __iter__(self) -> Iterator[int]:
+        while self._heap:
+            yield heappop(self._heap)
 
 
 class _Follower:
-    def __init__(
-        self, graph: OpGraph, region: Sequence[int], splits: dict[int, Placement], units: int
-    ) -> None:
-        self.graph = graph
+    def __init__(self, region: _Region, splits: dict[int, Placement], units: int) -> None:
+        self.graph = region.graph
         self.region = region
-        self.members = frozenset(region)
         self.units = units
-        self.parameters = frozenset(parameter for _, parameter, _ in graph.updates)
         self.splits = dict(splits)
         self.pulled: dict[int, RuleResult] = {}
 
@@ -156,7 +198,12 @@ class _Follower:
         graph = self.graph
         places: dict[int, Placement] = dict(self.splits)
         rules: dict[int, RuleResult] = {}
-        for op in self.region:
+        # Ops that read nothing placed and were not pulled have nothing to follow.
+        due = _Due()
+        due.add(self.pulled)
+        for tensor in places:
+            due.add(self.region.readers.get(tensor, ()))
+        for op in due:
             inputs = graph.ops[op].inputs
             given = tuple(places.get(tensor, R) for tensor in inputs)
             if graph.is_view[op]:
@@ -164,7 +211,7 @@ class _Follower:
                     continue
                 result = propagate(graph.call(op), given, self.units)
                 if result is not None and result.inputs == given:
-                    places.update(zip(graph.outputs(op), result.outputs, strict=True))
+                    self._place(op, result, places, due)
                 continue
             result = self.pulled.get(op)
             if result is None:
@@ -174,19 +221,32 @@ class _Follower:
             if result is None or not _keeps(given, result):
                 continue
             rules[op] = result
-            places.update(zip(graph.outputs(op), result.outputs, strict=True))
+            self._place(op, result, places, due)
             for tensor, have, want in zip(inputs, given, result.inputs, strict=True):
                 if have == R and want.kind == "S":
                     self._pull(tensor, want)
         return rules
 
+    def _place(self, op: int, result: RuleResult, places: dict[int, Placement], due: _Due) -> None:
+        """Enter the placements of an op's outputs, and the ops that read them."""
+        for tensor, place in zip(self.graph.outputs(op), result.outputs, strict=True):
+            places[tensor] = place
+            due.add(self.region.readers.get(tensor, ()))
+
     def _split_gradients(self, rules: dict[int, RuleResult]) -> None:
-        """Make the gradients of split parameters split, so that these live in slices."""
-        for _, parameter, gradient in self.graph.updates:
-            if parameter in self.splits:
-                maker = int(self.graph.producer[self.graph.storage[gradient]])
-                if maker not in rules:
-                    self._pull(gradient, self.splits[parameter], from_slices=True)
+        """Make the gradients of split parameters split, so that these live in slices.
+
+        In the order of updates; a pull may split further parameters.
+        """
+        row_of = self.region.row_of
+        due = _Due()
+        due.add(row_of[parameter] for parameter in self.splits if parameter in row_of)
+        for row in due:
+            _, parameter, gradient = self.graph.updates[row]
+            maker = int(self.graph.producer[self.graph.storage[gradient]])
+            if parameter in self.splits and maker not in rules:
+                self._pull(gradient, self.splits[parameter], from_slices=True)
+                due.add(row_of[other] for other in self.splits if row_of.get(other, -1) > row)
 
     def _pull(self, tensor: int, wanted: Placement, *, from_slices: bool = False) -> bool:
         """Split the maker of a tensor, if that needs only slices of parameters.
@@ -197,10 +257,10 @@ class _Follower:
             from_slices: Whether it may also need slices of activations, which are gathered.
         """
         graph = self.graph
-        if tensor in self.parameters:
+        if tensor in self.region.row_of:
             return self.splits.setdefault(tensor, wanted) == wanted
         maker = int(graph.producer[tensor])
-        if maker < 0 or maker not in self.members:
+        if maker not in self.region.members:
             return False
         call = graph.call(maker)
         position = tensor - graph.outputs(maker)[0]
@@ -237,7 +297,7 @@ class _Follower:
         return False
 
     def _is_weight(self, tensor: int) -> bool:
-        return int(self.graph.storage[tensor]) in self.parameters
+        return int(self.graph.storage[tensor]) in self.region.row_of
 
 
 @lru_cache(maxsize=1 << 12)

@@ -1,10 +1,13 @@
 """Layers are sharded as Megatron-LM does it, without knowing what they are called."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.strategy import tensor_parallel
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.strategies import graph_of
 
@@ -71,3 +74,23 @@ def test_regions_are_merged_in_order_of_their_ops() -> None:
 def test_what_has_no_weights_cannot_be_sharded() -> None:
     graph = graph_of("mlp")
     assert shardings(graph, [1]) == ()  # a ReLU
+
+
+@pytest.mark.parametrize("model", ["gpt", "translation", "moe"])
+def test_what_reads_nothing_split_has_nothing_to_follow(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = graph_of(model)
+    groups = range(group_ops(graph).num_groups)
+    quick = shardings(graph, groups)
+
+    class Everything(tensor_parallel._Region):
+        """Has every op looked at, whatever it reads."""
+
+        def __init__(self, graph: OpGraph, ops: Sequence[int]) -> None:
+            super().__init__(graph, ops)
+            self.readers = {tensor: list(ops) for tensor in range(len(graph.tensors))}
+
+    monkeypatch.setattr(tensor_parallel, "_Region", Everything)
+    assert quick
+    assert shardings(graph, groups) == quick
