@@ -79,9 +79,7 @@ def graph() -> OpGraph:
 
 
 @lru_cache
-def planned(
-    objective: Objective, methods: tuple[str, ...] = METHODS, budget: str = "40e"
-) -> Plan:
+def planned(objective: Objective, methods: tuple[str, ...] = METHODS, budget: str = "40e") -> Plan:
     return make_plan(graph(), lab(), methods=methods, budget=budget, objective=objective)
 
 
