@@ -321,7 +321,7 @@ def test_no_kind_of_group_is_split_that_does_not_pay(network: float) -> None:
     """
     graph = language_graph()
     evaluator = Evaluator(graph, mixed_cluster(network=network))
-    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500))).candidates[0]
+    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=250))).candidates[0]
     seconds = evaluator.evaluate(best.strategy, best.orders[0]).step_time_s
     group, kind_of = group_ops(graph).group, alike_groups(graph)
     for kind in {int(kind_of[group[op]]) for op, _ in best.strategy.op_rules}:
