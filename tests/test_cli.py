@@ -573,7 +573,10 @@ def test_calibrate_fits_links_of_the_cluster_that_was_measured(run: Run, tmp_pat
     assert "has no device 'a'" in wrong.err
 
 
-def test_detect_writes_a_cluster_that_loads(run: Run, tmp_path: Path) -> None:
+def test_detect_writes_a_cluster_that_loads(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("heterog.runtime.detect._MEASURE_S", 0.02)
     path = tmp_path / "cluster.yaml"
     result = run("cluster", "detect", "-o", path, "--json")
     assert result.code == 0, result.err

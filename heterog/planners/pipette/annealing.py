@@ -57,7 +57,7 @@ def anneal(
     known: dict[bytes, float] = {}
 
     def known_cost(order: IntArray) -> float:
-        """The cost, which a cold run asks for again and again: few orders are neighbours of one."""
+        """The cost, which a cold run asks for often: few orders are neighbours of one."""
         key = order.tobytes()
         found = known.get(key)
         if found is None:
