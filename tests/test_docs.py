@@ -97,6 +97,12 @@ def docstrings(path: Path) -> Iterator[tuple[ast.AST, str]]:
             yield node, node.value.value
 
 
+@cache
+def texts_of_docstrings(path: Path) -> tuple[str, ...]:
+    """Every docstring of a file, which three tests read."""
+    return tuple(text for _, text in docstrings(path))
+
+
 # --- commands ------------------------------------------------------------------------------------
 
 
@@ -302,7 +308,7 @@ def test_names_in_docstrings_exist() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in CODE
-        for _, doc in docstrings(path)
+        for doc in texts_of_docstrings(path)
         for span in re.findall(r"``([^`\n]+)``", doc)
         for name in unknown(span)
         if name not in FOREIGN
@@ -314,7 +320,7 @@ def test_code_in_docstrings_has_double_backticks() -> None:
     wrong = {
         f"{path.relative_to(ROOT)}: `{span}`"
         for path in CODE
-        for _, doc in docstrings(path)
+        for doc in texts_of_docstrings(path)
         for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", doc)
     }
     assert not wrong, sorted(wrong)
@@ -345,7 +351,7 @@ def test_dotted_names_in_docstrings_resolve() -> None:
     found = {
         name
         for path in CODE
-        for _, doc in docstrings(path)
+        for doc in texts_of_docstrings(path)
         for name in re.findall(r"\b(heterog(?:\.[A-Za-z_]\w*)+)", doc)
     }
     for name in found:

@@ -2,8 +2,9 @@
 
 import csv
 import json
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,24 @@ COLUMNS = ("# GPUs", "global batch", "micro batch", "hidden size", "attention he
            "iteration time (ms)")  # fmt: skip
 
 
-def run(folder: Path, *options: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options, "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=folder,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+Run = Callable[..., dict[str, Any]]
 
 
-def test_programs_do_what_the_textbook_says(tmp_path: Path) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The script, in this process: the imports of another one would take most of the time."""
+
+    def call(*options: str) -> dict[str, Any]:
+        monkeypatch.syspath_prepend(str(SCRIPT.parent))
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options, "--json"])
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    return call
+
+
+def test_programs_do_what_the_textbook_says(run: Run, tmp_path: Path) -> None:
     """As many heads as samples, more teams than a host has room for, one replica and many."""
     rows = [
         # GPUs, batch, micro-batch, h, a, l, s, tp, dp, pp
@@ -43,7 +48,7 @@ def test_programs_do_what_the_textbook_says(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
     with file.open("w", newline="") as target:
         csv.writer(target).writerows([COLUMNS, *rows])
-    found = run(tmp_path, "--vtrain", str(file))
+    found = run("--vtrain", str(file))
     assert found["expressible"] == found["agreeing"] == 1.0
     assert found["num_rows"] == len(rows)
     for row in found["rows"]:
@@ -55,7 +60,7 @@ def test_programs_do_what_the_textbook_says(tmp_path: Path) -> None:
 
 @THOROUGH
 @pytest.mark.slow
-def test_unlike_pipelines_on_mixed_cards(tmp_path: Path) -> None:
+def test_unlike_pipelines_on_mixed_cards(run: Run, tmp_path: Path) -> None:
     """One copy over two stages with teams of two and four, one on a single team."""
 
     def replicas(*entries: tuple[str, int]) -> list[Any]:
@@ -84,7 +89,7 @@ def test_unlike_pipelines_on_mixed_cards(tmp_path: Path) -> None:
     }
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([row]))
-    found = run(tmp_path, "--sailor", str(file))
+    found = run("--sailor", str(file))
     assert found["expressible"] == found["agreeing"] == 1.0
     (judged,) = found["rows"]
     assert judged["compared"]["data_bytes"]["program"] > 0.0

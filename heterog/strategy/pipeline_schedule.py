@@ -11,6 +11,7 @@ caps.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import product
 from typing import NamedTuple
 
 from heterog.errors import StrategyError
@@ -98,10 +99,10 @@ class PipelineSchedule:
         Raises:
             StrategyError: a cap or turn does not fit; names the device.
         """
-        for name, said in (("in_flight", self.in_flight), ("turns", self.turns)):
-            if len(said) > len(chunks):
+        for name, each in (("in_flight", self.in_flight), ("turns", self.turns)):
+            if len(each) > len(chunks):
                 raise StrategyError(
-                    f"{name} names {len(said)} devices; the cluster has {len(chunks)}."
+                    f"{name} names {len(each)} devices; the cluster has {len(chunks)}."
                 )
         for device, caps in enumerate(self.in_flight):
             if len(caps) > len(chunks[device]):
@@ -114,16 +115,13 @@ class PipelineSchedule:
         passes = list(Pass) if self.splits_backward else [Pass.FORWARD, Pass.BACKWARD]
         for device, own in enumerate(chunks):
             turns = self.turns[device] if device < len(self.turns) else ()
-            wanted = {
-                Turn(micro, chunk, work)
-                for micro, count in enumerate(samples[device])
-                for chunk in range(len(own))
-                for work in passes
-                if count
-            }
-            if wanted != set(turns):
-                missing, extra = wanted - set(turns), set(turns) - wanted
-                one = min(missing or extra)
+            micros = [micro for micro, count in enumerate(samples[device]) if count]
+            # Plain tuples, which equal turns: there are thousands, in each strategy of a search.
+            wanted = set(product(micros, range(len(own)), passes))
+            said = set[tuple[int, int, Pass]](turns)
+            if wanted != said:
+                missing, extra = wanted - said, said - wanted
+                one = Turn(*min(missing or extra))
                 what = "lack" if missing else "have too much:"
                 raise StrategyError(
                     f"the turns of device {device} {what} micro-batch {one.micro}, chunk "

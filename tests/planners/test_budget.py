@@ -254,7 +254,7 @@ def test_a_narrow_search_follows_few_states_and_says_that_it_is_no_proof() -> No
 
 
 def test_auto_spends_its_budget_and_no_more() -> None:
-    evaluator, clock = clocked(0.01)
+    evaluator, clock = clocked(0.02)
     prepared = evaluator.num_evaluations
     rows = run_methods(evaluator, ["auto"], budget=Budget(seconds=20.0), clock=clock)
     assert clock.now_s <= 20.0 * 1.05

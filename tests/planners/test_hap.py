@@ -296,7 +296,7 @@ def test_local_statistics_follow_the_batch() -> None:
 
 def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
     evaluator = transformer()
-    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=400))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=150))
     row = run_method(Hap(), problem)
     assert row.step_time_s is not None
     synthesis = Synthesis(evaluator)
@@ -309,7 +309,7 @@ def test_planner_is_not_worse_than_data_parallelism_at_its_ratios() -> None:
 
 
 def test_same_seed_and_budget_give_the_same_strategies() -> None:
-    problem = Problem(evaluator=transformer(), budget=Budget(evaluations=60))
+    problem = Problem(evaluator=transformer(), budget=Budget(evaluations=30))
     assert Hap().plan(problem).candidates == Hap().plan(problem).candidates
 
 
@@ -321,7 +321,7 @@ def test_no_kind_of_group_is_split_that_does_not_pay(network: float) -> None:
     """
     graph = language_graph()
     evaluator = Evaluator(graph, mixed_cluster(network=network))
-    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=500))).candidates[0]
+    best = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=250))).candidates[0]
     seconds = evaluator.evaluate(best.strategy, best.orders[0]).step_time_s
     group, kind_of = group_ops(graph).group, alike_groups(graph)
     for kind in {int(kind_of[group[op]]) for op, _ in best.strategy.op_rules}:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster, PairLimit
+from heterog.graph.op_graph import OpGraph
 from heterog.planners.islands.composing import (
     Composition,
     Estimator,
@@ -24,13 +25,13 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Recompute
 from tests.simulator.builders import cluster_of
-from tests.strategy.test_layouts import GRAPH
+from tests.strategy.test_layouts import GRAPH, graph_of
 
 MIXED = cluster_of((25.0, ["V100-16GB"] * 2), (10.0, ["T4"] * 2))
 
 
-def problem_of(cluster: Cluster, evaluations: int) -> Problem:
-    evaluator = Evaluator(GRAPH, cluster)
+def problem_of(cluster: Cluster, evaluations: int, graph: OpGraph = GRAPH) -> Problem:
+    evaluator = Evaluator(graph, cluster)
     return Problem(evaluator=evaluator, budget=Budget(evaluations=evaluations))
 
 
@@ -110,7 +111,7 @@ def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
 
 def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:
     """Every composition with every cut and every split of the samples."""
-    layers = search.slices.num_layers
+    layers, batch_size = search.slices.num_layers, search.evaluator.graph.batch_size
     for structure in structures(range(len(search.slices.kinds))):
         options = [[search.options[kind] for kind in pool] for pool in structure]
         for pools in product(*(product(*pool) for pool in options)):
@@ -125,7 +126,7 @@ def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Compositi
                 for count in counts
             ]
             for num_micro in [1 << power for power in range(most_micro.bit_length())]:
-                units = GRAPH.batch_size // num_micro
+                units = batch_size // num_micro
                 splits = [(units,)] if len(pools) == 1 else [
                     (first, units - first) for first in range(1, units)
                 ]  # fmt: skip
@@ -144,12 +145,13 @@ def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Compositi
 
 def test_it_is_as_good_as_exhaustive_search() -> None:
     cluster = cluster_of((25.0, ["V100-16GB"]), (10.0, ["T4"] * 2))
-    every = CompositionSearch(problem_of(cluster, 10**6))
+    graph = graph_of(5, batch_size=16)
+    every = CompositionSearch(problem_of(cluster, 10**6, graph))
     for point in exhaustive(every, 4):
         every.simulate(point)
     assert len(every.found) > 500
     best = every.found[every.best(1)[0]].step_time_s
-    searched = CompositionSearch(problem_of(cluster, 120))
+    searched = CompositionSearch(problem_of(cluster, 120, graph))
     with searched.spending.limits():
         searched.run()
     found = searched.found[searched.best(1)[0]].step_time_s

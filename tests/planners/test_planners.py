@@ -276,7 +276,7 @@ def test_balanced_chain_by_hand() -> None:
 
 
 def test_local_search_is_not_worse_than_its_seeds_and_improves_with_budget() -> None:
-    rows = run_methods(evaluator(), ["auto"], budget=Budget(evaluations=1000))
+    rows = run_methods(evaluator(), ["auto"], budget=Budget(evaluations=400))
     winner = best_row(rows)
     assert all(
         winner.step_time_s <= row.step_time_s  # type: ignore[operator]

@@ -117,7 +117,7 @@ def test_searches_share_what_is_left_where_one_took_too_long() -> None:
 
 def test_named_methods_share_the_seconds_of_a_plan() -> None:
     """Their baselines alone might each have taken the whole budget."""
-    evaluator, clock = clocked(0.01)
+    evaluator, clock = clocked(0.02)
     run_methods(
         evaluator,
         ["local_search", "two_segment"],

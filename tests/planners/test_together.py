@@ -44,7 +44,7 @@ def test_two_seats_search_as_much_as_one_and_always_the_same() -> None:
     alone = rows_of(None)
     with open_seats("2") as seats:
         first, second = rows_of(seats), rows_of(seats)
-        quick = rows_of(seats, Budget(seconds=3.0))
+        quick = rows_of(seats, Budget(seconds=1.5))
     told = [(row.method, row.step_time_s, row.num_evaluations) for row in first]
     assert told == [(row.method, row.step_time_s, row.num_evaluations) for row in second]
     assert [row.method for row in first] == [row.method for row in alone]

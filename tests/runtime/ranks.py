@@ -1,6 +1,7 @@
 """A pool of real gloo processes that stays alive across tests."""
 
 import gc
+import json
 import multiprocessing
 import os
 import tempfile
@@ -9,10 +10,13 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.serialize import graph_from_dict
 from heterog.runtime.collectives import Communicator
 from tests.runtime.cases import capture_cases_once
 
@@ -41,6 +45,7 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
         timeout=timedelta(seconds=60),
     )
     capture_cases_once()
+    _read_graphs_once()
     made = _remember_communicators()
     while True:
         try:
@@ -55,6 +60,19 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
     gc.freeze()  # nothing imported need be collected: Python would take a second for it
+
+
+def _read_graphs_once() -> None:
+    """Have this process read each graph of a plan once: hundreds of plans are for few graphs."""
+    known: dict[str, OpGraph] = {}
+
+    def read_once(record: object, where: str) -> OpGraph:
+        text = json.dumps(record)
+        if text not in known:
+            known[text] = graph_from_dict(record, where)
+        return known[text]
+
+    mock.patch("heterog.planners.plan.graph_from_dict", read_once).start()
 
 
 def _remember_communicators() -> list[Communicator]:

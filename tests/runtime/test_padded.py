@@ -21,12 +21,11 @@ from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.stash import WeightStash
-from heterog.strategy.strategy import Decision
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.runtime.cases import captured_once
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_batch, padded_workload
 from tests.runtime.ranks import Ranks
-from tests.runtime.strategies import cluster, plan_of, strategy_of
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
 
@@ -148,7 +147,7 @@ def stashed_alone(is_first: Callable[[str], bool]) -> dict[str, Tensor]:
 
 
 @pytest.mark.distributed
-def test_stages_that_do_not_wait_make_their_masks(ranks: Ranks, tmp_path: Path) -> None:
+def test_stages_that_do_not_wait_make_their_masks(four_ranks: Ranks, tmp_path: Path) -> None:
     """What is made again belongs to the forward pass, each micro-batch's to its own."""
     graph = graph_of(LONG)
     names = group_ops(graph).names
@@ -156,13 +155,20 @@ def test_stages_that_do_not_wait_make_their_masks(ranks: Ranks, tmp_path: Path) 
     stages = [
         Decision(devices=(int(group >= cut),), shares=(SAMPLES,)) for group in range(len(names))
     ]
-    exact = strategy_of(graph, stages, micro_batches=((4, 4), (0, 0), (0, 0)))
+    cluster = grid_cluster(4)  # whose ranks have captured the model
+    exact = Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=tuple(stages),
+        homes=(REPLICATED,) * len(graph.updates),
+        micro_batches=((4, 4), (0, 0), (0, 0), (0, 0)),
+    )
     strategy = replace(exact, stash=WeightStash(boundary_steps=1))
-    program = lower(graph, cluster(), strategy)
+    program = lower(graph, cluster, strategy)
     assert count(program, TaskKind.REMAKE)
     path = tmp_path / "plan.json"
-    plan_of(graph, strategy).save(path)
-    found = ranks.run(stashed, str(path))[0]
+    plan_by_hand(graph, cluster, strategy).save(path)
+    found = four_ranks.run(stashed, str(path))[0]
     group = group_ops(graph).group
     first = {
         graph.tensors[parameter].name for op, parameter, _ in graph.updates if int(group[op]) < cut

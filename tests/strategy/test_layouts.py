@@ -57,10 +57,11 @@ class Model(nn.Module):
 def graph_of(
     num_blocks: int = 8,
     *,
+    batch_size: int = BATCH,
     tied: bool = False,
     optimizer: type[torch.optim.Optimizer] = torch.optim.Adam,
 ) -> OpGraph:
-    tokens = torch.zeros(BATCH, 6, dtype=torch.int64)
+    tokens = torch.zeros(batch_size, 6, dtype=torch.int64)
     workload = Workload(
         model=lambda: Model(num_blocks, tied=tied),
         example_batch=(tokens, tokens),

@@ -48,22 +48,32 @@ def anneal(
     """Search for the order of the least cost.
 
     Args:
-        cost_of: Function to minimise.
+        cost_of: Function to minimise, which depends on the order alone.
         start: Order to start from.
         rng: Generator of everything random.
         num_steps: Most neighbours to price.
         is_over: Function asked before each step whether to return the best order so far.
     """
-    best, least = start.copy(), cost_of(start)
+    known: dict[bytes, float] = {}
+
+    def known_cost(order: IntArray) -> float:
+        """The cost, which a cold run asks for often: few orders are neighbours of one."""
+        key = order.tobytes()
+        found = known.get(key)
+        if found is None:
+            found = known[key] = cost_of(order)
+        return found
+
+    best, least = start.copy(), known_cost(start)
     order, cost = best, least
     temperature = FIRST_TEMPERATURE
     step = 0
     while step < num_steps and len(start) > 1 and not is_over():
         if step and step % COOLED == 0:
             order = rng.permutation(start)
-            cost, temperature = cost_of(order), FIRST_TEMPERATURE
+            cost, temperature = known_cost(order), FIRST_TEMPERATURE
         neighbour = moved(order, rng)
-        found = cost_of(neighbour)
+        found = known_cost(neighbour)
         step += 1
         if found <= cost or rng.random() < math.exp(-scaled(found - cost) / temperature):
             order, cost = neighbour, found
@@ -86,7 +96,8 @@ def moved(order: IntArray, rng: np.random.Generator) -> IntArray:
     """A neighbour: a segment reversed, an element or segment moved, or two of them swapped."""
     count = len(order)
     # One call for all draws, because this runs in every step.
-    kind, first, apart, place = (int(draw) for draw in rng.random(4) * (5, count, count - 1, 1e9))
+    draws = rng.random(4) * (5, count, count - 1, 1e9)
+    kind, first, apart, place = map(int, draws.tolist())
     second = (first + 1 + apart) % count
     begin, end = min(first, second), max(first, second) + 1
     if kind == 0:

@@ -181,16 +181,26 @@ def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ..
         graph: One training step.
         stages: Stage of each group.  # [num_groups]
     """
+    names = group_ops(graph).names
+    found = dict.fromkeys(
+        names[group] or "(root)"
+        for group, maker in _forward_reads(graph)
+        if stages[maker] > stages[group]
+    )
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _forward_reads(graph: OpGraph) -> tuple[tuple[int, int], ...]:
+    """Groups that read in the forward pass, and whose values they read; each pair once."""
     grouping = group_ops(graph)
-    found: dict[str, None] = {}
+    found: dict[tuple[int, int], None] = {}
     for index, op in enumerate(graph.ops):
         group = int(grouping.group[index])
         if op.phase != Phase.FORWARD or group == CONSTANT_GROUP:
             continue
         for tensor in op.inputs:
             maker = int(graph.producer[graph.storage[tensor]])
-            if maker < 0 or int(grouping.group[maker]) == CONSTANT_GROUP:
-                continue
-            if stages[int(grouping.group[maker])] > stages[group]:
-                found.setdefault(grouping.names[group] or "(root)")
+            if maker >= 0 and int(grouping.group[maker]) not in (CONSTANT_GROUP, group):
+                found.setdefault((group, int(grouping.group[maker])))
     return tuple(found)
