@@ -20,6 +20,8 @@ COOLING = 0.999
 COOLED = 5_000
 """Steps of a run: at 0.999^5000 = 0.007 a loss of the least scaled size, 0.1, is taken once in
 three million times."""
+_MOST_KNOWN = 10_000
+"""Orders whose cost is kept: all neighbours in a cold run of few hosts, little memory for many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ def anneal(
         key = order.tobytes()
         found = known.get(key)
         if found is None:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
             found = known[key] = cost_of(order)
         return found
 
