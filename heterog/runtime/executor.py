@@ -19,7 +19,6 @@ from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import named_leaves
 from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
@@ -30,6 +29,7 @@ from heterog.runtime.local_op import Extent, LocalOp
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
+from heterog.runtime.op_inputs import Need
 from heterog.runtime.optimizer import Push, StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
@@ -42,7 +42,6 @@ from heterog.strategy.averaging import island_of, island_samples, islands
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import Recut
 
 _COMPUTE = TaskKind.COMPUTE
 _Action = Callable[[int, int, int, StepUpdates], None]
@@ -55,14 +54,11 @@ class _Call(NamedTuple):
     local_op: LocalOp
     reader: Reader
     extent: Extent
-    is_first: bool
-    is_first_member: bool
     near: Near
-    inputs: list[tuple[int, int, int]]
+    needs: tuple[Need, ...]
     made: range
     units: Span  # part of its outputs
     draws_for: int | None
-    steps_buffers: tuple[int, ...]
     counts_steps: bool
 
 
@@ -247,15 +243,13 @@ class StepExecutor:
         """Run one of ``turns``; call it in their order."""
         assert self._step is not None
         task, of_step_before = turn
-        if of_step_before:
-            if self._before is not None:
-                self._play(task, self._before)
-        elif task == LOSS:
+        step = self._before if of_step_before else self._step
+        if task == LOSS:
             if self.program.num_devices > 1:
                 self._summed_loss = self._sum_loss()
-        else:
-            self._play(task, self._step)
-            if task >= 0:
+        elif step is not None:  # there is none before the first
+            self._play(task, step)
+            if task >= 0 and not of_step_before:
                 self._values.drop_read_by(task)
 
     def _sum_loss(self) -> Pending | None:
@@ -351,13 +345,9 @@ class StepExecutor:
         recorder = self._updates.recorder
         if recorder is not None:
             recorder.begin_task(task)
-        self._run(task, step)
+        self._actions[self._kind[task]](task, self._subject[task], self._micro[task], step)
         if recorder is not None:
             recorder.end_task(task)
-
-    def _run(self, task: int, step: StepUpdates) -> None:
-        kind = self._kind[task]
-        self._actions[kind](task, self._subject[task], self._micro[task], step)
 
     def _actions_by_kind(self) -> "dict[TaskKind, _Action]":
         """The function that runs each kind of task; takes (task, subject, micro-batch, step)."""
@@ -444,46 +434,43 @@ class StepExecutor:
         call = self._calls.get(task)
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
-        op, local_op, reader, made = call.op, call.local_op, call.reader, call.made
+        op, local_op, near, reader = call.op, call.local_op, call.near, call.reader
         spans = reader.spans
         is_again = self._kind[task] is not _COMPUTE
-        inputs = [
-            values.read(op, position, tensor, whole, call.near, reader)
-            for position, tensor, whole in call.inputs
-        ]
+        inputs = [values.read(need, near, reader) for need in call.needs]
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
         if call.counts_steps:
             if op in self._counted:
                 inputs = [inputs[0], inputs[0]]  # nothing changes
             self._counted.add(op)
-        enters = {"is_first": call.is_first, "is_first_member": call.is_first_member}
-        first_unit = reader.units[0]
-        if Special.OF_WHOLE_BATCH in local_op.specials:
+        if local_op.is_of_whole_batch:
             outputs = [values.from_batch(tensor) for tensor in self.graph.outputs(op)]
         elif local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
-                outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
+                outputs = _run_locally(call, inputs)
         else:
-            outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
+            outputs = _run_locally(call, inputs)
         if op == self._begins_backward:
             outputs = [outputs[0] * step.loss_scale]
-        if Special.NLL_GLOBAL_WEIGHT in local_op.specials:
+        if local_op.weighs_labels:
             assert spans is not None
             weight = self._losses.label_weight(op, local_op, spans)
             outputs[0] = outputs[0] / weight
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
                 outputs[1] = weight
-        made = made[: len(outputs)]  # a token may follow, which only orders tasks
+        made = call.made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, reader.samples, call.units)
         if not is_again:
-            for position in call.steps_buffers:
+            for position in local_op.steps_buffers:
                 values.put_back(op, position, inputs[position], reader)
-            step.gradients.keep(task, spans, micro)
-            self._losses.keep(task, op, spans, micro)
+            if row in self._part.makes_gradients:
+                step.gradients.keep(task, spans, micro)
+            if op == self._losses.op:
+                self._losses.keep(task, spans, micro)
         for buffer in made:
             if not values.is_read(buffer):
                 del values.held[buffer]
@@ -492,73 +479,36 @@ class StepExecutor:
         """Constant parts of a task's call; looked up once."""
         part = self._part
         op = self._op[row]
-        spans, rank = part.spans_of_task(task, op), self.rank
+        spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
-        local_op = self._ops[op]
-        extent = local_op.whole
-        is_first = is_first_member = True
-        if spans is not None:
-            extent = Extent(reader.samples[1], reader.units[1])
-            is_first_member = spans.axis == BATCH_AXIS or spans.speaks(micro, rank)
-            # The micro-batches of a step are summed like its devices.
-            is_first = micro == 0 and (
-                spans.first(micro) == rank
-                if spans.axis == BATCH_AXIS
-                else spans.is_in_first_team(micro, rank)
-            )
+        is_constant = spans is None
         return _Call(
             op=op,
             local_op=local_op,
             reader=reader,
-            extent=extent,
-            is_first=is_first,
-            is_first_member=is_first_member,
+            extent=local_op.whole if is_constant else Extent(reader.samples[1], reader.units[1]),
             near=part.near(task),
-            inputs=[
-                (position, tensor, self._values.whole_needed(op, position, tensor))
-                for position, tensor in enumerate(self.graph.ops[op].inputs)
-            ],
+            needs=part.needs[op],
             made=part.made(task),
-            units=self._units_made(row, reader),
-            draws_for=self._draws_for(local_op, spans, micro),
-            steps_buffers=self._steps_buffers(op, local_op),
-            # A counter of steps: other micro-batches of one would count it again.
-            counts_steps=spans is None and local_op.call.kind == "copy_.default",
+            units=self._units_made(row) if part.is_recut[row] else reader.units,
+            draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
+            # Other micro-batches of one step would count it again.
+            counts_steps=is_constant and local_op.counts_steps,
         )
 
-    def _units_made(self, row: int, reader: Reader) -> Span:
-        """Units that an op outputs: its own, or all of the axis that its team cuts later."""
-        if self._part.tables.op_recut[row] == Recut.NONE:
-            return reader.units
+    def _units_made(self, row: int) -> Span:
+        """Units that an op outputs if its team cuts them anew: all of the axis."""
         along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
         assert along is not None
         return 0, along.units
 
-    def _steps_buffers(self, op: int, local_op: LocalOp) -> tuple[int, ...]:
-        """Positions of the running statistics that an op updates in a copy of their units."""
-        if Special.LOCAL_STATISTICS not in local_op.specials:
-            return ()
-        return tuple(
-            position
-            for position, (tensor, place) in enumerate(
-                zip(self.graph.ops[op].inputs, local_op.along_axis.inputs, strict=True)
-            )
-            if place.kind == "S"
-            and place.outer > 1  # a run of units is a view
-            and self.graph.tensors[tensor].kind == TensorKind.BUFFER
-        )
-
     def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
         """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
-        own = Special.OWN_RANDOM_STREAM
-        if spans is None or own in (local_op.along_axis.special, local_op.along_batch.special):
-            is_split = spans is not None and (
-                spans.axis == BATCH_AXIS or local_op.along_axis.special == own
-            )
-            if is_split:
-                return self.rank
-        if spans is None or local_op.along_batch.special != own:
+        along_batch, along_axis = local_op.draws_own
+        if spans is None or not (along_batch or along_axis):
             return None
+        if along_axis or spans.axis == BATCH_AXIS:
+            return self.rank
         if spans.num_teams == 1 and self._part.num_micro == 1:
             return None  # the whole of it, on all devices
         return spans.speaker(micro, self.rank)
@@ -571,6 +521,18 @@ class StepExecutor:
             value.clone() if kind == TensorKind.BUFFER else value
             for value, kind in zip(inputs, kinds, strict=True)
         ]
+
+
+def _run_locally(call: _Call, inputs: list[Tensor]) -> list[Tensor]:
+    """Run an op on this rank's share."""
+    reader = call.reader
+    return call.local_op(
+        inputs,
+        call.extent,
+        is_first=reader.is_first,
+        is_first_member=reader.is_first_member,
+        first_unit=reader.units[0],
+    )
 
 
 def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:

@@ -556,15 +556,8 @@ class _RehearsedOp(LocalOp):
     """
 
     def __init__(self, kernel: LocalOp, known: dict[str, dict[Any, list[Tensor]]]) -> None:
-        self.index = kernel.index
-        self.call = kernel.call
-        self.along_batch = kernel.along_batch
-        self.along_axis = kernel.along_axis
-        self.specials = kernel.specials
-        self.whole = kernel.whole
+        vars(self).update(vars(kernel))
         self.is_random = False  # no numbers are drawn
-        self.has_windows = kernel.has_windows
-        self.minds_position = kernel.minds_position
         self._kernel = kernel
         self._known = known.setdefault(
             repr((self.call, self.along_batch, self.along_axis, self.whole)), {}
