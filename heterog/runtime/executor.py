@@ -25,11 +25,10 @@ from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.gradients import Gradients
-from heterog.runtime.local_op import Extent, LocalOp
+from heterog.runtime.local_op import LocalOp
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
-from heterog.runtime.op_inputs import Need
 from heterog.runtime.optimizer import Push, StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
@@ -44,22 +43,17 @@ from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
 
 _COMPUTE = TaskKind.COMPUTE
-_Action = Callable[[int, int, int, StepUpdates], None]
 
 
 class _Call(NamedTuple):
     """An op as this rank runs it, on its part of a micro-batch."""
 
-    op: int
     local_op: LocalOp
     reader: Reader
-    extent: Extent
     near: Near
-    needs: tuple[Need, ...]
     made: range
     units: Span  # part of its outputs
     draws_for: int | None
-    counts_steps: bool
 
 
 class StepExecutor:
@@ -67,7 +61,7 @@ class StepExecutor:
 
     Args:
         part: The program as this rank sees it.
-        order: Order of all ranks' tasks; with clipping if ``max_grad_norm`` is given.
+        order: Order of this rank's tasks; with clipping if ``max_grad_norm`` is given.
         sent_before: Pairs (transfer, op) of the plan; see ``sends_by_op``.
         ops: Local op of every index, see ``local_ops``.
         communicator: Communicator with process groups of every device set in the program.
@@ -130,7 +124,7 @@ class StepExecutor:
         if part.strategy.averaging is not None:
             self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         self._ops = ops
-        self.turns, self._end = order.for_rank(part)
+        self.turns, self._end = order
         self._slices = slices or Slices([], part.rank, {}, ())
         self._updates = Updates(
             self._part,
@@ -169,7 +163,6 @@ class StepExecutor:
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
-        self._actions = self._actions_by_kind()
         self._op: list[int] = self._part.tables.op_id.tolist()
 
     @property
@@ -345,44 +338,10 @@ class StepExecutor:
         recorder = self._updates.recorder
         if recorder is not None:
             recorder.begin_task(task)
-        self._actions[self._kind[task]](task, self._subject[task], self._micro[task], step)
+        act = _ACTIONS[self._kind[task]]
+        act(self, task, self._subject[task], self._micro[task], step)
         if recorder is not None:
             recorder.end_task(task)
-
-    def _actions_by_kind(self) -> "dict[TaskKind, _Action]":
-        """The function that runs each kind of task; takes (task, subject, micro-batch, step)."""
-        updates = self._updates
-        return {
-            TaskKind.COMPUTE: self._compute,
-            TaskKind.RECOMPUTE: self._compute,
-            TaskKind.REMAKE: self._compute,
-            TaskKind.ACCUMULATE: lambda task, row, _, step: step.gradients.accumulate(task, row),
-            TaskKind.FLATTEN: lambda task, number, micro, step: step.gradients.flatten(
-                task, number, micro
-            ),
-            TaskKind.SUM: lambda task, row, _, step: step.gradients.add_pushed(task, row),
-            TaskKind.ENCODE: self._encode,
-            TaskKind.DECODE: self._convert,
-            TaskKind.DECODE_SUM: self._decode_sum,
-            TaskKind.UPDATE: lambda _, row, __, step: updates.update(row, step),
-            TaskKind.PUSH: lambda task, row, _, step: step.gradients.push(task, row),
-            TaskKind.PULL: lambda task, row, _, __: updates.pull(task, row),
-            TaskKind.ALL_REDUCE: self._synchronise,
-            TaskKind.REDUCE_SCATTER: self._synchronise,
-            TaskKind.ALL_GATHER: self._synchronise,
-            TaskKind.GATHER_PARAMETERS: self._gather,
-            **dict.fromkeys(
-                (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND, TaskKind.REDUCE_VALUE),
-                self._convert,
-            ),
-            TaskKind.GATHER_VALUE: self._gather_value,
-            TaskKind.SCATTER_VALUE: lambda task, value, micro, _: self._conversions.scatter(
-                task, value, micro
-            ),
-            TaskKind.EXCHANGE_VALUE: lambda task, value, micro, _: self._conversions.exchange(
-                task, value, micro
-            ),
-        }
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
         kind = self._kind[task]
@@ -434,13 +393,14 @@ class StepExecutor:
         call = self._calls.get(task)
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
-        op, local_op, near, reader = call.op, call.local_op, call.near, call.reader
-        spans = reader.spans
+        local_op, near, reader = call.local_op, call.near, call.reader
+        op, spans = local_op.index, reader.spans
         is_again = self._kind[task] is not _COMPUTE
-        inputs = [values.read(need, near, reader) for need in call.needs]
+        inputs = [values.read(need, near, reader) for need in self._part.needs[op]]
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
-        if call.counts_steps:
+        if local_op.counts_steps and spans is None:
+            # Other micro-batches of one step would count it again.
             if op in self._counted:
                 inputs = [inputs[0], inputs[0]]  # nothing changes
             self._counted.add(op)
@@ -481,19 +441,13 @@ class StepExecutor:
         op = self._op[row]
         spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
-        is_constant = spans is None
         return _Call(
-            op=op,
             local_op=local_op,
             reader=reader,
-            extent=local_op.whole if is_constant else Extent(reader.samples[1], reader.units[1]),
             near=part.near(task),
-            needs=part.needs[op],
             made=part.made(task),
             units=self._units_made(row) if part.is_recut[row] else reader.units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
-            # Other micro-batches of one step would count it again.
-            counts_steps=is_constant and local_op.counts_steps,
         )
 
     def _units_made(self, row: int) -> Span:
@@ -523,12 +477,48 @@ class StepExecutor:
         ]
 
 
+_Action = Callable[[StepExecutor, int, int, int, StepUpdates], None]
+_ACTIONS: Mapping[TaskKind, _Action] = {
+    TaskKind.COMPUTE: StepExecutor._compute,
+    TaskKind.RECOMPUTE: StepExecutor._compute,
+    TaskKind.REMAKE: StepExecutor._compute,
+    TaskKind.ACCUMULATE: lambda _, task, row, __, step: step.gradients.accumulate(task, row),
+    TaskKind.FLATTEN: lambda _, task, number, micro, step: step.gradients.flatten(
+        task, number, micro
+    ),
+    TaskKind.SUM: lambda _, task, row, __, step: step.gradients.add_pushed(task, row),
+    TaskKind.ENCODE: StepExecutor._encode,
+    TaskKind.DECODE: StepExecutor._convert,
+    TaskKind.DECODE_SUM: StepExecutor._decode_sum,
+    TaskKind.UPDATE: lambda ex, _, row, __, step: ex._updates.update(row, step),
+    TaskKind.PUSH: lambda _, task, row, __, step: step.gradients.push(task, row),
+    TaskKind.PULL: lambda ex, task, row, _, __: ex._updates.pull(task, row),
+    TaskKind.ALL_REDUCE: StepExecutor._synchronise,
+    TaskKind.REDUCE_SCATTER: StepExecutor._synchronise,
+    TaskKind.ALL_GATHER: StepExecutor._synchronise,
+    TaskKind.GATHER_PARAMETERS: StepExecutor._gather,
+    TaskKind.SPLIT: StepExecutor._convert,
+    TaskKind.CONCAT: StepExecutor._convert,
+    TaskKind.SEND: StepExecutor._convert,
+    TaskKind.REDUCE_VALUE: StepExecutor._convert,
+    TaskKind.GATHER_VALUE: StepExecutor._gather_value,
+    TaskKind.SCATTER_VALUE: lambda ex, task, value, micro, _: ex._conversions.scatter(
+        task, value, micro
+    ),
+    TaskKind.EXCHANGE_VALUE: lambda ex, task, value, micro, _: ex._conversions.exchange(
+        task, value, micro
+    ),
+}
+"""Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
+state of the step."""
+
+
 def _run_locally(call: _Call, inputs: list[Tensor]) -> list[Tensor]:
     """Run an op on this rank's share."""
-    reader = call.reader
-    return call.local_op(
+    local_op, reader = call.local_op, call.reader
+    return local_op(
         inputs,
-        call.extent,
+        reader.extent or local_op.whole,
         is_first=reader.is_first,
         is_first_member=reader.is_first_member,
         first_unit=reader.units[0],

@@ -25,7 +25,7 @@ from heterog.strategy.tables import Domain, GraphTables, Recut, graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task, and members of an enum are slow in Python 3.11.
-_GATHER_PARAMETERS, _REDUCE_VALUE = TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_VALUE
+_GATHER_PARAMETERS = TaskKind.GATHER_PARAMETERS
 CONVERSIONS = frozenset(
     {
         *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND),
@@ -175,6 +175,7 @@ class RankProgram:
         bucket_members: Rows of each bucket, in their order in it.
         sliced: Buckets that this rank updates in slices, by number.
         sliced_of_tensor: The same buckets by tensor id of the parameters in them.
+        is_mine: Whether this rank takes part in each task of the program.
         message_of: Transfer or collective of a message, by the task that encodes or decodes it.
     """
 
@@ -195,9 +196,7 @@ class RankProgram:
         self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
         self._spans_of_op = [
             self._spans[axis][group] if group >= 0 else None
-            for axis, group in zip(
-                self.plan.op_axis.tolist(), self._group.tolist(), strict=True
-            )
+            for axis, group in zip(self.plan.op_axis.tolist(), self._group.tolist(), strict=True)
         ]
         tables = self.tables
         self.value_of = {
@@ -221,6 +220,9 @@ class RankProgram:
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self.message_of = _messages(program)
+        reductions = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
+        reduced = tables.slot_value[program.subject[reductions]]
+        self._early = frozenset(reductions[tables.value_is_early[reduced] == 1].tolist())
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
@@ -263,7 +265,7 @@ class RankProgram:
         is_mine = np.where(
             program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
         )
-        self._takes_part: list[bool] = is_mine.tolist()
+        self.is_mine: list[bool] = is_mine.tolist()
         gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
         self._gathered_slots = frozenset(program.subject[gathers].tolist())
 
@@ -457,20 +459,13 @@ class RankProgram:
         """Contents of the message that a task encodes, moves or decodes."""
         return self.program.codecs[int(self.program.codec[task]) - 1].traffic
 
-    def takes_part(self, task: int) -> bool:
-        """Whether this rank takes part in a task."""
-        return self._takes_part[task]
-
     def channel(self, task: int) -> Channel:
         """Channel of a communication task."""
         return self.program.channels[int(self.program.channel[task])]
 
     def is_early(self, task: int) -> bool:
         """Whether a task reduces a value that follows from the batch alone."""
-        if self.kinds[task] is not _REDUCE_VALUE:
-            return False
-        value = self.tables.slot_value[self.program.subject[task]]
-        return bool(self.tables.value_is_early[value])
+        return task in self._early
 
     def maker(self, value: int) -> int:
         """The op that makes a value."""

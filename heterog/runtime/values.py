@@ -76,6 +76,7 @@ class Reader(NamedTuple):
     all_samples: Span = (0, 0)  # of the batch
     units: Span = (0, 1)
     all_units: int = 1
+    extent: Extent | None = None
     is_first: bool = True
     is_first_member: bool = True
 
@@ -108,6 +109,7 @@ class Values:
         device: torch.device,
     ) -> None:
         self._part = part
+        self._sources, self._needs = part.sources, part.needs
         self._ops = ops
         self._parameters = frozenset(parameters)
         self._read_parameter = read_parameter
@@ -158,14 +160,17 @@ class Values:
         if spans is None:
             return Reader(None, micro, all_samples=(0, part.graph.batch_size))
         is_ruled = spans.axis != BATCH_AXIS
+        samples = spans.samples(micro, rank)
+        units = spans.range(micro, rank) if is_ruled else (0, 1)
         return Reader(
             spans=spans,
             micro=micro,
-            samples=spans.samples(micro, rank),
+            samples=samples,
             first_sample=part.micro_begin[micro],
             all_samples=(0, part.graph.batch_size),
-            units=spans.range(micro, rank) if is_ruled else (0, 1),
+            units=units,
             all_units=spans.units if is_ruled else 1,
+            extent=Extent(samples[1], units[1]),
             # The micro-batches of a step are summed like its devices.
             is_first=micro == 0
             and (spans.is_in_first_team(micro, rank) if is_ruled else spans.first(micro) == rank),
@@ -293,7 +298,7 @@ class Values:
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
         """Cut an op's own samples or units out of a whole tensor."""
         seen = Seen(value)
-        self._cut_free(seen, self._part.needs[op][position], reader, along_axis=True)
+        self._cut_free(seen, self._needs[op][position], reader, along_axis=True)
         return seen.value
 
     def put_back(self, op: int, position: int, value: Tensor, reader: Reader) -> None:
@@ -338,12 +343,12 @@ class Values:
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         """Read a tensor through the views between it and the value that they show."""
-        source = self._part.sources[tensor]
+        source = self._sources[tensor]
         if source.maker < 0:
             return self._step_input(tensor, whole, near, reader)
         if not source.is_view:
             return self._value(tensor, whole, near, reader)
-        need = self._part.needs[source.maker][0]
+        need = self._needs[source.maker][0]
         inner = max(whole, need.whole)
         seen = self.look(need.tensor, inner, near, reader)
         if inner == EVERYTHING:  # and so is everything after it
@@ -381,7 +386,7 @@ class Values:
         return local_op([value], extent or local_op.whole)[source.output]
 
     def _step_input(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        part, source = self._part, self._part.sources[tensor]
+        part, source = self._part, self._sources[tensor]
         bucket = part.sliced_of_tensor.get(tensor)
         if bucket is not None and bucket.stage == 3:
             flat = self.held[near[gathered(bucket.number)]].tensor()
@@ -403,7 +408,7 @@ class Values:
 
     def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         """The value in a buffer, narrowed to the samples and units that are wanted."""
-        part, source = self._part, self._part.sources[tensor]
+        part, source = self._part, self._sources[tensor]
         value = part.value_of[tensor]
         in_batch, on_axis, is_ruled = source.in_batch, source.on_axis, source.is_ruled
         buffer = nearest(near, value, whole)
@@ -453,7 +458,7 @@ class Values:
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is on another device."""
         shape = self._part.graph.tensors[tensor].shape
-        in_batch = self._part.sources[tensor].in_batch
+        in_batch = self._sources[tensor].in_batch
         if in_batch.kind == "S":
             shape = local_shape(shape, in_batch, reader.samples[1], reader.all_samples[1])
         return Seen(
