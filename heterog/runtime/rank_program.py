@@ -120,7 +120,14 @@ def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
     return found
 
 
-def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[IntArray, IntArray]:
+def _early_reductions(program: Program, tables: GraphTables) -> frozenset[int]:
+    """Tasks that reduce a value that follows from the batch alone."""
+    tasks = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
+    values = tables.slot_value[program.subject[tasks]]
+    return frozenset(tasks[tables.value_is_early[values] == 1].tolist())
+
+
+def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int], list[int]]:
     """The value in each buffer, and how much of it was gathered; see ``RankProgram.value_in``."""
     maker = program.buffer_maker
     kind, subject = program.kind[maker], program.subject[maker]
@@ -144,7 +151,7 @@ def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[IntArray,
     gathers = made_by(TaskKind.GATHER_PARAMETERS)
     for buffer in gathers[program.buffer_device[gathers] >= 0].tolist():
         value[buffer], whole[buffer] = gathered(int(subject[buffer]))
-    return value, whole
+    return value.tolist(), whole.tolist()
 
 
 class RankProgram:
@@ -220,25 +227,27 @@ class RankProgram:
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self.message_of = _messages(program)
-        reductions = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
-        reduced = tables.slot_value[program.subject[reductions]]
-        self._early = frozenset(reductions[tables.value_is_early[reduced] == 1].tolist())
+        self._early = _early_reductions(program, tables)
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
         self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        value, whole = _values_in_buffers(program, tables)
-        self._value_in: list[int] = value.tolist()
-        self._whole_in: list[int] = whole.tolist()
+        self._value_in, self._whole_in = _values_in_buffers(program, tables)
         is_conversion = np.isin(program.kind, list(CONVERSIONS))
         self._is_converted: list[bool] = is_conversion[program.buffer_maker].tolist()
-        self._given_by: dict[int, set[tuple[int, int]]] = {}
         self._remade_for: dict[int, int] = {}  # the group for which each task makes a value
+        self._given_by = self._find_given()
+        self._look_from(rank)
+
+    def _find_given(self) -> dict[int, set[tuple[int, int]]]:
+        """Gradients, as (row, micro-batch), that each rank gives to replicas without one."""
+        program = self.program
+        found: dict[int, set[tuple[int, int]]] = {}
         for task in np.flatnonzero(program.kind == TaskKind.PUSH).tolist():
             row, (src, dst) = int(program.subject[task]), self.channel(task).devices
             if not self.is_served_by(row, dst):
-                self._given_by.setdefault(src, set()).add((row, int(program.micro[task])))
-        self._look_from(rank)
+                found.setdefault(src, set()).add((row, int(program.micro[task])))
+        return found
 
     def seen_from(self, rank: int) -> "RankProgram":
         """The same program as another rank sees it; what does not depend on the rank is shared."""

@@ -212,10 +212,10 @@ class Values:
         if need.on_axis.kind == "H":
             return self._window(need, near, reader)
         seen = self.look(need.tensor, need.whole, near, reader)
-        if reader.spans is None:
+        spans, rank, is_ruled = reader.spans, self._part.rank, need.is_ruled
+        if spans is None:
             return seen.value
         self._cut_free(seen, need, reader, along_axis=True)
-        spans, rank, is_ruled = reader.spans, self._part.rank, need.is_ruled
         if need.in_batch.kind == "P":
             # A whole value read as a part of a sum enters it once: on the first device, or team.
             # So does what all members of a team have alike.
