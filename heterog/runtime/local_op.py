@@ -86,24 +86,7 @@ class LocalOp:
         self.call = graph.call(index)
         is_ruled = plan.op_axis[index] != BATCH_AXIS
         self.whole = Extent(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
-        outputs = graph.outputs(index)
-        special = plan.specials[index]
-        own = RuleResult(
-            inputs=plan.needed[index],
-            outputs=tuple(map(plan.made, outputs)),
-            special=Special(special) if special else None,
-        )
-        if is_ruled:
-            special = plan.batch.specials[index]
-            self.along_axis = own
-            self.along_batch = RuleResult(
-                inputs=plan.batch.needed[index],
-                outputs=tuple(plan.batch.placements[tensor] for tensor in outputs),
-                special=Special(special) if special else None,
-            )
-        else:
-            self.along_batch = own
-            self.along_axis = RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+        self.along_batch, self.along_axis = _rules(plan, index, graph.outputs(index))
         self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
             halo_dim(self.along_axis.inputs) is not None
         )
@@ -343,6 +326,25 @@ class LocalOp:
             inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
         )
         return local_args(call, rule, extent.units, self.whole.units)
+
+
+def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:
+    """Rules of an op along the batch, and along its axis inside a team."""
+    special = plan.specials[index]
+    own = RuleResult(
+        inputs=plan.needed[index],
+        outputs=tuple(map(plan.made, outputs)),
+        special=Special(special) if special else None,
+    )
+    if plan.op_axis[index] == BATCH_AXIS:
+        return own, RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+    special = plan.batch.specials[index]
+    along_batch = RuleResult(
+        inputs=plan.batch.needed[index],
+        outputs=tuple(plan.batch.placements[tensor] for tensor in outputs),
+        special=Special(special) if special else None,
+    )
+    return along_batch, own
 
 
 def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:
