@@ -364,18 +364,14 @@ class OpGraph:
         """Bytes read and written by each op at global size.  # [num_ops]"""
         return np.array([op.bytes_read + op.bytes_written for op in self.ops], np.float64)
 
-    @cached_property
-    def _metas(self) -> tuple[TensorMeta, ...]:
-        return tuple(tensor.meta for tensor in self.tensors)
-
     def call(self, index: int) -> OpCall:
         """The op in the form that sharding rules take."""
         op = self.ops[index]
         return OpCall(
             kind=op.kind,
             args=op.args,
-            inputs=tuple(self._metas[tensor] for tensor in op.inputs),
-            outputs=tuple(self._metas[tensor] for tensor in self.outputs(index)),
+            inputs=tuple(self.tensors[tensor].meta for tensor in op.inputs),
+            outputs=tuple(self.tensors[tensor].meta for tensor in self.outputs(index)),
         )
 
     @cached_property
