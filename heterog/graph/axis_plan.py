@@ -89,12 +89,24 @@ class AxisPlan:
         """Axes along which sums are made in slices."""
         return frozenset(int(self.tensor_axis[tensor]) for tensor in self.scattered)
 
+    @cached_property
+    def _axis_of_op(self) -> list[int]:
+        """``op_axis`` as a list, of which single elements are looked up faster."""
+        axes: list[int] = self.op_axis.tolist()
+        return axes
+
+    @cached_property
+    def _axis_of_tensor(self) -> list[int]:
+        """``tensor_axis`` as a list."""
+        axes: list[int] = self.tensor_axis.tolist()
+        return axes
+
     def is_whole_needed(self, tensor: int, needed: Placement, axis: int) -> bool:
         """Whether a reader along ``axis`` needs the whole of a tensor that is not whole."""
         given = self.placements[tensor]
         if needed.kind == "H" and given.kind == "S":
             return not self._has_rows_for(tensor, needed, axis)
-        if given.kind == "S" and needed.kind == "S" and self.tensor_axis[tensor] != axis:
+        if given.kind == "S" and needed.kind == "S" and self._axis_of_tensor[tensor] != axis:
             return True
         return given.kind in "SP" and given != needed
 
@@ -123,23 +135,23 @@ class AxisPlan:
 
     def batch_placement(self, tensor: int) -> Placement:
         """Placement of a tensor along the batch: over devices, or over teams if a rule made it."""
-        is_ruled = self.tensor_axis[tensor] != BATCH_AXIS
+        is_ruled = self._axis_of_tensor[tensor] != BATCH_AXIS
         return (self.batch.placements if is_ruled else self.placements)[tensor]
 
     def batch_needed(self, op: int, position: int) -> Placement:
         """Placement along the batch in which an op needs an input."""
-        is_ruled = self.op_axis[op] != BATCH_AXIS
+        is_ruled = self._axis_of_op[op] != BATCH_AXIS
         return (self.batch.needed if is_ruled else self.needed)[op][position]
 
     def whole_needed(self, op: int, position: int, tensor: int) -> int:
         """How much of an input an op needs; see ``AS_MADE``, ``IN_TEAM`` and ``EVERYTHING``."""
-        axis = int(self.op_axis[op])
+        axis = self._axis_of_op[op]
         given = self.batch_placement(tensor)
         if given.kind in "SP" and given != self.batch_needed(op, position):
             return EVERYTHING
         if not self.is_whole_needed(tensor, self.needed[op][position], axis):
             return AS_MADE
-        return EVERYTHING if self.tensor_axis[tensor] == axis == BATCH_AXIS else IN_TEAM
+        return EVERYTHING if self._axis_of_tensor[tensor] == axis == BATCH_AXIS else IN_TEAM
 
     def crossing(self) -> int | None:
         """An op whose rule splits a dimension across its samples, if there is one.

@@ -260,7 +260,7 @@ class Communicator:
         """
         slices = list(torch.split(tensor, list(counts)))
         own = slices[devices.index(self.rank)]
-        received = [own if d == self.rank else torch.empty_like(own) for d in devices]
+        received = [own if device == self.rank else _room_for(own) for device in devices]
 
         def finish() -> Tensor:
             for part in received:
@@ -480,6 +480,11 @@ class Communicator:
         self._sending.clear()
         self._groups.clear()
         self._known.clear()
+
+
+def _room_for(flat: Tensor) -> Tensor:
+    """Memory for a tensor like a flat one; of torch's ways the fastest on the meta device."""
+    return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
 
 
 def add_in_place(total: Tensor, part: Tensor) -> None:

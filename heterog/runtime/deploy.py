@@ -214,7 +214,7 @@ class DeployedStep:
         }
         return StepExecutor(
             seen,
-            order,
+            order.for_rank(seen),
             ops=local_ops(captured, axis_plan(graph, seen.strategy.op_rules), self.device),
             communicator=self._communicator,
             parameters=parameters,

@@ -19,14 +19,13 @@ from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import named_leaves
 from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.gradients import Gradients
-from heterog.runtime.local_op import Extent, LocalOp
+from heterog.runtime.local_op import LocalOp
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
@@ -42,28 +41,19 @@ from heterog.strategy.averaging import island_of, island_samples, islands
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import Recut
 
 _COMPUTE = TaskKind.COMPUTE
-_Action = Callable[[int, int, int, StepUpdates], None]
 
 
 class _Call(NamedTuple):
     """An op as this rank runs it, on its part of a micro-batch."""
 
-    op: int
     local_op: LocalOp
     reader: Reader
-    extent: Extent
-    is_first: bool
-    is_first_member: bool
     near: Near
-    inputs: list[tuple[int, int, int]]
     made: range
     units: Span  # part of its outputs
     draws_for: int | None
-    steps_buffers: tuple[int, ...]
-    counts_steps: bool
 
 
 class StepExecutor:
@@ -71,7 +61,7 @@ class StepExecutor:
 
     Args:
         part: The program as this rank sees it.
-        order: Order of all ranks' tasks; with clipping if ``max_grad_norm`` is given.
+        order: Order of this rank's tasks; with clipping if ``max_grad_norm`` is given.
         sent_before: Pairs (transfer, op) of the plan; see ``sends_by_op``.
         ops: Local op of every index, see ``local_ops``.
         communicator: Communicator with process groups of every device set in the program.
@@ -134,7 +124,7 @@ class StepExecutor:
         if part.strategy.averaging is not None:
             self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
         self._ops = ops
-        self.turns, self._end = order.for_rank(part)
+        self.turns, self._end = order
         self._slices = slices or Slices([], part.rank, {}, ())
         self._updates = Updates(
             self._part,
@@ -173,7 +163,6 @@ class StepExecutor:
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
-        self._actions = self._actions_by_kind()
         self._op: list[int] = self._part.tables.op_id.tolist()
 
     @property
@@ -247,15 +236,13 @@ class StepExecutor:
         """Run one of ``turns``; call it in their order."""
         assert self._step is not None
         task, of_step_before = turn
-        if of_step_before:
-            if self._before is not None:
-                self._play(task, self._before)
-        elif task == LOSS:
+        step = self._before if of_step_before else self._step
+        if task == LOSS:
             if self.program.num_devices > 1:
                 self._summed_loss = self._sum_loss()
-        else:
-            self._play(task, self._step)
-            if task >= 0:
+        elif step is not None:  # there is none before the first
+            self._play(task, step)
+            if task >= 0 and not of_step_before:
                 self._values.drop_read_by(task)
 
     def _sum_loss(self) -> Pending | None:
@@ -351,48 +338,10 @@ class StepExecutor:
         recorder = self._updates.recorder
         if recorder is not None:
             recorder.begin_task(task)
-        self._run(task, step)
+        act = _ACTIONS[self._kind[task]]
+        act(self, task, self._subject[task], self._micro[task], step)
         if recorder is not None:
             recorder.end_task(task)
-
-    def _run(self, task: int, step: StepUpdates) -> None:
-        kind = self._kind[task]
-        self._actions[kind](task, self._subject[task], self._micro[task], step)
-
-    def _actions_by_kind(self) -> "dict[TaskKind, _Action]":
-        """The function that runs each kind of task; takes (task, subject, micro-batch, step)."""
-        updates = self._updates
-        return {
-            TaskKind.COMPUTE: self._compute,
-            TaskKind.RECOMPUTE: self._compute,
-            TaskKind.REMAKE: self._compute,
-            TaskKind.ACCUMULATE: lambda task, row, _, step: step.gradients.accumulate(task, row),
-            TaskKind.FLATTEN: lambda task, number, micro, step: step.gradients.flatten(
-                task, number, micro
-            ),
-            TaskKind.SUM: lambda task, row, _, step: step.gradients.add_pushed(task, row),
-            TaskKind.ENCODE: self._encode,
-            TaskKind.DECODE: self._convert,
-            TaskKind.DECODE_SUM: self._decode_sum,
-            TaskKind.UPDATE: lambda _, row, __, step: updates.update(row, step),
-            TaskKind.PUSH: lambda task, row, _, step: step.gradients.push(task, row),
-            TaskKind.PULL: lambda task, row, _, __: updates.pull(task, row),
-            TaskKind.ALL_REDUCE: self._synchronise,
-            TaskKind.REDUCE_SCATTER: self._synchronise,
-            TaskKind.ALL_GATHER: self._synchronise,
-            TaskKind.GATHER_PARAMETERS: self._gather,
-            **dict.fromkeys(
-                (TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND, TaskKind.REDUCE_VALUE),
-                self._convert,
-            ),
-            TaskKind.GATHER_VALUE: self._gather_value,
-            TaskKind.SCATTER_VALUE: lambda task, value, micro, _: self._conversions.scatter(
-                task, value, micro
-            ),
-            TaskKind.EXCHANGE_VALUE: lambda task, value, micro, _: self._conversions.exchange(
-                task, value, micro
-            ),
-        }
 
     def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
         kind = self._kind[task]
@@ -444,46 +393,44 @@ class StepExecutor:
         call = self._calls.get(task)
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
-        op, local_op, reader, made = call.op, call.local_op, call.reader, call.made
-        spans = reader.spans
+        local_op, near, reader = call.local_op, call.near, call.reader
+        op, spans = local_op.index, reader.spans
         is_again = self._kind[task] is not _COMPUTE
-        inputs = [
-            values.read(op, position, tensor, whole, call.near, reader)
-            for position, tensor, whole in call.inputs
-        ]
+        inputs = [values.read(need, near, reader) for need in self._part.needs[op]]
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
-        if call.counts_steps:
+        if local_op.counts_steps and spans is None:
+            # Other micro-batches of one step would count it again.
             if op in self._counted:
                 inputs = [inputs[0], inputs[0]]  # nothing changes
             self._counted.add(op)
-        enters = {"is_first": call.is_first, "is_first_member": call.is_first_member}
-        first_unit = reader.units[0]
-        if Special.OF_WHOLE_BATCH in local_op.specials:
+        if local_op.is_of_whole_batch:
             outputs = [values.from_batch(tensor) for tensor in self.graph.outputs(op)]
         elif local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
-                outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
+                outputs = _run_locally(call, inputs)
         else:
-            outputs = local_op(inputs, call.extent, **enters, first_unit=first_unit)
+            outputs = _run_locally(call, inputs)
         if op == self._begins_backward:
             outputs = [outputs[0] * step.loss_scale]
-        if Special.NLL_GLOBAL_WEIGHT in local_op.specials:
+        if local_op.weighs_labels:
             assert spans is not None
             weight = self._losses.label_weight(op, local_op, spans)
             outputs[0] = outputs[0] / weight
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
                 outputs[1] = weight
-        made = made[: len(outputs)]  # a token may follow, which only orders tasks
+        made = call.made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, reader.samples, call.units)
         if not is_again:
-            for position in call.steps_buffers:
+            for position in local_op.steps_buffers:
                 values.put_back(op, position, inputs[position], reader)
-            step.gradients.keep(task, spans, micro)
-            self._losses.keep(task, op, spans, micro)
+            if row in self._part.makes_gradients:
+                step.gradients.keep(task, spans, micro)
+            if op == self._losses.op:
+                self._losses.keep(task, spans, micro)
         for buffer in made:
             if not values.is_read(buffer):
                 del values.held[buffer]
@@ -492,73 +439,30 @@ class StepExecutor:
         """Constant parts of a task's call; looked up once."""
         part = self._part
         op = self._op[row]
-        spans, rank = part.spans_of_task(task, op), self.rank
+        spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
-        local_op = self._ops[op]
-        extent = local_op.whole
-        is_first = is_first_member = True
-        if spans is not None:
-            extent = Extent(reader.samples[1], reader.units[1])
-            is_first_member = spans.axis == BATCH_AXIS or spans.speaks(micro, rank)
-            # The micro-batches of a step are summed like its devices.
-            is_first = micro == 0 and (
-                spans.first(micro) == rank
-                if spans.axis == BATCH_AXIS
-                else spans.is_in_first_team(micro, rank)
-            )
         return _Call(
-            op=op,
             local_op=local_op,
             reader=reader,
-            extent=extent,
-            is_first=is_first,
-            is_first_member=is_first_member,
             near=part.near(task),
-            inputs=[
-                (position, tensor, self._values.whole_needed(op, position, tensor))
-                for position, tensor in enumerate(self.graph.ops[op].inputs)
-            ],
             made=part.made(task),
-            units=self._units_made(row, reader),
-            draws_for=self._draws_for(local_op, spans, micro),
-            steps_buffers=self._steps_buffers(op, local_op),
-            # A counter of steps: other micro-batches of one would count it again.
-            counts_steps=spans is None and local_op.call.kind == "copy_.default",
+            units=self._units_made(row) if part.is_recut[row] else reader.units,
+            draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
         )
 
-    def _units_made(self, row: int, reader: Reader) -> Span:
-        """Units that an op outputs: its own, or all of the axis that its team cuts later."""
-        if self._part.tables.op_recut[row] == Recut.NONE:
-            return reader.units
+    def _units_made(self, row: int) -> Span:
+        """Units that an op outputs if its team cuts them anew: all of the axis."""
         along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
         assert along is not None
         return 0, along.units
 
-    def _steps_buffers(self, op: int, local_op: LocalOp) -> tuple[int, ...]:
-        """Positions of the running statistics that an op updates in a copy of their units."""
-        if Special.LOCAL_STATISTICS not in local_op.specials:
-            return ()
-        return tuple(
-            position
-            for position, (tensor, place) in enumerate(
-                zip(self.graph.ops[op].inputs, local_op.along_axis.inputs, strict=True)
-            )
-            if place.kind == "S"
-            and place.outer > 1  # a run of units is a view
-            and self.graph.tensors[tensor].kind == TensorKind.BUFFER
-        )
-
     def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
         """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
-        own = Special.OWN_RANDOM_STREAM
-        if spans is None or own in (local_op.along_axis.special, local_op.along_batch.special):
-            is_split = spans is not None and (
-                spans.axis == BATCH_AXIS or local_op.along_axis.special == own
-            )
-            if is_split:
-                return self.rank
-        if spans is None or local_op.along_batch.special != own:
+        along_batch, along_axis = local_op.draws_own
+        if spans is None or not (along_batch or along_axis):
             return None
+        if along_axis or spans.axis == BATCH_AXIS:
+            return self.rank
         if spans.num_teams == 1 and self._part.num_micro == 1:
             return None  # the whole of it, on all devices
         return spans.speaker(micro, self.rank)
@@ -571,6 +475,54 @@ class StepExecutor:
             value.clone() if kind == TensorKind.BUFFER else value
             for value, kind in zip(inputs, kinds, strict=True)
         ]
+
+
+_Action = Callable[[StepExecutor, int, int, int, StepUpdates], None]
+_ACTIONS: Mapping[TaskKind, _Action] = {
+    TaskKind.COMPUTE: StepExecutor._compute,
+    TaskKind.RECOMPUTE: StepExecutor._compute,
+    TaskKind.REMAKE: StepExecutor._compute,
+    TaskKind.ACCUMULATE: lambda _, task, row, __, step: step.gradients.accumulate(task, row),
+    TaskKind.FLATTEN: lambda _, task, number, micro, step: step.gradients.flatten(
+        task, number, micro
+    ),
+    TaskKind.SUM: lambda _, task, row, __, step: step.gradients.add_pushed(task, row),
+    TaskKind.ENCODE: StepExecutor._encode,
+    TaskKind.DECODE: StepExecutor._convert,
+    TaskKind.DECODE_SUM: StepExecutor._decode_sum,
+    TaskKind.UPDATE: lambda ex, _, row, __, step: ex._updates.update(row, step),
+    TaskKind.PUSH: lambda _, task, row, __, step: step.gradients.push(task, row),
+    TaskKind.PULL: lambda ex, task, row, _, __: ex._updates.pull(task, row),
+    TaskKind.ALL_REDUCE: StepExecutor._synchronise,
+    TaskKind.REDUCE_SCATTER: StepExecutor._synchronise,
+    TaskKind.ALL_GATHER: StepExecutor._synchronise,
+    TaskKind.GATHER_PARAMETERS: StepExecutor._gather,
+    TaskKind.SPLIT: StepExecutor._convert,
+    TaskKind.CONCAT: StepExecutor._convert,
+    TaskKind.SEND: StepExecutor._convert,
+    TaskKind.REDUCE_VALUE: StepExecutor._convert,
+    TaskKind.GATHER_VALUE: StepExecutor._gather_value,
+    TaskKind.SCATTER_VALUE: lambda ex, task, value, micro, _: ex._conversions.scatter(
+        task, value, micro
+    ),
+    TaskKind.EXCHANGE_VALUE: lambda ex, task, value, micro, _: ex._conversions.exchange(
+        task, value, micro
+    ),
+}
+"""Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
+state of the step."""
+
+
+def _run_locally(call: _Call, inputs: list[Tensor]) -> list[Tensor]:
+    """Run an op on this rank's share."""
+    local_op, reader = call.local_op, call.reader
+    return local_op(
+        inputs,
+        reader.extent or local_op.whole,
+        is_first=reader.is_first,
+        is_first_member=reader.is_first_member,
+        first_unit=reader.units[0],
+    )
 
 
 def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:

@@ -297,8 +297,9 @@ class Gradients:
             if is_served:
                 self._own.pop(row, None)  # it is needed there and nowhere else
             return
-        like = torch.empty_like(
-            self._parameter(row), dtype=self._part.gradient_dtype(row), requires_grad=False
+        parameter = self._parameter(row)
+        like = torch.empty(
+            parameter.shape, dtype=self._part.gradient_dtype(row), device=parameter.device
         )
         codec = self._part.program.codec_of(task)
         if codec is None:
@@ -346,10 +347,8 @@ class Gradients:
         for ring in part.rings(row):
             if part.rank not in ring.devices:
                 continue
-            sizes = [part.ring_size(each, ring) for each in part.bucket_members[bucket]]
-            place = part.bucket_members[bucket].index(row)
             flat = self._totals[bucket, ring.devices].wait()
-            pieces.append(flat.narrow(0, sum(sizes[:place]), sizes[place]))
+            pieces.append(flat.narrow(0, *part.place_in_ring(row, ring)))
         return pieces[0] if len(pieces) == 1 else part.join_rings(row, pieces)
 
     def let_go(self, row: int) -> None:
@@ -361,9 +360,9 @@ class Gradients:
             return
         self._num_stepped[bucket] = self._num_stepped.get(bucket, 0) + 1
         if self._num_stepped[bucket] == len(self._part.bucket_members[bucket]):
-            for key in [key for key in self._totals if key[0] == bucket]:
-                self._totals.pop(key)
-                self._flat.pop(key, None)
+            for ring in self._part.rings(row):
+                self._totals.pop((bucket, ring.devices), None)
+                self._flat.pop((bucket, ring.devices), None)
 
     def let_go_slice(self, bucket: SlicedBucket) -> None:
         """Drop the gradients of a slice of parameters that has been updated."""

@@ -13,7 +13,7 @@ from heterog.graph.batch_plan import values_per_channel
 from heterog.graph.capture import ATTENTION_ALIASES
 from heterog.graph.halo import Rows
 from heterog.graph.op_costs import SPARSE_PRODUCT
-from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
 from heterog.graph.sharding_rules import (
     RUNS_ON_WINDOWS,
@@ -65,6 +65,13 @@ class LocalOp:
         has_windows: Whether it reads rows that neighbours own.
         minds_position: Whether its result depends on where its units begin.
         is_random: Whether it draws from torch's default generator.
+        draws_own: Whether each share of it draws numbers of its own, along the batch and along its
+            axis.
+        is_of_whole_batch: Whether it makes something of the whole batch, on any share.
+        weighs_labels: Whether it divides by the weight of all labels of the batch.
+        steps_buffers: Positions of the running statistics that it updates in a copy of their
+            units.
+        counts_steps: Whether it counts a step in a buffer.
 
     Raises:
         StrategyError: the op cannot be executed on a part of the batch.
@@ -79,24 +86,7 @@ class LocalOp:
         self.call = graph.call(index)
         is_ruled = plan.op_axis[index] != BATCH_AXIS
         self.whole = Extent(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
-        outputs = graph.outputs(index)
-        special = plan.specials[index]
-        own = RuleResult(
-            inputs=plan.needed[index],
-            outputs=tuple(map(plan.made, outputs)),
-            special=Special(special) if special else None,
-        )
-        if is_ruled:
-            special = plan.batch.specials[index]
-            self.along_axis = own
-            self.along_batch = RuleResult(
-                inputs=plan.batch.needed[index],
-                outputs=tuple(plan.batch.placements[tensor] for tensor in outputs),
-                special=Special(special) if special else None,
-            )
-        else:
-            self.along_batch = own
-            self.along_axis = RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+        self.along_batch, self.along_axis = _rules(plan, index, graph.outputs(index))
         self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
             halo_dim(self.along_axis.inputs) is not None
         )
@@ -106,6 +96,15 @@ class LocalOp:
         self.specials = frozenset({self.along_batch.special, self.along_axis.special})
         self.minds_position = self.has_windows or Special.CAUSAL_ROWS in self.specials
         self.is_random = bool(self.specials & _RANDOM)
+        own_stream = Special.OWN_RANDOM_STREAM
+        self.draws_own = (
+            self.along_batch.special == own_stream,
+            self.along_axis.special == own_stream,
+        )
+        self.is_of_whole_batch = Special.OF_WHOLE_BATCH in self.specials
+        self.weighs_labels = Special.NLL_GLOBAL_WEIGHT in self.specials
+        self.steps_buffers = self._steps_buffers(graph)
+        self.counts_steps = self.call.kind == "copy_.default"
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
         self._normalises = graph.ops[index].phase == Phase.FORWARD and (
             Special.LOCAL_STATISTICS in self.specials
@@ -129,6 +128,20 @@ class LocalOp:
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]
         self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
+
+    def _steps_buffers(self, graph: OpGraph) -> tuple[int, ...]:
+        if Special.LOCAL_STATISTICS not in self.specials:
+            return ()
+        inputs = graph.ops[self.index].inputs
+        return tuple(
+            position
+            for position, (tensor, place) in enumerate(
+                zip(inputs, self.along_axis.inputs, strict=True)
+            )
+            if place.kind == "S"
+            and place.outer > 1  # a run of units is a view
+            and graph.tensors[tensor].kind == TensorKind.BUFFER
+        )
 
     def __call__(
         self,
@@ -197,7 +210,7 @@ class LocalOp:
                 keywords[name] = value
             else:
                 positional.append(value)
-        if Special.NLL_GLOBAL_WEIGHT in self.specials:
+        if self.weighs_labels:
             positional[3] = _SUM_REDUCTION
         result = self._target(*positional, **keywords)
         outputs = list(result) if isinstance(result, tuple | list) else [result]
@@ -313,6 +326,25 @@ class LocalOp:
             inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
         )
         return local_args(call, rule, extent.units, self.whole.units)
+
+
+def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:
+    """Rules of an op along the batch, and along its axis inside a team."""
+    special = plan.specials[index]
+    own = RuleResult(
+        inputs=plan.needed[index],
+        outputs=tuple(map(plan.made, outputs)),
+        special=Special(special) if special else None,
+    )
+    if plan.op_axis[index] == BATCH_AXIS:
+        return own, RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+    special = plan.batch.specials[index]
+    along_batch = RuleResult(
+        inputs=plan.batch.needed[index],
+        outputs=tuple(plan.batch.placements[tensor] for tensor in outputs),
+        special=Special(special) if special else None,
+    )
+    return along_batch, own
 
 
 def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:

@@ -18,13 +18,14 @@ class Losses:
         values: Values of the step.
 
     Attributes:
+        op: The op that makes the loss.
         total: This rank's part of the loss so far, a scalar.
     """
 
     def __init__(self, part: RankProgram, values: Values) -> None:
         self._part = part
         self._values = values
-        self._op = part.loss_op()
+        self.op = part.loss_op()
         self._label_weights: dict[int, Pending] = {}
         self.begin()
 
@@ -33,10 +34,8 @@ class Losses:
         self._label_weights = {}
         self.total = self._values.zeros(self._part.graph.loss, ())
 
-    def keep(self, task: int, op: int, spans: Spans | None, micro: int) -> None:
+    def keep(self, task: int, spans: Spans | None, micro: int) -> None:
         """Add this rank's part of the loss when the op that makes it has run."""
-        if op != self._op:
-            return
         part = self._part
         near = {part.value_in(buffer): buffer for buffer in part.made(task)}
         seen = self._values.look(part.graph.loss, AS_MADE, near, self._values.reader(spans, micro))

@@ -171,7 +171,7 @@ def profile_ops(
     part = RankProgram(graph, _strategy(graph, samples), program, 0)
     executor = StepExecutor(
         part,
-        step_order(part, range(program.num_tasks), clips=False),
+        step_order(part, range(program.num_tasks), clips=False).for_rank(part),
         ops=local_ops(captured, axis_plan(graph), device),
         communicator=LoopbackCommunicator(),
         parameters=parameters,

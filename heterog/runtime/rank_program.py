@@ -9,9 +9,10 @@ from torch import Tensor
 
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, axis_plan
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
+from heterog.runtime.op_inputs import needs, sources
 from heterog.runtime.placed import cut, join
 from heterog.runtime.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.spans import Spans, spans_of_groups
@@ -20,11 +21,11 @@ from heterog.strategy.codec import Traffic
 from heterog.strategy.program import FIRST_LINK_KIND, LAST_OP_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import Domain, GraphTables, graph_tables
+from heterog.strategy.tables import Domain, GraphTables, Recut, graph_tables
 
 _KINDS = {int(kind): kind for kind in TaskKind}
 # Looked up for every task, and members of an enum are slow in Python 3.11.
-_GATHER_PARAMETERS, _REDUCE_VALUE = TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_VALUE
+_GATHER_PARAMETERS = TaskKind.GATHER_PARAMETERS
 CONVERSIONS = frozenset(
     {
         *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND),
@@ -119,6 +120,40 @@ def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
     return found
 
 
+def _early_reductions(program: Program, tables: GraphTables) -> frozenset[int]:
+    """Tasks that reduce a value that follows from the batch alone."""
+    tasks = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
+    values = tables.slot_value[program.subject[tasks]]
+    return frozenset(tasks[tables.value_is_early[values] == 1].tolist())
+
+
+def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int], list[int]]:
+    """The value in each buffer, and how much of it was gathered; see ``RankProgram.value_in``."""
+    maker = program.buffer_maker
+    kind, subject = program.kind[maker], program.subject[maker]
+    value, whole = np.full(len(maker), -1, np.int32), np.full(len(maker), AS_MADE, np.int32)
+
+    def made_by(*kinds: TaskKind) -> IntArray:
+        return np.flatnonzero(np.isin(kind, kinds)).astype(np.int32)
+
+    of_ops = made_by(*OP_KINDS)
+    first = tables.value_start[subject[of_ops]] - program.buffer_start[maker[of_ops]]
+    value[of_ops] = first + of_ops
+    is_token = value[of_ops] >= tables.value_start[subject[of_ops] + 1]
+    value[of_ops[is_token]] = -1
+    recut = made_by(TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE)
+    value[recut] = subject[recut]
+    converted = made_by(*CONVERSIONS)
+    slot = subject[converted]
+    value[converted] = tables.slot_value[slot]
+    is_window = tables.slot_window[slot, 3] != 0
+    whole[converted] = np.where(is_window, WINDOW, tables.slot_whole[slot])
+    gathers = made_by(TaskKind.GATHER_PARAMETERS)
+    for buffer in gathers[program.buffer_device[gathers] >= 0].tolist():
+        value[buffer], whole[buffer] = gathered(int(subject[buffer]))
+    return value.tolist(), whole.tolist()
+
+
 class RankProgram:
     """The program of a strategy, seen from one rank.
 
@@ -130,19 +165,24 @@ class RankProgram:
 
     Attributes:
         plan: Placements of the graph's tensors along the batch and the axes of rules.
+        sources: Where each tensor comes from.
+        needs: Inputs of each op, as it needs them.
         tables: The graph in flat arrays.
         kinds: Kind of each task of the program.
         num_micro: Number of micro-batches of the step.
         micro_begin: First sample of each micro-batch.
         value_of: Value of each tensor that owns its memory, by tensor id.
+        is_recut: Whether a team cuts anew what an op makes, by row of the tables.
         sharded: Placement and spans of the parameters that live in slices, by row.
         parameters_of_value: Rows of ``graph.updates`` whose gradient a value holds, by value.
+        makes_gradients: Ops that make gradients, as rows of the tables.
         accumulated: Gradients, as (row, micro-batch), that this rank adds to those before.
         given_to_replicas: Gradients, as (row, micro-batch), that this rank gives to replicas
             without one.
         bucket_members: Rows of each bucket, in their order in it.
         sliced: Buckets that this rank updates in slices, by number.
         sliced_of_tensor: The same buckets by tensor id of the parameters in them.
+        is_mine: Whether this rank takes part in each task of the program.
         message_of: Transfer or collective of a message, by the task that encodes or decodes it.
     """
 
@@ -153,18 +193,28 @@ class RankProgram:
         self.plan = axis_plan(graph, strategy.op_rules)
         self.tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
         self.num_micro = strategy.num_micro_batches
+        self.sources = sources(graph, strategy.op_rules)
+        self.needs = needs(graph, strategy.op_rules)
         self._group = group_ops(graph).group
         self._spans = spans_of_groups(strategy, self.plan.axes)
         self.sharded = sharded_parameters(graph, strategy)
         spans = self._spans[BATCH_AXIS][0]
         sizes = [spans.size(micro) for micro in range(self.num_micro)]
         self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
+        self._spans_of_op = [
+            self._spans[axis][group] if group >= 0 else None
+            for axis, group in zip(self.plan.op_axis.tolist(), self._group.tolist(), strict=True)
+        ]
+        tables = self.tables
         self.value_of = {
-            int(tensor): value for value, tensor in enumerate(self.tables.value_tensor)
+            tensor: value for value, tensor in enumerate(tables.value_tensor.tolist())
         }
+        self.is_recut: list[bool] = (tables.op_recut != Recut.NONE).tolist()
         self.parameters_of_value: dict[int, list[int]] = {}
-        for row, value in enumerate(self.tables.parameter_gradient):
-            self.parameters_of_value.setdefault(int(value), []).append(row)
+        for row, value in enumerate(tables.parameter_gradient.tolist()):
+            self.parameters_of_value.setdefault(value, []).append(row)
+        made = tables.parameter_gradient[tables.parameter_gradient >= 0]
+        self.makes_gradients = frozenset(tables.value_op[made].tolist())
         self.bucket_members: dict[int, list[int]] = {}
         self._fill_buckets()
         self._rings = parameter_rings(graph, strategy)
@@ -177,17 +227,27 @@ class RankProgram:
         self._read_buffer: list[int] = program.read_buffer.tolist()
         self._buffer_start: list[int] = program.buffer_start.tolist()
         self.message_of = _messages(program)
+        self._early = _early_reductions(program, tables)
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
-        self._value_in_buffer: dict[int, tuple[int, int]] = {}
-        self._given_by: dict[int, set[tuple[int, int]]] = {}
+        self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self._value_in, self._whole_in = _values_in_buffers(program, tables)
+        is_conversion = np.isin(program.kind, list(CONVERSIONS))
+        self._is_converted: list[bool] = is_conversion[program.buffer_maker].tolist()
         self._remade_for: dict[int, int] = {}  # the group for which each task makes a value
+        self._given_by = self._find_given()
+        self._look_from(rank)
+
+    def _find_given(self) -> dict[int, set[tuple[int, int]]]:
+        """Gradients, as (row, micro-batch), that each rank gives to replicas without one."""
+        program = self.program
+        found: dict[int, set[tuple[int, int]]] = {}
         for task in np.flatnonzero(program.kind == TaskKind.PUSH).tolist():
             row, (src, dst) = int(program.subject[task]), self.channel(task).devices
             if not self.is_served_by(row, dst):
-                self._given_by.setdefault(src, set()).add((row, int(program.micro[task])))
-        self._look_from(rank)
+                found.setdefault(src, set()).add((row, int(program.micro[task])))
+        return found
 
     def seen_from(self, rank: int) -> "RankProgram":
         """The same program as another rank sees it; what does not depend on the rank is shared."""
@@ -214,7 +274,7 @@ class RankProgram:
         is_mine = np.where(
             program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
         )
-        self._takes_part: list[bool] = is_mine.tolist()
+        self.is_mine: list[bool] = is_mine.tolist()
         gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
         self._gathered_slots = frozenset(program.subject[gathers].tolist())
 
@@ -226,8 +286,7 @@ class RankProgram:
 
     def spans_of_op(self, op: int) -> Spans | None:
         """Spans of an op's group along the op's axis; ``None`` for constants."""
-        group = int(self._group[op])
-        return self._spans[int(self.plan.op_axis[op])][group] if group >= 0 else None
+        return self._spans_of_op[op]
 
     def spans_of_task(self, task: int, op: int) -> Spans | None:
         """Spans along an op's axis of the group for which a task runs it.
@@ -294,6 +353,18 @@ class RankProgram:
         """Elements of a parameter that a ring adds up."""
         size = self.graph.tensors[self.graph.updates[row][1]].meta.num_elements
         return size if row not in self.sharded else round(size * ring.part)
+
+    def place_in_ring(self, row: int, ring: Ring) -> tuple[int, int]:
+        """First element, and number of elements, of a parameter in its bucket of a ring."""
+        place = self._place_in_ring.get((row, ring.devices))
+        if place is None:
+            begin = 0
+            for each in self.bucket_members[int(self.program.bucket[row])]:
+                size = self.ring_size(each, ring)
+                self._place_in_ring[each, ring.devices] = begin, size
+                begin += size
+            place = self._place_in_ring[row, ring.devices]
+        return place
 
     def flattened_for(self, task: int) -> Ring:
         """The ring for which a task copies gradients together."""
@@ -382,7 +453,7 @@ class RankProgram:
 
     def is_converted(self, buffer: int) -> bool:
         """Whether a buffer holds the result of a conversion."""
-        return self.kinds[int(self.program.buffer_maker[buffer])] in CONVERSIONS
+        return self._is_converted[buffer]
 
     def ends_update(self, task: int) -> bool:
         """Whether a task makes new parameters: updates them or sends them to other devices."""
@@ -397,20 +468,13 @@ class RankProgram:
         """Contents of the message that a task encodes, moves or decodes."""
         return self.program.codecs[int(self.program.codec[task]) - 1].traffic
 
-    def takes_part(self, task: int) -> bool:
-        """Whether this rank takes part in a task."""
-        return self._takes_part[task]
-
     def channel(self, task: int) -> Channel:
         """Channel of a communication task."""
         return self.program.channels[int(self.program.channel[task])]
 
     def is_early(self, task: int) -> bool:
         """Whether a task reduces a value that follows from the batch alone."""
-        if self.kinds[task] is not _REDUCE_VALUE:
-            return False
-        value = self.tables.slot_value[self.program.subject[task]]
-        return bool(self.tables.value_is_early[value])
+        return task in self._early
 
     def maker(self, value: int) -> int:
         """The op that makes a value."""
@@ -442,25 +506,4 @@ class RankProgram:
 
     def value_in(self, buffer: int) -> tuple[int, int]:
         """The value in a buffer, and how much of it was gathered; value -1 for tokens."""
-        known = self._value_in_buffer.get(buffer)
-        if known is None:
-            known = self._value_in_buffer[buffer] = self._look_up_value(buffer)
-        return known
-
-    def _look_up_value(self, buffer: int) -> tuple[int, int]:
-        maker = int(self.program.buffer_maker[buffer])
-        kind, subject = self.kinds[maker], int(self.program.subject[maker])
-        if kind in OP_KINDS:
-            first = int(self.program.buffer_start[maker])
-            value = int(self.tables.value_start[subject]) + buffer - first
-            is_token = value >= int(self.tables.value_start[subject + 1])
-            return (-1 if is_token else value), AS_MADE
-        if kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
-            return subject, AS_MADE
-        if kind in CONVERSIONS and has_window(self.tables, subject):
-            return int(self.tables.slot_value[subject]), WINDOW
-        if kind in CONVERSIONS:
-            return int(self.tables.slot_value[subject]), int(self.tables.slot_whole[subject])
-        if kind == TaskKind.GATHER_PARAMETERS and self.program.buffer_device[buffer] >= 0:
-            return gathered(subject)
-        return -1, AS_MADE
+        return self._value_in[buffer], self._whole_in[buffer]

@@ -37,7 +37,7 @@ from heterog.runtime.stash import (
     Turns,
     TurnsByMoment,
 )
-from heterog.runtime.step_order import LOSS, NORM, step_order
+from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder, step_order
 from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.stash import stages_of
@@ -62,6 +62,7 @@ _OF_SLOTS = (
     *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
 )
 _Key = tuple[int, int, tuple[int, ...] | None, int]
+"""Source, destination, group and tag, by which gloo tells messages apart."""
 
 
 class RehearsalError(Exception):
@@ -117,11 +118,24 @@ def rehearse(
     if wrong:
         return wrong
     with torch.no_grad(), _without_collector():
-        try:
-            stage = _Stage(captured, strategy, program, task_order, sent_before, clips, check)
-        except StrategyError as error:
-            return str(error)
-        return stage.play()
+        return _play(captured, strategy, program, task_order, sent_before, clips, check)
+
+
+def _play(
+    captured: CapturedStep,
+    strategy: Strategy,
+    program: Program,
+    task_order: Sequence[int],
+    sent_before: Sequence[tuple[int, int]],
+    clips: bool,
+    check: Callable[[], None],
+) -> str:
+    """See ``rehearse``; all that is made is freed when it returns."""
+    try:
+        stage = _Stage(captured, strategy, program, task_order, sent_before, clips, check)
+    except StrategyError as error:
+        return str(error)
+    return stage.play()
 
 
 @contextmanager
@@ -179,6 +193,7 @@ class _Stage:
         self.batch = {
             tensor: _empty(graph, tensor) for tensor in graph.inputs_of_kind(TensorKind.BATCH)
         }
+        self.device_sets = device_sets(program, strategy)
         self.executors: list[StepExecutor] = []
         self.stashed: list[StashedTraining] = []
         self.averagers: list[Averager] = []
@@ -186,13 +201,33 @@ class _Stage:
         if strategy.stash is not None:
             self.turns_by_moment = TurnsByMoment(seen, self.order)
             self.order = self.turns_by_moment.order
+        self.every_rank = tuple(range(program.num_devices))
+        of_channel = [tuple(dict.fromkeys(channel.devices)) for channel in program.channels]
+        alone = [(rank,) for rank in self.every_rank]
+        self.ranks_of_task = [
+            alone[device] if is_local else of_channel[channel]
+            for is_local, device, channel in zip(
+                (program.kind < FIRST_LINK_KIND).tolist(),
+                program.device.tolist(),
+                program.channel.tolist(),
+                strict=True,
+            )
+        ]
+        self.orders = self._orders()
         for rank in range(program.num_devices):
             self._add_rank(seen.seen_from(rank), ops, sent_before, clips)
-        self.every_rank = tuple(range(program.num_devices))
-        self.ranks_of_channel = [tuple(dict.fromkeys(c.devices)) for c in program.channels]
-        self.is_local: list[bool] = (program.kind < FIRST_LINK_KIND).tolist()
-        self.device: list[int] = program.device.tolist()
-        self.channel: list[int] = program.channel.tolist()
+
+    def _orders(self) -> list[StepOrder]:
+        """The order of each rank's own tasks."""
+        turns: list[list[DueTask]] = [[] for _ in self.every_rank]
+        end: list[list[int]] = [[] for _ in self.every_rank]
+        for turn in self.order.turns:
+            for rank in self._ranks_of(turn.task):
+                turns[rank].append(turn)
+        for task in self.order.end:
+            for rank in self._ranks_of(task):
+                end[rank].append(task)
+        return [StepOrder(*own) for own in zip(turns, end, strict=True)]
 
     def _add_rank(
         self,
@@ -214,27 +249,22 @@ class _Stage:
             for tensor in range(graph.num_inputs)
             if tensor not in part.parameters and tensor not in self.batch
         }
-        # The user's optimizer is not rehearsed; only that it gets a gradient of the right shape is
-        # checked.
         updated = part.updated or [nn.Parameter(torch.empty(0, device=META))]
         communicator = _RehearsedCommunicator(
-            seen.rank,
-            device_sets(self.program, self.strategy),
-            self.wire,
-            self.program.num_devices,
+            seen.rank, self.device_sets, self.wire, self.program.num_devices
         )
         self._add_averager(part, communicator)
 
         def make_executor(weights: StashedWeights | None = None) -> StepExecutor:
             return StepExecutor(
                 seen,
-                self.order,
+                self.orders[seen.rank],
                 ops=ops,
                 communicator=communicator,
                 parameters=part.parameters,
                 buffers=buffers,
                 sent_before=sent_before if weights is None else (),
-                optimizer=torch.optim.SGD(updated, lr=0.0, foreach=False),
+                optimizer=_RehearsedOptimizer(updated, {}),
                 slices=part.slices,
                 read_stashed=None if weights is None else weights.read,
                 max_grad_norm=1.0 if clips else None,
@@ -291,8 +321,10 @@ class _Stage:
         for number, turn in enumerate(self.order.turns):
             if number % _CHECKED_EVERY == 0:
                 self.check()
-            for executor in self._at(turn.task):
-                executor.take(turn)
+            task = turn.task
+            for rank in self._ranks_of(task):
+                self.now = rank, task
+                self.executors[rank].take(turn)
         for executor in self._at(_END):
             executor.end()
 
@@ -369,11 +401,7 @@ class _Stage:
 
     def _ranks_of(self, task: int) -> tuple[int, ...]:
         """Ranks that take part in a task."""
-        if task < 0:
-            return self.every_rank
-        if self.is_local[task]:
-            return (self.device[task],)
-        return self.ranks_of_channel[self.channel[task]]
+        return self.ranks_of_task[task] if task >= 0 else self.every_rank
 
     def _where(self) -> str:
         """The current rank and task, in words."""
@@ -398,17 +426,38 @@ class _Stage:
         return f"rank {rank}, {what}"
 
 
-class _Wire:
-    """Everything that ranks have sent, expected and reduced, in order of issue.
+class _Line:
+    """Messages between two ranks that gloo would match with each other, in order of issue.
 
-    Keys are (source, destination, group, tag), by which gloo tells messages apart; messages with
-    the same key arrive in order.
+    Attributes:
+        src: Rank that sends them.
+        dst: Rank that receives them.
+        sent: What was sent.
+        expected: What receives were issued for.
     """
 
+    __slots__ = ("dst", "expected", "sent", "src")
+
+    def __init__(self, src: int, dst: int) -> None:
+        self.src, self.dst = src, dst
+        self.sent: list[_Parcel] = []
+        self.expected: list[_Parcel] = []
+
+
+class _Wire:
+    """Everything that ranks have sent, expected and reduced, in order of issue."""
+
     def __init__(self) -> None:
-        self.sent: dict[_Key, list[_Parcel]] = {}
-        self.expected: dict[_Key, list[_Parcel]] = {}
+        self.lines: dict[_Key, _Line] = {}
         self.reduced: dict[tuple[int, ...], dict[int, list[_Parcel]]] = {}
+
+    def line(self, src: int, dst: int, group: tuple[int, ...] | None, tag: int) -> _Line:
+        """The line of a message, by all that tells messages apart."""
+        key = src, dst, group, tag
+        line = self.lines.get(key)
+        if line is None:
+            line = self.lines[key] = _Line(src, dst)
+        return line
 
     def check_all_received(self) -> None:
         """Check that every message was received when a plan has been run.
@@ -416,11 +465,11 @@ class _Wire:
         Raises:
             RehearsalError: a message is left.
         """
-        for key in self.sent.keys() | self.expected.keys():
-            sent, expected = len(self.sent.get(key, ())), len(self.expected.get(key, ()))
+        for line in self.lines.values():
+            sent, expected = len(line.sent), len(line.expected)
             if sent != expected:
                 raise RehearsalError(
-                    f"rank {key[0]} sends {sent} messages to rank {key[1]}, which receives "
+                    f"rank {line.src} sends {sent} messages to rank {line.dst}, which receives "
                     f"{expected} of them"
                 )
         for group, by_rank in self.reduced.items():
@@ -432,31 +481,34 @@ class _Wire:
 class _Sent:
     """A send that is under way."""
 
-    def __init__(self, wire: _Wire, key: "_Key", number: int) -> None:
-        self._wire, self._key, self._number = wire, key, number
+    __slots__ = ("_line", "_number")
+
+    def __init__(self, line: _Line, number: int) -> None:
+        self._line, self._number = line, number
 
     def wait(self) -> None:
         """Check that the receiver has issued its receive."""
-        if len(self._wire.expected.get(self._key, ())) <= self._number:
-            raise RehearsalError(f"rank {self._key[1]} has not begun to take what is sent to it")
+        line = self._line
+        if len(line.expected) <= self._number:
+            raise RehearsalError(f"rank {line.dst} has not begun to take what is sent to it")
 
 
 class _Expected:
     """A receive that is under way."""
 
-    def __init__(self, wire: _Wire, key: "_Key", number: int) -> None:
-        self._wire, self._key, self._number = wire, key, number
+    __slots__ = ("_line", "_number")
+
+    def __init__(self, line: _Line, number: int) -> None:
+        self._line, self._number = line, number
 
     def wait(self) -> None:
         """Check that the sender has sent it, with the expected size and dtype."""
-        sent = self._wire.sent.get(self._key, ())
-        if len(sent) <= self._number:
-            raise RehearsalError(f"rank {self._key[0]} has not begun to send what is waited for")
-        wanted = self._wire.expected[self._key][self._number]
-        if sent[self._number] != wanted:
-            raise RehearsalError(
-                f"rank {self._key[0]} sends {sent[self._number]}, {wanted} are expected"
-            )
+        line, number = self._line, self._number
+        if len(line.sent) <= number:
+            raise RehearsalError(f"rank {line.src} has not begun to send what is waited for")
+        sent, wanted = line.sent[number], line.expected[number]
+        if sent != wanted:
+            raise RehearsalError(f"rank {line.src} sends {sent}, {wanted} are expected")
 
 
 class _Reduced:
@@ -514,21 +566,19 @@ class _RehearsedCommunicator(Communicator):
         return devices
 
     def _start_send(self, tensor: Tensor, dst: int, group: Any = None, tag: int = 0) -> Any:
-        key = (self.rank, dst, group, tag)
-        parcels = self._wire.sent.setdefault(key, [])
-        parcels.append(_Parcel.of(tensor))
-        return _Sent(self._wire, key, len(parcels) - 1)
+        line = self._wire.line(self.rank, dst, group, tag)
+        line.sent.append(_Parcel(tensor.numel(), tensor.dtype))
+        return _Sent(line, len(line.sent) - 1)
 
     def _start_receive(self, tensor: Tensor, src: int, group: Any = None, tag: int = 0) -> Any:
-        key = (src, self.rank, group, tag)
-        parcels = self._wire.expected.setdefault(key, [])
-        parcels.append(_Parcel.of(tensor))
-        return _Expected(self._wire, key, len(parcels) - 1)
+        line = self._wire.line(src, self.rank, group, tag)
+        line.expected.append(_Parcel(tensor.numel(), tensor.dtype))
+        return _Expected(line, len(line.expected) - 1)
 
     def _start_all_reduce(self, tensor: Tensor, group: Any = None) -> Any:
         members = group or self._everyone
         parcels = self._wire.reduced.setdefault(members, {}).setdefault(self.rank, [])
-        parcels.append(_Parcel.of(tensor))
+        parcels.append(_Parcel(tensor.numel(), tensor.dtype))
         return _Reduced(self._wire, members, self.rank, len(parcels) - 1)
 
     def sum_over_all(self, tensor: Tensor) -> Pending:
@@ -555,20 +605,15 @@ class _RehearsedOp(LocalOp):
         known: Results so far, of all ops, because repeated layers have the same ones.
     """
 
-    def __init__(self, kernel: LocalOp, known: dict[str, dict[Any, list[Tensor]]]) -> None:
-        self.index = kernel.index
-        self.call = kernel.call
-        self.along_batch = kernel.along_batch
-        self.along_axis = kernel.along_axis
-        self.specials = kernel.specials
-        self.whole = kernel.whole
+    def __init__(self, kernel: LocalOp, known: dict[Any, dict[Any, list[Tensor]]]) -> None:
+        vars(self).update(vars(kernel))
         self.is_random = False  # no numbers are drawn
-        self.has_windows = kernel.has_windows
-        self.minds_position = kernel.minds_position
         self._kernel = kernel
-        self._known = known.setdefault(
-            repr((self.call, self.along_batch, self.along_axis, self.whole)), {}
-        )
+        call = self.call
+        # Of the arguments as text: 1, 1.0 and True are equal, and make different results.
+        alike = call.kind, repr(call.args), call.inputs, call.outputs
+        rules = self.along_batch, self.along_axis, self.whole
+        self._known = known.setdefault((alike, rules), {})
 
     def __call__(
         self,
@@ -581,7 +626,7 @@ class _RehearsedOp(LocalOp):
     ) -> list[Tensor]:
         """See ``LocalOp``."""
         enters = is_first, is_first_member, first_unit if self.minds_position else 0
-        key = extent, enters, tuple((value.shape, value.stride()) for value in inputs)
+        key = extent, enters, *map(Tensor.size, inputs), *map(Tensor.stride, inputs)
         made = self._known.get(key)
         if made is None:
             made = self._known[key] = self._make(inputs, extent, enters)
@@ -631,14 +676,19 @@ class _Parcel(NamedTuple):
     def __str__(self) -> str:
         return f"{self.num_elements} elements of {str(self.dtype).removeprefix('torch.')}"
 
-    @staticmethod
-    def of(tensor: Tensor) -> "_Parcel":
-        """Size and dtype of a tensor."""
-        return _Parcel(tensor.numel(), tensor.dtype)
+
+class _RehearsedOptimizer(torch.optim.Optimizer):
+    """Takes the place of the user's optimizer, which is not rehearsed.
+
+    Torch refuses gradients of another shape or dtype than their parameters'.
+    """
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
 
 
 def _rehearsed_ops(captured: CapturedStep, plan: AxisPlan) -> dict[int, LocalOp]:
-    known: dict[str, dict[Any, list[Tensor]]] = {}
+    known: dict[Any, dict[Any, list[Tensor]]] = {}
     kernels = local_ops(captured, plan, META)
     return {index: _RehearsedOp(kernel, known) for index, kernel in kernels.items()}
 

@@ -15,6 +15,8 @@ a flush, which plays the end of a step before the next one begins, has to come f
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from heterog.runtime.rank_program import OP_KINDS, RankProgram
 from heterog.strategy.program import TaskKind
 
@@ -47,10 +49,10 @@ class StepOrder(NamedTuple):
 
     def for_rank(self, part: RankProgram) -> "StepOrder":
         """The part of the order in which a rank takes part."""
-        is_mine = part.takes_part
+        is_mine = part.is_mine
         return StepOrder(
-            [turn for turn in self.turns if turn.task < 0 or is_mine(turn.task)],
-            [task for task in self.end if task < 0 or is_mine(task)],
+            [turn for turn in self.turns if turn[0] < 0 or is_mine[turn[0]]],
+            [task for task in self.end if task < 0 or is_mine[task]],
         )
 
 
@@ -110,15 +112,11 @@ def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
 
 def _with_loss(part: RankProgram, tasks: Sequence[int]) -> list[int]:
     """Insert the sum of the loss as soon as all its parts are there."""
-    op, compute = part.loss_op(), TaskKind.COMPUTE
-    parts = [
-        position
-        for position, task in enumerate(tasks)
-        if task >= 0
-        and part.kinds[task] is compute
-        and part.tables.op_id[part.program.subject[task]] == op
-    ]
-    after = parts[-1] + 1
+    program = part.program
+    rows = np.flatnonzero(part.tables.op_id == part.loss_op())
+    is_part = (program.kind == TaskKind.COMPUTE) & np.isin(program.subject, rows)
+    parts = set(np.flatnonzero(is_part).tolist())
+    after = 1 + max(position for position, task in enumerate(tasks) if task in parts)
     return [*tasks[:after], LOSS, *tasks[after:]]
 
 

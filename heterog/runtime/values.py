@@ -1,7 +1,7 @@
 """The values that a rank holds during a step, and how an op's inputs are read from them."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.collectives import Pending
 from heterog.runtime.local_op import Extent, LocalOp
+from heterog.runtime.op_inputs import Need, Source
 from heterog.runtime.placed import cut, nested, put
 from heterog.runtime.rank_program import (
     CONVERSIONS,
@@ -34,6 +35,7 @@ from heterog.runtime.spans import EVERY, Span, Spans, unit_rows, window_rows
 from heterog.runtime.windows import fit
 from heterog.strategy.program import TaskKind
 
+_ENCODE = TaskKind.ENCODE
 _READS_VALUES = CONVERSIONS | OP_KINDS | {TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE}
 
 
@@ -62,7 +64,9 @@ class Held:
 class Reader(NamedTuple):
     """The reader of a tensor in a micro-batch, and the samples and units that it works on.
 
-    Without spans, a constant: it reads and makes whole tensors.
+    Without spans, a constant: it reads and makes whole tensors. ``is_first`` and
+    ``is_first_member`` say whether this rank adds what must enter a sum over the batch, or over a
+    team, once.
     """
 
     spans: Spans | None
@@ -72,6 +76,9 @@ class Reader(NamedTuple):
     all_samples: Span = (0, 0)  # of the batch
     units: Span = (0, 1)
     all_units: int = 1
+    extent: Extent | None = None
+    is_first: bool = True
+    is_first_member: bool = True
 
 
 class Values:
@@ -102,6 +109,7 @@ class Values:
         device: torch.device,
     ) -> None:
         self._part = part
+        self._sources, self._needs = part.sources, part.needs
         self._ops = ops
         self._parameters = frozenset(parameters)
         self._read_parameter = read_parameter
@@ -110,10 +118,13 @@ class Values:
         self._num_reads: dict[int, int] = {}
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
         self._position: dict[int, int] = {}
-        kind: list[int] = part.program.kind.tolist()
+        kinds = part.kinds
         for position, task in enumerate(tasks):
             self._position[task] = position
-            reads_values = kind[task] in _READS_VALUES or part.program.encodes_value(task)
+            kind = kinds[task]
+            reads_values = kind in _READS_VALUES or (
+                kind is _ENCODE and part.program.encodes_value(task)
+            )
             for buffer in part.reads(task):
                 self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
                 if reads_values:
@@ -128,6 +139,7 @@ class Values:
         self._left: dict[int, int] = {}
         self._batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
+        self._readers: dict[tuple[Spans | None, int], Reader] = {}
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch, by tensor id."""
@@ -137,18 +149,32 @@ class Values:
         self._from_batch = {}
 
     def reader(self, spans: Spans | None, micro: int) -> Reader:
-        """This rank, as it reads for an op with these spans."""
-        part = self._part
+        """This rank, as it reads for an op with these spans; looked up once."""
+        reader = self._readers.get((spans, micro))
+        if reader is None:
+            reader = self._readers[spans, micro] = self._make_reader(spans, micro)
+        return reader
+
+    def _make_reader(self, spans: Spans | None, micro: int) -> Reader:
+        part, rank = self._part, self._part.rank
         if spans is None:
             return Reader(None, micro, all_samples=(0, part.graph.batch_size))
+        is_ruled = spans.axis != BATCH_AXIS
+        samples = spans.samples(micro, rank)
+        units = spans.range(micro, rank) if is_ruled else (0, 1)
         return Reader(
             spans=spans,
             micro=micro,
-            samples=spans.samples(micro, part.rank),
+            samples=samples,
             first_sample=part.micro_begin[micro],
             all_samples=(0, part.graph.batch_size),
-            units=spans.range(micro, part.rank) if spans.axis != BATCH_AXIS else (0, 1),
-            all_units=spans.units if spans.axis != BATCH_AXIS else 1,
+            units=units,
+            all_units=spans.units if is_ruled else 1,
+            extent=Extent(samples[1], units[1]),
+            # The micro-batches of a step are summed like its devices.
+            is_first=micro == 0
+            and (spans.is_in_first_team(micro, rank) if is_ruled else spans.first(micro) == rank),
+            is_first_member=not is_ruled or spans.speaks(micro, rank),
         )
 
     def is_read(self, buffer: int) -> bool:
@@ -164,9 +190,10 @@ class Values:
 
     def drop_read_by(self, task: int) -> None:
         """Drop the buffers that a task that has run was the last to read."""
+        num_left = self._left
         for buffer in self._part.reads(task):
-            self._left[buffer] -= 1
-            if self._left[buffer] == 0:
+            num_left[buffer] -= 1
+            if num_left[buffer] == 0:
                 self.held.pop(buffer, None)
 
     def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
@@ -174,38 +201,27 @@ class Values:
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def whole_needed(self, op: int, position: int, tensor: int) -> int:
-        """How much of a tensor an op reads, through all views between it and its value."""
-        return self._part.plan.whole_needed(op, position, tensor)
-
-    def read(
-        self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
-    ) -> Tensor:
+    def read(self, need: Need, near: Near, reader: Reader) -> Tensor:
         """A tensor placed as an op on this rank needs it.
 
         Args:
-            op: The op that reads.
-            position: Position of the tensor among its inputs.
-            tensor: The tensor to read.
-            whole: Result of ``whole_needed`` for it.
+            need: The input of the op.
             near: Buffers that the task reads.
             reader: This rank, as the op reads.
         """
-        plan = self._part.plan
-        if plan.needed[op][position].kind == "H":
-            return self._window(op, position, tensor, whole, near, reader)
-        seen = self.look(tensor, whole, near, reader)
-        seen = self._cut_free(seen, op, position, reader, along_axis=True)
-        if reader.spans is None:
+        if need.on_axis.kind == "H":
+            return self._window(need, near, reader)
+        seen = self.look(need.tensor, need.whole, near, reader)
+        spans, rank, is_ruled = reader.spans, self._part.rank, need.is_ruled
+        if spans is None:
             return seen.value
-        spans, rank = reader.spans, self._part.rank
-        in_batch, on_axis = plan.batch_needed(op, position), plan.needed[op][position]
-        is_ruled = plan.op_axis[op] != BATCH_AXIS
-        if in_batch.kind == "P":
+        self._cut_free(seen, need, reader, along_axis=True)
+        if need.in_batch.kind == "P":
             # A whole value read as a part of a sum enters it once: on the first device, or team.
             # So does what all members of a team have alike.
             micro = reader.micro
-            speaks = spans.speaker(micro, rank, among=seen.holders) == rank
+            holders = None if seen.made is None else self._part.spans_of_op(seen.made.maker)
+            speaks = spans.speaker(micro, rank, among=holders) == rank
             if seen.is_part_of_sum:
                 enters = is_ruled or not seen.is_alike_in_team or speaks
             elif seen.is_converted:  # converted only for the devices on which it enters
@@ -216,27 +232,24 @@ class Values:
                 )
             if not enters:
                 return torch.zeros_like(seen.value)
-        if is_ruled and on_axis.kind == "P" and not seen.is_part_in_team:
-            return seen.value if spans.speaks(reader.micro, rank) else torch.zeros_like(seen.value)
+        if is_ruled and need.on_axis.kind == "P" and not seen.is_part_in_team:
+            return seen.value if reader.is_first_member else torch.zeros_like(seen.value)
         return seen.value
 
-    def _window(
-        self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
-    ) -> Tensor:
+    def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
         """The rows of a tensor that an op on this rank needs, and no others."""
-        part, plan = self._part, self._part.plan
-        place = plan.needed[op][position]
+        part, tensor = self._part, need.tensor
+        place, in_batch = need.on_axis, need.in_batch
         if place.pattern:
-            return self._neighbours(op, position, tensor, whole, near, reader)
+            return self._neighbours(need, near, reader)
         size = part.graph.tensors[tensor].shape[place.dim]
         wanted = window_rows(place, reader.units, size)
         value = part.value_of.get(tensor, -1)
-        if plan.window_needed(op, position, tensor) is None:
-            seen = self.look(tensor, whole, near, reader)
-            seen = self._cut_free(seen, op, position, reader, along_axis=False)
+        if part.plan.window_needed(need.op, need.position, tensor) is None:
+            seen = self.look(tensor, need.whole, near, reader)
+            self._cut_free(seen, need, reader, along_axis=False)
             return fit(seen.value, place.dim, Rows(0, size), wanted)
         buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
-        in_batch = plan.batch_needed(op, position)
         if buffer is None:  # this device needs none of it, and has none
             shape = list(part.graph.tensors[tensor].shape)
             shape = list(
@@ -253,17 +266,15 @@ class Values:
         assert isinstance(have, Rows)
         return fit(result, place.dim, have, wanted)
 
-    def _neighbours(
-        self, op: int, position: int, tensor: int, whole: int, near: Near, reader: Reader
-    ) -> Tensor:
+    def _neighbours(self, need: Need, near: Near, reader: Reader) -> Tensor:
         """Rows of a tensor that this rank's rows of a sparse product read, in their order."""
         part, plan, graph = self._part, self._part.plan, self._part.graph
-        place, in_batch = plan.needed[op][position], plan.batch_needed(op, position)
+        tensor, place, in_batch = need.tensor, need.on_axis, need.in_batch
         pattern = pattern_of_placement(graph, place)
         wanted = rows_of_neighbours(pattern, reader.units, reader.all_units)
-        if not plan.is_brought(op, position, tensor):
-            seen = self.look(tensor, whole, near, reader)
-            seen = self._cut_free(seen, op, position, reader, along_axis=False)
+        if not plan.is_brought(need.op, need.position, tensor):
+            seen = self.look(tensor, need.whole, near, reader)
+            self._cut_free(seen, need, reader, along_axis=False)
             return take(seen.value, place.dim, Rows(0, pattern.num_columns), wanted)
         storage = int(graph.storage[tensor])
         value = part.value_of[storage]
@@ -286,7 +297,9 @@ class Values:
 
     def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
         """Cut an op's own samples or units out of a whole tensor."""
-        return self._cut_free(Seen(value), op, position, reader, along_axis=True).value
+        seen = Seen(value)
+        self._cut_free(seen, self._needs[op][position], reader, along_axis=True)
+        return seen.value
 
     def put_back(self, op: int, position: int, value: Tensor, reader: Reader) -> None:
         """Write units of a buffer that an op has updated to the position they were read from."""
@@ -311,49 +324,42 @@ class Values:
             del self.held[buffer]
         return found
 
-    def _cut_free(
-        self, seen: "Seen", op: int, position: int, reader: Reader, *, along_axis: bool
-    ) -> "Seen":
+    def _cut_free(self, seen: "Seen", need: Need, reader: Reader, *, along_axis: bool) -> None:
         """Cut whole values where an op wants only its own samples or units."""
         if reader.spans is None:
-            return seen
-        plan = self._part.plan
-        in_batch = plan.batch_needed(op, position)
-        value = seen.value
-        if in_batch.kind == "S" and not seen.has_samples and reader.samples != reader.all_samples:
-            total = reader.all_samples[1]
-            begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
-            value = cut(value, in_batch, total, begin, count)
-        has_samples = seen.has_samples or in_batch.kind == "S"
-        on_axis = plan.needed[op][position]
-        has_units = seen.has_units
-        is_ruled = plan.op_axis[op] != BATCH_AXIS
-        if along_axis and is_ruled and on_axis.kind == "S" and not has_units:
-            has_units = True
-            if has_samples:
+            return
+        in_batch, on_axis = need.in_batch, need.on_axis
+        if in_batch.kind == "S":
+            if not seen.has_samples and reader.samples != reader.all_samples:
+                total = reader.all_samples[1]
+                begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
+                seen.value = cut(seen.value, in_batch, total, begin, count)
+            seen.has_samples = True
+        if along_axis and need.is_ruled and on_axis.kind == "S" and not seen.has_units:
+            if seen.has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
-            value = cut(value, on_axis, reader.all_units, *reader.units)
-        return replace(seen, value=value, has_samples=has_samples, has_units=has_units)
+            seen.value = cut(seen.value, on_axis, reader.all_units, *reader.units)
+            seen.has_units = True
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         """Read a tensor through the views between it and the value that they show."""
-        graph, plan = self._part.graph, self._part.plan
-        maker = int(graph.producer[tensor])
-        if maker < 0:
+        source = self._sources[tensor]
+        if source.maker < 0:
             return self._step_input(tensor, whole, near, reader)
-        if not graph.is_view[maker]:
+        if not source.is_view:
             return self._value(tensor, whole, near, reader)
-        source = graph.ops[maker].inputs[0]
-        inner = max(whole, plan.whole_needed(maker, 0, source))
-        seen = self.look(source, inner, near, reader)
+        need = self._needs[source.maker][0]
+        inner = max(whole, need.whole)
+        seen = self.look(need.tensor, inner, near, reader)
         if inner == EVERYTHING:  # and so is everything after it
-            return Seen(self._view(maker, tensor, seen.value, None))
-        seen = self._cut_free(seen, maker, 0, reader, along_axis=inner == AS_MADE)
+            return Seen(self._view(source, seen.value, None))
+        self._cut_free(seen, need, reader, along_axis=inner == AS_MADE)
         extent = Extent(
             reader.samples[1] if seen.has_samples else reader.all_samples[1],
-            reader.units[1] if seen.has_units else self._ops[maker].whole.units,
+            reader.units[1] if seen.has_units else self._ops[source.maker].whole.units,
         )
-        return replace(seen, value=self._view(maker, tensor, seen.value, extent))
+        seen.value = self._view(source, seen.value, extent)
+        return seen
 
     def from_batch(self, tensor: int) -> Tensor:
         """The whole of a tensor that follows from the batch (``BatchPlan.follows_batch``).
@@ -374,44 +380,43 @@ class Values:
         self._from_batch |= dict(zip(graph.outputs(maker), made, strict=True))
         return self._from_batch[tensor]
 
-    def _view(self, op: int, tensor: int, value: Tensor, extent: Extent | None) -> Tensor:
-        local_op = self._ops[op]
-        outputs = local_op([value], extent or local_op.whole)
-        return outputs[tensor - self._part.graph.outputs(op)[0]]
+    def _view(self, source: Source, value: Tensor, extent: Extent | None) -> Tensor:
+        """A view of a tensor, which is an output of an op."""
+        local_op = self._ops[source.maker]
+        return local_op([value], extent or local_op.whole)[source.output]
 
     def _step_input(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
-        part = self._part
+        part, source = self._part, self._sources[tensor]
         bucket = part.sliced_of_tensor.get(tensor)
-        placement = part.plan.placements[tensor]
-        is_sharded = part.plan.tensor_axis[tensor] != BATCH_AXIS
         if bucket is not None and bucket.stage == 3:
             flat = self.held[near[gathered(bucket.number)]].tensor()
             value = flat[self._span[tensor]].view(self._read_parameter(tensor).shape)
-            return Seen(value, has_units=is_sharded)
+            return Seen(value, has_units=source.is_ruled)
         if tensor in self._parameters:
-            return Seen(self._read_parameter(tensor), has_units=is_sharded)
-        if part.graph.tensors[tensor].kind != TensorKind.BATCH:
+            return Seen(self._read_parameter(tensor), has_units=source.is_ruled)
+        if tensor not in self._batch:
             return Seen(self._buffers[tensor])
         value = self._batch[tensor]
-        if whole == EVERYTHING or placement.kind != "S" or reader.spans is None:
+        if whole == EVERYTHING or source.on_axis.kind != "S" or reader.spans is None:
             return Seen(value)
         begin, count = reader.samples
         total = reader.all_samples[1]
         return Seen(
-            cut(value, placement, total, begin + reader.first_sample, count), has_samples=True
+            cut(value, source.on_axis, total, begin + reader.first_sample, count),
+            has_samples=True,
         )
 
     def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         """The value in a buffer, narrowed to the samples and units that are wanted."""
-        part, plan = self._part, self._part.plan
+        part, source = self._part, self._sources[tensor]
         value = part.value_of[tensor]
-        in_batch, on_axis = plan.batch_placement(tensor), plan.placements[tensor]
-        is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
+        in_batch, on_axis, is_ruled = source.in_batch, source.on_axis, source.is_ruled
         buffer = nearest(near, value, whole)
-        if whole == AS_MADE and "P" in (in_batch.kind, on_axis.kind):
+        is_part = in_batch.kind == "P" or on_axis.kind == "P"
+        if whole == AS_MADE and is_part:
             buffer = near.get((value, AS_MADE))  # the whole sum beside it is none of its parts
         if buffer is None:
-            assert "P" in (in_batch.kind, on_axis.kind), f"tensor {tensor} is not here"
+            assert is_part, f"tensor {tensor} is not here"
             # A whole value seen as a partial sum: it is on another device, and zero on this one.
             return self._nothing(tensor, reader)
         held = self.held[buffer]
@@ -422,7 +427,6 @@ class Values:
         if has_samples and reader.samples != held.samples:
             (low, owned), (begin, count) = held.samples, reader.samples
             result = cut(result, in_batch, owned, begin - low, count)
-        is_made_whole = part.value_in(buffer)[1] != AS_MADE and whole != AS_MADE
         has_units = is_ruled and on_axis.kind == "S" and whole == AS_MADE
         if has_units and reader.units != held.units:
             if has_samples:
@@ -430,32 +434,31 @@ class Values:
             low, owned = (0, reader.all_units) if held.units == EVERY else held.units
             begin, count = reader.units
             result = cut(result, on_axis, owned, begin - low, count)
+        is_converted = part.is_converted(buffer)
+        is_part_in_team = on_axis.kind == "P" and (
+            whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
+        )
         return Seen(
             result,
             has_samples=has_samples,
             has_units=has_units,
-            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(tensor)),
-            is_alike_in_team=is_ruled and (on_axis.kind != "P" or is_made_whole),
+            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(source)),
+            is_alike_in_team=is_ruled and not is_part_in_team,
             # Without a rule each device has a part of its own.
-            is_part_in_team=on_axis.kind == "P" and not is_made_whole,
-            is_converted=on_axis.kind == "P" and part.is_converted(buffer),
-            holders=None if part.is_converted(buffer) else self._makers(tensor),
+            is_part_in_team=is_part_in_team,
+            is_converted=is_converted and on_axis.kind == "P",
+            made=None if is_converted else source,
         )
 
-    def _has_one_team(self, tensor: int) -> bool:
+    def _has_one_team(self, source: Source) -> bool:
         """Whether the devices that make a tensor are one team, which has all samples."""
-        spans = self._makers(tensor)
+        spans = self._part.spans_of_op(source.maker)
         return spans is not None and spans.num_teams == 1
-
-    def _makers(self, tensor: int) -> Spans | None:
-        """Spans of the op that makes a tensor; ``None`` for constants."""
-        return self._part.spans_of_op(int(self._part.graph.producer[tensor]))
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is on another device."""
-        plan = self._part.plan
         shape = self._part.graph.tensors[tensor].shape
-        in_batch = plan.batch_placement(tensor)
+        in_batch = self._sources[tensor].in_batch
         if in_batch.kind == "S":
             shape = local_shape(shape, in_batch, reader.samples[1], reader.all_samples[1])
         return Seen(
@@ -473,9 +476,9 @@ def rows_held(held: Held, size: int, all_units: int) -> RowSet:
     return Rows(0, size) if held.units == EVERY else unit_rows(held.units, size, all_units)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Seen:
-    """A tensor as a reader gets it.
+    """A tensor as a reader gets it; views and cuts on the way to the reader change it.
 
     Attributes:
         value: The tensor.
@@ -486,7 +489,7 @@ class Seen:
         is_part_in_team: Whether it is a part of a sum over the team (or, where there is none, a
             device's own part of one over the batch).
         is_converted: Whether it was a part of a sum and has come from elsewhere as the whole.
-        holders: Spans of the devices that made it, if it is where it was made.
+        made: Where it comes from, if it is on the devices that made it.
     """
 
     value: Tensor
@@ -496,4 +499,4 @@ class Seen:
     is_alike_in_team: bool = False
     is_part_in_team: bool = False
     is_converted: bool = False
-    holders: Spans | None = None
+    made: Source | None = None

@@ -17,7 +17,9 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan, load_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.step_order import DueTask
 from heterog.strategy.lowering import lower
+from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Decision
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import plan_of, strategy_of
@@ -42,14 +44,16 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
     """(measured, predicted) peak of this rank, and the sends it waited for; rank 0 is late."""
     step = deploy(workload(), load_plan(plan))
     executor: Any = step._executor
-    compute = executor._compute
+    take = executor.take
 
-    def late(task: int, row: int, *rest: Any) -> None:
-        if rank == 0 and step.captured.graph.ops[executor._op[row]].phase == Phase.BACKWARD:
-            time.sleep(0.01)
-        compute(task, row, *rest)
+    def late(turn: DueTask) -> None:
+        if rank == 0 and turn.task >= 0 and executor._kind[turn.task] == TaskKind.COMPUTE:
+            op = executor._op[executor._subject[turn.task]]
+            if step.captured.graph.ops[op].phase == Phase.BACKWARD:
+                time.sleep(0.01)
+        take(turn)
 
-    executor._compute = late
+    executor.take = late
     batch = workload().make_batch()
     step(batch)
     waited: list[int] = []

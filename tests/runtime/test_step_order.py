@@ -173,7 +173,7 @@ def test_communication_is_issued_before_the_op_during_which_it_begins(seed: int)
         assert all(position[needed] < position[task] for needed in program.dependencies(task))
     for device in ALL:
         part = part_of(strategy, device)
-        mine = [task for task in range(program.num_tasks) if part.takes_part(task)]
+        mine = [task for task in range(program.num_tasks) if part.is_mine[task]]
         ops = [task for task in mine if program.kind[task] < FIRST_LINK_KIND]
         for task in mine:
             if program.kind[task] in (TaskKind.PUSH, TaskKind.PULL):
