@@ -3,9 +3,9 @@
     python experiments/endings.py --json
     python experiments/endings.py --models vgg19 --methods pipeline --json
 
-For strategies of unlike methods: seconds to order the tasks (twice; the quicker counts), to
-rehearse the plan, to find its lower bound and describe it, to write it and to explain it, and what
-``heterog.planners.promise`` expects from the seconds of ordering and the number of ops.
+For strategies of unlike methods: seconds to rehearse the plan, to find its lower bound and
+describe it, to write it and to explain it, and what ``heterog.planners.promise`` expects from the
+numbers of turns and of ops.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from heterog.planners.plan import plan_from_rows
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import run_methods
 from heterog.planners.promise import (
-    EXPLANATION,
-    REHEARSAL,
-    REHEARSAL_PER_OP_S,
-    WRITING_PER_OP_S,
+    EXPLANATION_S,
+    REHEARSAL_OP_S,
+    REHEARSAL_S,
+    WRITING_OP_S,
 )
 from heterog.simulator.evaluator import Evaluator
 
@@ -48,7 +48,6 @@ def ending_of(evaluator: Evaluator, row: MethodRow, rehearse: Rehearse) -> dict[
     """Seconds of each part of an ending with the strategy of a row."""
     candidate = row.candidate
     assert candidate is not None
-    order_s = min(IssuedSteps(evaluator).seconds(candidate) for _ in range(2))
     issued = IssuedSteps(evaluator)
     step = issued.of(candidate)
     assert step is not None
@@ -61,19 +60,19 @@ def ending_of(evaluator: Evaluator, row: MethodRow, rehearse: Rehearse) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         _, written_s = timed(lambda: plan.save(Path(folder) / "plan.json"))
     _, explained_s = timed(lambda: explain(plan, evaluator, changes=False))
-    num_ops = evaluator.graph.num_ops
+    num_ops, turns = evaluator.graph.num_ops, issued.num_turns(candidate)
     return {
         "method": row.method,
         "ops": num_ops,
         "tasks": step.program.num_tasks,
+        "turns": turns,
         "refused": said,
-        "order_s": round(order_s, 4),
         "rehearsal_s": round(rehearsal_s, 2),
-        "rehearsal_expected_s": round(order_s * REHEARSAL + num_ops * REHEARSAL_PER_OP_S, 2),
+        "rehearsal_expected_s": round(turns * REHEARSAL_S + num_ops * REHEARSAL_OP_S, 2),
         "described_s": round(described_s, 2),
         "written_s": round(written_s, 2),
         "explained_s": round(explained_s, 2),
-        "last_expected_s": round(order_s * EXPLANATION + num_ops * WRITING_PER_OP_S, 2),
+        "last_expected_s": round(turns * EXPLANATION_S + num_ops * WRITING_OP_S, 2),
     }
 
 

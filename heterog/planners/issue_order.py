@@ -1,6 +1,5 @@
 """The order in which ranks take up a plan's tasks, and the time at which they release sends."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -61,8 +60,7 @@ MOST_WRITTEN = 2_000_000
 minute of work and a hundred megabytes."""
 
 _MADE_AT_ONCE = 100_000
-_S_PER_TASK = 5e-7
-"""Time to make an order: a search reserves it for a large step instead of stopping for it."""
+"""Most tasks of a step whose order is made only to know its size."""
 
 
 class IssuedSteps:
@@ -73,15 +71,11 @@ class IssuedSteps:
 
     Args:
         evaluator: Evaluator of the graph and cluster.
-        clock: Function that returns the seconds of some clock.
     """
 
-    def __init__(
-        self, evaluator: Evaluator, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._clock = clock
-        self._known: dict[tuple[Strategy, Order], tuple[IssuedStep | None, float]] = {}
+        self._known: dict[tuple[Strategy, Order], IssuedStep | None] = {}
 
     @property
     def num_ops(self) -> int:
@@ -90,29 +84,33 @@ class IssuedSteps:
 
     def of(self, candidate: Candidate) -> IssuedStep | None:
         """The program and order of a candidate, in the first of its orders."""
-        return self._made(candidate)[0]
+        key = candidate.strategy, candidate.orders[0]
+        if key not in self._known:
+            is_written = self._tasks_of(candidate) <= MOST_WRITTEN
+            self._known[key] = issued_step(self._evaluator, candidate) if is_written else None
+        return self._known[key]
 
-    def seconds(self, candidate: Candidate) -> float:
-        """Seconds that it took to make them; for many tasks, an estimate of what it will take."""
-        if (candidate.strategy, candidate.orders[0]) not in self._known:
-            num_tasks = self._tasks_of(candidate)
-            if num_tasks > _MADE_AT_ONCE:
-                return num_tasks * _S_PER_TASK if num_tasks <= MOST_WRITTEN else 0.0
-        return self._made(candidate)[1]
+    def num_turns(self, candidate: Candidate) -> int:
+        """Turns of all ranks in a step; for many tasks, their number; 0 if nothing is written."""
+        num_tasks = self._tasks_of(candidate)
+        if num_tasks > MOST_WRITTEN:
+            return 0
+        step = self.of(candidate) if num_tasks <= _MADE_AT_ONCE else None
+        return num_tasks if step is None else num_turns(step.program)
 
     def _tasks_of(self, candidate: Candidate) -> int:
         choice = self._evaluator.encode(candidate.strategy)
         return self._evaluator.tasks_of(choice._replace(num_steps=1))
 
-    def _made(self, candidate: Candidate) -> tuple[IssuedStep | None, float]:
-        key = candidate.strategy, candidate.orders[0]
-        if key not in self._known:
-            begin_s = self._clock()
-            made = None
-            if self._tasks_of(candidate) <= MOST_WRITTEN:
-                made = issued_step(self._evaluator, candidate)
-            self._known[key] = made, self._clock() - begin_s
-        return self._known[key]
+
+def num_turns(program: Program) -> int:
+    """Turns of all ranks in a step: one for each task, and one for each message of a collective.
+
+    In a collective every member sends a part to every other one.
+    """
+    members = np.array([len(set(channel.devices)) for channel in program.channels], np.int64)
+    sent = members[program.channel[program.kind >= FIRST_LINK_KIND]]
+    return program.num_tasks + int((sent * (sent - 1)).sum())
 
 
 def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:

@@ -528,7 +528,7 @@ def make_plan(
     parsed = Budget.parse(budget) if isinstance(budget, str) else budget
     evaluator = evaluator or Evaluator(graph, cluster, cost_model)
     promise = promise or Promise(parsed)
-    issued = IssuedSteps(evaluator, promise.clock)
+    issued = IssuedSteps(evaluator)
     promise.follow(
         issued,
         is_rehearsed=rehearse is not None,

@@ -2,13 +2,13 @@
 
 A budget in seconds is for everything after the capture; with unforeseen delays an answer may be a
 fifth late. When the searches have ended, their best strategy is ordered, rehearsed, put through
-noise, explained and written. How long that takes follows from the size of its program and of its
-graph, so it is measured: the order of the best strategy so far is made while the search goes on
-(once: it is the plan's if that strategy wins), and the rest takes multiples of that, and a little
-for each op. What the answer needs whichever strategy wins is done before the searches.
+noise, explained and written. How long that takes follows from the number of turns that ranks take
+in a step of it, and of ops in its graph. So the best strategy so far is lowered and ordered while
+the search goes on (once: it is the plan's if that strategy wins). What the answer needs whichever
+strategy wins is done before the searches.
 
-The multiples were measured under data parallelism, parameter servers and pipelines on eight
-devices for vgg19, bert_large_24l and resnet200 (``experiments/endings.py``).
+Seconds for a turn and an op were measured under data parallelism, parameter servers and pipelines
+on eight devices for vgg19, bert_large_24l and resnet200 (``experiments/endings.py``).
 """
 
 import math
@@ -25,12 +25,12 @@ LATE = 0.1
 _LATEST = 0.17
 """The same for rehearsal and noise: an answer a little later is better than one with a plan that
 was not rehearsed."""
-REHEARSAL = 150.0
-NOISE = 2.0
-EXPLANATION = 8.0
-"""Seconds of each for a second of ordering; an explanation without savings by purchases."""
-REHEARSAL_PER_OP_S = 5e-5
-WRITING_PER_OP_S = 4e-5
+REHEARSAL_S = 2.5e-5
+NOISE_S = 1e-6
+EXPLANATION_S = 1e-5
+"""Seconds of each for a turn; an explanation without savings by purchases."""
+REHEARSAL_OP_S = 5e-5
+WRITING_OP_S = 4e-5
 """Seconds for each op of the graph, whatever the strategy."""
 LAST_S = 0.45
 """Seconds to print, and for Python to end."""
@@ -40,9 +40,9 @@ _NO_TIME_S = 1e-3
 CHANGES_PART = 0.08
 MOST_CHANGES = 0.2
 """Parts of a budget for savings by purchases: kept back, and taken if there is more."""
-_COMPARISON = 30.0
-"""Seconds for a second of ordering: 200 simulations without and with a purchase. Nothing is kept
-back if that part of a budget does not suffice for one."""
+_COMPARISON_S = 2e-5
+"""Seconds for a turn: 200 simulations without and with a purchase. Nothing is kept back if that
+part of a budget does not suffice for one."""
 
 
 class Promise:
@@ -73,7 +73,7 @@ class Promise:
         self._issued: IssuedSteps | None = None
         self._is_rehearsed = False
         self._ahead: Callable[[], object] = lambda: None
-        self._order_s = 0.0
+        self._num_turns = 0
         self._num_ops = 0
 
     def begin(self) -> None:
@@ -110,10 +110,10 @@ class Promise:
         follows_s = NOISE_PART * self._budget_s
         if self._issued is not None and found:
             best = min(found, key=_preference)
-            self._order_s = self._issued.seconds(best)
-            follows_s = self._order_s * NOISE + self._last_s
+            self._num_turns = self._issued.num_turns(best)
+            follows_s = self._num_turns * NOISE_S + self._last_s
             follows_s += self._kept_for_changes_s - LATE * self._budget_s
-            rehearsal_s = self._order_s * REHEARSAL + self._num_ops * REHEARSAL_PER_OP_S
+            rehearsal_s = self._num_turns * REHEARSAL_S + self._num_ops * REHEARSAL_OP_S
             rehearsal_s *= self._is_rehearsed
             # A rehearsal that cannot end in time is left out, and no time is kept back for it.
             if follows_s + rehearsal_s <= MOST_KEPT * self._budget_s:
@@ -143,12 +143,12 @@ class Promise:
     @property
     def _kept_for_changes_s(self) -> float:
         part_s = CHANGES_PART * self._budget_s
-        return part_s if self._with_changes and part_s >= _COMPARISON * self._order_s else 0.0
+        return part_s if self._with_changes and part_s >= _COMPARISON_S * self._num_turns else 0.0
 
     @property
     def _last_s(self) -> float:
         """Seconds of what always comes last: to explain, to write, to print."""
-        last_s = self._order_s * EXPLANATION + self._num_ops * WRITING_PER_OP_S + LAST_S
+        last_s = self._num_turns * EXPLANATION_S + self._num_ops * WRITING_OP_S + LAST_S
         return last_s * self._is_explained
 
 

@@ -15,22 +15,24 @@ from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Candidate, MethodRow, Purse, Spending, TimeUp
 from heterog.planners.portfolio import UNPLAYED, run_methods
 from heterog.planners.promise import (
-    EXPLANATION,
+    EXPLANATION_S,
     LAST_S,
     LATE,
     MOST_KEPT,
-    NOISE,
     NOISE_PART,
-    REHEARSAL,
-    REHEARSAL_PER_OP_S,
-    WRITING_PER_OP_S,
+    NOISE_S,
+    REHEARSAL_OP_S,
+    REHEARSAL_S,
+    WRITING_OP_S,
     Promise,
 )
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.strategy.strategy import Strategy
 from tests.planners.test_budget import clocked
 from tests.runtime.cases import workload_of
+from tests.runtime.strategies import cluster, graph_of
 
 BASELINES = ("ev_ar", "ddp", "model_parallel")
 
@@ -41,37 +43,59 @@ def best_of(evaluator: Evaluator) -> Candidate:
     return row.candidate
 
 
-def test_what_follows_is_kept_back_as_long_as_the_order_of_the_best_says() -> None:
+def many_turns(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Have every strategy take a number of turns."""
+    patch.setattr(issue_order, "num_turns", lambda program: number)
+
+
+def test_what_follows_is_kept_back_by_turns_and_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, clock = clocked(0.01)
     found = best_of(evaluator)
-    num_ops = evaluator.graph.num_ops
+    num_ops, turns = evaluator.graph.num_ops, 60_000
+    many_turns(monkeypatch, turns)
     for is_explained, is_rehearsed in ((True, True), (False, True), (True, False)):
         promise = Promise(Budget(seconds=10.0), is_explained=is_explained, clock=clock)
         assert promise.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART))
-        promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=is_rehearsed)
+        promise.follow(IssuedSteps(evaluator), is_rehearsed=is_rehearsed)
         clock.now_s += 1.0
         left_s = promise.search_s([found])  # 0.01 s for the order, as one simulation makes it
-        follows_s = (0.01 * REHEARSAL + num_ops * REHEARSAL_PER_OP_S) * is_rehearsed
-        follows_s += 0.01 * NOISE
-        last_s = 0.01 * EXPLANATION + num_ops * WRITING_PER_OP_S + LAST_S
-        follows_s += last_s * is_explained
+        follows_s = (turns * REHEARSAL_S + num_ops * REHEARSAL_OP_S) * is_rehearsed
+        follows_s += turns * NOISE_S
+        follows_s += (turns * EXPLANATION_S + num_ops * WRITING_OP_S + LAST_S) * is_explained
         assert left_s == pytest.approx(10.0 - 1.0 - 0.01 - max(follows_s - 10.0 * LATE, 0.0))
         again_s = promise.search_s([found])
         assert again_s == pytest.approx(left_s), "the order is made once"
 
 
-def test_time_is_kept_for_what_buying_would_save_if_it_suffices_for_one_thing() -> None:
-    evaluator, clock = clocked(0.01)
+def test_time_is_kept_for_what_buying_would_save_if_it_suffices_for_one_thing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluator, clock = clocked(0.0)
     found = best_of(evaluator)
+    many_turns(monkeypatch, 15_000)
     left = []
-    for budget_s in (2.0, 4.0):
+    for budget_s in (2.0, 5.0):
         for with_changes in (False, True):
             budget = Budget(seconds=budget_s)
             promise = Promise(budget, is_explained=True, with_changes=with_changes, clock=clock)
-            promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=True)
+            promise.follow(IssuedSteps(evaluator), is_rehearsed=True)
             left.append(promise.search_s([found]))
-    assert left[0] == pytest.approx(left[1])  # 0.16 s are less than 30 times 0.01 s
-    assert left[3] == pytest.approx(left[2] - 0.32)
+    assert left[0] == pytest.approx(left[1])  # 0.16 s are less than 15,000 times 2e-5 s
+    assert left[3] == pytest.approx(left[2] - 0.4)
+
+
+def test_turns_are_tasks_and_messages_of_collectives() -> None:
+    """Four tensors are summed over three devices: each sends to two others, each time."""
+    evaluator = Evaluator(graph_of("mlp"), cluster())
+    for method, sets in (("ev_ar", 3), ("ev_ps", 0)):
+        (row,) = run_methods(evaluator, [method], budget=Budget(evaluations=1))
+        assert row.candidate is not None
+        step = issued_step(evaluator, row.candidate)
+        links = step.program.kind >= FIRST_LINK_KIND
+        sizes = [len(step.program.channels[c].devices) for c in step.program.channel[links]]
+        assert (3 in sizes) == (sets == 3)
+        expected = step.program.num_tasks + sum(size * (size - 1) for size in sizes)
+        assert IssuedSteps(evaluator).num_turns(row.candidate) == expected
 
 
 def test_what_is_needed_whichever_strategy_wins_is_done_first_and_counts() -> None:
@@ -81,16 +105,17 @@ def test_what_is_needed_whichever_strategy_wins_is_done_first_and_counts() -> No
         clock.now_s += 2.0
 
     promise = Promise(Budget(seconds=10.0), clock=clock)
-    promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=True, ahead=work)
+    promise.follow(IssuedSteps(evaluator), is_rehearsed=True, ahead=work)
     before_s = promise.search_s([])
     promise.begin()
     assert promise.search_s([]) == pytest.approx(before_s - 2.0)
 
 
-def test_searches_keep_a_part_however_long_the_rest_takes() -> None:
+def test_searches_keep_a_part_however_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, clock = clocked(1.0)
+    many_turns(monkeypatch, 10_000_000)
     promise = Promise(Budget(seconds=10.0), is_explained=True, clock=clock)
-    promise.follow(IssuedSteps(evaluator, clock), is_rehearsed=True)
+    promise.follow(IssuedSteps(evaluator), is_rehearsed=True)
     found = best_of(evaluator)
     promise.begin()
     assert promise.search_s([found]) == pytest.approx(10.0 * (1.0 - MOST_KEPT) - 1.0)
