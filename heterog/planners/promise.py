@@ -25,7 +25,7 @@ LATE = 0.1
 _LATEST = 0.17
 """The same for rehearsal and noise: an answer a little later is better than one with a plan that
 was not rehearsed."""
-REHEARSAL_S = 2.5e-5
+REHEARSAL_S = 2.2e-5
 NOISE_S = 1e-6
 EXPLANATION_S = 1e-5
 """Seconds of each for a turn; an explanation without savings by purchases."""
