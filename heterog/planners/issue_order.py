@@ -104,13 +104,13 @@ class IssuedSteps:
 
 
 def num_turns(program: Program) -> int:
-    """Turns of all ranks in a step: one for each task, and one for each message of a collective.
+    """Turns of all ranks in a step: one for each task, and for each pair that exchanges messages.
 
-    In a collective every member sends a part to every other one.
+    In a collective every member does so with every other one.
     """
     members = np.array([len(set(channel.devices)) for channel in program.channels], np.int64)
-    sent = members[program.channel[program.kind >= FIRST_LINK_KIND]]
-    return program.num_tasks + int((sent * (sent - 1)).sum())
+    sizes = members[program.channel[program.kind >= FIRST_LINK_KIND]]
+    return program.num_tasks + int((sizes * (sizes - 1) // 2).sum())
 
 
 def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:

@@ -27,7 +27,7 @@ _LATEST = 0.17
 was not rehearsed."""
 REHEARSAL_S = 2.2e-5
 NOISE_S = 1e-6
-EXPLANATION_S = 1e-5
+EXPLANATION_S = 8e-6
 """Seconds of each for a turn; an explanation without savings by purchases."""
 REHEARSAL_OP_S = 5e-5
 WRITING_OP_S = 4e-5
