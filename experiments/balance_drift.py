@@ -7,6 +7,11 @@ the second rank's part is halved. What the best shares give is measured: jobs of
 that rank slow from the third step on, one for each share that it could have. Told are the median
 time of the steps from the twentieth on beside that of the best fixed shares, and how shares
 changed.
+
+Ranks keep memory that they have freed, as the allocator of an accelerator does. By default glibc
+gives large buffers back, and getting them again costs half of a step in page faults, for more
+samples more than in proportion: then no speed describes a rank. ``--default-allocator`` leaves it
+so.
 """
 
 import argparse
@@ -33,6 +38,8 @@ SLOWED = 1
 """Rank whose part of a core is halved."""
 SETTLED = 80
 """Steps before it: shares are found, and stay."""
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+"""Environment in which glibc keeps what is freed."""
 FIXED = (29, 34, 38, 43, 48)
 """Shares of the slowed rank that are measured; others have the rest in halves."""
 
@@ -83,13 +90,19 @@ def train(log: Path, num_steps: int, fixed: tuple[int, ...] | None) -> None:
     dist.destroy_process_group()
 
 
-def run(cluster: Cluster, num_steps: int, fixed: tuple[int, ...] | None) -> list[dict[str, Any]]:
+def run(
+    cluster: Cluster,
+    num_steps: int,
+    fixed: tuple[int, ...] | None,
+    allocator: dict[str, str],
+) -> list[dict[str, Any]]:
     """One job: shares and seconds of its steps, and whether the rank was slow in them.
 
     Args:
         cluster: of three ranks.
         num_steps: of the job.
         fixed: shares that stay, with the rank slow from the third step on.
+        allocator: environment that says how memory is allocated.
     """
     slow_from = SETTLED if fixed is None else 3  # its imports are not slow
     with tempfile.TemporaryDirectory() as folder, Testbed(cluster) as bed:
@@ -116,6 +129,7 @@ def run(cluster: Cluster, num_steps: int, fixed: tuple[int, ...] | None) -> list
                 wrap=bed.command,
                 environment=lambda rank: {
                     **bed.environment(rank),
+                    **allocator,
                     "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
                 },
                 timeout_s=1800,
@@ -135,12 +149,12 @@ def seconds_of(steps: list[dict[str, Any]]) -> float:
     )
 
 
-def best_fixed(cluster: Cluster, num_steps: int) -> dict[str, float]:
+def best_fixed(cluster: Cluster, num_steps: int, allocator: dict[str, str]) -> dict[str, float]:
     """Seconds of a step for every fixed share of the slowed rank."""
     found = {}
     for share in FIXED:
         rest = BATCH - share
-        steps = run(cluster, num_steps, (rest - rest // 2, share, rest // 2))
+        steps = run(cluster, num_steps, (rest - rest // 2, share, rest // 2), allocator)
         found[str(share)] = seconds_of([step for step in steps if step["is_slow"]][2:])
     return found
 
@@ -170,6 +184,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--after", type=int, default=220, help="steps after the rank is slowed")
+    parser.add_argument("--default-allocator", action="store_true")
     for own in ("--rank-log", "--steps", "--fixed"):
         parser.add_argument(own, default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -178,12 +193,14 @@ def main() -> None:
         train(Path(arguments.rank_log), int(arguments.steps), fixed)
         return
     cluster = EQUAL
-    fixed_s = best_fixed(cluster, 40)
+    allocator = {} if arguments.default_allocator else KEEPS_MEMORY
+    fixed_s = best_fixed(cluster, 40, allocator)
     best_s = min(fixed_s.values())
     print(f"fixed shares of the slow rank, seconds a step: {fixed_s}", file=sys.stderr, flush=True)
     rows = []
     for number in range(arguments.rounds):
-        rows.append(row := shown(run(cluster, SETTLED + arguments.after, None), best_s))
+        steps = run(cluster, SETTLED + arguments.after, None, allocator)
+        rows.append(row := shown(steps, best_s))
         print(
             f"round {number}: {row['before_s']:.3f} s a step before, {row['first_10_s']:.3f} in "
             f"the first ten after, {row['from_20_s']:.3f} from the twentieth on, "
