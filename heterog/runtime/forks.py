@@ -38,6 +38,8 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _ROOM = 4000 * " "
 """An argument in whose place a rank writes its command line."""
 _END_S = 3.0
+_IMPORTED_S = 120.0
+"""Seconds for imports; if they take longer, ranks are started by themselves."""
 
 
 class RankProcess(Protocol):
@@ -113,10 +115,16 @@ class Forks:
     Args:
         own: See ``rank_forks``.
         preloaded: Modules that are imported before a rank is forked, beside the rank's own.
+        imported_s: Seconds after which imports are taken to hang.
     """
 
-    def __init__(self, own: Collection[str], preloaded: Sequence[str] = PRELOADED) -> None:
-        self._own, self._preloaded = frozenset(own), list(preloaded)
+    def __init__(
+        self,
+        own: Collection[str],
+        preloaded: Sequence[str] = PRELOADED,
+        imported_s: float = _IMPORTED_S,
+    ) -> None:
+        self._own, self._preloaded, self._imported_s = frozenset(own), list(preloaded), imported_s
         self._process: subprocess.Popen[bytes] | None = None
         self._common: dict[str, str] = {}
         self._lock = threading.RLock()
@@ -165,8 +173,13 @@ class Forks:
                 "words": str(words.absolute()),
             }
             self._tell(job)
+            deadline_s = time.monotonic() + self._imported_s
             while number not in self._pids and not self._is_lost:
-                self._read(None)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0.0 and not self._running:
+                    self.close()
+                # Ranks that run would end with the process, so nothing is given up for their sake.
+                self._read(max(left_s, 1.0))
             if number not in self._pids:
                 return None
             pid = self._pids.pop(number)

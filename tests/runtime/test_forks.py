@@ -127,6 +127,14 @@ def test_ranks_end_with_what_they_were_forked_off(
     assert forks.start("job_of_forks", ["0"], variables, tmp_path / "more") is None
 
 
+def test_imports_that_hang_are_given_up(variables: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(1000)")
+    forks = Forks(["RANK"], preloaded=["hangs"], imported_s=0.5)
+    own = {**variables, "RANK": "0"}
+    for _ in range(2):  # the second one does not even begin
+        assert forks.start("job_of_forks", ["0"], own, tmp_path / "words") is None
+
+
 def test_what_libraries_may_read_when_imported_is_the_ranks_own(
     forks: Forks, variables: dict[str, str], tmp_path: Path
 ) -> None:
