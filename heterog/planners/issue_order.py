@@ -76,6 +76,7 @@ class IssuedSteps:
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
         self._known: dict[tuple[Strategy, Order], IssuedStep | None] = {}
+        self._turns: dict[tuple[Strategy, Order], int] = {}
 
     @property
     def num_ops(self) -> int:
@@ -92,6 +93,12 @@ class IssuedSteps:
 
     def num_turns(self, candidate: Candidate) -> int:
         """Turns of all ranks in a step; for many tasks, their number; 0 if nothing is written."""
+        key = candidate.strategy, candidate.orders[0]
+        if key not in self._turns:
+            self._turns[key] = self._count_turns(candidate)
+        return self._turns[key]
+
+    def _count_turns(self, candidate: Candidate) -> int:
         num_tasks = self._tasks_of(candidate)
         if num_tasks > MOST_WRITTEN:
             return 0

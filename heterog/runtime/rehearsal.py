@@ -117,22 +117,18 @@ def rehearse(
     )
     if wrong:
         return wrong
+
+    def make() -> _Stage:
+        return _Stage(captured, strategy, program, task_order, sent_before, clips, check)
+
     with torch.no_grad(), _without_collector():
-        return _play(captured, strategy, program, task_order, sent_before, clips, check)
+        return _play(make)
 
 
-def _play(
-    captured: CapturedStep,
-    strategy: Strategy,
-    program: Program,
-    task_order: Sequence[int],
-    sent_before: Sequence[tuple[int, int]],
-    clips: bool,
-    check: Callable[[], None],
-) -> str:
-    """See ``rehearse``; all that is made is freed when it returns."""
+def _play(make: Callable[[], "_Stage"]) -> str:
+    """Make and play a stage; see ``rehearse``. All that was made is freed when it returns."""
     try:
-        stage = _Stage(captured, strategy, program, task_order, sent_before, clips, check)
+        stage = make()
     except StrategyError as error:
         return str(error)
     return stage.play()

@@ -19,7 +19,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import ITEM_BYTES, Placement
+from heterog.graph.placement import Placement, TensorMeta
 from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.graph.sparse_pattern import SparsePattern
@@ -446,7 +446,7 @@ class _Builder:
             "parameter_bytes": np.array(sizes),
             "stepped_bytes": np.array(
                 [
-                    float(graph.tensors[p].meta.num_elements * ITEM_BYTES[graph.stepped_dtype(p)])
+                    float(TensorMeta(graph.tensors[p].shape, graph.stepped_dtype(p)).num_bytes)
                     for _, p, _ in graph.updates
                 ]
             ),
