@@ -71,32 +71,36 @@ SECTIONS = {
 }
 
 
-def asked(section: Section, rows: Path, graphs: Path) -> Namespace:
+def asked(section: Section, rows: Path, graphs: Path, calibration: str | None) -> Namespace:
     """A section as ``gain_tables`` is asked."""
     return Namespace(
         rows=rows,
         graphs=graphs,
         methods="auto",
         budget=section.budget,
+        calibration=calibration,
         no_step_barrier=not section.step_barrier,
     )
 
 
-def pieces(name: str, folder: Path) -> Iterator[None]:
+def pieces(name: str, folder: Path, calibration: str | None) -> Iterator[None]:
     """Make a section, one pair at a time."""
     section, rows, graphs = SECTIONS[name], folder / f"{name}.jsonl", folder / "graphs"
     graphs.mkdir(parents=True, exist_ok=True)
     for model in section.models.split(","):
         if name == "order":
-            make_order(model, Budget.parse(section.budget), rows, graphs)
+            make_order(model, Budget.parse(section.budget), rows, graphs, calibration)
             yield
             continue
         for cluster in section.clusters.split(","):
-            gain_tables.make_rows([model], [cluster], asked(section, rows, graphs))
+            question = asked(section, rows, graphs, calibration)
+            gain_tables.make_rows([model], [cluster], question)
             yield
 
 
-def make_order(model: str, budget: Budget, path: Path, graphs: Path) -> None:
+def make_order(
+    model: str, budget: Budget, path: Path, graphs: Path, calibration: str | None
+) -> None:
     """What the order is worth to one model, with and without a barrier, unless it is there."""
     if model in {row["model"] for row in lines(path)}:
         return
@@ -104,7 +108,9 @@ def make_order(model: str, budget: Budget, path: Path, graphs: Path) -> None:
     rows = [
         row
         for step_barrier in (True, False)
-        for row in order_gain.measure(graph, budget, step_barrier=step_barrier)
+        for row in order_gain.measure(
+            graph, budget, step_barrier=step_barrier, calibration=calibration
+        )
     ]
     with path.open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -154,6 +160,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("gains"), help="rows are kept here")
     parser.add_argument("--minutes", type=float, default=60.0, help="no pair begins after that")
     parser.add_argument("--sections", default=",".join(SECTIONS))
+    parser.add_argument("--calibration", help="what prices kernels, as in a cluster file")
     parser.add_argument("--summary", action="store_true", help="print what is there, make nothing")
     parser.add_argument("--beside", type=Path, help="with --summary: the folder of another commit")
     arguments = parser.parse_args()
@@ -162,7 +169,7 @@ def main() -> None:
         return
     end = time.monotonic() + 60.0 * arguments.minutes
     for name in arguments.sections.split(","):
-        for _ in pieces(name, arguments.folder):
+        for _ in pieces(name, arguments.folder, arguments.calibration):
             if time.monotonic() > end:
                 print(f"time is over in section {name}; call again to go on", file=sys.stderr)
                 return

@@ -10,13 +10,13 @@ import argparse
 from dataclasses import replace
 
 from heterog.cluster import Cluster
-from heterog.cluster.prices import Prices
+from heterog.cluster.prices import HourlyPrices
 from heterog.graph.capture import capture_step
 from heterog.planners.objective import Aim, Objective
 from heterog.planners.plan import Plan, make_plan
 from heterog.zoo import load_workload
 
-PRICES = Prices(
+PRICES = HourlyPrices(
     currency="USD",
     device_hour={"A100-40GB": 2.93, "V100-16GB": 2.48, "P100-16GB": 1.46, "T4": 0.35},
 )

@@ -10,8 +10,10 @@ not made again, so a run may be stopped and goes on. With ``--beside`` each numb
 the one of another run (``now (then)``): of another commit, made by running this file with that
 commit's package. Budgets in evaluations give the same rows on any machine.
 
-``CLUSTER@0.35`` is a cluster whose NICs reach that part of their line rate. ``--gains`` prints one
-table for all clusters, with the gains alone; ``--json`` prints numbers for a program.
+``CLUSTER@0.35`` is a cluster whose NICs reach that part of their line rate. ``--calibration
+roofline`` prices kernels from data sheets, as tables from before the device models did.
+``--gains`` prints one table for all clusters, with the gains alone; ``--json`` prints numbers for
+a program.
 """
 
 import argparse
@@ -59,10 +61,17 @@ def read_rows(path: Path | None) -> dict[Pair, list[Row]]:
     return pairs
 
 
-def load_cluster(name: str) -> Cluster:
-    """A cluster by its name, ``@`` and the part of the line rate that its NICs reach."""
+def load_cluster(name: str, calibration: str | None = None) -> Cluster:
+    """A cluster by its name, ``@`` and the part of the line rate that its NICs reach.
+
+    Args:
+        name: Name of a preset, with or without that part.
+        calibration: What prices its kernels, if not what the preset says.
+    """
     plain, _, efficiency = name.partition("@")
     cluster = Cluster.load(plain)
+    if calibration is not None:
+        cluster = replace(cluster, calibration=calibration)
     return replace(cluster, efficiency=float(efficiency)) if efficiency else cluster
 
 
@@ -81,7 +90,7 @@ def make_rows(
                 continue
             result = compare_methods(
                 graph,
-                load_cluster(cluster),
+                load_cluster(cluster, arguments.calibration),
                 arguments.methods.split(","),
                 budget=Budget.parse(arguments.budget),
                 step_barrier=barrier,
@@ -217,6 +226,7 @@ def main() -> None:
     parser.add_argument("--clusters", default=CLUSTERS)
     parser.add_argument("--methods", default="auto")
     parser.add_argument("--budget", default="300e")
+    parser.add_argument("--calibration", help="what prices kernels, as in a cluster file")
     parser.add_argument("--no-step-barrier", action="store_true")
     parser.add_argument("--rows", type=Path, default=Path("gains.jsonl"), help="kept here")
     parser.add_argument("--beside", type=Path, help="rows of another commit")

@@ -16,7 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heterog.cluster import Cluster
+import gain_tables
+
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget, MethodRow
@@ -41,9 +42,11 @@ FIXED = ("cp_ar", "tuned_uniform")
 SEARCHES = ("two_segment", "pipeline", "local_search")
 
 
-def measure(graph: OpGraph, budget: Budget, *, step_barrier: bool) -> list[dict[str, Any]]:
+def measure(
+    graph: OpGraph, budget: Budget, *, step_barrier: bool, calibration: str | None = None
+) -> list[dict[str, Any]]:
     """Rows of one model: each fixed strategy and the search."""
-    evaluator = Evaluator(graph, Cluster.load(CLUSTER))
+    evaluator = Evaluator(graph, gain_tables.load_cluster(CLUSTER, calibration))
 
     def found(methods: tuple[str, ...], orders: tuple[Order, ...]) -> list[MethodRow]:
         return run_methods(

@@ -24,7 +24,7 @@ _MOST_CURRENCY = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prices:
+class HourlyPrices:
     """Prices per hour, by the names of device types and hosts.
 
     Attributes:
@@ -32,7 +32,7 @@ class Prices:
         device_hour: Price of each device of a type for an hour, by name of the type.
         host_hour: Price of a whole host for an hour, by name of the host.
 
-    >>> Prices(currency="USD", device_hour={"T4": 0.35}).of_host("a", ["T4", "T4"])
+    >>> HourlyPrices(currency="USD", device_hour={"T4": 0.35}).of_host("a", ["T4", "T4"])
     0.7
     """
 

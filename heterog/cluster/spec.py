@@ -62,7 +62,7 @@ from heterog.cluster.fields import (
 )
 from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
 from heterog.cluster.pairs import PairsError, PairsSpec, pair_limits, pairs_record
-from heterog.cluster.prices import MAX_PRICE_PER_HOUR, Prices
+from heterog.cluster.prices import MAX_PRICE_PER_HOUR, HourlyPrices
 from heterog.cluster.topology import (
     DTYPES,
     MAX_DEVICES,
@@ -436,7 +436,7 @@ class _Builder:
             own = {host: price for host in members[name]}
             by_host = own | by_host if len(own) > 1 else by_host | own
         try:
-            prices = Prices(currency=spec.currency, device_hour=by_type, host_hour=by_host)
+            prices = HourlyPrices(currency=spec.currency, device_hour=by_type, host_hour=by_host)
             priced = replace(cluster, prices=prices)
             for host in range(cluster.num_hosts):
                 priced.host_price_per_s(host)
@@ -769,7 +769,7 @@ def cluster_from_dict(record: object) -> Cluster:
             )
             for each in found.pairs
         ),
-        prices=None if found.prices is None else Prices(**found.prices.model_dump()),
+        prices=None if found.prices is None else HourlyPrices(**found.prices.model_dump()),
     )
 
 

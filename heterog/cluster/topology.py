@@ -17,7 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from heterog.cluster.prices import Prices
+from heterog.cluster.prices import HourlyPrices
 from heterog.errors import ClusterError
 from heterog.names import name_fault, shown, text_fault
 from heterog.units import format_bytes
@@ -276,7 +276,7 @@ class Cluster:
     sends: Sends = Sends.OVERLAPPED
     execution: Execution = Execution.EAGER
     pairs: tuple[PairLimit, ...] = ()
-    prices: Prices | None = None
+    prices: HourlyPrices | None = None
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)

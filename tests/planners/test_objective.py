@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from heterog.cluster.prices import Prices
+from heterog.cluster.prices import HourlyPrices
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError, HeterogError, InputFileError
@@ -225,7 +225,8 @@ def test_a_host_is_rented_whole() -> None:
 
 
 def test_hosts_that_cost_nothing_are_ranked_by_time() -> None:
-    free = replace(lab(), prices=Prices(currency="EUR", device_hour={"V100-16GB": 0, "T4": 0}))
+    nothing = HourlyPrices(currency="EUR", device_hour={"V100-16GB": 0, "T4": 0})
+    free = replace(lab(), prices=nothing)
     plan = make_plan(graph(), free, methods=METHODS, budget="40e", objective=CHEAPEST)
     assert money(plan) == 0.0
     fastest_s = planned(FASTEST).step_time_s
@@ -237,13 +238,13 @@ def test_hosts_that_cost_nothing_are_ranked_by_time() -> None:
 def test_large_clusters_have_few_sets() -> None:
     cluster = Cluster.load("mixed_128")
     types = {each.name: 1.0 + number for number, each in enumerate(cluster.device_types)}
-    priced = replace(cluster, prices=Prices(currency="USD", device_hour=types))
+    priced = replace(cluster, prices=HourlyPrices(currency="USD", device_hour=types))
     sets = ranked_host_sets(Evaluator(graph(), priced))
     assert 0 < len(sets) <= MOST_SETS
     assert len({each.hosts for each in sets}) == len(sets)
     # Every host of another price: all differ, and there are 2^16 sets.
     own = {host.name: 1.0 + number for number, host in enumerate(cluster.hosts)}
-    unlike = replace(cluster, prices=Prices(currency="USD", host_hour=own))
+    unlike = replace(cluster, prices=HourlyPrices(currency="USD", host_hour=own))
     assert sum(1 for _ in differing_sets(unlike)) <= MOST_SETS
 
 
