@@ -19,14 +19,17 @@ setup: $(KERNELS)
 
 # torch comes first and alone: the exact version resolves to the CPU build where one is configured,
 # and keeps the packages that depend on torch from choosing another. All cores compile what pip
-# would on one: without bytecode every import takes twice as long where Python may write none. The
-# rest is compiled when it is imported. Some packages carry templates that are no Python; those stay
-# as they are.
+# would on one, and one of them begins with torch while pip is busy with the rest: without bytecode
+# every import takes twice as long where Python may write none. What is rare is compiled when it is
+# imported. Some packages carry templates that are no Python; those stay as they are.
+COMPILE := $(BIN)/python -m compileall -qq -x '/($(RARE))/'
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev,docs]" "$(TORCH)"
-	$(BIN)/python -m compileall -qq -j 0 -x '/($(RARE))/' $(VENV)/lib || true
+	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch & \
+	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev,docs]" "$(TORCH)"; \
+	code=$$?; wait; exit $$code
+	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $@
 
 # Compiled here, on time; otherwise the first plan would do it (heterog/strategy/kernels.py).

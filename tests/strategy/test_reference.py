@@ -463,7 +463,7 @@ def test_on_a_batch_of_another_size(number: int) -> None:
 
 def test_the_kernel_runs_uncompiled() -> None:
     """As in a debugger, with the bounds of arrays checked: the same programs."""
-    few = {"NUMBA_DISABLE_JIT": "1", "HETEROG_RANDOM_STRATEGIES": "12"}
+    few = {"NUMBA_DISABLE_JIT": "1", "HETEROG_RANDOM_STRATEGIES": "6"}
     tests = [sys.executable, "-m", "pytest", "-n", "0", __file__, "-k", "means or size or teams-0"]
     done = subprocess.run(
         tests, env=os.environ | few, capture_output=True, text=True, timeout=600, check=False

@@ -81,7 +81,9 @@ def test_what_reads_nothing_split_has_nothing_to_follow(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graph = graph_of(model)
-    groups = range(group_ops(graph).num_groups)
+    count = group_ops(graph).num_groups
+    # The end of the encoder and the start of the decoder show what all of the long model does.
+    groups = range(count) if count < 32 else range(count // 4, 3 * count // 4)
     quick = shardings(graph, groups)
 
     class Everything(tensor_parallel._Region):
