@@ -297,6 +297,7 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 budget=Budget.parse(arguments.budget),
                 seed=arguments.seed,
                 progress=teller(),
+                clock=time.process_time if arguments.cpu_seconds else time.perf_counter,
             )
             rows.append(evaluate_pair(arguments, policy, graph, cluster, searched))
             append(arguments.output, rows[-1])
@@ -312,6 +313,9 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(HELD_OUT_MODELS))
     parser.add_argument("--clusters", default=",".join(HELD_OUT_CLUSTERS))
     parser.add_argument("--budget", default="300s", help="of auto without the policy; or 5000e")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="budget of auto in this process's time"
+    )
     parser.add_argument("--finetune", default="", help="60s, say; none if empty")
     parser.add_argument("--no-search", action="store_true", help="leaves agent+search out")
     parser.add_argument("--paired", default="", help="evaluations: 200,600,5000")

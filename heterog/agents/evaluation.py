@@ -4,6 +4,7 @@ All rows are judged by the referee. The searches do not see what the policy prop
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -26,13 +27,32 @@ LONG_SEARCH = "search"
 
 
 def long_search(
-    evaluator: Evaluator, *, budget: Budget, seed: int = 0, progress: Progress
+    evaluator: Evaluator,
+    *,
+    budget: Budget,
+    seed: int = 0,
+    progress: Progress,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[MethodRow]:
-    """Rows of ``auto`` without any policy, and the best of them as ``search``."""
+    """Rows of ``auto`` without any policy, and the best of them as ``search``.
+
+    Args:
+        evaluator: Evaluator of the model on the cluster.
+        budget: Budget of all methods together.
+        seed: Seed of the searches.
+        progress: Function that is told how far each method is.
+        clock: Function that returns the seconds by which a budget in seconds is kept.
+    """
     # A policy's proposals must not be among the seeds of the searches that it is compared with.
     learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
     rows = run_methods(
-        evaluator, [AUTO], budget=budget, seed=seed, without=learned, progress=progress
+        evaluator,
+        [AUTO],
+        budget=budget,
+        seed=seed,
+        without=learned,
+        progress=progress,
+        clock=clock,
     )
     best = replace(
         best_row(rows),
