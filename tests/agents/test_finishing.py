@@ -18,7 +18,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import Strategy
-from tests.envs.cases import pipelined_pair
+from tests.envs.cases import mixed_cluster, pipelined_pair
 from tests.simulator.builders import cluster_of
 
 
@@ -181,3 +181,24 @@ def test_devices_of_a_host_count_as_its_fullest_on_large_clusters(num_hosts: int
     assert more.min() >= -1e-6
     most = 0.0 if num_hosts == 2 else sample / memory.usable_bytes.min() / RunningMemory.MARGIN
     assert more.max() <= most + 1e-6
+
+
+def test_a_pipeline_behind_a_row_of_one_stage_is_finished_and_passes_it() -> None:
+    """Two V100 by data parallelism are ahead until weight gradients fill the pipeline's gaps."""
+    pair = Pair(chain_graph(12, 1024, 2048), mixed_cluster()).pipelined()
+    assert pair is not None
+    uniform = min(
+        (np.full(pair.num_blocks, number, np.int32) for number in range(pair.num_candidates)),
+        key=lambda row: pair.score(row).preference,
+    )
+    pipelined = balanced(pair, numbers_of(pair, (0,), (1,)), 0.5)
+    problem = Problem(
+        evaluator=Evaluator(pair.graph, pair.cluster), budget=Budget(evaluations=400)
+    )
+    scorer = _Scorer(problem, pair, 0)
+    scorer.search(np.stack([uniform, pipelined]))
+    best = scorer.best(10**6)
+    assert next(row for row, whole in best if whole.finish == Finish()).tolist() == list(uniform)
+    row, whole = best[0]
+    assert whole.finish.schedule
+    assert set(row) == set(pipelined)
