@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,12 @@ class Workload:
                 f"{type(self.parameter_groups).__name__}; give a function that is given the model "
                 "and returns what the optimizer takes, a list of dicts with 'params'."
             )
+        if self.loss is not None and not _takes_two(self.loss):
+            raise CaptureError(
+                f"workload '{self.name}': the loss is called as loss(output, target), and "
+                f"{getattr(self.loss, '__name__', repr(self.loss))} cannot be; with loss=None the "
+                "model returns the loss itself."
+            )
         for what in ("master_dtype", "reduce_dtype", "state_dtype"):
             dtype = getattr(self, what)
             if dtype is not None and not getattr(dtype, "is_floating_point", False):
@@ -122,6 +129,22 @@ class Workload:
                 f"workload '{self.name}': a tuple batch is (*inputs, target); it has one element."
             )
         return self.loss(model(*batch[:-1]), batch[-1])
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether something can be called with two arguments, as far as its signature tells.
+
+    Calling a class, nn.CrossEntropyLoss say, makes a loss and computes none.
+    """
+    if not callable(function) or isinstance(function, type):
+        return False
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # functions of other languages may have no signature
+        return True
+    return True
 
 
 def named_leaves(batch: Any) -> list[tuple[int | str, str, Tensor]]:

@@ -746,3 +746,15 @@ class Unread(nn.Module):
 def test_statistics_of_a_norm_that_nothing_reads_move() -> None:
     graph = capture(workload(Unread, torch.zeros(8, 6), torch.zeros(8, 4)))
     assert [op.module for op in graph.ops if "batch_norm" in op.kind] == ["unread"]
+
+
+@pytest.mark.parametrize("loss", [lambda output: output.loss, nn.CrossEntropyLoss, "mean"])
+def test_a_loss_that_cannot_be_called_says_how_it_is_called(loss: Any) -> None:
+    batch = (torch.zeros(4, 3), torch.zeros(4, 3))
+    with pytest.raises(CaptureError, match=r"called as loss\(output, target\).*loss=None"):
+        Workload(nn.Linear(3, 3), batch, loss, torch.optim.SGD)
+
+
+@pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss(), functional.mse_loss, max])
+def test_losses_that_can_be_called_are_taken(loss: Any) -> None:
+    Workload(nn.Linear(3, 3), (torch.zeros(4, 3), torch.zeros(4, 3)), loss, torch.optim.SGD)
