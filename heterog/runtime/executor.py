@@ -290,6 +290,7 @@ class StepExecutor:
     def end_backward(self) -> None:
         """End the backward pass of a batch while others are under way: the optimizer steps."""
         self._updates.step()
+        self._values.let_go()
         self._before = self._step = None
 
     def flush(self) -> None:
