@@ -1,6 +1,7 @@
 """Pipelines with a stash of weights: real ranks against a slow loop in one process."""
 
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -186,6 +187,39 @@ def test_a_checkpoint_holds_weights_that_any_plan_goes_on_from(
             reference.staleness = dict.fromkeys(reference.staleness, 0)
         reference.train(4, 3)
         reference.check(state)
+
+
+def batches_kept(rank: int, path: str) -> list[int]:
+    """How many batches are still in memory after each of six calls, and in the end."""
+    step = deploy(workload_of("mlp"), load_plan(path))
+    batches: list[weakref.ref[torch.Tensor]] = []
+    kept = []
+
+    def count() -> None:
+        kept.append(sum(each() is not None for each in batches))
+
+    for number in range(6):
+        batch = batch_of("mlp", number)
+        batches.append(weakref.ref(batch[0]))
+        step(batch)
+        del batch
+        count()
+    step.settle()
+    count()
+    step.close()
+    return kept
+
+
+@pytest.mark.distributed
+def test_a_rank_lets_go_of_batches_that_have_ended(ranks: Ranks, tmp_path: Path) -> None:
+    """The last stage keeps the newest one, those before it one and two more."""
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), stashed("mlp", 1)).save(path)
+    assert ranks.run(batches_kept, str(path)) == [
+        [1, 2, 3, 3, 3, 3, 0],
+        [1, 2, 2, 2, 2, 2, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+    ]
 
 
 def refusals(rank: int, path: str) -> list[str]:
