@@ -228,10 +228,21 @@ class Communicator:
         """Sum over all ranks, in place on a contiguous tensor."""
         return self._pending(self._start_all_reduce(tensor), lambda: tensor)
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
-        """Start a send; ``wait_for_send`` and ``flush`` wait for it."""
+    def send(
+        self, tensor: Tensor, dst: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> None:
+        """Start a send; ``wait_for_send`` and ``flush`` wait for it.
+
+        Args:
+            tensor: Tensor that is sent.
+            dst: Rank that receives it.
+            tag: Tag by which it is told apart from others.
+            devices: Device set over whose connections it goes; if ``None``, over those of all
+                ranks that most messages take.
+        """
         tensor = tensor.contiguous()
-        self._sent[tag] = self._keep(self._start_send(tensor, dst, tag=tag), tensor, dst)
+        work = self._start_send(tensor, dst, self._group(devices), tag)
+        self._sent[tag] = self._keep(work, tensor, dst)
 
     def wait_for_send(self, tag: int) -> None:
         """Wait until a sent tensor may be dropped, if it was sent here and not waited for."""
@@ -239,11 +250,17 @@ class Communicator:
             sending, number = self._sent.pop(tag)
             sending.wait(number)
 
-    def receive(self, like: Tensor, src: int, tag: int) -> Pending:
-        """Receive into ``like``, a contiguous tensor."""
+    def receive(
+        self, like: Tensor, src: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> Pending:
+        """Receive into ``like``, a contiguous tensor; see ``send``."""
         for sending in self._sending.values():
             sending.release()
-        return self._pending(self._start_receive(like, src, tag=tag), lambda: like)
+        work = self._start_receive(like, src, self._group(devices), tag)
+        return self._pending(work, lambda: like)
+
+    def _group(self, devices: tuple[int, ...] | None) -> dist.ProcessGroup | None:
+        return None if devices is None else self._groups[devices]
 
     def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
         """Sum over devices, in place on a contiguous tensor."""

@@ -18,7 +18,8 @@ from heterog.runtime.placed import cut, join, nested
 from heterog.runtime.rank_program import RankProgram, has_window
 from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.runtime.values import Held, Values
-from heterog.strategy.program import TaskKind
+from heterog.strategy.program import Program, TaskKind
+from heterog.strategy.stash_phases import is_of_backward
 
 
 class Conversions:
@@ -46,6 +47,10 @@ class Conversions:
         self._losses = losses
         self._communicator = communicator
         self._halos = Halos(part, values, communicator)
+        self._goes_back: list[bool] = []  # by task, where stages do not wait
+        if part.strategy.stash is not None:
+            program = part.program
+            self._goes_back = is_of_backward(program.kind, program.subject, part.tables).tolist()
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Run one task."""
@@ -118,15 +123,20 @@ class Conversions:
         if part.rank == src:
             held = self._values.held[part.reads(task)[0]]
             piece = self._piece(slot, held, samples, units) if codec is None else held.tensor()
-            self._communicator.send(piece, dst, task)
+            self._communicator.send(piece, dst, task, self._lane(task))
             return
         like = self._values.zeros(tensor, self._shape(slot, samples, units))
         (made,) = part.made(task)
         if codec is not None:
             size = codec.message_bytes(like.numel(), like.element_size())
             like = torch.empty(size, dtype=torch.uint8, device=like.device)
-        received = self._communicator.receive(like, src, task)
+        received = self._communicator.receive(like, src, task, self._lane(task))
         self._values.held[made] = Held(received, samples, units)
+
+    def _lane(self, task: int) -> tuple[int, ...] | None:
+        """Device set over whose connections a transfer goes; ``None``: those that most take."""
+        goes_back = self._goes_back and self._goes_back[task]
+        return gradient_lane(self._part.program) if goes_back else None
 
     def _encode(self, task: int, slot: int, micro: int) -> None:
         """Encode the message of a transfer."""
@@ -431,6 +441,16 @@ class TwoCuts(NamedTuple):
         made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
         place = nested(wanted, made, self.before.units, units)
         return cut(local, place, self.after.units, *self.after.units_of(dst))
+
+
+def gradient_lane(program: Program) -> tuple[int, ...]:
+    """Device set over whose connections gradients go back to earlier stages that do not wait.
+
+    gloo has one connection between two ranks of a group, and the word that a rank is ready to
+    receive goes there behind the data that it sends. So with one group for both directions inputs
+    would wait for gradients that travel against them, though lines take both at once.
+    """
+    return tuple(range(program.num_devices))
 
 
 def _overlap(one: Span, other: Span) -> Span:

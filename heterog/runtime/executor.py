@@ -22,7 +22,7 @@ from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.workload import named_leaves
 from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.conversions import Conversions
+from heterog.runtime.conversions import Conversions, gradient_lane
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import LocalOp
@@ -290,6 +290,7 @@ class StepExecutor:
     def end_backward(self) -> None:
         """End the backward pass of a batch while others are under way: the optimizer steps."""
         self._updates.step()
+        self._values.let_go()
         self._before = self._step = None
 
     def flush(self) -> None:
@@ -550,13 +551,18 @@ def _check(part: RankProgram) -> None:
 
 
 def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
-    """Device sets of the collectives in a program, and of teams that sum their own losses."""
+    """Device sets of the collectives in a program, and of teams that sum their own losses.
+
+    And that of gradients between stages that do not wait; see ``gradient_lane``.
+    """
     used = {int(number) for number in program.channel if number >= 0}
     found = {
         program.channels[number].devices for number in used if program.channels[number].kind != 0
     }
     if strategy.asynchronous is not None:
         found |= {devices for devices in islands(strategy) if len(devices) > 1}
+    if strategy.stash is not None:
+        found.add(gradient_lane(program))
     return found
 
 

@@ -60,10 +60,14 @@ class LoopbackCommunicator(Communicator):
     def __init__(self) -> None:
         super().__init__(0, ())
 
-    def send(self, tensor: Tensor, dst: int, tag: int) -> None:
+    def send(
+        self, tensor: Tensor, dst: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> None:
         """Do nothing."""
 
-    def receive(self, like: Tensor, src: int, tag: int) -> Pending:
+    def receive(
+        self, like: Tensor, src: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> Pending:
         """Return ``like`` unchanged."""
         return Pending(None, lambda: like)
 

@@ -349,9 +349,9 @@ class _Stage:
             for rank in self.every_rank:
                 self.now = rank, _BEGIN
                 self.stashed[rank].begin(self.batch, number)
-            for micro in range(turns.num_micro):
+            for _ in range(turns.num_micro):
                 for rank in self.every_rank:
-                    self.stashed[rank].begin_micro_batch(micro)
+                    self.stashed[rank].begin_micro_batch()
                 for moment in Moment:
                     backwards = moment == Moment.BACKWARD
                     for own, own_turns in reversed(by_stage) if backwards else by_stage:

@@ -1,18 +1,22 @@
 """Pipelines whose stages do not wait, on real ranks: several batches of a rank are under way.
 
 A call with a batch goes through its micro-batches (one, if batches are not cut). Each, the n-th of
-all, has four moments, in this order:
+all, has five moments, in this order, where D is the number of those that the rank is behind by:
 
-- The rank begins to receive what earlier stages send it of micro-batch n.
-- It runs the backward pass of its oldest micro-batch, n - 1 - D with D those that it is behind by;
-  if that is the last one of its batch, it updates.
-- It begins to receive gradients for the micro-batch that is now the oldest.
+- The rank begins to receive what earlier stages send it of micro-batch n, if that is the first one
+  of its batch; of others it has begun already.
+- It does so for micro-batch n + 1, if that belongs to the same batch.
+- It begins to receive gradients for micro-batch n - D.
+- It runs the backward pass of its oldest micro-batch, n - 1 - D; if that is the last one of its
+  batch, it updates.
 - It runs the forward pass of micro-batch n, with the weights as they are now; or as they were for
   the first one of its batch.
 
-So messages travel while the rank computes. Each batch under way has an executor of its own, which
-reads the weights that its forward pass began with. These are no copies: the parameters get new
-memory before an update, and the old one stays as long as a batch reads it.
+So messages travel while the rank computes: a message only leaves once its receive has begun, so a
+rank begins to receive the next one before a pass that reads the one before it. Inputs of the next
+batch are the exception, because nobody has called with it yet. Each batch under way has an
+executor of its own, which reads the weights that its forward pass began with. These are no copies:
+the parameters get new memory before an update, and the old one stays as long as a batch reads it.
 
 Nothing can deadlock: what a moment waits for was sent for the same micro-batch by an earlier
 stage, or by a later stage in the same one or before; a stage sends gradients before it waits for
@@ -42,9 +46,10 @@ class Moment(IntEnum):
     """Parts of what a rank does when a micro-batch comes, in order."""
 
     RECEIVE_INPUTS = 0
-    BACKWARD = 1
+    RECEIVE_NEXT_INPUTS = 1
     RECEIVE_GRADIENTS = 2
-    FORWARD = 3
+    BACKWARD = 3
+    FORWARD = 4
 
 
 class StashedWeights:
@@ -113,6 +118,8 @@ class TurnsByMoment:
         }
         for turn in self.order.turns:
             found[self._place(turn)[1], self._moment(turn.task, stage)].append(turn)
+        for micro in range(self.num_micro):
+            found[micro, Moment.RECEIVE_NEXT_INPUTS] = found[micro, Moment.RECEIVE_INPUTS]
         return found
 
     def _place(self, turn: DueTask) -> tuple[bool, int]:
@@ -152,12 +159,14 @@ class _MicroBatch:
     Attributes:
         batch: The batch that it is a part of.
         number: Its number in the batch.
-        receives_gradients: Whether the rank has begun to receive gradients for it.
+        receives_inputs: Whether the rank has begun to receive inputs of it.
+        receives_gradients: Whether it has begun to receive gradients for it.
     """
 
     def __init__(self, batch: _Batch, number: int) -> None:
         self.batch = batch
         self.number = number
+        self.receives_inputs = False
         self.receives_gradients = False
 
 
@@ -205,7 +214,7 @@ class StashedTraining:
         self._turns: Turns = {
             key: [turn for turn in of_moment if turn in own] for key, of_moment in every.items()
         }
-        self._newest: _Batch | None = None
+        self._to_come: deque[_MicroBatch] = deque()  # of the newest batch
         self._under_way: deque[_MicroBatch] = deque()
         self._losses: deque[Pending] = deque()
 
@@ -237,8 +246,8 @@ class StashedTraining:
         """
         with torch.no_grad():
             self.begin(batch, number)
-            for micro in range(self.num_micro):
-                self.begin_micro_batch(micro)
+            for _ in range(self.num_micro):
+                self.begin_micro_batch()
                 for moment in Moment:
                     self._play(moment)
                 if self.is_alone:
@@ -247,36 +256,52 @@ class StashedTraining:
 
     def begin(self, batch: Mapping[int, Tensor], number: int) -> None:
         """Begin a call, which ``rehearsal`` goes through part by part."""
-        self._newest = self._free.pop()
-        self._newest.executor.num_steps = number
-        self._newest.executor.begin(batch)
+        newest = self._free.pop()
+        newest.executor.num_steps = number
+        newest.executor.begin(batch)
+        self._to_come.extend(_MicroBatch(newest, micro) for micro in range(self.num_micro))
 
-    def begin_micro_batch(self, number: int) -> None:
-        """Begin with a micro-batch of the newest batch."""
-        assert self._newest is not None
-        self._under_way.append(_MicroBatch(self._newest, number))
+    def begin_micro_batch(self) -> None:
+        """Begin with the next micro-batch of the newest batch."""
+        self._under_way.append(self._to_come.popleft())
 
     def enter(self, moment: Moment, *, is_last: bool = False) -> _MicroBatch | None:
-        """Begin a moment; returns the micro-batch that it is about, ``None`` if none has come yet.
+        """Begin a moment; returns the micro-batch that it is about, ``None`` if there is none.
 
         Args:
             moment: The moment.
             is_last: Whether no more micro-batches come, so that the oldest one need not wait for
                 any.
         """
+        if moment in (Moment.RECEIVE_INPUTS, Moment.RECEIVE_NEXT_INPUTS):
+            return self._receiving_inputs(moment)
+        if moment == Moment.RECEIVE_GRADIENTS:
+            return self._receiving_gradients(is_last=is_last)
         oldest, newest = self._under_way[0], self._under_way[-1]
-        if moment == Moment.RECEIVE_INPUTS:
-            return newest
-        if moment == Moment.FORWARD:
-            if newest.number == 0:
-                newest.batch.weights.keep()
-            return newest
         if moment == Moment.BACKWARD:
             return oldest if is_last or len(self._under_way) > self._behind + 1 else None
-        if oldest.receives_gradients or not (is_last or len(self._under_way) > self._behind):
+        if newest.number == 0:
+            newest.batch.weights.keep()
+        return newest
+
+    def _receiving_inputs(self, moment: Moment) -> _MicroBatch | None:
+        """The newest micro-batch, or the next one of its batch, if its inputs are due."""
+        found: _MicroBatch | None = self._under_way[-1]
+        if moment == Moment.RECEIVE_NEXT_INPUTS:
+            found = self._to_come[0] if self._to_come and not self.is_alone else None
+        if found is None or found.receives_inputs:
             return None
-        oldest.receives_gradients = True
-        return oldest
+        found.receives_inputs = True
+        return found
+
+    def _receiving_gradients(self, *, is_last: bool) -> _MicroBatch | None:
+        """The micro-batch n - D; if no more come, the oldest one that gets no gradients yet."""
+        due = len(self._under_way) if is_last else len(self._under_way) - self._behind
+        waiting = (each for each in self._under_way if not each.receives_gradients)
+        found = next(waiting, None) if due > 0 else None
+        if found is not None:
+            found.receives_gradients = True
+        return found
 
     def leave(self, moment: Moment, ended: _MicroBatch | None) -> None:
         """End a moment that was about a micro-batch."""

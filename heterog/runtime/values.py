@@ -148,6 +148,10 @@ class Values:
         self._batch = batch
         self._from_batch = {}
 
+    def let_go(self) -> None:
+        """Drop the batch at the end of a step, and what follows from it."""
+        self._batch, self._from_batch = {}, {}
+
     def reader(self, spans: Spans | None, micro: int) -> Reader:
         """This rank, as it reads for an op with these spans; looked up once."""
         reader = self._readers.get((spans, micro))

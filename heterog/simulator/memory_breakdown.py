@@ -41,7 +41,7 @@ class MemoryKind(StrEnum):
     WORKSPACE = "workspace"
     """Memory that kernels need besides their inputs and outputs while they run."""
     STASH = "stash"
-    """Older weights, and what batches under way have left for their backward passes."""
+    """Older weights, further batches, and what these have left for their backward passes."""
     MARGIN = "margin"
     """Memory added for small workspaces and rounding of allocators."""
 

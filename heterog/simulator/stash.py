@@ -14,20 +14,28 @@ is the slowest stage; if messages take no time, no other circle is slower, for K
 K = 0 and the whole pipeline it is one micro-batch after the other. No step takes less than what
 all its messages hold any link.
 
-For m = 1 that is exact. For more, what ends a batch comes at once and not in m parts: of the m
-circles that begin with each of its micro-batches one has it on its way, so a step takes T or more.
-And any way through the passes comes by such an end once in m micro-batches at most, so a step
-takes at most T and the longest of these ends together. Between the two it follows from when each
-forward pass ends: with U_r what stage r does at the end of a batch, not in B here, and the longest
-ways forth, P, from r to s, and back, Q, from t to r,
+A message leaves when its receive has begun, and behind the one before it. So no step takes less
+than m messages in a row, of the forward or of the backward pass. The receive of inputs begins one
+micro-batch ahead, as ``runtime.stash`` has it, but that of a batch's first one when the stage has
+ended the forward pass before it: nobody has called with this batch yet. So with c_ij of forward
+messages alone no step takes less than m c_ij + F_j. Receives of gradients begin early enough to
+add nothing.
 
-    f_s(n) = max over r <= s and t >= r of
-        f_t(n - 1 - K (t - r)) + Q_tr + (U_r if n - D_r begins a batch) + P_rs
+For m = 1 that is exact. For more, what ends a batch comes at once and not in m parts, and inputs
+are late once in a batch. Then a step's seconds follow from when each pass ends, for some tens of
+batches: with U_s what stage s does at the end of a batch, not in B here, messages c_ij and c'_ij
+of the two passes and b(k) of k = n - 1 - D_s,
+
+    b_s(k) = max(f_s(n - 1), max over j > s of g_js(k)) + B_s
+    g_js(k) = max(b_j(k), g_js(k - 1)) + c'_js
+    f_s(n) = max(b_s(k) + (U_s if k ends a batch), max over i < s of a_is(n)) + F_s
+    a_is(n) = max(f_i(n), a_is(n - 1), f_s(n - 1 if n begins a batch, else n - 2)) + c_is
 
 F_s, B_s and c_s are means, if micro-batches are unequal.
 
-On each device stay ceil(D_s / m) more versions of its weights, what D_s more micro-batches have
-left for their backward passes, and messages of one that come before they are needed.
+On each device stay ceil(D_s / m) more versions of its weights, ceil((D_s + 1) / m) more batches,
+what D_s more micro-batches have left for their backward passes, and messages that come before they
+are needed (``lowering.stashed``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,10 +59,8 @@ from heterog.strategy.tables import GraphTables
 
 Pair = tuple[int, int]
 """A stage that sends, and one that receives."""
-_SHORT_END = 1e-3
-"""Part of a step below which the end of a batch is not looked at on its own."""
 _NUM_BATCHES = 48
-"""Batches of which the later half tells a step's seconds, when the pipeline is full."""
+"""Batches behind the first gradient, of which the later half tells a step's seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,39 +104,92 @@ class StagePace:
         first, last = np.indices(there.shape)
         apart = 1 + stash.boundary_steps * np.maximum(last - first, 0)
         seconds = self.num_micro * float(((there + back) / apart).max())
-        longest_end_s = max(self.end_s, default=0.0)
-        if self.num_micro == 1 or longest_end_s <= _SHORT_END * seconds:
-            return seconds
-        found_s = self._with_ends_at_once(stash, there, back)
-        return min(max(found_s, seconds), seconds + longest_end_s)
+        seconds = max(seconds, self._messages_s())
+        return seconds if self.num_micro == 1 else max(seconds, self._by_passes(stash))
 
-    def _with_ends_at_once(self, stash: WeightStash, there: FloatArray, back: FloatArray) -> float:
-        """Seconds of a step where a stage does at once what ends a batch.
+    def _messages_s(self) -> float:
+        """Seconds of a batch's messages in a row, with what comes between those of two batches."""
+        inputs = (
+            self.num_micro * lag + self.forward_s[target]
+            for (_, target), lag in self.forward_lag_s.items()
+        )
+        gradients = (self.num_micro * lag for lag in self._gradient_lags().values())
+        return max((*inputs, *gradients), default=0.0)
 
-        Args:
-            stash: Staleness of the stages.
-            there: Longest ways P from a stage to later ones.  # [num_stages, num_stages]
-            back: Longest ways to a stage from later ones, with its part of a batch's end.
-                # [num_stages, num_stages]
-        """
-        num_micro, end_s = self.num_micro, np.array(self.end_s)
-        stages = np.arange(self.num_stages)
-        behind = stash.boundary_steps * (self.num_stages - 1 - stages)
-        since = 1 + stash.boundary_steps * np.maximum(stages - stages[:, None], 0)
-        back = back - end_s[:, None] / num_micro
-        num_before = int(since.max())
-        forward = np.zeros((num_before + _NUM_BATCHES * num_micro, self.num_stages))
-        for number in range(num_before, len(forward)):
-            free = (forward[number - since, stages] + back).max(axis=1)
-            free += np.where((number - behind) % num_micro == 0, end_s, 0.0)
-            forward[number] = (free[:, None] + there).max(axis=0)
-        half = _NUM_BATCHES // 2
-        return float(forward[-1, 0] - forward[-1 - half * num_micro, 0]) / half
+    def _gradient_lags(self) -> dict[Pair, float]:
+        """Lags of messages of the backward pass from the pass alone, without a batch's end."""
+        end_s = self.end_s or (0.0,) * self.num_stages
+        return {
+            (source, target): lag + end_s[source] / self.num_micro
+            for (source, target), lag in self.backward_lag_s.items()
+        }
+
+    def _by_passes(self, stash: WeightStash) -> float:
+        """Seconds of a step in the long run, by the ends of passes of many batches."""
+        stages, num_micro = range(self.num_stages), self.num_micro
+        behind = [stash.behind(stage, self.num_stages) for stage in stages]
+        at_end_s = self.end_s or (0.0,) * self.num_stages
+        own_s = [s - end / num_micro for s, end in zip(self.backward_s, at_end_s, strict=True)]
+        inputs = _Messages(self.forward_lag_s, self.num_stages)
+        gradients = _Messages(self._gradient_lags(), self.num_stages)
+        num_filling, num_measured = behind[0] + 1, _NUM_BATCHES // 2 * num_micro
+        forward = [[0.0] * self.num_stages] * 2  # of the micro-batches before the first
+        backward: list[list[float]] = []
+        for number in range(num_filling + 2 * num_measured):
+            before, free = forward[-2], list(forward[-1])
+            announced = forward[-1] if number % num_micro == 0 else before
+            backward.append([0.0] * self.num_stages)
+            for stage in reversed(stages):
+                oldest = number - 1 - behind[stage]
+                if oldest < 0:
+                    continue
+                comes = gradients.arrival(stage, backward[oldest], 0.0)
+                backward[oldest][stage] = max(free[stage], comes) + own_s[stage]
+                is_last = oldest % num_micro == num_micro - 1
+                free[stage] = backward[oldest][stage] + (at_end_s[stage] if is_last else 0.0)
+            ended = [0.0] * self.num_stages
+            for stage in stages:
+                comes = inputs.arrival(stage, ended, announced[stage])
+                ended[stage] = max(free[stage], comes) + self.forward_s[stage]
+            forward.append(ended)
+        took_s = forward[-1][0] - forward[-1 - num_measured][0]
+        return took_s * num_micro / num_measured
 
     @property
     def num_stages(self) -> int:
         """Number of stages."""
         return len(self.forward_s)
+
+
+class _Messages:
+    """When messages of one kind of pass arrive, micro-batch after micro-batch.
+
+    Args:
+        lag_s: Seconds that a message takes behind the end of its pass; see ``StagePace``.
+        num_stages: Number of stages.
+    """
+
+    def __init__(self, lag_s: Mapping[Pair, float], num_stages: int) -> None:
+        self._sources: list[list[tuple[int, float]]] = [[] for _ in range(num_stages)]
+        for (source, target), seconds in lag_s.items():
+            self._sources[target].append((source, seconds))
+        self._last: dict[Pair, float] = {}
+
+    def arrival(self, target: int, ended: Sequence[float], announced: float) -> float:
+        """When a stage has all that it gets of the next micro-batch; 0 if it gets nothing.
+
+        Args:
+            target: The stage.
+            ended: When the pass of this micro-batch has ended on each stage before it.
+            announced: When the stage has begun to receive it.
+        """
+        latest = 0.0
+        for source, lag in self._sources[target]:
+            free = max(announced, self._last.get((source, target), 0.0))
+            found = max(ended[source] + lag, free + max(lag, 0.0))
+            self._last[source, target] = found
+            latest = max(latest, found)
+        return latest
 
 
 def _longest(own_s: Sequence[float], lag_s: Mapping[Pair, float]) -> FloatArray:

@@ -1,8 +1,10 @@
 """Pipelines with a stash of weights: real ranks against a slow loop in one process."""
 
 import math
+import weakref
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.stashed import StashedPipelines
+from heterog.runtime.collectives import Communicator
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
 from heterog.strategy.division import split_evenly
@@ -186,6 +189,68 @@ def test_a_checkpoint_holds_weights_that_any_plan_goes_on_from(
             reference.staleness = dict.fromkeys(reference.staleness, 0)
         reference.train(4, 3)
         reference.check(state)
+
+
+def batches_kept(rank: int, path: str) -> list[int]:
+    """How many batches are still in memory after each of six calls, and in the end."""
+    step = deploy(workload_of("mlp"), load_plan(path))
+    batches: list[weakref.ref[torch.Tensor]] = []
+    kept = []
+
+    def count() -> None:
+        kept.append(sum(each() is not None for each in batches))
+
+    for number in range(6):
+        batch = batch_of("mlp", number)
+        batches.append(weakref.ref(batch[0]))
+        step(batch)
+        del batch
+        count()
+    step.settle()
+    count()
+    step.close()
+    return kept
+
+
+@pytest.mark.distributed
+def test_a_rank_lets_go_of_batches_that_have_ended(ranks: Ranks, tmp_path: Path) -> None:
+    """The last stage keeps the newest one, those before it one and two more."""
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), stashed("mlp", 1)).save(path)
+    assert ranks.run(batches_kept, str(path)) == [
+        [1, 2, 3, 3, 3, 3, 0],
+        [1, 2, 2, 2, 2, 2, 0],
+        [1, 1, 1, 1, 1, 1, 0],
+    ]
+
+
+def lanes(rank: int, path: str) -> list[tuple[bool, bool]]:
+    """Of everything sent: whether it goes to a later stage, and whether it has its own group."""
+    found = set()
+    send = Communicator._start_send
+
+    def recorded(
+        self: Communicator, tensor: torch.Tensor, dst: int, group: object = None, tag: int = 0
+    ) -> object:
+        found.add((dst > self.rank, group is not None))
+        return send(self, tensor, dst, group, tag)  # type: ignore[arg-type]
+
+    with patch.object(Communicator, "_start_send", recorded):
+        step = deploy(workload_of("mlp"), load_plan(path))
+        for number in range(3):
+            step(batch_of("mlp", number))
+        step.settle()
+        step.close()
+    return sorted(found)
+
+
+@pytest.mark.distributed
+def test_gradients_go_back_over_connections_of_their_own(ranks: Ranks, tmp_path: Path) -> None:
+    """So that they do not hold up the word that a rank is ready for inputs."""
+    path = tmp_path / "plan.json"
+    plan_of(graph_of("mlp"), stashed("mlp", 1)).save(path)
+    inputs, gradients = (True, False), (False, True)
+    assert ranks.run(lanes, str(path)) == [[inputs], [gradients, inputs], [gradients]]
 
 
 def refusals(rank: int, path: str) -> list[str]:

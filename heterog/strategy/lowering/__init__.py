@@ -22,8 +22,8 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 ``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
 ``tape`` its output, ``resident`` the bytes that stay on a device for the whole step, ``stashed``
 those that a stash adds. Each file calls only files further down in this list: ``stashed``,
-``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``, ``compute``,
-``convert``, ``remake``, ``scratch``, ``choice``, ``tape``.
+``resident``, ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``,
+``compute``, ``convert``, ``remake``, ``scratch``, ``choice``, ``tape``.
 """
 
 import numpy as np

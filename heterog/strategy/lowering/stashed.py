@@ -4,6 +4,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.strategy.lowering.choice import Choice
+from heterog.strategy.lowering.resident import resident_bytes
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.stash_phases import is_of_backward
@@ -14,8 +15,10 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     """Bytes that a stash adds to each device.
 
     A device that is D micro-batches of m behind keeps ceil(D / m) more versions of its weights,
-    and what D more micro-batches have left for their backward passes; and messages of one may
-    come before they are needed.
+    and what D more micro-batches have left for their backward passes. The newest batch has come
+    when the oldest of these D + 1 begins its backward pass: that is its own samples of
+    ceil((D + 1) / m) more batches. Messages come before they are needed, too: gradients of one
+    micro-batch, and inputs of one, or of two of the same batch.
 
     Args:
         tape: Tape of one step, whose micro-batches come one after another.
@@ -27,6 +30,8 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     """
     holds = choice.member[choice.division[tables.parameter_group]]
     weights = (tables.parameter_bytes[:, None] * holds).sum(0)
+    without = resident_bytes(tables._replace(input_bytes_per_sample=0.0), choice)
+    batch = resident_bytes(tables, choice) - without
     tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
     reads, buffers = tape.reads[: tape.counts[NUM_READS]], tape.buffers[: tape.counts[NUM_BUFFERS]]
     is_late = is_of_backward(tasks["kind"], tasks["subject"], tables)
@@ -37,12 +42,15 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     is_saved = is_read_late & ~is_late[maker]
     source, target = source_stages(tape, choice.stage), _stage(choice.stage, tasks["device"])
     is_message = tasks["kind"] >= FIRST_LINK_KIND
-    comes = (is_message & (target >= 0) & (source != target))[maker]
+    comes, is_gradient = (is_message & (target >= 0) & (source != target))[maker], is_late[maker]
     micro, count = tasks["micro"][maker], choice.num_micro
     saved = _by_micro_batch(buffers, micro, is_saved, (count, len(weights)))
     whole, more = np.divmod(choice.behind, count)
-    kept = whole * saved.sum(0) + more * saved.max(0) + (whole + (more > 0)) * weights
-    early = _by_micro_batch(buffers, micro, comes, (count, len(weights))).max(0)
+    kept = whole * saved.sum(0) + more * saved.max(0)
+    kept += (whole + (more > 0)) * weights + (whole + 1) * batch
+    inputs = _by_micro_batch(buffers, micro, comes & ~is_gradient, saved.shape)
+    gradients = _by_micro_batch(buffers, micro, comes & is_gradient, saved.shape)
+    early = min(count, 2) * inputs.max(0) + gradients.max(0)
     return np.asarray(kept + early, np.float64)
 
 
