@@ -1,6 +1,5 @@
 """Shares follow speeds that change and stay where speeds do: simulated ranks with noise."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.balance.rebalancing import Rebalancer
-from heterog.balance.shares import RankSpeed, best_shares, step_s
+from heterog.balance.shares import RankSpeed, best_shares, count_turns, step_s
 from heterog.balance.speeds import LEAST_DIFFERENCES, SpeedEstimate
 
 INTERVAL = 8
@@ -89,24 +88,6 @@ def test_shares_are_found_and_then_stay(speeds: list[RankSpeed], noise: float, s
     assert job.over_best() < 1.08 + 2 * noise
 
 
-def turns(path: Sequence[float], band: float = 0.05) -> int:
-    """How often a rank's share goes back by more than a part of it: that is a swing.
-
-    >>> turns([64, 34, 35, 34]), turns([64, 34, 39, 34])
-    (0, 2)
-    """
-    count, way, end = 0, 0, path[0]
-    for share in path[1:]:
-        change = np.log(share / end)
-        if way == 0 and abs(change) > band:
-            way, end = int(np.sign(change)), share
-        elif way * change > 0:
-            end = share
-        elif way and abs(change) > band:
-            count, way, end = count + 1, -way, share
-    return count
-
-
 @pytest.mark.parametrize("is_halved", [False, True])
 def test_noise_that_lasts_for_a_window_does_not_make_shares_go_back_and_forth(
     is_halved: bool,
@@ -133,7 +114,7 @@ def test_noise_that_lasts_for_a_window_does_not_make_shares_go_back_and_forth(
         job.path = [job.shares]
         job.run(200)
         later += len(job.changes) - settled
-        swings += max(turns([each[rank] for each in job.path]) for rank in range(3)) > 0
+        swings += max(map(count_turns, zip(*job.path, strict=True))) > 0
     assert swings == 0
     assert later <= 8
 
