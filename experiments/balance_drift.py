@@ -5,8 +5,8 @@
 Three ranks with equal parts of a core train a small network with ``heterog.Balancer``. At a step
 the second rank's part is halved. What the best shares give is measured: jobs of fixed shares with
 that rank slow from the third step on, one for each share that it could have. Told are the median
-time of the steps from the twentieth on beside that of the best fixed shares, and how shares
-changed.
+time of the steps from the twentieth on beside that of the best fixed shares, how shares changed,
+and how often a rank's share went back by more than 5 % of it after the twentieth step: a swing.
 
 Ranks keep memory that they have freed, as the allocator of an accelerator does. By default glibc
 gives large buffers back, and getting them again costs half of a step in page faults, for more
@@ -28,6 +28,7 @@ from typing import Any
 from balance_testbed import EQUAL
 
 from heterog.balance.following import INTERVAL
+from heterog.balance.shares import count_turns
 from heterog.cluster import Cluster
 from heterog.runtime.launch import run_commands
 from heterog.runtime.testbed import Testbed
@@ -169,6 +170,7 @@ def shown(steps: list[dict[str, Any]], best_s: float) -> dict[str, Any]:
         "from_20_s": seconds_of(after[20:]),
         "ratio_to_best": seconds_of(after[20:]) / best_s,
         "ratio_20_to_50": seconds_of(after[20:50]) / best_s,
+        "swings": max(map(count_turns, zip(*shares[20:], strict=True))),
         "changes": [
             [number + 1, *now]
             for number, (before, now) in enumerate(pairwise(shares))
@@ -204,7 +206,8 @@ def main() -> None:
         print(
             f"round {number}: {row['before_s']:.3f} s a step before, {row['first_10_s']:.3f} in "
             f"the first ten after, {row['from_20_s']:.3f} from the twentieth on, "
-            f"{row['ratio_to_best']:.3f} of the best fixed shares; changes {row['changes']}",
+            f"{row['ratio_to_best']:.3f} of the best fixed shares; {row['swings']} swings; "
+            f"changes {row['changes']}",
             file=sys.stderr,
             flush=True,
         )

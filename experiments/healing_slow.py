@@ -4,8 +4,9 @@
 
 Four ranks train, each in a cgroup with 45 % of a core. When steps have been measured, the share of
 one is cut: to half of it, or to a tenth. The job has to notice that by itself, to decide what is
-fastest (give it less, leave it out, stay) and to go on for ``--after`` steps. In the third trial
-the rank gets its share back.
+fastest (give it less, leave it out, stay), to change its mind if that does not keep its promise,
+and to go on for ``--after`` steps without a change. In the third trial the rank then gets its
+share back.
 
 Then the same is done without healing: the first plan up to the step that was gone on from, a
 checkpoint, and the plan that the job chose, resumed from it. Losses have to be equal step by step.
@@ -44,7 +45,11 @@ CORE_FLOPS_PER_S = 40e9
 VICTIM = 2
 BEFORE_STEPS = 48
 TRIALS = {"half": (0.22,), "a tenth": (0.045,), "half for a while": (0.22, QUOTA)}
-"""Shares of a core that the rank has one after another; the next when the job has reacted."""
+"""Shares of a core that the rank has one after another; the next when the job has settled."""
+BACK_AFTER_S = 30.0
+"""Seconds until a rank that was left out is tried again, if its share will ever be larger."""
+MOST_MOVES = 8
+"""Number of changes of plan after which a trial ends: it swings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +59,10 @@ class Change:
     Attributes:
         quota: Share of a core that the rank had by then.
         why: What the job said.
-        kind: ``"slow"`` or ``"quick"``.
+        kind: ``"slow"``, ``"quick"`` or ``"back"``.
         num_ranks: Number of ranks of the new plan.
         shares: Samples of each device, under the new plan.
-        noticed_s: Seconds from the cut until the ranks stopped and the line was said.
+        noticed_s: Seconds from the last cut until the ranks stopped and the line was said.
         noticed_steps: Steps that were done meanwhile.
         changed_s: Seconds from there to the end of the first step of the new plan.
         step: Number of the last step before the new plan.
@@ -82,7 +87,6 @@ class Trial:
         name: Name of the trial.
         changes: Changes of plan, in order.
         steps_after: Steps that were done after the last of them.
-        moves_after: Changes of plan in them.
         before_s: Mean step time before the cut.
         slow_s: Mean step time after the first cut, until the job reacted.
         after_s: Mean step time after the last change.
@@ -95,7 +99,6 @@ class Trial:
     name: str
     changes: tuple[Change, ...]
     steps_after: int
-    moves_after: int
     before_s: float
     slow_s: float
     after_s: float
@@ -103,6 +106,15 @@ class Trial:
     left_out_s: float
     most_difference: float
     is_complete: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """When the rank got another share of a core, and how often the plan had changed by then."""
+
+    time_s: float
+    step: int
+    num_moves: int
 
 
 class _Enough(Exception):
@@ -140,7 +152,7 @@ class Throttler:
 
     def __init__(self, bed: Testbed, quotas: Sequence[float], after: int, folder: Path) -> None:
         self.job: HealingJob | None = None
-        self.cuts: list[tuple[float, int]] = []  # time, step
+        self.cuts: list[_Cut] = []
         self.said_s: list[float] = []
         self.plans: list[Path] = []
         self._bed, self._quotas, self._after, self._folder = bed, quotas, after, folder
@@ -157,13 +169,16 @@ class Throttler:
         if len(moves) > len(self.plans):
             self.plans.append(self._folder / f"chosen{len(moves)}.json")
             shutil.copy(self.job.running.path, self.plans[-1])
-        since = BEFORE_STEPS if not moves else moves[-1].step + BEFORE_STEPS
-        if len(self.cuts) < len(self._quotas):
-            if len(self.cuts) == len(moves) and number >= since:
-                self._bed.throttle(VICTIM, self._quotas[len(self.cuts)])
-                self.cuts.append((time.monotonic(), number))
-        elif len(moves) >= len(self._quotas) and number > moves[-1].step + self._after:
+        moves_before = self.cuts[-1].num_moves if self.cuts else 0
+        if not self.cuts:
+            has_settled = number >= BEFORE_STEPS
+        else:
+            has_settled = len(moves) > moves_before and number > moves[-1].step + self._after
+        if len(moves) >= MOST_MOVES or (has_settled and len(self.cuts) == len(self._quotas)):
             raise _Enough
+        if has_settled:
+            self._bed.throttle(VICTIM, self._quotas[len(self.cuts)])
+            self.cuts.append(_Cut(time_s=time.monotonic(), step=number, num_moves=len(moves)))
 
     def say(self, text: str) -> None:
         """Called with each line for people."""
@@ -246,7 +261,9 @@ def run_trial(name: str, folder: Path, after: int) -> Trial:
             plan,
             num_steps=10**6,
             sources=[str(folder / "model.py")],
-            options=HealOptions(search_budget="", back_after_s=0.0),
+            options=HealOptions(
+                search_budget="", back_after_s=BACK_AFTER_S if len(quotas) > 1 else 0.0
+            ),
             timeout_s=400.0,
             wrap=bed.command,
             environment=bed.environment,
@@ -264,23 +281,22 @@ def run_trial(name: str, folder: Path, after: int) -> Trial:
         rebalanced_s = step_time_of_alternative(folder, bed, factor, ())
         left_out_s = step_time_of_alternative(folder, bed, factor, (VICTIM,))
     last = max(job.trained.losses)
-    chosen = moves[: len(quotas)]
-    expected = expected_losses(folder, chosen, throttler.plans, last)
+    expected = expected_losses(folder, moves, throttler.plans, last)
     healed = job.trained.losses
     changes = []
-    for number, (move, quota) in enumerate(zip(chosen, quotas, strict=True)):
-        cut_s, cut_step = throttler.cuts[number]
+    for number, move in enumerate(moves):
+        at = max(n for n, cut in enumerate(throttler.cuts) if cut.num_moves <= number)
         is_out = move.num_ranks < NUM_RANKS
         devices = [each for each in range(NUM_RANKS) if not (is_out and each == VICTIM)]
         changes.append(
             Change(
-                quota=quota,
+                quota=quotas[at],
                 why=move.why,
                 kind=move.kind,
                 num_ranks=move.num_ranks,
                 shares=shares_of(throttler.plans[number], devices),
-                noticed_s=throttler.said_s[number] - cut_s,
-                noticed_steps=move.step - cut_step,
+                noticed_s=throttler.said_s[number] - throttler.cuts[at].time_s,
+                noticed_steps=move.step - throttler.cuts[at].step,
                 changed_s=move.plan_s + move.move_s + move.first_step_s,
                 step=move.step,
             )
@@ -288,11 +304,10 @@ def run_trial(name: str, folder: Path, after: int) -> Trial:
     return Trial(
         name=name,
         changes=tuple(changes),
-        steps_after=last - chosen[-1].step,
-        moves_after=len(moves) - len(chosen),
-        before_s=_mean_s(job, BEFORE_STEPS // 2, throttler.cuts[0][1] - 1),
-        slow_s=_mean_s(job, throttler.cuts[0][1] + 1, chosen[0].step),
-        after_s=_mean_s(job, chosen[-1].step + 2, last),
+        steps_after=last - moves[-1].step,
+        before_s=_mean_s(job, BEFORE_STEPS // 2, throttler.cuts[0].step - 1),
+        slow_s=_mean_s(job, throttler.cuts[0].step + 1, moves[0].step),
+        after_s=_mean_s(job, moves[-1].step + 2, last),
         rebalanced_s=rebalanced_s,
         left_out_s=left_out_s,
         most_difference=max(

@@ -46,6 +46,8 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
     [
         ({"redundancy": 2}, "--redundancy without --heal has no effect"),
         ({"back_after": "5s"}, "--back-after without --heal has no effect"),
+        ({"slow_factor": 0.0}, "--slow-factor without --heal has no effect"),
+        ({"heal": True, "slow_factor": 1.0}, "slow from 1 times the planned time on; give more"),
         ({"heal": True, "checkpoint_every": "5s"}, "--checkpoint-every without --checkpoint"),
     ],
 )

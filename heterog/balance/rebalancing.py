@@ -93,6 +93,8 @@ class Rebalancer:
         ]
         if any(changed):
             self._trial = None  # earlier step times no longer compare
+            for estimate in self.estimates:
+                estimate.forget_noise()
         measured_s = statistics.median(map(max, zip(*seconds, strict=True)))
         if (back := self._taken_back(tuple(shares), measured_s)) is not None:
             return back

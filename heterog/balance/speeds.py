@@ -5,6 +5,10 @@ windows of steps; a rank that is throttled is known after one. The fixed part ``
 stays when a rank slows down, and needs steps of different sizes: it is fitted to pairs of them
 (Theil 1950, Sen 1968) and counts as far as it is proved. Steps from before a sudden change of
 speed are forgotten.
+
+Steps of a window resemble each other more than those of the next: a machine does something else
+for a while, a quota is given every so often. So the error of a rank's speed is not only that of a
+median of steps, but also what whole windows of the same size differ by.
 """
 
 from collections import deque
@@ -33,6 +37,11 @@ SUDDEN = 1.25
 """Factor between one window and the next from which a change of speed is not noise."""
 EXPECTED_FIXED = 0.2
 """Expected size of a fixed part over a rank's share, which the fit's error is compared with."""
+NOISE_WINDOWS = 24
+"""Number of differences between neighbouring windows whose median tells their noise."""
+LEAST_DIFFERENCES = 3
+"""Fewer differences between windows say nothing yet. So for four windows after a sudden change
+shares follow as if windows did not differ, and small errors of the first new shares are mended."""
 _NORMAL_MAD = 1.4826  # standard deviation of normal numbers over their median absolute deviation
 _NORMAL_MEDIAN = 1.2533  # standard error of their median over that of their mean, sqrt(pi / 2)
 
@@ -45,9 +54,9 @@ class SpeedEstimate:
         self._seconds: FloatArray = np.zeros(0)
         self._fixed_units = 0.0
         self._windows: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)  # size, seconds
+        self._differences: deque[float] = deque(maxlen=NOISE_WINDOWS)
         self._unit_s = 0.0
-        self.relative_error = 0.0
-        """Standard error of the last window's unit time over that time."""
+        self._error_of_steps = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """All that was measured, as JSON values."""
@@ -56,8 +65,9 @@ class SpeedEstimate:
             "seconds": self._seconds.tolist(),
             "fixed_units": self._fixed_units,
             "windows": [list(each) for each in self._windows],
+            "differences": list(self._differences),
             "unit_s": self._unit_s,
-            "relative_error": self.relative_error,
+            "relative_error": self._error_of_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -67,8 +77,10 @@ class SpeedEstimate:
         self._fixed_units = float(state["fixed_units"])
         self._windows.clear()
         self._windows.extend((float(size), float(told)) for size, told in state["windows"])
+        self._differences.clear()
+        self._differences.extend(map(float, state.get("differences", ())))
         self._unit_s = float(state["unit_s"])
-        self.relative_error = float(state["relative_error"])
+        self._error_of_steps = float(state["relative_error"])
 
     @property
     def speed(self) -> RankSpeed | None:
@@ -78,6 +90,19 @@ class SpeedEstimate:
         slowest = max(told / (size + self._fixed_units) for size, told in self._windows)
         unit_s = max(self._unit_s, slowest)
         return RankSpeed(unit_s=unit_s, fixed_units=self._fixed_units)
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of the unit time over that time.
+
+        The slowest of a few windows counts, so this is the noise of one window where that is
+        known: what neighbouring windows of the same size differ by, over the square root of 2. A
+        median of them ignores the one difference that a change of speed makes.
+        """
+        if len(self._differences) < LEAST_DIFFERENCES:
+            return self._error_of_steps
+        middle = float(np.median(np.abs(self._differences)))
+        return max(self._error_of_steps, _NORMAL_MAD * middle / float(np.sqrt(2)))
 
     def add(self, units: Sequence[float], seconds: Sequence[float]) -> bool:
         """Take in a window of steps: their sizes and seconds, nan where unknown.
@@ -99,10 +124,22 @@ class SpeedEstimate:
         self._fit_fixed_part()
         each = (self._seconds / (self._units + self._fixed_units))[-RECENT_STEPS:]
         self._unit_s = float(np.median(each))
-        self._windows.append((float(np.median(sizes)), float(np.median(told))))
+        self._add_window(float(np.median(sizes)), float(np.median(told)))
         error = _spread(each) / float(np.sqrt(len(each)))
-        self.relative_error = _NORMAL_MEDIAN * error / self._unit_s
+        self._error_of_steps = _NORMAL_MEDIAN * error / self._unit_s
         return has_changed
+
+    def forget_noise(self) -> None:
+        """Forget what windows differed by: some rank's speed has changed, and shares follow."""
+        self._differences.clear()
+
+    def _add_window(self, size: float, told: float) -> None:
+        """Add a window, and what it differs by from the one before if that had the same size."""
+        if self._windows:
+            size_before, told_before = self._windows[-1]
+            if abs(size_before - size) < DIFFERENT * size:
+                self._differences.append(float(np.log(told / size * size_before / told_before)))
+        self._windows.append((size, told))
 
     def _has_changed(self, sizes: FloatArray, told: FloatArray) -> bool:
         """Whether steps of this size take another time than before; ignores other sizes."""

@@ -22,6 +22,7 @@ def heal_options(
     checkpoint: Path | None,
     checkpoint_every: str,
     back_after: str,
+    slow_factor: float | None = None,
     rendezvous: str = "",
     host: str = "",
 ) -> "HealOptions | None":
@@ -38,6 +39,7 @@ def heal_options(
         "--checkpoint": checkpoint is not None,
         "--checkpoint-every": bool(checkpoint_every),
         "--back-after": bool(back_after),
+        "--slow-factor": slow_factor is not None,
         "--rendezvous": bool(rendezvous),
         "--host": bool(host),
     }
@@ -57,6 +59,7 @@ def heal_options(
         checkpoint="" if checkpoint is None else str(checkpoint),
         checkpoint_s=parse_seconds(checkpoint_every) if checkpoint_every else chosen.checkpoint_s,
         back_after_s=parse_seconds(back_after) if back_after else chosen.back_after_s,
+        slow_factor=chosen.slow_factor if slow_factor is None else slow_factor,
     )
 
 

@@ -92,6 +92,13 @@ def run(
         str,
         typer.Option("--back-after", help="with --heal: try a lost device again; 60s, 0s never"),
     ] = "",
+    slow_factor: Annotated[
+        float | None,
+        typer.Option(
+            "--slow-factor",
+            help="with --heal: times its planned time from which a device is slow; 1.5, 0 never",
+        ),
+    ] = None,
     rendezvous: Annotated[
         str,
         typer.Option(
@@ -145,6 +152,7 @@ def run(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         back_after=back_after,
+        slow_factor=slow_factor,
         rendezvous=rendezvous,
         host=host,
     )

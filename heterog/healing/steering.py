@@ -16,6 +16,7 @@ from heterog.errors import HeterogError
 from heterog.healing.options import HealOptions
 from heterog.healing.question import FIRST_METHODS, Answer, Question
 from heterog.healing.service import Message, Service
+from heterog.healing.trial import Choice, Trial
 from heterog.units import format_seconds
 
 _MOST_PREPARED = 8
@@ -139,6 +140,8 @@ class Steering:
         self._weighed: dict[int, float] = {}
         self._looks_needed: dict[int, int] = {}
         self._rebalanced: Answer | None = None
+        self._trial: Trial | None = None
+        self._tried_s: list[float] = []
         self._service = service or Service("heterog.healing.planning")
         self._setup_id = self._service.ask({"whole": running.path, "source": source})
 
@@ -215,6 +218,9 @@ class Steering:
             )
         self._slow_looks.clear()
         self._rebalanced = None
+        if answer is None or self._trial is None or answer is not self._trial.chosen.answer:
+            self._trial = None  # something else has happened
+        self._tried_s.clear()
         self.step_s = 0.0
         self._wishes = []
         for device in self.running.device_of[:_MOST_PREPARED]:
@@ -229,7 +235,7 @@ class Steering:
     def look(self) -> Going | None:
         """Decide whether to change to another plan now; called again and again."""
         self._wish_for_who_is_back()
-        going = None
+        going = self._after_trial()
         for reply in self._service.replies():
             if not reply:
                 continue  # it has ended; the next loss will show that
@@ -246,6 +252,7 @@ class Steering:
 
     def hear_busy(self, busy_s: Sequence[float]) -> None:
         """Check the measured compute seconds of each rank in a step for slow devices."""
+        self._note_tried()
         planned = self.running.busy_s
         if not self._options.slow_factor or len(planned) != len(busy_s) or len(busy_s) < 2:
             return
@@ -387,16 +394,54 @@ class Steering:
         rebalanced, self._rebalanced = self._rebalanced, None
         text = f"{name} takes {factor:.1f} times as long as planned: "
         steps = f"steps {format_seconds(without.stay_step_s * scale)} as it is"
-        options: list[tuple[Answer, str]] = [(without, "left out")]
+        options = [(without, "left out")]
         if rebalanced is not None:
-            options.append((rebalanced, "rebalanced"))
-        for answer, what in reversed(options):
+            options.insert(0, (rebalanced, "rebalanced"))
+        for answer, what in options:
             steps += f", {format_seconds(answer.step_time_s * scale)} {what}"
-        best, what = max(options, key=lambda each: each[0].saved_s(self.steps_left, scale))
+        options.sort(key=lambda each: each[0].saved_s(self.steps_left, scale))
+        best, what = options[-1]
+        self._trial = None
         if best.saved_s(self.steps_left, scale) <= 0:
             self._say(f"{text}left as it is, moving would take longer ({steps})")
             return None
+        if len(options) > 1:
+            other, chosen = (
+                Choice(what=what, answer=answer, step_s=answer.step_time_s * scale)
+                for answer, what in options
+            )
+            self._trial = Trial(device=name, chosen=chosen, other=other)
         return Going(answer=best, kind="slow", why=f"{text}{what} ({steps})")
+
+    def _note_tried(self) -> None:
+        """Note the step time if it shows what a choice about a slow device has led to.
+
+        Not while the planning process is busy: it takes cores from the ranks.
+        """
+        is_tried = self._trial is not None and self._trial.chosen.answer.path == self.running.path
+        if is_tried and self._asked is None and not self._wishes and self.step_s:
+            self._tried_s.append(self.step_s)
+
+    def _after_trial(self) -> Going | None:
+        """Change to the other choice about a slow device, if steps take longer than with that."""
+        if self._trial is None or len(self._tried_s) < _LOOKS:
+            return None
+        trial, turned = self._trial, self._trial.swapped(self._tried_s)
+        self._trial = None
+        self._tried_s.clear()
+        text = (
+            f"{trial.device} was {trial.chosen.what} and steps take "
+            f"{format_seconds(turned.other.step_s)} instead of "
+            f"{format_seconds(trial.chosen.step_s)}: "
+        )
+        other = f"{turned.chosen.what} ({format_seconds(turned.chosen.step_s)})"
+        taken_in = self.lost - set(turned.chosen.answer.question.lost)
+        if not turned.pays(self.steps_left) or not all(map(self._is_here, taken_in)):
+            self._say(f"{text}stays so, {other} would not pay")
+            return None
+        if not turned.chosen.is_measured:
+            self._trial = turned
+        return Going(answer=turned.chosen.answer, kind="slow", why=text + other)
 
     def _if_it_pays(self, answer: Answer, kind: str, why: str) -> Going | None:
         scale = self._scale(answer)

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.balance.rebalancing import Rebalancer
-from heterog.balance.shares import RankSpeed, best_shares, step_s
+from heterog.balance.shares import RankSpeed, best_shares, count_turns, step_s
+from heterog.balance.speeds import LEAST_DIFFERENCES, SpeedEstimate
 
 INTERVAL = 8
+STAYS = 0.9  # part of a lasting noise that is left after a step
 
 
 @dataclass
@@ -22,6 +24,8 @@ class Job:
     noise: float
     seed: int
     quotas: tuple[float, ...] = ()
+    lasting: float = 0.0
+    """Noise that a rank has for about ten steps: something else runs on its machine."""
     changes: list[int] = field(default_factory=list)
     step: int = 0
 
@@ -29,6 +33,8 @@ class Job:
         self.random = np.random.default_rng(self.seed)
         self.rebalancer = Rebalancer(len(self.speeds))
         self.seconds: list[list[float]] = [[] for _ in self.speeds]
+        self.levels = self.random.standard_normal(len(self.speeds))
+        self.path = [self.shares]
 
     def run(self, num_steps: int) -> None:
         """Steps in windows, as a balancer exchanges them; also a slow step now and then."""
@@ -42,6 +48,10 @@ class Job:
                     busy_s = own_s * self.quotas[rank]
                     own_s = busy_s if busy_s < 0.9 * self.quotas[rank] * step_s else own_s
                 factor = self.random.lognormal(0, self.noise)
+                if self.lasting:
+                    new = np.sqrt(1 - STAYS**2) * self.random.standard_normal()
+                    self.levels[rank] = STAYS * self.levels[rank] + new
+                    factor *= np.exp(self.lasting * self.levels[rank])
                 hiccup = 5 if self.random.random() < 0.02 else 1
                 self.seconds[rank].append(own_s * factor * hiccup)
             if self.step % INTERVAL == 0:
@@ -51,6 +61,7 @@ class Job:
                 if change is not None:
                     self.shares = change.shares
                     self.changes.append(self.step)
+                    self.path.append(self.shares)
 
     def over_best(self) -> float:
         best = best_shares(self.speeds, sum(self.shares))
@@ -75,6 +86,56 @@ def test_shares_are_found_and_then_stay(speeds: list[RankSpeed], noise: float, s
     job.run(200)
     assert len(job.changes) - settled <= 2, "shares swing"
     assert job.over_best() < 1.08 + 2 * noise
+
+
+@pytest.mark.parametrize("is_halved", [False, True])
+def test_noise_that_lasts_for_a_window_does_not_make_shares_go_back_and_forth(
+    is_halved: bool,
+) -> None:
+    """Steps of a window tell of too little noise; what windows differ by tells of all."""
+    swings, later = 0, 0
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        units = random.uniform(0.005, 0.03, 3)
+        speeds = [RankSpeed(unit_s=each) for each in units]
+        job = Job(
+            speeds=speeds,
+            shares=best_shares(speeds, 256),
+            noise=0.01,
+            lasting=random.uniform(0.0, 0.05),
+            seed=seed,
+        )
+        job.run(80)
+        if is_halved:
+            job.speeds = [RankSpeed(unit_s=2 * units[0]), *speeds[1:]]
+        job.run(24)
+        assert job.over_best() < 1.05
+        settled = len(job.changes)
+        job.path = [job.shares]
+        job.run(200)
+        later += len(job.changes) - settled
+        swings += max(map(count_turns, zip(*job.path, strict=True))) > 0
+    assert swings == 0
+    assert later <= 8
+
+
+def test_windows_that_differ_are_noise_until_a_speed_changes() -> None:
+    estimate = SpeedEstimate()
+    levels = [1.0, 1.04, 1.0, 1.04, 1.0]
+    for number, level in enumerate(levels):
+        assert not estimate.add([50.0] * 8, [level] * 8)
+        if number < LEAST_DIFFERENCES:
+            assert estimate.relative_error == pytest.approx(0.0, abs=0.02)
+    assert estimate.relative_error == pytest.approx(1.4826 * np.log(1.04) / np.sqrt(2))
+    again = SpeedEstimate()
+    again.load_state_dict(estimate.state_dict())
+    assert again.relative_error == estimate.relative_error
+    # Windows of other sizes say nothing, and one jump is no noise.
+    before = estimate.relative_error
+    estimate.add([60.0] * 8, [2.0] * 8)
+    assert estimate.relative_error >= before
+    estimate.forget_noise()
+    assert estimate.relative_error < before
 
 
 @settings(max_examples=60)

@@ -1,7 +1,7 @@
 """What is left of clusters, what it costs to move, and what is decided."""
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from heterog.healing.moving import held, transfer_s
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.question import Answer, Question
 from heterog.healing.remaining import remaining, slowed
-from heterog.healing.steering import Running, Steering
+from heterog.healing.steering import Going, Running, Steering
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator.builders import cluster_of
 
@@ -179,6 +179,92 @@ def test_a_slow_device_is_rebalanced_left_out_or_left_as_it_is(
     assert f"{left_out_s:.2f} s left out" in text
 
 
+@pytest.mark.parametrize(
+    ("measured_s", "steps_left", "changes", "last_line"),
+    [
+        # It takes what was promised: nothing more happens.
+        ([1.0], 1000, [], "take 1.00 s instead of 1.00 s: stays so, left out (1.50 s) would not"),
+        # More, and less than the other choice.
+        ([1.4], 1000, [], "take 1.40 s instead of 1.00 s: stays so, left out (1.50 s) would not"),
+        # More than the other choice, in too few steps for another move, which takes 10 s.
+        ([1.9], 20, [], "take 1.90 s instead of 1.00 s: stays so, left out (1.50 s) would not"),
+        ([1.9, 1.6], 1000, ["left out (1.50 s)"], "1.60 s instead of 1.50 s: stays so, rebal"),
+        ([1.9, 1.2], 1000, ["left out (1.50 s)"], "1.20 s instead of 1.50 s: stays so, rebal"),
+        # Both were tried, and the first was better; what then happens changes nothing.
+        ([1.9, 3.0, 9.0], 1000, ["left out (1.50 s)", "rebalanced (1.90 s)"], ""),
+    ],
+)
+def test_a_choice_that_is_slower_than_the_other_one_is_changed_once(
+    measured_s: Sequence[float], steps_left: int, changes: Sequence[str], last_line: str
+) -> None:
+    said: list[str] = []
+    prompt = Prompt({(): 1.0, (1,): 1.5}, stay_step_s=2.0)
+    steering = steered(prompt, said, search_budget="", back_after_s=0.0)
+    going, done = change_after([1.0, 3.0, 1.0], steering), []
+    assert going is not None
+    for number, step_s in enumerate(measured_s):
+        steering.begin_generation(going.answer, going.kind)
+        assert steering.lost == (frozenset() if number % 2 == 0 else frozenset({1}))
+        for _ in range(4):
+            steering.look()  # plans are prepared; steps take longer meanwhile
+            steering.step_s, steering.steps_left = 9.0, steps_left
+            steering.hear_busy([1.0] * len(steering.running.device_of))
+        steering.step_s = step_s
+        going = change_after([1.0] * len(steering.running.device_of), steering)
+        if going is None:
+            break
+        assert going.kind == "slow"
+        done.append(going.why.partition(": ")[2])
+    assert going is None
+    assert done == changes
+    assert [last_line in line for line in said] == ([True] if last_line else [])
+
+
+def change_after(busy_s: Sequence[float], steering: Steering) -> Going | None:
+    """What is gone to after three reports, and then never again, if anything is."""
+    goings = []
+    for _ in range(3):
+        steering.hear_busy(busy_s)
+    for _ in range(4):
+        goings.append(steering.look())
+    found = [each for each in goings if each is not None]
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def test_a_choice_is_not_changed_after_something_else_has_happened() -> None:
+    said: list[str] = []
+    prompt = Prompt({(): 1.0, (1,): 1.5}, stay_step_s=2.0)
+    steering = steered(prompt, said, search_budget="", back_after_s=0.0)
+    going = change_after([1.0, 3.0, 1.0], steering)
+    assert going is not None
+    steering.begin_generation(going.answer, going.kind)
+    steering.leave_out([2])
+    steering.begin_generation(steering.plan_for_loss(1.0), "lost")
+    steering.step_s = 100.0
+    assert change_after([1.0, 1.0], steering) is None
+    assert not said
+
+
+def test_a_device_that_is_not_there_is_not_taken_in_again() -> None:
+    said: list[str] = []
+    prompt = Prompt({(): 1.5, (1,): 1.0}, stay_step_s=2.0)
+    steering = steered(prompt, said, search_budget="", back_after_s=0.0)
+    going = change_after([1.0, 3.0, 1.0], steering)
+    assert going is not None
+    assert "left out (steps" in going.why
+    steering.begin_generation(going.answer, going.kind)
+    for _ in range(4):
+        steering.look()
+    steering.step_s = 3.0
+    steering._is_here = lambda device: False
+    assert change_after([1.0, 1.0], steering) is None
+    assert said == [
+        "B:0 was left out and steps take 3.00 s instead of 1.00 s: stays so, rebalanced (1.50 s) "
+        "would not pay"
+    ]
+
+
 def test_a_device_that_changes_often_does_not_change_the_plan_each_time() -> None:
     """Slow, quick again, slow: each change needs twice as many reports as the one before."""
     said: list[str] = []
@@ -193,7 +279,7 @@ def test_a_device_that_changes_often_does_not_change_the_plan_each_time() -> Non
             if goings:
                 needed.append(count)
                 steering.begin_generation(goings[0].answer, goings[0].kind)
-                steering.steps_left, steering.step_s = 1000, 2.0
+                steering.steps_left, steering.step_s = 1000, 1.0
                 assert steering.running.slow == ({1: 4.0} if is_slow else {})
                 break
     assert needed == [3, 6, 12]
