@@ -29,7 +29,9 @@ on one node recompute nothing: with full recomputation, hidden 2048 and micro-ba
 65 % of the peak of the tensor cores. Those on many nodes recompute whole layers where an A100 of
 40 GB could not hold them otherwise. Sailor's products in float32 used TF32 where the card has it:
 its own layer profiles show the last layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and
-two times what float32 can.
+two times what float32 can (its image, NVIDIA's of PyTorch 24.10, has TF32 on). Megatron has no
+fused softmax for float32: scores are masked in place where they are a view, whose gradient
+autograd copies five times more (``published_layouts.masked_in_place``).
 
 1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
 is in its steady state, each further one takes what the last one took.
