@@ -12,9 +12,10 @@ What the rows do not say is chosen here: vTrain's vocabulary (50257), bfloat16 a
 recomputation (its own settings), 8 GPUs per A100 node behind 400 Gbit/s; Sailor's float32, 2048
 tokens, the vocabulary padded to 50304 (its own parameter counts), one host per tensor-parallel
 group, 800 Gbit/s per GH200 node and 10 Gbit/s for other cards. Attention is written out (no flash
-kernel), and the loss sums over the vocabulary so that no logits have to be gathered, as in
-Megatron-LM. The head is tied to the embedding where one device holds both; in a team or a pipeline
-there are two tables, whose gradients Megatron-LM sums and we do not.
+kernel), Sailor's with its mask filled in place as in its sources, and the loss sums over the
+vocabulary so that no logits have to be gathered, as in Megatron-LM. The head is tied to the
+embedding where one device holds both; in a team or a pipeline there are two tables, whose
+gradients Megatron-LM sums and we do not.
 """
 
 import argparse
@@ -200,6 +201,49 @@ def fused_softmax(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
+class _MaskedOnAView(torch.autograd.Function):
+    """Scores masked in place where they are a view, and what autograd does about it.
+
+    Filling a view in place leaves ``CopySlices`` and ``AsStridedBackward0`` behind. On the way
+    back the gradient is written into zeros, copied, cloned, masked in another clone, and copied
+    back: 13 readings and writings of the scores in seven kernels, where one not in place takes
+    four in two (``masked_fill`` is a clone and a fill). Five clones and a masking are as much but
+    for a writing of zeros. It is priced, never run.
+    """
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, later: Tensor) -> Tensor:
+        context.save_for_backward(later)
+        return scores.masked_fill(later, -1e4)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (later,) = context.saved_tensors
+        for _ in range(_COPIES_OF_SLICES):
+            gradient = gradient.clone()
+        return gradient.masked_fill(later, 0.0), None
+
+
+_COPIES_OF_SLICES = 5
+
+
+def masked_in_place(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention as Megatron does it in float32, where it has no fused softmax.
+
+    One product makes scaled scores, of which a view is masked in place. Without dropout, of which
+    no mask is in Sailor's counts of memory. It is priced, never run.
+    """
+    del module, others, more
+    length, width = query.shape[-2:]
+    later = torch.ones((length, length), dtype=torch.bool).triu(1)
+    scores = (query * width**-0.5) @ key.transpose(2, 3)
+    apply: Any = _MaskedOnAView.apply
+    weights: Tensor = apply(scores, later).softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
 def softmax_of_torch(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *others: Any, **more: Any
 ) -> tuple[Tensor, Tensor]:
@@ -230,6 +274,7 @@ def make_model(model: Model) -> nn.Module:
     transformers.AttentionInterface.register("written_out", written_out)
     transformers.AttentionInterface.register("fused_softmax", fused_softmax)
     transformers.AttentionInterface.register("softmax_of_torch", softmax_of_torch)
+    transformers.AttentionInterface.register("masked_in_place", masked_in_place)
     is_opt = model.family == "opt"
     config: Any = transformers.GPT2Config
     config = config(
@@ -257,6 +302,8 @@ def make_model(model: Model) -> nn.Module:
 
 
 def _attention(model: Model) -> str:
+    if model.family != "gpt":
+        return "masked_in_place"
     if not model.is_fused:
         return "written_out"
     return "fused_softmax" if model.fuses_softmax else "softmax_of_torch"

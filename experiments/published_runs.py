@@ -29,7 +29,9 @@ on one node recompute nothing: with full recomputation, hidden 2048 and micro-ba
 65 % of the peak of the tensor cores. Those on many nodes recompute whole layers where an A100 of
 40 GB could not hold them otherwise. Sailor's products in float32 used TF32 where the card has it:
 its own layer profiles show the last layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and
-two times what float32 can.
+two times what float32 can (its image, NVIDIA's of PyTorch 24.10, has TF32 on). Megatron has no
+fused softmax for float32: scores are masked in place where they are a view, whose gradient
+autograd copies five times more (``published_layouts.masked_in_place``).
 
 1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
 is in its steady state, each further one takes what the last one took.
@@ -212,21 +214,28 @@ def by_capture(row: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(row[name]) for name in named)
 
 
+Terms = list[tuple[float, layouts.Run]]
+"""Runs to simulate: the weighted sum of their seconds is that of a step. The last is largest."""
+
+
 def by_few_layers(
     row: dict[str, str], models: DeviceModels | None = None
 ) -> tuple[float, Evaluator]:
-    """Seconds of a step by two models with fewer layers: each further one takes the same."""
+    """Seconds of a step by two models with fewer layers."""
+    predicted_s, evaluator, _ = _of_terms(few_layer_terms(row), models)
+    return predicted_s, evaluator
+
+
+def few_layer_terms(row: dict[str, str]) -> Terms:
+    """Steps of two models with fewer layers: each further layer takes the same."""
     few = max(int(row["pipeline parallelism"]), 2)
-    (few_s, _, _), (many_s, evaluator, _) = (
-        step_seconds(
-            as_megatron_ran_it(
-                layouts.vtrain_run(row | {"# layers": str(number)}, 0), Recompute.NONE
-            ),
-            models,
-        )
-        for number in (few, 2 * few)
-    )
-    return few_s + (many_s - few_s) * (int(row["# layers"]) / few - 1.0), evaluator
+    more = int(row["# layers"]) / few - 1.0
+    found: Terms = []
+    for number, share in ((few, 1.0 - more), (2 * few, more)):
+        run = layouts.vtrain_run(row | {"# layers": str(number)}, 0)
+        terms = terms_of(as_megatron_ran_it(run, Recompute.NONE))
+        found += [(share * weight, each) for weight, each in terms]
+    return found
 
 
 def as_megatron_ran_it(run: layouts.Run, recompute: Recompute) -> layouts.Run:
@@ -261,24 +270,32 @@ def step_seconds(
     run: layouts.Run, models: DeviceModels | None = None
 ) -> tuple[float, Evaluator, bool]:
     """Seconds of a step, of a pipeline in its steady state by two shorter ones; if it fits."""
+    return _of_terms(terms_of(run), models)
+
+
+def terms_of(run: layouts.Run) -> Terms:
+    """The run itself, or two with fewer micro-batches: each further one takes the same."""
     stages = len(run.pipelines[0])
     if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
-        return _evaluated(run, models)
+        return [(1.0, run)]
     few, many = run.shortened(_STEADY * stages), run.shortened(2 * _STEADY * stages)
-    (few_s, _, _), (many_s, evaluator, fits) = (_evaluated(each, models) for each in (few, many))
-    each_s = (many_s - few_s) / (many.num_micro - few.num_micro)
-    return many_s + (run.num_micro - many.num_micro) * each_s, evaluator, fits
+    more = (run.num_micro - many.num_micro) / (many.num_micro - few.num_micro)
+    return [(-more, few), (1.0 + more, many)]
 
 
 _STEADY = 2
 """Micro-batches for each stage after which a 1F1B pipeline is in its steady state."""
 
 
-def _evaluated(run: layouts.Run, models: DeviceModels | None) -> tuple[float, Evaluator, bool]:
-    graph = layouts.graph_of(run.model, run.batch)
-    evaluator = Evaluator(graph, run.cluster, models)
-    found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
-    return found.step_time_s, evaluator, found.is_ok
+def _of_terms(terms: Terms, models: DeviceModels | None) -> tuple[float, Evaluator, bool]:
+    """Seconds of a step, the evaluator of the largest run, and whether that one fits."""
+    total_s = 0.0
+    for weight, run in terms:
+        graph = layouts.graph_of(run.model, run.batch)
+        evaluator = Evaluator(graph, run.cluster, models)
+        found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
+        total_s += weight * found.step_time_s
+    return total_s, evaluator, found.is_ok
 
 
 # --- MPT -----------------------------------------------------------------------------------------

@@ -36,11 +36,6 @@ from heterog.strategy.channels import Channel, ChannelKind
 
 _TENSOR_CORE_GAIN = 1.5
 """Least ratio of a peak to the sheet's float32 peak that shows it is one of tensor cores."""
-_UNALIGNED = 2.7
-"""Factor on the seconds of 16-bit products whose rows do not begin at multiples of 16 bytes.
-
-From Megatron's last layer with 50,257 words on an A100 (vTrain's rows of ``fit``).
-"""
 _LEAST_GPU_FLOPS_PER_S = 1e12
 _OF_16_BITS = ("bfloat16", "float16")
 _KERNELS_ALIKE = 0.5
@@ -406,7 +401,7 @@ def _product_seconds(
         whole = unit.model.seconds(chip, sizes[of_dtype], moved[of_dtype] / count)
         took[of_dtype] = count * (whole - unit.model.launch_s)
         if unit.is_slowed:
-            took[of_dtype & ~products.is_aligned[chosen]] *= _UNALIGNED
+            took[of_dtype & ~products.is_aligned[chosen]] *= factors.unaligned
             of_attention = products.is_attention[chosen][of_dtype]
             took[of_dtype] *= np.where(of_attention, factors.fused_attention, factors.products)
         else:
