@@ -8,6 +8,7 @@ autograd's sequence number. Only this file, ``static_shapes``, ``value_checks`` 
 touch private names of torch.
 """
 
+import operator
 import sys
 import traceback
 import warnings
@@ -397,7 +398,7 @@ def _trace(
     buffers: Mapping[str, Tensor],
     batch: Any,
 ) -> fx.GraphModule:
-    """Trace the step twice: as it runs, then without mutations."""
+    """Trace the step as it runs, and if it mutates tensors a second time without that."""
 
     def step(
         parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
@@ -436,14 +437,30 @@ def _trace(
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
         _annotate_backward(raw.graph)
-        # fx.Interpreter keeps the node metadata in the second trace; calling the module would
-        # drop it. All gradients are in the step already: some ops have none (complex slices).
-        with torch.no_grad():
-            traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+        traced = raw
+        if _mutates(raw.graph):
+            # fx.Interpreter keeps the node metadata in the second trace; calling the module would
+            # drop it. All gradients are in the step already: some ops have none (complex slices).
+            with torch.no_grad():
+                traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
     return traced
+
+
+def _mutates(graph: fx.Graph) -> bool:
+    """Whether an op of a trace writes to a tensor that it is given.
+
+    Those of batch normalisation that keep statistics do, though their schemas do not say so.
+    """
+    targets = {node.target for node in graph.nodes if node.op == "call_function"}
+    return any(
+        target._schema.is_mutable or "batch_norm" in target._schema.name
+        if isinstance(target, torch._ops.OpOverload)
+        else target is not operator.getitem
+        for target in targets
+    )
 
 
 def _with_accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:

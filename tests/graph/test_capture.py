@@ -12,11 +12,14 @@ import torch_geometric
 from torch import Tensor, nn
 from torch.nn import functional
 
+import heterog.graph.capture as capture_module
 from heterog.errors import CaptureError
 from heterog.graph.capture import _way_out, capture, capture_step, optimizer_state_ratio
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.serialize import graph_to_dict
 from heterog.graph.workload import Workload
+from tests.runtime.cases import workload_of
 
 
 def workload(model: Any, *batch: Tensor, loss: Any = functional.mse_loss, **more: Any) -> Workload:
@@ -758,3 +761,56 @@ def test_a_loss_that_cannot_be_called_says_how_it_is_called(loss: Any) -> None:
 @pytest.mark.parametrize("loss", [None, nn.CrossEntropyLoss(), functional.mse_loss, max])
 def test_losses_that_can_be_called_are_taken(loss: Any) -> None:
     Workload(nn.Linear(3, 3), (torch.zeros(4, 3), torch.zeros(4, 3)), loss, torch.optim.SGD)
+
+
+class Written(nn.Module):
+    """Writes in place, in a way that a case names."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.linear, self.norm = way, nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        if self.way == "norm":
+            y = self.norm(y)
+        if self.way == "view":
+            y[:, :2] *= 2.0
+        return functional.relu(y, inplace=self.way == "relu")
+
+
+def traces_of(monkeypatch: pytest.MonkeyPatch, made: Workload) -> tuple[OpGraph, OpGraph, bool]:
+    """The graph, the graph after a second trace, and whether there was one anyway."""
+    found: list[bool] = []
+    mutates = capture_module._mutates
+
+    def noted(graph: Any) -> bool:
+        found.append(mutates(graph))
+        return found[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_module, "_mutates", noted)
+        graph = capture(made)
+    with monkeypatch.context() as patch:
+        patch.setattr(capture_module, "_mutates", lambda graph: True)
+        return graph, capture(made), found[0]
+
+
+@pytest.mark.parametrize("way", ["nothing", "norm", "view", "relu"])
+def test_only_a_step_that_writes_in_place_is_traced_again(
+    monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Statistics of a norm are written without a word of it in the op's schema."""
+    made = workload(lambda: Written(way), torch.zeros(4, 6), torch.zeros(4, 6))
+    once, twice, is_traced_again = traces_of(monkeypatch, made)
+    assert is_traced_again == (way != "nothing")
+    assert graph_to_dict(once) == graph_to_dict(twice)
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe", "own loss"])
+def test_a_second_trace_would_find_the_same_step(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    once, twice, is_traced_again = traces_of(monkeypatch, workload_of(name))
+    assert not is_traced_again
+    assert graph_to_dict(once) == graph_to_dict(twice)
