@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import (
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.graph import CodeGen
 from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -438,6 +439,7 @@ def _trace(
         _drop_unused_placeholders(raw)
         _annotate_backward(raw.graph)
         traced = raw
+        raw.graph.set_codegen(CodeGen())  # inputs one by one, as placeholders are
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
             # drop it. All gradients are in the step already: some ops have none (complex slices).
@@ -446,6 +448,7 @@ def _trace(
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
+    traced.recompile()
     return traced
 
 
