@@ -438,17 +438,18 @@ def _trace(
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
         _annotate_backward(raw.graph)
-        traced = raw
-        raw.graph.set_codegen(CodeGen())  # inputs one by one, as placeholders are
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
             # drop it. All gradients are in the step already: some ops have none (complex slices).
             with torch.no_grad():
                 traced = make_fx(functionalize(_interpret(raw), remove="mutations"))(*flat)
+        else:
+            traced = raw
+            raw.graph.set_codegen(CodeGen())  # inputs one by one, as those of a second trace
+            raw.recompile()
     spread_checks(traced)
     merge_equal_constants(traced.graph)
     traced.graph.eliminate_dead_code()
-    traced.recompile()
     return traced
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -139,11 +140,10 @@ def _takes_two(function: Any) -> bool:
     if not callable(function) or isinstance(function, type):
         return False
     try:
-        inspect.signature(function).bind(None, None)
+        with suppress(ValueError):  # functions of other languages may have no signature
+            inspect.signature(function).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # functions of other languages may have no signature
-        return True
     return True
 
 
