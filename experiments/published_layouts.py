@@ -319,6 +319,8 @@ def graph_of(model: Model, batch: int) -> OpGraph:
             example_batch=tokens,
             loss=fused_loss if model.is_fused else summed_loss,
             optimizer=torch.optim.Adam,
+            # As Megatron and DeepSpeed update models of 16 bits.
+            master_dtype=None if model.dtype == "float32" else torch.float32,
             name=f"{model.family}_{model.hidden}x{model.layers}",
         )
     )

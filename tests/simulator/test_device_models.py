@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
@@ -237,6 +238,23 @@ def test_a_pass_takes_what_the_host_or_the_kernels_take(graph: OpGraph) -> None:
     np.testing.assert_array_equal(issued[is_update], kernels[is_update])
 
 
+def test_passes_wait_for_the_host_each_on_its_own(graph: OpGraph) -> None:
+    """Where autograd issues kernels faster, a step may wait for the host in one pass only."""
+    kind = device_type("A100-80GB")
+    kernels = DeviceModels(host_s=0.0).op_seconds(graph, kind, 16)
+    is_of = np.array([op.phase for op in graph.ops])
+    forward, backward = (
+        np.flatnonzero((is_of == phase) & (kernels > 0.0))
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    longest = float(kernels[backward].sum() / len(backward))
+    model = DeviceModels(host_s=4.0 * longest)
+    model.host = replace(model.host, backward=0.2)
+    took = model.op_seconds(graph, kind, 16)
+    assert took[forward].sum() == pytest.approx(4.0 * longest * len(forward))
+    assert took[backward].sum() == pytest.approx(kernels[backward].sum())
+
+
 def test_kernels_far_from_a_long_one_wait_for_the_host() -> None:
     """A queue holds a layer, not a whole pass: the head does not hide the first layers."""
     layers = [nn.Linear(8, 8) for _ in range(60)]
@@ -262,7 +280,7 @@ def test_tensor_cores_want_rows_that_begin_at_multiples_of_16_bytes() -> None:
         )  # fmt: skip
         return float(DeviceModels(host_s=0.0).op_seconds(step, kind, 96)[ops(step, "mm")].sum())
 
-    assert head(50_257, torch.bfloat16) > 2.0 * head(50_304, torch.bfloat16)
+    assert head(50_257, torch.bfloat16) > 1.5 * head(50_304, torch.bfloat16)
     assert head(50_257, torch.float32) < 1.1 * head(50_304, torch.float32)
     # The number of samples is how many rows there are, not where they begin.
     odd, even = (

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from heterog.cluster.catalog import listed_type
 from heterog.cluster.topology import Cluster, DeviceType, Execution
-from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
+from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.device_models.fusion.fused import fused_kernels
 from heterog.simulator.device_models.kernels import Products, local_sizes, products_of, streams_of
@@ -97,7 +97,8 @@ class DeviceModels(Roofline):
         factors, fuses = self.in_training(device_type.name), self._fuses
         seconds = _kernel_seconds(graph, device_type, factors, flops, num_bytes, fuses=fuses)
         of_kernels, of_graphs = _shares_of_issuing(graph, device_type, factors, fuses=fuses)
-        return np.maximum(seconds, self.host.issue_s * of_kernels + self.host.graph_s * of_graphs)
+        issue_s = self.host.issue_s * np.where(_is_backward(graph), self.host.backward, 1.0)
+        return np.maximum(seconds, issue_s * of_kernels + self.host.graph_s * of_graphs)
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Alpha-beta seconds; collectives are issued, and fill more slowly than alone."""
@@ -277,6 +278,12 @@ def _shares_of_issuing(
         shares[ops] = seconds[ops] * waits
         parts[ops] = shares[ops] / max(float(shares[ops].sum()), 1.0)
     return shares, parts
+
+
+@lru_cache(maxsize=64)
+def _is_backward(graph: OpGraph) -> NDArray[np.bool_]:
+    """Ops that autograd runs.  # [num_ops]"""
+    return np.array([op.phase == Phase.BACKWARD for op in graph.ops], np.bool_)
 
 
 @lru_cache(maxsize=64)

@@ -92,7 +92,7 @@ class InTraining:
     fused_attention: float = 1.0
     streams: float = 1.0
     float32: float = 1.0
-    unaligned: float = 2.7
+    unaligned: float = 1.9
     spread: float = 0.15
     measured_on: str = ANY_TYPE
 
@@ -102,7 +102,9 @@ class Host:
     """Seconds that the host of a device takes.
 
     Attributes:
-        issue_s: Seconds to issue a kernel.
+        issue_s: Seconds to issue a kernel of the forward pass or an update, from Python.
+        backward: Seconds to issue a kernel of the backward pass, from autograd's own thread, as a
+            multiple of ``issue_s``.
         graph_s: Seconds to enter a compiled graph, once in each pass.
         collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
         ramp_s: Most seconds that a collective takes longer in a step than alone.
@@ -111,6 +113,7 @@ class Host:
     """
 
     issue_s: float
+    backward: float = 1.0
     collective_s: float = 0.0
     ramp_s: float = 0.0
     ramp_s_per_byte: float = 0.0
