@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,11 @@ from torch import Tensor
 
 from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.recorder import Recorder
+
+_LARGE_BYTES = 1 << 20
+"""Messages of an exchange for which turns take less time than they save."""
+_FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 20
+"""Tags of exchanges; those below are for sends and receives."""
 
 
 class Pending:
@@ -149,11 +155,52 @@ class Sending:
                 self._changed.notify_all()
 
 
+class _InTurn:
+    """Receives of one exchange of which each begins when the one before has ended.
+
+    Where all ranks exchange with all others at once, flows share each link's both ends, and not
+    evenly: one of them is done early, and its end of a link idles until the others are. In turns
+    every link carries one flow each way. gloo sends a message only when its receiver is ready for
+    it, so that receivers alone make the turns. A thread starts them, as other work goes on.
+
+    Args:
+        starts: Each starts a receive.
+    """
+
+    def __init__(self, starts: Sequence[Callable[[], dist.Work | None]]) -> None:
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(starts[0](), starts), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all have arrived.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(
+        self, first: dist.Work | None, starts: Sequence[Callable[[], dist.Work | None]]
+    ) -> None:
+        work = first
+        try:
+            for start in (*starts[1:], None):
+                assert work is not None
+                work.wait()
+                if start is not None:
+                    work = start()
+        except Exception as error:
+            self._error = error
+
+
 class _Works:
     """Several communications that end together."""
 
     def __init__(
-        self, works: Sequence[dist.Work], sends: Sequence[tuple[Sending, int]] = ()
+        self, works: Sequence[dist.Work | _InTurn], sends: Sequence[tuple[Sending, int]] = ()
     ) -> None:
         self._works = works
         self._sends = sends
@@ -187,6 +234,7 @@ class Communicator:
         self.rank = rank
         self.recorder: Recorder | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._num_exchanges: dict[tuple[int, ...], int] = {}
         self._known: set[tuple[int, ...]] = set()
         self.open(device_sets)
         self._sending: dict[int, Sending] = {}  # by destination
@@ -434,7 +482,7 @@ class Communicator:
         """
         group = self._groups[devices]
         own = devices.index(self.rank)
-        others = [index for index in range(len(devices)) if index != own]
+        others = [(own + turn) % len(devices) for turn in range(1, len(devices))]
         if is_accelerated(received[own]):
             operations = [
                 dist.P2POp(dist.irecv, received[index], devices[index], group)
@@ -446,15 +494,27 @@ class Communicator:
                 if sent[index].numel()
             ]
             return _Works(dist.batch_isend_irecv(operations) if operations else [])
-        works = []
-        for index in others:
-            if received[index].numel():
-                works.append(self._start_receive(received[index], devices[index], group))
+        # Every exchange has a tag, as receives that wait for their turn may begin after those of
+        # the next one.
+        tag = _FIRST_TAG + self._num_exchanges.get(devices, 0) % _NUM_TAGS
+        self._num_exchanges[devices] = self._num_exchanges.get(devices, 0) + 1
+        starts = [
+            partial(self._start_receive, received[index], devices[index], group, tag)
+            for index in reversed(others)
+            if received[index].numel()
+        ]
+        works: list[Any] = []
+        if _goes_in_turns(
+            [sent[index] for index in others], [received[index] for index in others]
+        ):
+            works.append(_InTurn(starts))
+        else:
+            works.extend(start() for start in starts)
         sends = []
         for index in others:
             if sent[index].numel():
                 tensor, dst = sent[index].contiguous(), devices[index]
-                sends.append(self._keep(self._start_send(tensor, dst, group), tensor, dst))
+                sends.append(self._keep(self._start_send(tensor, dst, group, tag), tensor, dst))
         return _Works([work for work in works if work is not None], sends)
 
     def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
@@ -497,6 +557,17 @@ class Communicator:
         self._sending.clear()
         self._groups.clear()
         self._known.clear()
+
+
+def _goes_in_turns(sent: Sequence[Tensor], received: Sequence[Tensor]) -> bool:
+    """Whether receives of an exchange wait for one another: a rank has several large ones.
+
+    If there is a rank that it sends nothing to, or gets nothing from, links are not used evenly by
+    turns, and one slow link would keep the others waiting.
+    """
+    if len(received) < 2 or received[0].is_meta:
+        return False
+    return all(each.nbytes >= _LARGE_BYTES for each in (*sent, *received))
 
 
 def _room_for(flat: Tensor) -> Tensor:

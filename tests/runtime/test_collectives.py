@@ -36,3 +36,27 @@ def forget_what_comes(rank: int) -> list[float]:
 def test_a_receive_that_nobody_reads_is_held_until_it_is_done(two_ranks: Ranks) -> None:
     arrived = two_ranks.run(forget_what_comes)[0]
     assert arrived == [float(number) for number in range(NUM_ROUNDS)]
+
+
+def exchange_before_waiting(rank: int) -> list[list[float]]:
+    """What three ranks get of exchanges that are all under way when the first is waited for."""
+    everyone = (0, 1, 2)
+    communicator = Communicator(rank, [everyone])
+    under_way = []
+    for number, size in enumerate((SIZE, 7, 2 * SIZE, 1, SIZE)):
+        own = torch.full((size,), float(10 * number + rank))
+        under_way.append(communicator.all_gather(own, everyone, [size] * 3, torch.stack))
+    summed = communicator.reduce_scatter(
+        torch.arange(3.0).repeat_interleave(SIZE), everyone, [SIZE] * 3
+    )
+    found = [each.wait().mean(1).tolist() for each in reversed(under_way)]
+    communicator.flush()
+    return [*found, [float(summed.wait().mean())]]
+
+
+@pytest.mark.distributed
+def test_exchanges_in_turns_do_not_mix(ranks: Ranks) -> None:
+    for rank, (*gathered, summed) in enumerate(ranks.run(exchange_before_waiting)):
+        assert summed == [3.0 * rank]
+        for number, found in zip((4, 3, 2, 1, 0), gathered, strict=True):
+            assert found == [10.0 * number + each for each in range(3)]
