@@ -13,15 +13,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # Packages, or parts of them, of which little or nothing is ever imported.
 RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|setuptools|pygments|mypyc?
 
-.PHONY: setup demo browser test test-all lint types docs docs-serve check format clean
+.PHONY: setup bytecode demo browser test test-all lint types docs docs-serve check format clean
 
 setup: $(KERNELS)
 
 # torch comes first and alone: the exact version resolves to the CPU build where one is configured,
-# and keeps the packages that depend on torch from choosing another. All cores compile what pip
-# would on one, and one of them begins with torch while pip is busy with the rest: without bytecode
-# every import takes twice as long where Python may write none. What is rare is compiled when it is
-# imported. Some packages carry templates that are no Python; those stay as they are.
+# and keeps the packages that depend on torch from choosing another. One core compiles torch while
+# pip is busy with the rest on the other: without bytecode every import takes twice as long where
+# Python may write none.
 COMPILE := $(BIN)/python -m compileall -qq -x '/($(RARE))/'
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,8 +28,12 @@ $(STAMP): pyproject.toml
 	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch & \
 	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev,docs]" "$(TORCH)"; \
 	code=$$?; wait; exit $$code
-	$(COMPILE) -j 0 $(VENV)/lib || true
 	touch $@
+
+# The other packages; what is rare is compiled when it is imported. Some packages carry templates
+# that are no Python; those stay as they are.
+bytecode: $(STAMP)
+	$(COMPILE) $(VENV)/lib || true
 
 # Compiled here, on time; otherwise the first plan would do it (heterog/strategy/kernels.py).
 $(KERNELS): $(STAMP) $(shell find heterog/strategy heterog/simulator -name "*.py")
@@ -71,9 +74,10 @@ docs: $(STAMP)
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/website/site 8000
 
-# The tests want both cores to themselves; what comes before them does not.
+# The tests want both cores to themselves; what comes before them does not. Types take one core
+# for a minute; bytecode is what the other one does when the rest is done.
 check:
-	$(MAKE) --jobs 2 setup browser lint types docs
+	$(MAKE) --jobs 2 setup browser lint types docs bytecode
 	$(MAKE) test
 
 format: $(STAMP)

@@ -25,7 +25,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # No deadlines: a busy machine is no failure, and speed is measured in benchmarks/.
-settings.register_profile("heterog", deadline=None, derandomize=True, max_examples=cases(100, 40))
+settings.register_profile("heterog", deadline=None, derandomize=True, max_examples=cases(100, 30))
 settings.load_profile("heterog")
 
 # Two processes take one file after another: long files come first, so that both end together.

@@ -164,7 +164,7 @@ def comparison(folder: Path, method: str, begun: int) -> subprocess.Popen[str]:
             (signal.SIGINT, False),
             (signal.SIGTERM, True),
         ],
-        2,
+        1,
     ),
 )
 def test_an_interrupted_comparison_on_workers_keeps_what_they_have(

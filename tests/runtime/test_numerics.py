@@ -150,7 +150,7 @@ def test_every_method_of_the_spine_on_four_ranks(four_ranks: Ranks, tmp_path: Pa
     # test_sequences do.
     apart = ("spatial", "sequences")
     methods = [planner.name for planner in planners() if planner.name not in apart]
-    methods = methods if IS_THOROUGH else methods[::3]
+    methods = methods if IS_THOROUGH else methods[::4]
     for number, method in enumerate(methods):
         name = list(MODELS)[number % len(MODELS)]
         plan = make_plan(

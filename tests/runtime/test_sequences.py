@@ -57,8 +57,8 @@ DOUBLE = 1e-9, 1e-11
     [
         ("gpt", DOUBLE),
         ("gpt of products", DOUBLE),
-        ("tiny llama", DOUBLE),
         ("llama of transformers", SINGLE),
+        ("tiny llama", DOUBLE),
         ("bert of transformers", DOUBLE),
     ],
 )
