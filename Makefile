@@ -63,7 +63,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check
 
 types: $(STAMP)
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 # Stops at a broken link or anchor, a page that nothing leads to, and a public name without a
 # docstring. The site is build/website/site/index.html; nothing in it comes from other servers.
@@ -74,8 +74,8 @@ docs: $(STAMP)
 docs-serve: docs
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/website/site 8000
 
-# The tests want both cores to themselves; what comes before them does not. Types take one core
-# for a minute; bytecode is what the other one does when the rest is done.
+# The tests want both cores to themselves; what comes before them does not. Bytecode comes last, as
+# nothing before the tests waits for it.
 check:
 	$(MAKE) --jobs 2 setup browser lint types docs bytecode
 	$(MAKE) test
