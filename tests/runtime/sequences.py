@@ -88,6 +88,11 @@ def of_transformers(name: str) -> nn.Module:
     if name == "llama":
         config = hub.LlamaConfig(**_SMALL, num_key_value_heads=2, use_cache=False)
         model = hub.LlamaForCausalLM(config)
+    elif name == "mistral":  # each position sees the three before it
+        config = hub.MistralConfig(
+            **_SMALL, num_key_value_heads=2, use_cache=False, sliding_window=4
+        )
+        model = hub.MistralForCausalLM(config)
     elif name == "bert":
         off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         model = hub.BertForMaskedLM(hub.BertConfig(**_SMALL, **off, attn_implementation="eager"))
@@ -104,8 +109,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt of products": partial(Gpt, by_products),
     "encoder": partial(Gpt, functional.scaled_dot_product_attention),
     "tiny llama": TinyLlama,
-    **{f"{name} of transformers": partial(of_transformers, name) for name in ("llama", "bert",
-                                                                             "gpt2")},
+    **{f"{name} of transformers": partial(of_transformers, name) for name in ("llama", "mistral",
+                                                                             "bert", "gpt2")},
 }  # fmt: skip
 
 

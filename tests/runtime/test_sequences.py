@@ -58,6 +58,7 @@ DOUBLE = 1e-9, 1e-11
         ("gpt", DOUBLE),
         ("gpt of products", DOUBLE),
         ("llama of transformers", SINGLE),
+        ("mistral of transformers", SINGLE),
         ("tiny llama", DOUBLE),
         ("bert of transformers", DOUBLE),
     ],
