@@ -9,7 +9,7 @@ later work.
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -167,9 +167,10 @@ class _InTurn:
         starts: Each starts a receive.
     """
 
-    def __init__(self, starts: Sequence[Callable[[], dist.Work | None]]) -> None:
+    def __init__(self, starts: Sequence[Callable[[], Any]]) -> None:
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, args=(starts[0](), starts), daemon=True)
+        first, *later = starts
+        self._thread = threading.Thread(target=self._run, args=(first(), later), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -182,16 +183,11 @@ class _InTurn:
         if self._error is not None:
             raise self._error
 
-    def _run(
-        self, first: dist.Work | None, starts: Sequence[Callable[[], dist.Work | None]]
-    ) -> None:
-        work = first
+    def _run(self, first: dist.Work, later: Sequence[Callable[[], Any]]) -> None:
         try:
-            for start in (*starts[1:], None):
-                assert work is not None
-                work.wait()
-                if start is not None:
-                    work = start()
+            first.wait()
+            for start in later:
+                start().wait()
         except Exception as error:
             self._error = error
 
@@ -234,7 +230,7 @@ class Communicator:
         self.rank = rank
         self.recorder: Recorder | None = None
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._num_exchanges: dict[tuple[int, ...], int] = {}
+        self._num_exchanges: Counter[tuple[int, ...]] = Counter()
         self._known: set[tuple[int, ...]] = set()
         self.open(device_sets)
         self._sending: dict[int, Sending] = {}  # by destination
@@ -496,8 +492,8 @@ class Communicator:
             return _Works(dist.batch_isend_irecv(operations) if operations else [])
         # Every exchange has a tag, as receives that wait for their turn may begin after those of
         # the next one.
-        tag = _FIRST_TAG + self._num_exchanges.get(devices, 0) % _NUM_TAGS
-        self._num_exchanges[devices] = self._num_exchanges.get(devices, 0) + 1
+        tag = _FIRST_TAG + self._num_exchanges[devices] % _NUM_TAGS
+        self._num_exchanges[devices] += 1
         starts = [
             partial(self._start_receive, received[index], devices[index], group, tag)
             for index in reversed(others)

@@ -36,9 +36,6 @@ def capture_before_forks() -> None:
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
     """Run jobs until the parent closes the pipe."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # Nothing imported is garbage, and captures make millions of objects that are none.
-    gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
