@@ -209,15 +209,21 @@ class Finisher:
         return [(of_group[first], first, last) for first, last in pairwise((0, *cuts, len(row)))]
 
 
-def moved_cuts(row: IntArray, member: npt.NDArray[np.bool_]) -> Iterator[IntArray]:
-    """A row with one of its stages a block longer, and its neighbour a block shorter.
+def moved_cuts(row: IntArray, member: npt.NDArray[np.bool_], step: int = 1) -> Iterator[IntArray]:
+    """A row with one of its stages a few groups longer, and its neighbour as much shorter.
 
     Args:
-        row: Candidate of each block.  # [G]
+        row: Candidate of each group or block.  # [G]
         member: Whether a device takes part in each candidate.  # [C, D]
+        step: Number of groups; a neighbour with no more of them is left out altogether.
     """
-    for cut in np.flatnonzero((member[row[1:]] != member[row[:-1]]).any(axis=1)) + 1:
-        for block, taker in ((cut, cut - 1), (cut - 1, cut)):
+    changes = np.flatnonzero((member[row[1:]] != member[row[:-1]]).any(axis=1)) + 1
+    bounds = [0, *changes.tolist(), len(row)]
+    for before, cut, after in zip(bounds, bounds[1:], bounds[2:], strict=False):
+        for moved, taker in (
+            (slice(cut, min(cut + step, after)), cut - 1),
+            (slice(max(cut - step, before), cut), cut),
+        ):
             other = row.copy()
-            other[block] = row[taker]
+            other[moved] = row[taker]
             yield other

@@ -1,11 +1,13 @@
-"""Pipelines near a drawn one: its devices one by one, its fastest stages, its cuts in balance.
+"""Pipelines near a drawn one: its devices in other stages, its fastest stages, cuts in balance.
 
 A drawn pipeline says which devices come after which. How long each stage lasts, whether the
-devices of a host share a stage or are stages behind each other, and whether the slowest stages are
-worth their messages follows from that order by a dynamic program, and is drawn too seldom.
+devices of a host or of a type share a stage or are stages behind each other, at which end the
+model begins, and whether the slowest stages are worth their messages follows from that order by a
+dynamic program and a closed form, and is drawn too seldom.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 
 import numpy as np
 
@@ -21,30 +23,48 @@ PARTS = 1.0, 0.75, 0.5, 0.25
 """Parts of a sequence's stages, the fastest ones, that are tried."""
 
 
-def rows_near(pair: Pair, row: IntArray) -> Iterator[IntArray]:
-    """Rows of pipelines on a row's devices in its order, in balance.
+def rows_near(pair: Pair, rows: Iterable[IntArray]) -> list[IntArray]:
+    """Rows of pipelines on the rows' devices in their order or the opposite one, in balance.
 
     Args:
         pair: Model and cluster, with micro-batches.
-        row: Candidate of each block.  # [G]
+        rows: Rows, each with a candidate for each block.  # each [G]
 
-    Yields:
-        Rows, those with all stages first.  # [G]
+    Returns:
+        Different rows, those first that take the least time by ``estimated_s``.  # each [G]
     """
-    for stages in dict.fromkeys(sequences_near(pair, row)):
+    sequences: dict[object, Sequence] = {}
+    for row in rows:
+        for stages in sequences_near(pair, row):
+            sequences.setdefault(kind_of(pair, stages), stages)
+    found: dict[bytes, tuple[float, IntArray]] = {}
+    for stages in sequences.values():
         for weight in CUT_WEIGHTS[1:]:
-            yield balanced(pair, stages, weight)
+            row = balanced(pair, stages, weight)
+            found.setdefault(row.tobytes(), (estimated_s(pair, row), row))
+    return [row for _, row in sorted(found.values(), key=lambda each: each[0])]
 
 
 def sequences_near(pair: Pair, row: IntArray) -> Iterator[Sequence]:
-    """The row's stages and their devices one by one; all of them, and the fastest."""
+    """Stages of the row's devices in four ways, forth and back; all of them, and the fastest.
+
+    The ways: as they are, each host's part of a stage on its own, devices one by one, and
+    neighbours of one type as one stage.
+    """
     starts = [0, *(b for b in range(1, len(row)) if row[b] != row[b - 1])]
     drawn = tuple(int(number) for number in row[starts])
-    alone = {d.devices[0]: n for n, d in enumerate(pair.table) if len(d.devices) == 1}
-    devices = [device for number in drawn for device in pair.table[number].devices]
-    apart = tuple(alone[device] for device in devices if device in alone)
+    host_of, type_of = pair.cluster.host_of, pair.cluster.type_index
+    of_stages = [pair.table[number].devices for number in drawn]
+    devices = [device for of_stage in of_stages for device in of_stage]
+    by_host = [list(own) for of in of_stages for _, own in groupby(of, host_of.__getitem__)]
+    by_type = [list(own) for _, own in groupby(devices, type_of.__getitem__)]
     whole = pair.observer.compute_seconds.sum(axis=0)
-    for stages in (drawn, apart if len(apart) == len(devices) else ()):
+    for stages in (
+        drawn,
+        _candidates(pair, [[device] for device in devices]),
+        _candidates(pair, by_host),
+        _candidates(pair, by_type),
+    ):
         used = [device for number in stages for device in pair.table[number].devices]
         if len(stages) > min(MOST_STAGES, pair.num_blocks) or len(set(used)) < len(used):
             continue
@@ -52,7 +72,56 @@ def sequences_near(pair: Pair, row: IntArray) -> Iterator[Sequence]:
         for part in PARTS:
             kept = set(by_speed[: max(round(part * len(stages)), 1)])
             if len(kept) > 1:
-                yield tuple(each for stage, each in enumerate(stages) if stage in kept)
+                some = tuple(each for stage, each in enumerate(stages) if stage in kept)
+                yield some
+                yield some[::-1]
+
+
+def kind_of(pair: Pair, stages: Iterable[int]) -> tuple[object, ...]:
+    """What tells a sequence of candidates from those that only exchange hosts that are alike."""
+    cluster = pair.cluster
+    place: dict[int, int] = {}  # of each host, by first use
+    return tuple(
+        (
+            tuple(
+                (
+                    place.setdefault(cluster.host_of[device], len(place)),
+                    cluster.host_kind[cluster.host_of[device]],
+                    cluster.type_index[device],
+                )
+                for device in pair.table[number].devices
+            ),
+            pair.table[number].shares,
+        )
+        for number in stages
+    )
+
+
+def _candidates(pair: Pair, stages: list[list[int]]) -> Sequence:
+    """The candidate that needs least for gradients on each stage's devices; () without one."""
+    found = [pair.numbers_on.get(tuple(sorted(devices)), ()) for devices in stages]
+    if not all(found):
+        return ()
+    seconds = (pair.observer.compute_seconds + pair.observer.sync_seconds).sum(axis=0)
+    return tuple(min(numbers, key=lambda number: (seconds[number], number)) for numbers in found)
+
+
+def estimated_s(pair: Pair, row: IntArray) -> float:
+    """Seconds of a pipeline with m micro-batches, by a closed form.
+
+    T = max C(s) + (sum of C(s) - max C(s)) / m + max R(s), with what stage s computes for the
+    whole batch, C(s), and the time of its gradients alone, R(s). Missing memory counts as time.
+    """
+    starts = np.flatnonzero(np.diff(row, prepend=-1))
+    blocks = np.arange(len(row))
+    compute = np.add.reduceat(pair.observer.compute_seconds[blocks, row], starts)
+    reduced = np.add.reduceat(pair.observer.sync_seconds[blocks, row], starts)
+    held = np.array([_held(pair, int(number)) for number in row[starts]])
+    stage_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(row)))
+    filled = np.add.reduceat(held[stage_of, blocks], starts)
+    lacking = float(np.maximum(filled - 1.0, 0.0).max())
+    fill = (compute.sum() - compute.max()) / pair.num_micro
+    return float((compute.max() + fill + reduced.max()) * (1.0 + 10.0 * lacking))
 
 
 def balanced(pair: Pair, stages: Sequence, cut_weight: float) -> IntArray:
@@ -88,6 +157,11 @@ def balanced(pair: Pair, stages: Sequence, cut_weight: float) -> IntArray:
         row[begin[end] : end] = number
         end = int(begin[end])
     return row
+
+
+def held_parts(pair: Pair) -> FloatArray:
+    """Part of the memory of each candidate's fullest device that each block fills.  # [C, G]"""
+    return np.stack([_held(pair, number) for number in range(pair.num_candidates)])
 
 
 def _held(pair: Pair, number: int) -> FloatArray:

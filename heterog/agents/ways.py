@@ -20,6 +20,7 @@ from functools import partial
 import numpy as np
 
 from heterog.agents.policy import PairScores, Policy, draw, score_pairs
+from heterog.agents.segments import rows_in_segments
 from heterog.agents.stages import rows_near
 from heterog.envs.observation import WHOLE_OVERFLOWS
 from heterog.envs.pair import Pair, Score
@@ -89,17 +90,17 @@ class Way:
             self.promise = min(self.promise, (0.0, AGAIN * self.pair.score(row).step_time_s))
 
     def balance(self, most: int) -> None:
-        """Add pipelines near the best ones, at most some."""
+        """Add rows that are drawn too seldom: pipelines near the best ones, or two segments."""
         if not len(self.rows):
             return
         known = {row.tobytes() for row in self.rows}
-        ranked = sorted(self.rows, key=lambda row: self.pair.score(row).preference)
-        found: dict[bytes, IntArray] = {}
-        for row in ranked[:NUM_BALANCED]:
-            for near in rows_near(self.pair, row):
-                if len(found) < most and near.tobytes() not in known:
-                    found.setdefault(near.tobytes(), near)
-        self.rows = np.concatenate([self.rows, *(row[None] for row in found.values())])
+        if self.pair.num_micro == 1:
+            near = rows_in_segments(self.pair, most)
+        else:
+            ranked = sorted(self.rows, key=lambda row: self.pair.score(row).preference)
+            near = rows_near(self.pair, ranked[:NUM_BALANCED])
+        found = [row for row in near if row.tobytes() not in known][:most]
+        self.rows = np.concatenate([self.rows, *(row[None] for row in found)])
 
     @property
     def found(self) -> list[Score]:
@@ -151,7 +152,8 @@ def draw_in(
         for number, way in enumerate(best):
             check()
             way.draw(left // len(best) + (number < left % len(best)), rng)
-    piped = [way for way in ways if way.pair.num_micro > 1]
-    for way in piped:
+    if len(ways) == 1:
+        return
+    for way in ways:
         check()
-        way.balance(int(BALANCED * num_samples) // len(piped))
+        way.balance(int(BALANCED * num_samples) // len(ways))

@@ -139,6 +139,14 @@ class Pair:
         """Number of rows of the table."""
         return len(self.table)
 
+    @cached_property
+    def numbers_on(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Numbers of the candidates on each set of devices."""
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for number, decision in enumerate(self.table):
+            found[decision.devices] = (*found.get(decision.devices, ()), number)
+        return found
+
     def divided(self) -> "Pair | None":
         """The pair with a divided state; ``None`` unless the state fills most devices alone."""
         overfills = self.memory.overfills(self.table)
@@ -240,8 +248,8 @@ class Pair:
         self._scores.clear()
 
     def groups(self, row: npt.ArrayLike) -> IntArray:
-        """The candidate of every group, from that of its block."""
-        return np.asarray(row, np.int32)[self.evaluator.block_of]
+        """The candidate of every group, from that of its block, of one row or several."""
+        return np.asarray(row, np.int32)[..., self.evaluator.block_of]
 
 
 class RunningMemory:

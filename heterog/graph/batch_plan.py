@@ -7,9 +7,9 @@ no special treatment: a weight gradient comes out as P, a sum over the devices.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -56,10 +56,10 @@ class BatchPlan:
 def batch_plan(graph: OpGraph) -> BatchPlan:
     """Propagate the batch through a graph.
 
-    Expansions of constants (a mask or position row repeated for every sample) come out replicated
-    in a first pass, since nothing about them says that they hold the batch. Where all their
-    readers only use the part of the local samples, a second pass splits them at birth, if that
-    adds no conversion anywhere.
+    Expansions of constants (a mask or position row repeated for every sample), and what is made
+    of them, come out replicated in a first pass, since nothing about them says that they hold the
+    batch. Where all their readers only use the part of the local samples, a second pass splits
+    them at birth, if that adds no conversion anywhere.
     """
     placements, needed, specials, unruled, follows = _propagate(graph, {})
     seeds = _split_at_birth(graph, placements, needed)
@@ -97,7 +97,7 @@ _State = tuple[
 ]  # placements, needed, specials, unruled, follows_batch
 
 
-def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
+def _propagate(graph: OpGraph, seeds: Mapping[int, RuleResult]) -> _State:
     placements = list(graph.batch_placements)
     needed: list[tuple[Placement, ...]] = []
     specials: list[str | None] = []
@@ -107,10 +107,10 @@ def _propagate(graph: OpGraph, seeds: dict[int, Placement]) -> _State:
     for index, op in enumerate(graph.ops):
         given = tuple(placements[tensor] for tensor in op.inputs)
         is_known = op.phase == Phase.FORWARD and all(follows[tensor] for tensor in op.inputs)
+        result: RuleResult | None
         if index in seeds:
             # A fill reads nothing but the dtype of its input.
-            reads = given if op.kind in FILLS else tuple(R for _ in given)
-            result: RuleResult | None = RuleResult(reads, (seeds[index],))
+            result = replace(seeds[index], inputs=given) if op.kind in FILLS else seeds[index]
         elif op.phase == Phase.UPDATE:
             # The gradient is synchronised before the update sees it; the lowering decides how.
             result = RuleResult(given, (R,) * op.num_outputs)
@@ -369,23 +369,21 @@ def built_in_rule(
 
 def _split_at_birth(
     graph: OpGraph, placements: list[Placement], needed: list[tuple[Placement, ...]]
-) -> dict[int, Placement]:
-    """Placements of expansions and factories whose readers want their batch dimension split."""
+) -> dict[int, RuleResult]:
+    """Rules of ops that make only the local samples' part of what all readers want split."""
     wanted: dict[int, set[Placement]] = {}
     for op, places in zip(graph.ops, needed, strict=True):
         for tensor, place in zip(op.inputs, places, strict=True):
             wanted.setdefault(tensor, set()).add(place)
-    # A replicated tensor is wanted split if each reader slices it, or passes it on replicated to
-    # readers that all want it split: found backwards.
-    seeds: dict[int, Placement] = {}
+    # Found backwards: a replicated tensor is wanted split if each reader slices it, or makes of a
+    # slice of it what its own readers want. Such readers are in ``rules``, with what they read.
+    rules: dict[int, RuleResult] = {}
+    seeds: dict[int, RuleResult] = {}
     split: dict[int, Placement] = {}
     for index in range(graph.num_ops - 1, -1, -1):
         op = graph.ops[index]
         if op.num_outputs != 1 or op.phase == Phase.UPDATE:
             continue
-        # Where every device has the whole tensor and each reader takes only the rows of its own
-        # samples, the op can make just these rows. Tensors like that are noted in ``split``, ops
-        # that can do so in ``seeds``: only expansions and fills do not care how many they make.
         if graph.is_constant[index] and not graph.is_view[index]:
             continue  # runs whole on every device: what it reads and makes is whole, too
         tensor = graph.outputs(index)[0]
@@ -393,12 +391,11 @@ def _split_at_birth(
             continue
         wishes = set(wanted.get(tensor, ()))
         for reader in graph.consumers[tensor]:
-            out = graph.outputs(reader)[0] if graph.ops[reader].num_outputs else -1
-            if out in split and needed[reader][graph.ops[reader].inputs.index(tensor)].kind == "R":
-                same_rank = len(graph.tensors[out].shape) >= len(graph.tensors[tensor].shape)
-                if same_rank and split[out].dim < len(graph.tensors[tensor].shape):
+            if reader in rules:
+                position = graph.ops[reader].inputs.index(tensor)
+                if rules[reader].inputs[position].kind == "S":
                     wishes.discard(R)
-                    wishes.add(split[out])
+                    wishes.add(rules[reader].inputs[position])
         if len(wishes) != 1:
             continue
         (place,) = wishes
@@ -408,16 +405,62 @@ def _split_at_birth(
         if shape[place.dim] % graph.batch_size:
             continue  # of that size by chance, or split along something else
         split[tensor] = place
-        if op.kind in FILLS and place == S(place.dim) and shape[place.dim] == graph.batch_size:
-            seeds[index] = place
-        if op.kind == "expand.default" and place.outer == 1:
-            source = graph.tensors[op.inputs[0]].shape
-            added = len(shape) - len(source)
-            if shape[place.dim] == graph.batch_size and (
-                place.dim < added or source[place.dim - added] == 1
-            ):
-                seeds[index] = S(place.dim)
+        made = _made_at_birth(graph, index, place)
+        if made is not None:
+            seeds[index] = made
+            continue
+        found = _of_a_slice(graph, index, place, placements)
+        if found is not None:
+            rules[index] = found
+    for index, rule in rules.items():
+        reads = zip(graph.ops[index].inputs, rule.inputs, strict=True)
+        if not any(place.kind == "S" and tensor in split for tensor, place in reads):
+            seeds[index] = rule  # of tensors that stay whole; the others follow their inputs
     return seeds
+
+
+def _made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult | None:
+    """Rule of an expansion or fill that makes only some samples: it does not care how many."""
+    op = graph.ops[index]
+    shape = graph.tensors[graph.outputs(index)[0]].shape
+    if shape[place.dim] != graph.batch_size or place.outer != 1:
+        return None
+    if op.kind in FILLS:
+        return RuleResult((R,) * len(op.inputs), (place,))
+    if op.kind == "expand.default":
+        source = graph.tensors[op.inputs[0]].shape
+        added = len(shape) - len(source)
+        if place.dim < added or source[place.dim - added] == 1:
+            return RuleResult((R,) * len(op.inputs), (place,))
+    return None
+
+
+def _of_a_slice(
+    graph: OpGraph, index: int, place: Placement, placements: list[Placement]
+) -> RuleResult | None:
+    """Rule by which an op on whole inputs makes a part from a slice of one of them."""
+    op, batch = graph.ops[index], graph.batch_size
+    if op.rule is not None or any(placements[tensor] != R for tensor in op.inputs):
+        return None
+    for position, tensor in enumerate(op.inputs):
+        if tensor < graph.num_inputs and graph.tensors[tensor].kind == TensorKind.PARAMETER:
+            continue
+        for dim, size in enumerate(graph.tensors[tensor].shape):
+            if size == 0 or size % batch:
+                continue
+            rest = size // batch
+            for outer in (outer for outer in range(1, rest + 1) if rest % outer == 0):
+                given = tuple(S(dim, outer) if n == position else R for n in range(len(op.inputs)))
+                with suppress(GraphError):
+                    found = _rule_of(graph, index, given, frozenset(), ())
+                    if (
+                        found is not None
+                        and found.outputs == (place,)
+                        and found.special is None
+                        and all(each.kind in "RS" for each in found.inputs)
+                    ):
+                        return found
+    return None
 
 
 def _num_conversions(

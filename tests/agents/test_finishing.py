@@ -2,15 +2,16 @@
 
 import copy
 from dataclasses import replace
-from itertools import combinations, groupby, pairwise
+from itertools import combinations, groupby, pairwise, product
 
 import numpy as np
 import pytest
 
 from heterog.agents.finishing import Finish, Scheduled, moved_cuts
+from heterog.agents.op_level import Scorer, Whole
 from heterog.agents.policy import draw, rule_of_thumb
-from heterog.agents.proposals import Whole, _Scorer
-from heterog.agents.stages import balanced, sequences_near
+from heterog.agents.segments import BACKWARD, rows_in_segments, seconds_of_cuts
+from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
 from heterog.envs.pair import Loads, Pair, RunningMemory
 from heterog.envs.toy import chain_graph
 from heterog.planners.planner import Budget, Problem
@@ -76,7 +77,117 @@ def test_near_a_pipeline_are_its_devices_one_by_one_and_its_fastest_stages() -> 
         tuple(pair.table[number].devices for number in stages)
         for stages in sequences_near(pair, row)
     }
-    assert near == {((0, 1), (3,)), ((0,), (1,), (3,)), ((0,), (1,))}
+    forth = {((0, 1), (3,)), ((0,), (1,), (3,)), ((0,), (1,))}
+    assert near == forth | {stages[::-1] for stages in forth}
+
+
+def test_near_a_pipeline_neighbours_of_one_type_are_one_stage() -> None:
+    pair = pipelined_pair()
+    row = balanced(pair, numbers_of(pair, (0,), (1,), (3,)), 0.5)
+    near = [
+        [pair.table[number].devices for number in stages] for stages in sequences_near(pair, row)
+    ]
+    assert [(0, 1), (3,)] in near
+
+
+def test_sequences_that_only_exchange_alike_hosts_are_of_one_kind() -> None:
+    pair = Pair(
+        chain_graph(6, 64, 32), cluster_of(*[(10.0, ["T4", "T4"])] * 2, (10.0, ["P100-16GB"]))
+    )
+    kinds = [
+        kind_of(pair, numbers_of(pair, *sets))
+        for sets in (((0, 1), (2, 3), (4,)), ((2, 3), (0, 1), (4,)), ((0, 1), (4,), (2, 3)))
+    ]
+    assert kinds[0] == kinds[1] != kinds[2]
+    one_host, two_hosts = numbers_of(pair, (0,), (1,)), numbers_of(pair, (0,), (2,))
+    assert kind_of(pair, one_host) != kind_of(pair, two_hosts)
+
+
+def test_the_estimate_of_a_pipeline_is_its_slowest_stage_and_a_part_of_the_others() -> None:
+    pair = pipelined_pair()
+    row = balanced(pair, numbers_of(pair, (0, 1), (3,)), 0.5)
+    observer, cut = pair.observer, int(np.flatnonzero(np.diff(row))[0]) + 1
+    first, second = (
+        (observer.compute_seconds[part, number].sum(), observer.sync_seconds[part, number].sum())
+        for part, number in ((slice(cut), row[0]), (slice(cut, None), row[-1]))
+    )
+    slow, fast = max(first[0], second[0]), min(first[0], second[0])
+    expected = slow + fast / pair.num_micro + max(first[1], second[1])
+    assert estimated_s(pair, row) == pytest.approx(expected)
+
+
+def seconds_one_by_one(pair: Pair, row: IntArray) -> float:
+    """Slow reference of ``seconds_of_cuts`` without memory."""
+    observer = pair.observer
+    compute = [float(observer.compute_seconds[block, n]) for block, n in enumerate(row)]
+    ready, summed = sum(compute) * (1.0 - BACKWARD), 0.0
+    for block in reversed(range(len(row))):
+        ready += BACKWARD * compute[block]
+        summed = max(summed, ready) + float(observer.sync_seconds[block, row[block]])
+    return max(summed, sum(compute))
+
+
+def test_the_seconds_of_every_cut_are_those_of_its_row() -> None:
+    pair = Pair(
+        chain_graph(6, 64, 32), cluster_of((10.0, ["V100-16GB"] * 2), (10.0, ["P100-16GB"]))
+    )
+    first, second = (np.array(numbers, np.int32) for numbers in ((0, 3, 4), (3, 1, 2)))
+    found = seconds_of_cuts(pair, first, second)
+    for cut, column in product(range(pair.num_blocks), range(3)):
+        row = np.repeat([first[column], second[column]], (cut, pair.num_blocks - cut))
+        assert found[cut, column] == pytest.approx(seconds_one_by_one(pair, row))
+
+
+def test_rows_in_segments_are_the_fastest_of_all_cuts() -> None:
+    pair = Pair(
+        chain_graph(6, 64, 32), cluster_of((10.0, ["V100-16GB"] * 2), (10.0, ["P100-16GB"]))
+    )
+    rows = rows_in_segments(pair, 10**6)
+    seconds = [seconds_one_by_one(pair, row) for row in rows]
+    assert seconds == sorted(seconds)
+    numbers = range(pair.num_candidates)
+    every = [
+        seconds_one_by_one(pair, np.repeat([a, b], (cut, pair.num_blocks - cut)))
+        for a, b in product(numbers, numbers)
+        for cut in range(1, pair.num_blocks)
+        if a != b
+    ]
+    assert seconds[0] == pytest.approx(min(every))
+
+
+def test_refining_moves_a_cut_to_where_the_referee_wants_it() -> None:
+    """A pipeline cut far from the best place comes within a hundredth of the best of all cuts."""
+    pair = pipelined_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=400), orders=(Order.FIFO,))
+    numbers = np.array(numbers_of(pair, (0, 1), (2,)), np.int32)
+    whole = Whole(num_micro=4, finish=Finish(schedule=Scheduled.SPLIT))
+
+    def cut_at(block: int) -> IntArray:
+        return pair.groups(np.repeat(numbers, (block, pair.num_blocks - block)))
+
+    every = Scorer(problem, pair, 0)
+    best = min(
+        every.judge(cut_at(block), whole, Order.FIFO) for block in range(1, pair.num_blocks)
+    )
+    scorer = Scorer(problem, pair, 0)
+    begin = scorer.score(cut_at(1), whole)
+    scorer.judge_best()
+    scorer.refine()
+    assert scorer.best_judged[1] < begin[1]
+    assert scorer.best_judged[1] <= 1.01 * best[1]
+
+
+def test_cuts_move_by_some_groups_as_far_as_a_neighbour_goes() -> None:
+    member = np.eye(3, dtype=np.bool_)
+    row = np.array([0, 0, 0, 1, 2, 2, 2], np.int32)
+    found = [other.tolist() for other in moved_cuts(row, member, 2)]
+    assert found == [
+        [0, 0, 0, 0, 2, 2, 2],
+        [0, 1, 1, 1, 2, 2, 2],
+        [0, 0, 0, 1, 1, 1, 2],
+        [0, 0, 0, 2, 2, 2, 2],
+    ]
 
 
 def test_cuts_move_by_one_block_either_way() -> None:
@@ -113,7 +224,7 @@ def scored(
     """The strategy of a finished row, whose score is that of the evaluator."""
     evaluator = Evaluator(pair.graph, pair.cluster)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=99), orders=(Order.FIFO,))
-    scorer = _Scorer(problem, pair, 0)
+    scorer = Scorer(problem, pair, 0)
     row = balanced(pair, numbers_of(pair, *sets), 0.5)
     score = scorer.score(row, Whole(num_micro=4, finish=finish))
     (found, candidate), _ = scorer.candidates()[0]
@@ -132,7 +243,7 @@ def test_finishing_makes_pipelines_faster_and_nothing_slower() -> None:
         evaluator=Evaluator(pair.graph, pair.cluster), budget=Budget(evaluations=400)
     )
     rows = draw(rule_of_thumb(pair), pair, 16, np.random.default_rng(0)).rows
-    scorer = _Scorer(problem, pair, 0)
+    scorer = Scorer(problem, pair, 0)
     scorer.search(np.unique(rows, axis=0))
     best = scorer.best(1)[0][1]
     plain = min(
@@ -195,7 +306,7 @@ def test_a_pipeline_behind_a_row_of_one_stage_is_finished_and_passes_it() -> Non
     problem = Problem(
         evaluator=Evaluator(pair.graph, pair.cluster), budget=Budget(evaluations=400)
     )
-    scorer = _Scorer(problem, pair, 0)
+    scorer = Scorer(problem, pair, 0)
     scorer.search(np.stack([uniform, pipelined]))
     best = scorer.best(10**6)
     assert next(row for row, whole in best if whole.finish == Finish()).tolist() == list(uniform)

@@ -89,6 +89,29 @@ def test_rows_expanded_to_the_batch_are_split_at_birth() -> None:
     assert conversions(graph) == []
 
 
+def test_products_of_constants_repeated_for_every_sample_follow_the_share() -> None:
+    """As relative positions in XLNet: each device did all samples' before, whatever its share."""
+
+    class RelativePositions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.queries, self.keys = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:  # x: [time, samples, features]
+            angles = torch.arange(5.0)[:, None] * torch.arange(6.0)[None]
+            rows = angles.sin()[:, None].expand(5, x.shape[1], 6).clone()
+            return torch.einsum("ibf,jbf->bij", self.queries(x), self.keys(rows))
+
+    graph = capture(
+        Workload(
+            RelativePositions, (torch.zeros(5, 8, 6), torch.zeros(8, 5, 5)), functional.mse_loss,
+            torch.optim.SGD, {"lr": 0.1}, batch_dims={0: 1},
+        )
+    )  # fmt: skip
+    assert batch_plan(graph).flops_fixed[graph.flops > 1000.0].sum() == 0.0
+    assert conversions(graph) == []
+
+
 def test_an_op_over_the_whole_batch_costs_a_gather() -> None:
     class Ranked(nn.Module):
         def __init__(self) -> None:

@@ -1,0 +1,458 @@
+"""Scores rows at the op level, under any settings of the whole step, and refines the best.
+
+The engine scores many rows, and settings of the whole step for the best of them: micro-batches,
+recomputation in as few blocks as it takes to fit, and what ``finishing`` has words for. The
+referee, up to a tenth away from the engine where links are shared, then judges the best different
+rows, and the places of their cuts and the number of micro-batches are refined by its judgement.
+Both stop after so many simulated tasks, so that an answer takes as long for 256 devices as for 16.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from heterog.agents.finishing import PLAIN, SCHEDULES_TRIED, Finish, Finisher, moved_cuts
+from heterog.agents.stages import kind_of
+from heterog.errors import StrategyError
+from heterog.planners.data_parallel import device_speeds
+from heterog.planners.planner import Candidate, Problem
+from heterog.planners.recomputing import kinds_worth_trying
+from heterog.planners.teams import without_needless_rules
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome
+from heterog.strategy.lowering import Choice
+from heterog.strategy.program import IntArray
+from heterog.strategy.space import StrategySpace
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
+
+if TYPE_CHECKING:
+    from heterog.envs.pair import Pair
+
+NUM_RESCORED = 8
+NUM_RETURNED = 4
+BUCKETS = (0, DEFAULT_BUCKET_BYTES)
+NUM_VARIED = 6
+MICRO_BATCHES = (2, 4, 8, 16)
+MOST_TASKS = 2_000_000
+"""Most tasks simulated at the op level for a table, up to two seconds of work."""
+NUM_FINISHED = 4
+"""Number of different pipelined rows that get teams and schedules."""
+MOST_BEHIND = 1.5
+"""Step time over the best row's up to which such a row may win by them; on cases that no policy
+was held against, they took rows at most 1.26 times further."""
+MOST_FINISHED_TASKS = 600_000
+"""Most tasks simulated at the op level for these."""
+NUM_JUDGED = 6
+"""Number of different rows that the referee judges in all orders."""
+MOST_JUDGED = 1.1
+"""Step time over the best judged one's up to which the referee finishes a row."""
+NUM_REFINED = 4
+"""Number of different rows that are refined by the referee."""
+MOST_REFINED_TASKS = 1_200_000
+"""Most tasks that the referee simulates for these."""
+COARSE_STEPS = 8, 4
+"""Numbers of groups by which cuts are moved by the engine, one after another."""
+FINE_STEPS = 4, 2, 1
+"""Numbers of groups by which they are moved by the referee."""
+FILLED = 0.98
+"""Most of a device's memory that strategies may fill which recompute just enough to fit: the
+referee's schedule may need more than the engine's."""
+_HALVINGS = 3
+
+Preference = tuple[float, float]
+"""(bytes missing, seconds); less is better."""
+Scored = tuple[Preference, Candidate]
+
+_WORST = math.inf, math.inf
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Whole:
+    """Settings of the whole step.
+
+    Attributes:
+        bucket_bytes: Bytes of a bucket, as in ``Strategy``.
+        num_micro: Number of micro-batches that the batch is cut into evenly.
+        recompute: Part of the blocks that recompute, first those that free the most bytes per
+            second.
+        keeps: What these keep nevertheless.
+        finish: Teams and schedule.
+    """
+
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES
+    num_micro: int = 1
+    recompute: float = 0.0
+    keeps: Keeps = Keeps.NOTHING
+    finish: Finish = PLAIN
+
+
+def _orders(whole: Whole, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
+    """Orders to score in: by rank; first in, first out before it with micro-batches.
+
+    By rank, every micro-batch's forward pass comes before the first backward pass: up to a fifth
+    faster than in turn, or a half slower, and beyond memory where that is scarce. A schedule with
+    caps, split backward passes or turns says itself what comes first.
+    """
+    wanted = (Order.RANK,) if whole.num_micro == 1 else (Order.FIFO, Order.RANK)
+    if whole.finish.schedule:
+        wanted = (Order.FIFO,)
+    return tuple(order for order in wanted if order in allowed) or allowed[:1]
+
+
+class Scorer:
+    """Scores rows at the op level, under any settings of the whole step."""
+
+    def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
+        evaluator = problem.evaluator
+        self._problem = problem
+        self.pair = pair
+        self._left = math.inf
+        if problem.budget.evaluations is not None:
+            self._left = max(problem.budget.evaluations - spent, 1)
+        self._space = StrategySpace(
+            evaluator.graph,
+            evaluator.cluster,
+            evaluator.tables,
+            evaluator.channels,
+            device_speeds(evaluator),
+            pair.table,
+        )
+        self._num_tasks = 0
+        self._num_evaluations = 0
+        self._scored: dict[tuple[bytes, Whole], Preference] = {}
+        self._judged: dict[tuple[bytes, Whole, Order], Preference] = {}
+        self._kinds = kinds_worth_trying(evaluator.graph)
+        self._recomputing = {
+            keeps: np.array(
+                [
+                    self._space.add(replace(decision, recompute=True, keeps=keeps))
+                    for decision in pair.table
+                ],
+                np.int32,
+            )
+            for keeps in self._kinds
+        }
+        self._most_tasks = MOST_TASKS
+        self._finisher = Finisher(evaluator, self._space)
+
+    @property
+    def num_evaluations(self) -> int:
+        """Evaluations so far: one for each order of a row and settings of the whole step."""
+        return self._num_evaluations
+
+    def search(
+        self,
+        rows: IntArray,
+        ways: Sequence[tuple[IntArray, Whole]] = (),
+    ) -> None:
+        """Score the first rows, and other rows with given settings; vary the best."""
+        count = NUM_RESCORED
+        if self._left < math.inf:
+            count = max(min(count, int(self._left) // len(BUCKETS)), 1)
+        for row in self.pair.groups(rows[:count]):
+            for bucket_bytes in BUCKETS:
+                self.score(row, Whole(bucket_bytes, self.pair.num_micro))
+        for row, whole in ways:
+            if self._num_tasks < MOST_TASKS / 2:  # the rest is for varying them
+                self.score(self.pair.groups(row), whole)
+        for row, whole in self.best_rows(NUM_VARIED):
+            self.vary(row, whole)
+        self._most_tasks = self._num_tasks + MOST_FINISHED_TASKS
+        for row, whole in self._worth_finishing():
+            self.finish(row, whole)
+
+    def score(self, row: IntArray, whole: Whole, best: Preference = _WORST) -> Preference:
+        """(bytes missing, seconds); infinitely many if it is surely slower than the best.
+
+        Nothing more is simulated once the budget is spent.
+        """
+        key = np.asarray(row, np.int32).tobytes(), whole
+        if key in self._scored:
+            return self._scored[key]
+        orders = _orders(whole, self._problem.orders)
+        is_spent = bool(self._scored) and self._num_evaluations + len(orders) > self._left
+        if is_spent or self._num_tasks > self._most_tasks:
+            return _WORST
+        problem = self._problem
+        choice = self._choice(row, whole)
+        if choice is None:
+            return _WORST
+        limit_s = best[1] if best[0] == 0.0 else np.inf
+        preferences: list[Preference] = []
+        try:
+            evaluations = problem.evaluator.evaluate_orders(choice, orders, limit_s)
+        except StrategyError:  # turns of a V wait for each other where other values cross
+            evaluations = []
+            preferences.append(_WORST)
+        for found in evaluations:
+            preferences.append(self._preference(found, whole))
+        self._scored[key] = min(preferences)
+        self._num_evaluations += len(orders)
+        self._num_tasks += len(orders) * problem.evaluator.num_tasks
+        return self._scored[key]
+
+    def _choice(self, row: IntArray, whole: Whole) -> Choice | None:
+        """What the evaluator is asked; ``None`` if the row has no such schedule."""
+        evaluator = self._problem.evaluator
+        made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
+        if made is None:
+            return None
+        return self._space.encode(
+            made.row,
+            bucket_bytes=whole.bucket_bytes,
+            num_steps=1 if self._problem.step_barrier else UNROLLED_STEPS,
+            micro_batches=self._space.micro_batches(whole.num_micro),
+            tables=evaluator.rule_tables(made.rule_number),
+            schedule=made.schedule,
+        )._replace(rule_set=made.rule_number)
+
+    def _preference(self, found: Evaluation, whole: Whole) -> Preference:
+        """An evaluation's preference; as if it did not fit if it recomputes and hardly fits."""
+        if whole.recompute > 0.0 and found.outcome == Outcome.OK:
+            filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
+            if filled.max() > FILLED:
+                return 1.0, found.step_time_s
+        return found.preference
+
+    # --- by the referee --------------------------------------------------------------------------
+
+    def judge(
+        self,
+        row: IntArray,
+        whole: Whole,
+        order: Order,
+        best: Preference = _WORST,
+    ) -> Preference:
+        """As ``score``, in one order, by the referee."""
+        key = np.asarray(row, np.int32).tobytes(), whole, order
+        if key in self._judged:
+            return self._judged[key]
+        choice = None
+        if self._num_tasks <= self._most_tasks and self._num_evaluations < self._left:
+            choice = self._choice(row, whole)
+        if choice is None:
+            return _WORST
+        evaluator = self._problem.evaluator
+        try:
+            found = evaluator.referee(choice, order, best[1] if best[0] == 0.0 else np.inf)
+            self._judged[key] = self._preference(found, whole)
+        except StrategyError:
+            self._judged[key] = _WORST
+        self._num_evaluations += 1
+        self._num_tasks += evaluator.num_tasks
+        return self._judged[key]
+
+    def judge_best(self) -> None:
+        """Have the referee judge the best rows in all orders."""
+        self._most_tasks = self._num_tasks + MOST_REFINED_TASKS // 2
+        best = self.best_judged
+        for row, whole in self.best_rows(NUM_JUDGED):
+            for order in self._problem.orders:
+                best = min(best, self.judge(row, whole, order, (best[0], MOST_JUDGED * best[1])))
+
+    @property
+    def best_judged(self) -> Preference:
+        """The least (bytes missing, seconds) by the referee so far."""
+        return min(self._judged.values(), default=_WORST)
+
+    def refine(self) -> None:
+        """Refine the best judged rows, by the referee's judgement."""
+        self._most_tasks = self._num_tasks + MOST_REFINED_TASKS
+        starts: dict[object, tuple[IntArray, Whole, Order]] = {}
+        for row, whole, order in self._best_judged(len(self._judged)):
+            starts.setdefault(self._kind(row), (row, whole, order))
+        for row, whole, order in list(starts.values())[:NUM_REFINED]:
+            self._refine(row, whole, order)
+
+    def _refine(self, row: IntArray, whole: Whole, order: Order) -> None:
+        """Move a row's cuts, then try more and fewer micro-batches, and move them again."""
+        row, best = self._move_cuts(
+            row, FINE_STEPS, lambda other, best: self.judge(other, whole, order, best)
+        )
+        for num_micro in (2 * whole.num_micro, whole.num_micro // 2):
+            if whole.num_micro > 1 and 1 < num_micro <= self.pair.graph.batch_size:
+                other = replace(whole, num_micro=num_micro)
+                if self.judge(row, other, order, best) < best:
+                    return self._refine(row, other, order)
+        return None
+
+    def _move_cuts(
+        self,
+        row: IntArray,
+        steps: tuple[int, ...],
+        ask: Callable[[IntArray, Preference], Preference],
+    ) -> tuple[IntArray, Preference]:
+        """Move a row's cuts while that helps, by ever fewer groups.
+
+        Args:
+            row: Candidate of each group.  # [num_groups]
+            steps: Numbers of groups.
+            ask: Function that scores a row, given the best score so far.
+
+        Returns:
+            The best row and its score.
+        """
+        best = ask(row, _WORST)
+        for step in steps:
+            is_better = True
+            while is_better:
+                is_better = False
+                for other in moved_cuts(row, self.pair.observer.member, step):
+                    found = ask(other, best)
+                    if found < best:
+                        best, row, is_better = found, other, True
+                        break
+        return row, best
+
+    def _best_judged(self, count: int) -> list[tuple[IntArray, Whole, Order]]:
+        """The best rows and settings that the referee has judged, best first."""
+        keys = sorted(self._judged, key=lambda key: (self._judged[key], key))
+        return [(np.frombuffer(row, np.int32), whole, order) for row, whole, order in keys[:count]]
+
+    def ensure(self, row: IntArray) -> None:
+        """Make sure of a result even if there was no time to score anything."""
+        if not self._scored:
+            whole = Whole(num_micro=self.pair.num_micro)
+            self._scored[self.pair.groups(row).tobytes(), whole] = _WORST
+
+    def best(self, count: int) -> list[tuple[IntArray, Whole]]:
+        """The best so far, best first."""
+        keys = sorted(self._scored, key=lambda key: (self._scored[key], key))
+        return [(np.frombuffer(row, np.int32), whole) for row, whole in keys[:count]]
+
+    def best_rows(self, count: int) -> list[tuple[IntArray, Whole]]:
+        """The best different rows so far, each in its best way, best first."""
+        first: dict[object, tuple[IntArray, Whole]] = {}
+        for row, whole in self.best(len(self._scored)):
+            first.setdefault(self._kind(row), (row, whole))
+            if len(first) == count:
+                break
+        return list(first.values())
+
+    def _kind(self, row: IntArray) -> tuple[object, ...]:
+        """What tells a row from those that only exchange hosts that are alike."""
+        starts = np.flatnonzero(np.diff(row, prepend=-1))
+        return (*starts.tolist(), *kind_of(self.pair, row[starts]))
+
+    def _worth_finishing(self) -> list[tuple[IntArray, Whole]]:
+        """The best pipelined rows, also behind rows of one stage, unless they are far behind.
+
+        Rows of one stage are left as they are: data parallelism hides what teams would save.
+        """
+        missing, seconds = self.score(*self.best(1)[0])
+        most = missing, MOST_BEHIND * seconds
+        pipelined = [
+            (row, whole)
+            for row, whole in self.best_rows(len(self._scored))
+            if self._is_pipelined(row) and self.score(row, whole) <= most
+        ]
+        return pipelined[:NUM_FINISHED]
+
+    def _is_pipelined(self, row: IntArray) -> bool:
+        member = self.pair.observer.member
+        return bool((member[row[1:]] != member[row[:-1]]).any())
+
+    def vary(self, row: IntArray, whole: Whole) -> None:
+        """Try other settings of the whole step."""
+        best = self._saved(row, whole, self.score(row, whole))
+        for num_micro in MICRO_BATCHES:
+            if num_micro > self.pair.graph.batch_size:
+                return
+            # Smaller micro-batches need less memory: perhaps nothing has to run twice.
+            cut = replace(whole, num_micro=num_micro, recompute=0.0, keeps=Keeps.NOTHING)
+            found = self.score(row, cut, best)
+            if best[0] == 0.0 and found >= best and num_micro > whole.num_micro:
+                return
+            best = self._saved(row, cut, min(best, found))
+
+    def _saved(self, row: IntArray, whole: Whole, best: Preference) -> Preference:
+        """The score, or that with as few blocks recomputing as it takes to fit, if better.
+
+        Where all of them suffice, all of them are also tried with less to make again.
+        """
+        if best[0] == 0.0 and whole.recompute == 0.0:
+            return best
+        found = self.score(row, replace(whole, recompute=1.0), best)
+        best = min(best, found)
+        if found[0] > 0.0:
+            return best
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            part = 0.5 * (low + high)
+            found = self.score(row, replace(whole, recompute=part), best)
+            best = min(best, found)
+            low, high = (low, part) if found[0] == 0.0 else (part, high)
+        for keeps in reversed(self._kinds[:-1]):
+            cheaper = self.score(row, replace(whole, recompute=1.0, keeps=keeps), best)
+            best = min(best, cheaper)
+            if cheaper[0] > 0.0:
+                break
+        return best
+
+    def finish(self, row: IntArray, whole: Whole) -> None:
+        """Try teams, schedules and places of the cuts of a pipeline, each from the best so far."""
+        best = self.score(row, whole)
+        if best[0] == np.inf:
+            return
+        for vary in (self._in_teams, self._scheduled):
+            for other in list(vary(row, whole)):
+                found = self.score(row, other, best)
+                if found < best:
+                    best, whole = found, other
+        self._move_cuts(row, COARSE_STEPS, lambda other, best: self.score(other, whole, best))
+
+    def _in_teams(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
+        """Teams of every size, whose micro-batches may be small."""
+        for size in self._finisher.sizes:
+            for num_micro in (whole.num_micro, 2 * whole.num_micro):
+                if num_micro <= self.pair.graph.batch_size:
+                    finish = replace(whole.finish, team_size=size)
+                    yield replace(whole, num_micro=num_micro, finish=finish)
+
+    def _scheduled(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
+        """Schedules of a row with micro-batches, and twice as many of these in a V."""
+        if whole.num_micro == 1:
+            return
+        for schedule in SCHEDULES_TRIED:
+            yield replace(whole, finish=replace(whole.finish, schedule=schedule))
+
+    def candidates(self) -> list[tuple[Scored, bool]]:
+        """The best strategies with their scores, and whether they are pipelines, best first."""
+        judged = [
+            (self.judge(row, whole, order), row, whole, order)
+            for row, whole, order in self._best_judged(NUM_RETURNED)
+            if self.judge(row, whole, order) < _WORST
+        ]
+        first = self._problem.orders[0]
+        found = judged or [
+            (self.score(row, whole), row, whole, first) for row, whole in self.best(NUM_RETURNED)
+        ]
+        return [
+            ((score, self._candidate(row, whole, order)), whole.num_micro > 1)
+            for score, row, whole, order in found
+        ]
+
+    def _candidate(self, row: IntArray, whole: Whole, order: Order) -> Candidate:
+        made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
+        assert made is not None
+        strategy = self._space.decode(
+            made.row,
+            bucket_bytes=whole.bucket_bytes,
+            step_barrier=self._problem.step_barrier,
+            micro_batches=self._space.micro_batches(whole.num_micro),
+            op_rules=made.op_rules,
+            schedule=made.schedule,
+        )
+        strategy = without_needless_rules(self.pair.graph, strategy)
+        orders = tuple(dict.fromkeys((order, *self._problem.orders)))
+        return Candidate(strategy=strategy, orders=orders)
+
+    def _candidates(self, row: IntArray, whole: Whole) -> IntArray:
+        """Number of every group's decision in the space, in teams of one."""
+        blocks = self.pair.observer.cheapest_to_recompute
+        blocks = blocks[: round(whole.recompute * self.pair.num_blocks)]
+        again = np.isin(self.pair.evaluator.block_of, blocks)
+        return np.where(again, self._recomputing[whole.keeps][row], row)
