@@ -1,7 +1,8 @@
 """Policies as planners: ``agent`` answers alone, ``agent+search`` leads a local search.
 
-``agent`` makes one pass of the network and at most 64 draws (the first one greedy) and hands over
-the best four (``proposals``). No baseline is among them and none is improved. ``agent+search``
+``agent`` makes one pass of the network and at most 64 draws (the first one greedy), makes others
+of the best draws, refines the best rows for a bounded number of simulated tasks and hands over
+four (``proposals``, ``op_level``). No baseline is among them and none is improved. ``agent+search``
 gives the same proposals to local search as seeds, and lets its moves use parts of further draws,
 so that the policy's probabilities order them.
 

@@ -18,7 +18,7 @@ from heterog.agents.finishing import (
     Scheduled,
 )
 from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, Whole
-from heterog.planners.planner import Candidate, Problem
+from heterog.planners.planner import Candidate, Problem, Spending
 from heterog.strategy.program import IntArray
 
 if TYPE_CHECKING:
@@ -79,6 +79,30 @@ def propose(
     ways = make_ways(network, tables, num_samples)
     with spending.limits():
         draw_in(ways, num_samples, np.random.default_rng([problem.seed, 64]), spending.check)
+    scored, spent = _scored(problem, tables, ways, spending)
+    scored.sort(key=lambda each: each[0][0])
+    found = Proposed(
+        candidates=tuple(candidate for (_, candidate), _ in scored[:NUM_RETURNED]),
+        num_evaluations=spent,
+        pair=scored[0][1].pair,
+        scores=scored[0][1].scores,
+        out_of_memory=float(np.mean([each.overflow > 0 for way in ways for each in way.found])),
+    )
+    _log.info(
+        "policy %s, seed %d: %d draws for %s, %.0f %% do not fit",
+        name or "in training", problem.seed, num_samples, tables[0].name,
+        100.0 * found.out_of_memory,
+    )  # fmt: skip
+    return found
+
+
+def _scored(
+    problem: Problem, tables: "Sequence[Pair]", ways: "Sequence[Way]", spending: Spending
+) -> "tuple[list[tuple[Scored, Way]], int]":
+    """The best strategies of each table with the way they came from, and all evaluations so far.
+
+    The rows of the better table are refined.
+    """
     spent = sum(len(way.rows) for way in ways)
     scorers: list[tuple[Scorer, list[Way]]] = []
     for table in tables:
@@ -98,25 +122,11 @@ def propose(
     with spending.limits():
         best.refine()
     spent += best.num_evaluations
-    scored: list[tuple[Scored, Way]] = [
+    return [
         (each, own[-1] if is_pipelined else own[0])
         for scorer, own in scorers
         for each, is_pipelined in scorer.candidates()
-    ]
-    scored.sort(key=lambda each: each[0][0])
-    found = Proposed(
-        candidates=tuple(candidate for (_, candidate), _ in scored[:NUM_RETURNED]),
-        num_evaluations=spent,
-        pair=scored[0][1].pair,
-        scores=scored[0][1].scores,
-        out_of_memory=float(np.mean([each.overflow > 0 for way in ways for each in way.found])),
-    )
-    _log.info(
-        "policy %s, seed %d: %d draws for %s, %.0f %% do not fit",
-        name or "in training", problem.seed, num_samples, tables[0].name,
-        100.0 * found.out_of_memory,
-    )  # fmt: skip
-    return found
+    ], spent
 
 
 def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:

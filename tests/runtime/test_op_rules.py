@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
@@ -272,16 +272,13 @@ def test_what_is_repeated_for_every_sample_is_made_for_the_own_ones(
     """Nothing that the batch splits goes in; all who read it take the rows of their samples."""
     graph = graph_of("encodings")
     batch = batch_plan(graph)
-    (product,) = (
+    products = [
         op
         for op, node in enumerate(graph.ops)
-        if node.kind == "mm.default"
-        and node.phase == Phase.FORWARD
-        and all(place == R for place in batch.needed[op])
-    )
-    rule = OpRule(inputs=(S(0), R), outputs=(S(0),), units=graph.batch_size)
-    strategy = replace(everywhere(graph, decision), op_rules=((product, rule),))
-    assert axis_plan(graph, strategy.op_rules).op_axis[product] == BATCH_AXIS
+        if node.kind == "mm.default" and node.phase == Phase.FORWARD
+    ]
+    assert all(batch.needed[op] == (S(0), R) for op in products)
+    strategy = everywhere(graph, decision)
     program = lower(graph, cluster(), strategy)
     assert not (program.kind == TaskKind.GATHER_VALUE).any()
     trained(ranks, tmp_path, "encodings", strategy)
