@@ -2,9 +2,9 @@
 
 ``agent`` makes one pass of the network and at most 64 draws (the first one greedy), makes others
 of the best draws, refines the best rows for a bounded number of simulated tasks and hands over
-four (``proposals``, ``op_level``). No baseline is among them and none is improved. ``agent+search``
-gives the same proposals to local search as seeds, and lets its moves use parts of further draws,
-so that the policy's probabilities order them.
+four (``proposals``, ``op_level``). No baseline is among them and none is improved.
+``agent+search`` gives the same proposals to local search as seeds, and lets its moves use parts of
+further draws, so that the policy's probabilities order them.
 
 Importing this registers both; torch is imported when one is asked to plan.
 """
