@@ -18,6 +18,7 @@ from heterog.agents.finishing import (
     Scheduled,
 )
 from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, Whole
+from heterog.agents.stages import of_each_length
 from heterog.planners.planner import Candidate, Problem, Spending
 from heterog.strategy.program import IntArray
 
@@ -28,7 +29,9 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 64
 NUM_PIPELINED = 5
-"""Number of rows drawn as pipelines, and of those made of them, scored at the op level."""
+"""Number of rows drawn as pipelines that are scored at the op level."""
+NUM_MADE = 10
+"""Number of pipelines made of them that are, with split backward passes."""
 HOPELESS = 0.05
 """Missing part of memory, by the coarse evaluator, from which a row is left to other ways."""
 
@@ -142,11 +145,12 @@ def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:
     for way in pipelined:
         whole = Whole(num_micro=way.pair.num_micro)
         split = replace(whole, finish=Finish(schedule=Scheduled.SPLIT))
-        for rows in (way.rows[: way.num_drawn], way.rows[way.num_drawn :]):
-            fastest = sorted(rows, key=lambda row: way.pair.score(row).preference)
-            others.append(
-                [(row, each) for row in fastest[:NUM_PIPELINED] for each in (split, whole)]
-            )
+        drawn, made = (
+            sorted(rows, key=lambda row: way.pair.score(row).preference)
+            for rows in (way.rows[: way.num_drawn], way.rows[way.num_drawn :])
+        )
+        others.append([(row, each) for row in drawn[:NUM_PIPELINED] for each in (split, whole)])
+        others.append([(row, split) for row in of_each_length(made)[:NUM_MADE]])
     in_turn = [each for turn in zip_longest(*others) for each in turn if each is not None]
     scorer.search(plain.rows[order], in_turn)
 

@@ -7,7 +7,7 @@ dynamic program and a closed form, and is drawn too seldom.
 """
 
 from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 import numpy as np
 
@@ -31,7 +31,8 @@ def rows_near(pair: Pair, rows: Iterable[IntArray]) -> list[IntArray]:
         rows: Rows, each with a candidate for each block.  # each [G]
 
     Returns:
-        Different rows, those first that take the least time by ``estimated_s``.  # each [G]
+        Different rows, first the best with each number of stages by ``estimated_s``, then the
+        second ones, and so on.  # each [G]
     """
     sequences: dict[object, Sequence] = {}
     for row in rows:
@@ -42,7 +43,18 @@ def rows_near(pair: Pair, rows: Iterable[IntArray]) -> list[IntArray]:
         for weight in CUT_WEIGHTS[1:]:
             row = balanced(pair, stages, weight)
             found.setdefault(row.tobytes(), (estimated_s(pair, row), row))
-    return [row for _, row in sorted(found.values(), key=lambda each: each[0])]
+    return of_each_length([row for _, row in sorted(found.values(), key=lambda each: each[0])])
+
+
+def of_each_length(rows: Iterable[IntArray]) -> list[IntArray]:
+    """Rows, the first with each number of stages, then the second ones, and so on.
+
+    With as many micro-batches as they are scored with, long pipelines seem slower than with more.
+    """
+    found: dict[int, list[IntArray]] = {}
+    for row in rows:
+        found.setdefault(int(np.count_nonzero(np.diff(row))), []).append(row)
+    return [row for turn in zip_longest(*found.values()) for row in turn if row is not None]
 
 
 def sequences_near(pair: Pair, row: IntArray) -> Iterator[Sequence]:
