@@ -36,14 +36,14 @@ NUM_RETURNED = 4
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6
 MICRO_BATCHES = (2, 4, 8, 16)
-MOST_TASKS = 2_000_000
+MOST_TASKS = 1_600_000
 """Most tasks simulated at the op level for a table, up to two seconds of work."""
 NUM_FINISHED = 4
 """Number of different pipelined rows that get teams and schedules."""
 MOST_BEHIND = 1.5
 """Step time over the best row's up to which such a row may win by them; on cases that no policy
 was held against, they took rows at most 1.26 times further."""
-MOST_FINISHED_TASKS = 600_000
+MOST_FINISHED_TASKS = 500_000
 """Most tasks simulated at the op level for these."""
 NUM_JUDGED = 6
 """Number of different rows that the referee judges in all orders."""
@@ -51,7 +51,7 @@ MOST_JUDGED = 1.1
 """Step time over the best judged one's up to which the referee finishes a row."""
 NUM_REFINED = 4
 """Number of different rows that are refined by the referee."""
-MOST_REFINED_TASKS = 1_200_000
+MOST_REFINED_TASKS = 1_000_000
 """Most tasks that the referee simulates for these."""
 COARSE_STEPS = 8, 4
 """Numbers of groups by which cuts are moved by the engine, one after another."""
