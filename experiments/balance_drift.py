@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from balance_testbed import EQUAL
+from balance_testbed import EQUAL, KEEPS_MEMORY
 
 from heterog.balance.following import INTERVAL
 from heterog.balance.shares import count_turns
@@ -39,8 +39,6 @@ SLOWED = 1
 """Rank whose part of a core is halved."""
 SETTLED = 80
 """Steps before it: shares are found, and stay."""
-KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-"""Environment in which glibc keeps what is freed."""
 FIXED = (29, 34, 38, 43, 48)
 """Shares of the slowed rank that are measured; others have the rest in halves."""
 

@@ -13,6 +13,10 @@ A quota is given every 100 ms, so that ranks that wait for each other several ti
 lose parts of it: ``--pixels 128`` makes images larger and steps about a second long. How much they
 lose differs from run to run with the moments at which the quotas begin: by 15 % on ``equal``,
 where runs of one script with the same shares were compared. On ``cores`` nothing is given by time.
+
+Ranks keep memory that they have freed, as the allocator of an accelerator does. By default glibc
+gives large buffers back and gets them again in each step, with which the same script takes up to a
+quarter longer in some runs than in others; ``--default-allocator`` leaves it so.
 """
 
 import argparse
@@ -34,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("plain_ddp", "fsdp2", "hf_accelerate", "hf_trainer", "lightning_ddp")
 PIXELS = 64
 """Height and width of the images in the scripts."""
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**34)}
+"""Environment in which glibc keeps what is freed."""
 SETTLING = 3
 """Epochs of eleven steps in which shares may still change."""
 
@@ -54,7 +60,13 @@ ALIKE = {"equal": EQUAL, "cores": alike_ranks("cores", 2, 1.0)}
 
 
 def epoch_seconds(
-    cluster: Cluster, script: Path, epochs: int, pixels: int, *, alone: bool = False
+    cluster: Cluster,
+    script: Path,
+    epochs: int,
+    pixels: int,
+    allocator: dict[str, str],
+    *,
+    alone: bool = False,
 ) -> list[list[float]]:
     """Seconds of each epoch that each rank printed.
 
@@ -63,6 +75,7 @@ def epoch_seconds(
         script: a file of ``examples/balance``.
         epochs: to run.
         pixels: height and width of the images.
+        allocator: environment that says how memory is allocated.
         alone: every rank is a job of its own.
     """
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
@@ -82,6 +95,7 @@ def epoch_seconds(
             wrap=wrap,
             environment=lambda rank: {
                 **bed.environment(rank),
+                **allocator,
                 "EPOCHS": str(epochs),
                 "LOCAL_RANK": str(rank),
                 "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
@@ -95,19 +109,19 @@ def epoch_seconds(
 
 
 def measure(
-    cluster: Cluster, script: str, epochs: int, rounds: int, pixels: int
+    cluster: Cluster, script: str, epochs: int, rounds: int, pixels: int, allocator: dict[str, str]
 ) -> dict[str, Any]:
     """Both scripts in turn, and what the ranks could do."""
     with_balancer = ROOT / "examples" / "balance" / f"{script}.py"
     without = with_balancer.parent / "before" / with_balancer.name
-    alone = epoch_seconds(cluster, without, 3, pixels, alone=True)
+    alone = epoch_seconds(cluster, without, 3, pixels, allocator, alone=True)
     speeds = [1 / statistics.median(seconds[1:]) for seconds in alone]
     perfect = statistics.mean(speeds) / min(speeds)
     before: list[list[float]] = []
     after: list[list[float]] = []
     for number in range(rounds):
         for path in (without, with_balancer)[:: 1 if number % 2 == 0 else -1]:
-            seconds = epoch_seconds(cluster, path, epochs, pixels)[0]
+            seconds = epoch_seconds(cluster, path, epochs, pixels, allocator)[0]
             (before if path is without else after).append(seconds)
     plain = statistics.median(s for each in before for s in each[1:])
     ours = statistics.median(s for each in after for s in each[SETTLING:])
@@ -136,6 +150,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--pixels", type=int, default=PIXELS)
     parser.add_argument("--testbeds", default="skew_compute,equal")
+    parser.add_argument("--default-allocator", action="store_true")
     arguments = parser.parse_args()
     if arguments.epochs <= SETTLING:
         parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")
@@ -143,7 +158,14 @@ def main() -> None:
     for testbed in arguments.testbeds.split(","):
         cluster = ALIKE.get(testbed) or load_testbed(testbed)
         for script in arguments.scripts.split(","):
-            row = measure(cluster, script, arguments.epochs, arguments.rounds, arguments.pixels)
+            row = measure(
+                cluster,
+                script,
+                arguments.epochs,
+                arguments.rounds,
+                arguments.pixels,
+                {} if arguments.default_allocator else KEEPS_MEMORY,
+            )
             rows.append(row)
             print(
                 f"{testbed:13} {script:14} {row['plain_epoch_s']:.2f} -> "
