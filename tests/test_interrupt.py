@@ -155,6 +155,7 @@ def comparison(folder: Path, method: str, begun: int) -> subprocess.Popen[str]:
     return process
 
 
+@THOROUGH
 @pytest.mark.parametrize(
     ("number", "to_all"),
     few_of(

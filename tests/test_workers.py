@@ -149,6 +149,7 @@ def test_the_same_seed_gives_the_same_policy_on_workers(
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+@THOROUGH
 @pytest.mark.distributed
 def test_compare_gives_the_same_rows_on_ray(
     ray_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

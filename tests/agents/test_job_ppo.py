@@ -9,12 +9,12 @@ from heterog.planners.arrivals.deadlines import EPISODE_S, draw_requests
 from heterog.planners.arrivals.profiled import RampCluster
 from heterog.planners.arrivals.queueing import blocking_rate
 from heterog.planners.arrivals.rules import most_devices, run_rule
-from tests.thorough import one_in
+from tests.thorough import THOROUGH
 
 CLUSTER = RampCluster()
 
 
-@one_in(3)
+@THOROUGH
 @pytest.mark.parametrize("seed", range(3))
 def test_ppo_blocks_fewer_than_maximum_partitioning_on_medium_deadlines(seed: int) -> None:
     model = train_jobs(

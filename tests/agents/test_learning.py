@@ -77,7 +77,7 @@ def likelihood(policy: Policy) -> float:
     return float(log_p.exp().sum())
 
 
-@pytest.mark.parametrize("algorithm", few_of(sorted(Algorithm, reverse=True), 2))
+@pytest.mark.parametrize("algorithm", few_of(sorted(Algorithm, reverse=True), 1))
 def test_every_learner_finds_the_optimum_of_the_toy(algorithm: Algorithm) -> None:
     """Behind a slow network everything on one device is best: all 256 rows say so."""
     pair = toy_pair()
@@ -96,7 +96,7 @@ def test_every_learner_finds_the_optimum_of_the_toy(algorithm: Algorithm) -> Non
     assert pair.score(greedy).step_time_s == pytest.approx(optimum_s())
 
 
-@pytest.mark.parametrize("algorithm", [Algorithm.MIXED, Algorithm.PPO])
+@pytest.mark.parametrize("algorithm", few_of([Algorithm.PPO, Algorithm.MIXED], 1))
 def test_a_run_that_was_stopped_goes_on_exactly(algorithm: Algorithm, tmp_path: Path) -> None:
     settings = settings_of(algorithm, num_steps=6, check_every=2, search_evaluations=20)
     whole = make_trainer(source(), settings, NETWORK).run()
@@ -162,7 +162,7 @@ def test_settings_that_an_algorithm_does_not_read_warn() -> None:
         make_trainer(source(), settings, NETWORK)
 
 
-@pytest.mark.parametrize("nats", [12.0, 0.1])
+@pytest.mark.parametrize("nats", few_of([12.0, 0.1], 1))
 def test_ppo_follows_the_schedules(nats: float) -> None:
     """The rate of Adam is that of REINFORCE, and the entropy is pushed where it should be."""
     settings = settings_of(

@@ -60,6 +60,7 @@ trainer.train(resume_from_checkpoint=RESUME)
 ACCELERATE = """
 from accelerate import Accelerator
 from heterog.balance.for_accelerate import AcceleratedBalancer
+from tests.thorough import THOROUGH
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 balancer = AcceleratedBalancer(accelerator, batch_size=12, shares=SHARES)
@@ -91,6 +92,7 @@ def loss_of(text: str, num_ranks: int, folder: Path, scripts: ForkedScripts) -> 
     return float(found[1])
 
 
+@THOROUGH
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_trainer_accumulates_and_goes_on_like_one_process(

@@ -153,7 +153,7 @@ SHAPES: dict[str, Callable[[], dict[str, Any]]] = {
 METHODS = [planner.name for planner in planners()]
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_method_plans_graphs_written_by_hand(shape: str, tmp_path: Path) -> None:
     """The documented example crashed the default methods: it has one group and no slot."""

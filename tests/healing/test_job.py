@@ -30,6 +30,7 @@ pytestmark = [
 ]
 MODEL = """
 import torch, heterog
+from tests.thorough import THOROUGH
 from torch import nn
 
 def make():
@@ -87,6 +88,7 @@ def processes_of(pid: int) -> list[str]:
     return [line for line in found.stdout.splitlines() if f"--pid {pid}" in line]
 
 
+@THOROUGH
 def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
     """Killed with 9, rank and keeper; on with two ranks; then with three again, to the end."""
     killed: list[int] = []

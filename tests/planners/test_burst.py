@@ -22,6 +22,7 @@ from heterog.planners.burst import (
     search,
     search_as_published,
 )
+from tests.thorough import one_in
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data" / "deeppool"
@@ -129,6 +130,7 @@ def all_places(num_layers: int, in_branch: set[int], size: int) -> Iterator[tupl
     )
 
 
+@one_in(2)
 @pytest.mark.parametrize("limit", [math.inf, 1.6, 1.1])
 @pytest.mark.parametrize("previous", [CHAIN, BRANCHES, SKIP], ids=["chain", "branches", "skip"])
 def test_the_program_finds_what_brute_force_finds(

@@ -36,7 +36,7 @@ from heterog.planners.plan import Plan, load_plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import run_methods
 from heterog.simulator.evaluator import Evaluator
-from tests.thorough import THOROUGH
+from tests.thorough import THOROUGH, few_of
 
 FILE = """
 schema_version: 1
@@ -119,7 +119,7 @@ def test_the_cheapest_plan_is_that_of_all_sets_of_hosts() -> None:
     assert money(planned(CHEAPEST)) == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("slack", [1.01, 1.3, 2.0])
+@pytest.mark.parametrize("slack", few_of([1.3, 1.01, 2.0], 1))
 def test_the_cheapest_plan_in_time_is_that_of_all_sets_of_hosts(slack: float) -> None:
     fastest_s = every_offer()[0].step_time_s
     in_time = [offer for offer in every_offer() if offer.step_time_s <= slack * fastest_s]
@@ -141,6 +141,7 @@ def test_without_an_objective_nothing_changes() -> None:
     assert "prices" not in bare.cluster.to_dict()
 
 
+@THOROUGH
 def test_the_cheapest_plan_costs_no_more_than_the_fastest() -> None:
     methods = (*METHODS, "pipeline", "local_search")
     fastest, cheapest = (planned(each, methods, "12e") for each in (FASTEST, CHEAPEST))

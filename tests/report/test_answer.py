@@ -29,6 +29,7 @@ from tests.simulator.builders import (
     with_rules,
 )
 from tests.strategy.test_op_rules import sharded_mlp
+from tests.thorough import one_in
 
 
 def told(plan: Plan, width: int = 80, remarks: Sequence[str] = ()) -> tuple[Explanation, str]:
@@ -45,6 +46,7 @@ def planned(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Plan:
     return plan_by_hand(graph, cluster, strategy)
 
 
+@one_in(3)
 @pytest.mark.parametrize("width", [60, 80, 100])
 @pytest.mark.parametrize("seed", range(12))
 def test_any_plan_is_answered_in_fifteen_lines(seed: int, width: int) -> None:

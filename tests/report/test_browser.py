@@ -19,6 +19,7 @@ from heterog.strategy.strategy import Decision, Sync
 from tests.report.browser import SIZE, chromium, complaints, requests
 from tests.report.hostile import forced
 from tests.simulator import builders
+from tests.thorough import THOROUGH, few_of
 
 Open = Callable[[Plan], "Page"]
 EVIL = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
@@ -167,7 +168,7 @@ def middle(timeline: Timeline, task: int) -> float:
     return float(timeline.start[task] + timeline.finish[task]) / 2
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", few_of(["dark", "light"], 1))
 def test_a_real_plan_is_drawn_in_both_schemes(
     driver: Any, opened: Open, plan: Plan, scheme: str
 ) -> None:
@@ -282,6 +283,7 @@ def test_modules_open_and_close(driver: Any, opened: Open, plan: Plan) -> None:
     assert driver.execute_script(closed) == 0
 
 
+@THOROUGH
 def test_twenty_thousand_tasks(opened: Open) -> None:
     graph = builders.linear_chain([f"block.{i // 20}.{i % 20}" for i in range(520)], width=256)
     cluster = Cluster.load("paper_8gpu")

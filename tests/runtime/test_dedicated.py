@@ -31,7 +31,7 @@ def four_hosts() -> Cluster:
     return replace(plain, pairs=tuple(pairs))
 
 
-@one_in(3)
+@one_in(4)
 @pytest.mark.distributed
 @pytest.mark.parametrize("method", ["cp_ar", "pipeline", "poplar", "megatron_grid", "hap"])
 @pytest.mark.parametrize("order", [(2, 0, 3, 1), (1, 0, 2, 3)])

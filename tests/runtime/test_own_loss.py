@@ -23,7 +23,7 @@ GATHERS = ("contrastive", "pseudo-labels", "weighted labels")
 """These need the whole batch in one op: no micro-batches."""
 
 
-@one_in(5)
+@one_in(8)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OWN_LOSS)
 @pytest.mark.parametrize("case", ["ring", "zero share", "server", "one device"])
@@ -34,7 +34,7 @@ def test_uniform(ranks: Ranks, tmp_path: Path, name: str, case: str) -> None:
     assert_trains_like_one_device(ranks, tmp_path, name, strategy, graph)
 
 
-@one_in(5)
+@one_in(8)
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", OWN_LOSS)
 @pytest.mark.parametrize("case", ["zero1", "zero3, no slice"])

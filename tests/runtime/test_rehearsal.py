@@ -68,7 +68,7 @@ def verdict(name: str, plan: Plan) -> str:
     )
 
 
-@one_in(3)
+@one_in(5)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("case", SYNCS)
 def test_what_ranks_run_is_accepted(name: str, case: str) -> None:

@@ -50,7 +50,7 @@ DOUBLE = 1e-9, 1e-11
 """Differences of gradients and weights, and of losses, that are allowed."""
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("name", "limits"),

@@ -38,7 +38,7 @@ from tests.simulator.builders import (
     within_samples,
 )
 from tests.strategy.test_layouts import GRAPH
-from tests.thorough import cases
+from tests.thorough import cases, one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "7"))
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", str(cases(40, 12))))
@@ -101,6 +101,7 @@ CLUSTERS = {
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_folded_equals_unfolded(name: str) -> None:
     cluster = CLUSTERS[name]

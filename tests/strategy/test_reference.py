@@ -59,7 +59,7 @@ from tests.simulator.builders import (
 )
 from tests.strategy.reading import Need
 from tests.strategy.reference import Buffer, Meaning, Route, Subject, Task, meaning
-from tests.thorough import one_in
+from tests.thorough import THOROUGH, one_in
 
 SEED = int(os.environ.get("HETEROG_SEED", "7"))
 NUM_RANDOM = int(os.environ.get("HETEROG_RANDOM_STRATEGIES", "32"))
@@ -360,6 +360,7 @@ def written_out() -> OpGraph:
     return capture(padded_workload())
 
 
+@one_in(2)
 @pytest.mark.parametrize("number", range(NUM_RANDOM // 2))
 def test_what_is_kept_and_what_is_made_where_it_is_read(
     number: int, monkeypatch: pytest.MonkeyPatch
@@ -461,6 +462,7 @@ def test_on_a_batch_of_another_size(number: int) -> None:
     assert_same(program, given, meaning(given, case.cluster, strategy))
 
 
+@THOROUGH
 def test_the_kernel_runs_uncompiled() -> None:
     """As in a debugger, with the bounds of arrays checked: the same programs."""
     few = {"NUMBA_DISABLE_JIT": "1", "HETEROG_RANDOM_STRATEGIES": "6"}
