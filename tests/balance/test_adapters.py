@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.forked_scripts import ForkedScripts
+from tests.thorough import THOROUGH
 
 HEAD = """
 import os
@@ -60,7 +61,6 @@ trainer.train(resume_from_checkpoint=RESUME)
 ACCELERATE = """
 from accelerate import Accelerator
 from heterog.balance.for_accelerate import AcceleratedBalancer
-from tests.thorough import THOROUGH
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 balancer = AcceleratedBalancer(accelerator, batch_size=12, shares=SHARES)

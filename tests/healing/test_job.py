@@ -23,6 +23,7 @@ from heterog.runtime.launch import ranks_of_this_process
 from heterog.zoo import load_workload
 from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model
 from tests.simulator.builders import cluster_of
+from tests.thorough import THOROUGH
 
 pytestmark = [
     pytest.mark.distributed,
@@ -30,7 +31,6 @@ pytestmark = [
 ]
 MODEL = """
 import torch, heterog
-from tests.thorough import THOROUGH
 from torch import nn
 
 def make():
