@@ -18,16 +18,17 @@ RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|se
 setup: $(KERNELS)
 
 # torch comes first and alone: the exact version resolves to the CPU build where one is configured,
-# and keeps the packages that depend on torch from choosing another. One core compiles torch while
-# pip is busy with the rest on the other: without bytecode every import takes twice as long where
-# Python may write none.
+# and keeps the packages that depend on torch from choosing another. pip keeps one core busy; the
+# other compiles torch meanwhile (without bytecode every import takes twice as long where Python may
+# write none), then the kernels, which need no more than the package's own dependencies.
 COMPILE := $(BIN)/python -m compileall -qq -x '/($(RARE))/'
+COMPILE_KERNELS := $(BIN)/python -m heterog.simulator.compile_kernels
+INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
-	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch & \
-	$(BIN)/python -m pip install $(PIP_OPTIONS) -e ".[zoo,dev,docs]" "$(TORCH)"; \
-	code=$$?; wait; exit $$code
+	$(INSTALL)
+	$(COMPILE) $(VENV)/lib/python3*/site-packages/torch & $(INSTALL) -e .; code=$$?; wait; exit $$code
+	$(COMPILE_KERNELS) & $(INSTALL) -e ".[zoo,dev,docs]"; code=$$?; wait; exit $$code
 	touch $@
 
 # The other packages; what is rare is compiled when it is imported. Some packages carry templates
@@ -37,7 +38,7 @@ bytecode: $(STAMP)
 
 # Compiled here, on time; otherwise the first plan would do it (heterog/strategy/kernels.py).
 $(KERNELS): $(STAMP) $(shell find heterog/strategy heterog/simulator -name "*.py")
-	$(BIN)/python -m heterog.simulator.compile_kernels
+	$(COMPILE_KERNELS)
 	touch $@
 
 demo: $(KERNELS)
