@@ -448,8 +448,7 @@ def _of_a_slice(
         for dim, size in enumerate(graph.tensors[tensor].shape):
             if size == 0 or size % batch:
                 continue
-            rest = size // batch
-            for outer in (outer for outer in range(1, rest + 1) if rest % outer == 0):
+            for outer in _divisors(size // batch):
                 given = tuple(S(dim, outer) if n == position else R for n in range(len(op.inputs)))
                 with suppress(GraphError):
                     found = _rule_of(graph, index, given, frozenset(), ())
@@ -461,6 +460,13 @@ def _of_a_slice(
                     ):
                         return found
     return None
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
+    """Divisors of a positive number in order; flattened dimensions may have millions of rows."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(dict.fromkeys((*small, *(number // n for n in reversed(small)))))
 
 
 def _num_conversions(
