@@ -158,15 +158,12 @@ def comparison(folder: Path, method: str, begun: int) -> subprocess.Popen[str]:
 @THOROUGH
 @pytest.mark.parametrize(
     ("number", "to_all"),
-    few_of(
-        [
-            (signal.SIGINT, True),  # as a terminal does
-            (signal.SIGTERM, False),  # as a batch system does
-            (signal.SIGINT, False),
-            (signal.SIGTERM, True),
-        ],
-        1,
-    ),
+    [
+        (signal.SIGINT, True),  # as a terminal does
+        (signal.SIGTERM, False),  # as a batch system does
+        (signal.SIGINT, False),
+        (signal.SIGTERM, True),
+    ],
 )
 def test_an_interrupted_comparison_on_workers_keeps_what_they_have(
     tmp_path: Path, number: signal.Signals, to_all: bool

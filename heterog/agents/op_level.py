@@ -262,7 +262,7 @@ class Scorer:
         """Refine the best judged rows, by the referee's judgement."""
         self._most_tasks = self._num_tasks + MOST_REFINED_TASKS
         starts: dict[object, tuple[IntArray, Whole, Order]] = {}
-        for row, whole, order in self._best_judged(len(self._judged)):
+        for row, whole, order in self._judged_in_order(len(self._judged)):
             starts.setdefault(self._kind(row), (row, whole, order))
         for row, whole, order in list(starts.values())[:NUM_REFINED]:
             self._refine(row, whole, order)
@@ -276,8 +276,8 @@ class Scorer:
             if whole.num_micro > 1 and 1 < num_micro <= self.pair.graph.batch_size:
                 other = replace(whole, num_micro=num_micro)
                 if self.judge(row, other, order, best) < best:
-                    return self._refine(row, other, order)
-        return None
+                    self._refine(row, other, order)
+                    return
 
     def _move_cuts(
         self,
@@ -307,7 +307,7 @@ class Scorer:
                         break
         return row, best
 
-    def _best_judged(self, count: int) -> list[tuple[IntArray, Whole, Order]]:
+    def _judged_in_order(self, count: int) -> list[tuple[IntArray, Whole, Order]]:
         """The best rows and settings that the referee has judged, best first."""
         keys = sorted(self._judged, key=lambda key: (self._judged[key], key))
         return [(np.frombuffer(row, np.int32), whole, order) for row, whole, order in keys[:count]]
@@ -423,7 +423,7 @@ class Scorer:
         """The best strategies with their scores, and whether they are pipelines, best first."""
         judged = [
             (self.judge(row, whole, order), row, whole, order)
-            for row, whole, order in self._best_judged(NUM_RETURNED)
+            for row, whole, order in self._judged_in_order(NUM_RETURNED)
             if self.judge(row, whole, order) < _WORST
         ]
         first = self._problem.orders[0]

@@ -106,30 +106,31 @@ def _scored(
 
     The rows of the better table are refined.
     """
-    spent = sum(len(way.rows) for way in ways)
+    drawn = sum(len(way.rows) for way in ways)
     scorers: list[tuple[Scorer, list[Way]]] = []
+
+    def spent() -> int:
+        return drawn + sum(scorer.num_evaluations for scorer, _ in scorers)
+
     for table in tables:
         own = [way for way in ways if way.pair.table is table.table]
         if not len(own[0].rows):  # out of time before it was drawn in
             continue
-        scorer = Scorer(problem, table, spent)
+        scorer = Scorer(problem, table, spent())
         with spending.limits():
             _score(scorer, own)
             scorer.judge_best()
         if spending.is_cut:
             scorer.ensure(own[0].rows[0])
-        spent += scorer.num_evaluations
         scorers.append((scorer, own))
     best = min((scorer for scorer, _ in scorers), key=lambda scorer: scorer.best_judged)
-    spent -= best.num_evaluations
     with spending.limits():
         best.refine()
-    spent += best.num_evaluations
     return [
         (each, own[-1] if is_pipelined else own[0])
         for scorer, own in scorers
         for each, is_pipelined in scorer.candidates()
-    ], spent
+    ], spent()
 
 
 def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:

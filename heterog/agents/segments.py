@@ -7,7 +7,7 @@ models. Where such a row changes its devices follows from a closed form, and is 
 
 import numpy as np
 
-from heterog.agents.stages import held_parts, kind_of
+from heterog.agents.stages import kind_of
 from heterog.envs.pair import Pair
 from heterog.strategy.program import FloatArray, IntArray
 
@@ -83,7 +83,7 @@ def seconds_of_cuts(pair: Pair, first: IntArray, second: IntArray) -> FloatArray
         compute, reduced = observer.compute_seconds[block], observer.sync_seconds[block]
         ready += BACKWARD * np.where(own, compute[first], compute[second])
         done = np.maximum(done, ready) + np.where(own, reduced[first], reduced[second])
-    held = held_parts(pair)  # [C, G]
+    held = pair.held_parts
     before = np.cumsum(held, axis=1) - held
     filled = before[first].T + (held[second].sum(axis=1)[:, None] - before[second]).T
     return np.asarray(

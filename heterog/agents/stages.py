@@ -12,7 +12,7 @@ from itertools import groupby, zip_longest
 import numpy as np
 
 from heterog.envs.pair import CUT_WEIGHTS, Pair
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.program import IntArray
 
 Sequence = tuple[int, ...]
 """Candidate of each stage."""
@@ -128,7 +128,7 @@ def estimated_s(pair: Pair, row: IntArray) -> float:
     blocks = np.arange(len(row))
     compute = np.add.reduceat(pair.observer.compute_seconds[blocks, row], starts)
     reduced = np.add.reduceat(pair.observer.sync_seconds[blocks, row], starts)
-    held = np.array([_held(pair, int(number)) for number in row[starts]])
+    held = pair.held_parts[row[starts]]
     stage_of = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(row)))
     filled = np.add.reduceat(held[stage_of, blocks], starts)
     lacking = float(np.maximum(filled - 1.0, 0.0).max())
@@ -157,7 +157,7 @@ def balanced(pair: Pair, stages: Sequence, cut_weight: float) -> IntArray:
     begins: list[IntArray] = []
     for number in stages:
         before = np.append(0.0, np.cumsum(observer.compute_seconds[:, number]))
-        held = np.append(0.0, np.cumsum(_held(pair, number)))
+        held = np.append(0.0, np.cumsum(pair.held_parts[number]))
         seconds = before[None] - before[:, None] + crossing[None]  # [begin, end]
         over = np.maximum(held[None] - held[:, None] - 1.0, 0.0)
         total = np.maximum(best[:, None], seconds + 10.0 * before[-1] * over)
@@ -169,18 +169,3 @@ def balanced(pair: Pair, stages: Sequence, cut_weight: float) -> IntArray:
         row[begin[end] : end] = number
         end = int(begin[end])
     return row
-
-
-def held_parts(pair: Pair) -> FloatArray:
-    """Part of the memory of each candidate's fullest device that each block fills.  # [C, G]"""
-    return np.stack([_held(pair, number) for number in range(pair.num_candidates)])
-
-
-def _held(pair: Pair, number: int) -> FloatArray:
-    """Part of the memory of a candidate's fullest device that each block fills.  # [G]"""
-    memory, decision = pair.memory, pair.table[number]
-    devices, shares = list(decision.devices), np.array(decision.shares)
-    room = memory.usable_bytes[devices] - memory.common_bytes
-    state = memory.state_bytes * memory.state_part(decision) + memory.gradient_bytes
-    bytes_held = state[:, None] + memory.saved_bytes_per_sample[:, None] * shares
-    return np.asarray((bytes_held / room).max(axis=1), np.float64)

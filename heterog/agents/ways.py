@@ -9,8 +9,8 @@ plain rows count it as if every block recomputed.
 Rows are exact draws, draws with steady noise, and, if plain, draws given that they change their
 candidate one to three times: good rows change seldom, but not never. Pipelines are drawn with
 different weights of what crosses their cuts, and colder once they are known to be promising. Of
-the best pipelines others are made in the end (``stages``): on the same devices in their order, in
-balance.
+the best pipelines others are made in the end, on the same devices and in balance (``stages``), and
+rows of two segments beside the plain ones (``segments``).
 """
 
 import math
@@ -39,7 +39,7 @@ COLD = 0.5
 NUM_BALANCED = 3
 """Number of pipelines of a way, the best ones, that others are made of."""
 BALANCED = 0.5
-"""Most pipelines that are made of them, as a part of the draws."""
+"""Most rows that are made beside the draws, as a part of these."""
 AGAIN = 4 / 3
 """Most by which a second forward pass multiplies the time of a step."""
 
@@ -136,7 +136,7 @@ def draw_in(
 
     Args:
         ways: Ways; the first one's first draw is the greedy one.
-        num_samples: Number of draws in all; up to ``BALANCED`` as many rows are made of them.
+        num_samples: Number of draws in all; up to ``BALANCED`` as many rows are made beside them.
         rng: Generator for the draws.
         check: Called between draws, after the greedy one; an exception from it ends them.
     """

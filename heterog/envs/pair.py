@@ -147,6 +147,19 @@ class Pair:
             found[decision.devices] = (*found.get(decision.devices, ()), number)
         return found
 
+    @cached_property
+    def held_parts(self) -> FloatArray:
+        """Part of each candidate's fullest device that each block fills.  # [C, G]"""
+        memory = self.memory
+        parts = []
+        for decision in self.table:
+            devices, shares = list(decision.devices), np.array(decision.shares)
+            room = memory.usable_bytes[devices] - memory.common_bytes
+            state = memory.state_bytes * memory.state_part(decision) + memory.gradient_bytes
+            bytes_held = state[:, None] + memory.saved_bytes_per_sample[:, None] * shares
+            parts.append((bytes_held / room).max(axis=1))
+        return np.array(parts)
+
     def divided(self) -> "Pair | None":
         """The pair with a divided state; ``None`` unless the state fills most devices alone."""
         overfills = self.memory.overfills(self.table)
