@@ -108,7 +108,7 @@ class _Judge:
     def may_be_cut(self) -> bool:
         """Whether every op has a meaning on a part of the batch."""
         rules = self._strategy.op_rules
-        return not rules or axis_plan(self._evaluator.graph, rules).crossing() is None
+        return not rules or axis_plan(self._evaluator.graph, rules).crossing is None
 
     def cut(self, num_micro: int) -> Evaluation:
         """The evaluation with a number of micro-batches."""

@@ -153,6 +153,7 @@ class AxisPlan:
             return AS_MADE
         return EVERYTHING if self._axis_of_tensor[tensor] == axis == BATCH_AXIS else IN_TEAM
 
+    @cached_property
     def crossing(self) -> int | None:
         """An op whose rule splits a dimension across its samples, if there is one.
 

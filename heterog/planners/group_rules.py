@@ -79,7 +79,7 @@ class GroupRules:
         """Whether rules have a meaning on a part of the batch, as in micro-batches and teams."""
         if rules not in self._may_cut:
             plan = axis_plan(self._evaluator.graph, self.op_rules(rules))
-            self._may_cut[rules] = plan.crossing() is None
+            self._may_cut[rules] = plan.crossing is None
         return self._may_cut[rules]
 
     def added(self, rules: RuleRow, place: Place) -> RuleRow:

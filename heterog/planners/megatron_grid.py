@@ -3,10 +3,10 @@
 Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO (also with one
 copy in slices on each host), recomputation, sequence and expert parallelism and the schedule of
 the pipeline, as Megatron-LM and FSDP offer them: all replicas alike, all stages with equal numbers
-of layers, even shares. On mixed clusters also on the faster kinds of machines alone. The grid of
-shapes and micro-batches is gone through first, those with the least estimated compute first and
-each in the leanest manner that it needs to fit into memory; then the manner of the best ones is
-varied. Cut short at any moment it hands over the best so far.
+of layers, even shares. On mixed clusters also on the faster kinds of machines alone. Shapes with a
+micro-batch are tried in the order of an estimate, each in the leanest manner that it needs to fit
+into memory; after every few of them the manner of the best one is varied. Cut short at any moment
+it hands over the best so far.
 """
 
 import time
@@ -15,9 +15,17 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, prod
 
+import numpy as np
+
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.op_graph import Phase
 from heterog.planners.data_parallel import device_speeds
+from heterog.planners.islands.slices import (
+    boundary_bytes,
+    layer_of_op,
+    layers_or_groups,
+)
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.recomputing import cheaper_layouts, surely_kept, words_worth_trying
@@ -33,9 +41,12 @@ from heterog.strategy.layouts.stages import layers_of
 NUM_RETURNED = 3
 """Number of strategies handed to the referee."""
 MOST_SHAPES = 48
-"""Most shapes with a micro-batch that are tried, those with the least estimated compute first."""
-NUM_VARIED = 3
-"""Number of the best points whose manner is varied."""
+"""Most shapes with a micro-batch that are tried, those with the shortest estimated step first."""
+VARIED_AFTER = 8
+"""Number of shapes after which the manner of the best point is varied: a search that is cut short
+has then tried both."""
+NUM_VARIED = 6
+"""Number of the best points of all shapes whose manner is varied."""
 MOST_TASKS = 2_000_000
 """Most tasks of a program, about a second's work; more micro-batches than that are left out."""
 
@@ -47,6 +58,12 @@ class _Point:
     layout: Layout
     devices: tuple[int, ...]
     num_micro: int
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What manners of one shape have in common."""
+        layout = self.layout
+        return layout.tp, layout.pp, layout.dp, layout.micro_batch, self.devices
 
 
 class MegatronGrid:
@@ -92,24 +109,55 @@ class _Grid:
         experts = expert_weights(self.graph, range(self.graph.num_ops))
         shapes = [self.graph.tensors[weight].shape for weight in experts]
         self.num_experts = min((shape[0] for shape in shapes), default=0)
+        layers = layer_of_op(self.graph, layers_or_groups(self.graph))
+        self.boundary_bytes = boundary_bytes(self.graph, layers)
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
         self.found: dict[_Point, tuple[Evaluation, Given]] = {}
         self.refused: set[_Point] = set()
+        self._computed: dict[tuple[int, int], float] = {}
+        self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
 
     def search(self) -> None:
-        """Shapes and micro-batches in the leanest manner that fits, then other manners."""
-        points = sorted(self._shapes(), key=self._estimate)
-        for point in points[:MOST_SHAPES]:
+        """Shapes and micro-batches in the leanest manner that fits, the best in other manners."""
+        points = sorted(self._shapes(), key=self._estimate)[:MOST_SHAPES]
+        for number, point in enumerate(points, 1):
             for manner in self._until_it_fits(point):
                 found = self._try(manner)
                 if found is not None and found.is_ok:
                     self._try_cheaper(manner)
                 if found is None or found.is_ok:
                     break
+            if number % VARIED_AFTER == 0:
+                self._vary_best(1)
+        self._vary_best(NUM_VARIED)
+
+    def _vary_best(self, count: int) -> None:
+        """Try the best shapes in all manners, each from the best manner so far.
+
+        The best are those that would be shortest without the bubble that other schedules save.
+        """
         starts = sorted(self.found, key=lambda each: self.found[each][0].preference)
-        for start in starts[:NUM_VARIED]:
+        of_shape: dict[tuple[object, ...], _Point] = {}
+        for start in starts:
+            of_shape.setdefault(start.shape, start)
+        for start in sorted(of_shape.values(), key=self._without_bubble)[:count]:
             for point in self._varied(start):
                 self._try(point)
+
+    def _without_bubble(self, point: _Point) -> tuple[float, float]:
+        """(bytes that are missing, seconds of a step less what other schedules can save)."""
+        found, bubble = self.found[point][0], (point.layout.pp - 1) / point.num_micro
+        missing, step_s = found.preference[0], found.step_time_s
+        return missing, step_s * (1.0 + self._least_bubble(point)) / (1.0 + bubble)
+
+    def _least_bubble(self, point: _Point) -> float:
+        """Bubble over the compute of a step by the best schedule that the shape can have.
+
+        A sixth of that of 1F1B for two chunks in a V with split backward passes (Qi et al. 2023,
+        whose passes take one unit each: 1.5 of 9 units for p = 4).
+        """
+        bubble = (point.layout.pp - 1) / point.num_micro
+        return bubble / 6.0 if _can_be_in_chunks(point.layout, self.num_layers) else bubble
 
     def _try_cheaper(self, point: _Point) -> None:
         """Make less again than everything for as long as that fits."""
@@ -256,12 +304,83 @@ class _Grid:
         return [(zero, c) for zero in stages for c in ([1, 0] if zero and has_copies else [1])]
 
     def _estimate(self, point: _Point) -> tuple[float, int]:
-        """Seconds of compute with the bubble, (m + p - 1)/m; ties: the shorter pipeline first."""
+        """Seconds of a step, roughly; ties: the shorter pipeline first.
+
+        The longest of compute with the bubble, messages between stages with the bubble, and the
+        sums of gradients behind half of the compute:
+
+            T = max(C (1 + B), M (1 + B), C / 2 + S)
+
+        with the bubble B of the best schedule, and C the seconds in which the slowest device would
+        compute all micro-batches, by the stages and the members of a team, and the sums of teams.
+        """
+        layout, cluster = point.layout, self.cluster
+        types = {cluster.type_index[device] for device in point.devices}
+        of_micro_s = max(self._compute_seconds(kind, layout.micro_batch) for kind in types)
+        compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
+        compute_s += self._team_seconds(point)
+        sums_s = self._gradient_seconds(point) if layout.dp > 1 else 0.0
+        with_bubble = 1.0 + self._least_bubble(point)
+        longest_s = max(compute_s, self._message_seconds(point)) * with_bubble
+        return max(longest_s, compute_s / 2.0 + sums_s), layout.tp * layout.pp
+
+    def _team_seconds(self, point: _Point) -> float:
+        """Seconds in which a team adds up activations: two sums a layer and pass, in a ring.
+
+        4 (L / p) (2 (t - 1) / t b / r + 2 (t - 1) l) with L layers, b bytes of the samples of a
+        replica or of its micro-batches, and rate r and latency l of the link inside a host.
+        """
         layout = point.layout
-        slowest = min(self.speeds[device] for device in point.devices)
-        samples = self.graph.batch_size / len(point.devices)
-        bubble = (layout.pp - 1) / point.num_micro
-        return samples / slowest * (1.0 + bubble), layout.tp * layout.pp
+        if layout.tp == 1:
+            return 0.0
+        link = self.cluster.hosts[self.cluster.host_of[point.devices[0]]].intra
+        sent = self.boundary_bytes * self.graph.batch_size / layout.dp / layout.tp
+        sent_s = sent / link.bandwidth_bytes_per_s + point.num_micro * link.latency_s
+        return 8.0 * self.num_layers / layout.pp * (layout.tp - 1) * sent_s
+
+    def _message_seconds(self, point: _Point) -> float:
+        """Seconds in which a host sends the activations of its samples to the next stage."""
+        layout, cluster = point.layout, self.cluster
+        size, slowest_s = layout.tp * layout.dp, 0.0
+        whole = self.boundary_bytes * self.graph.batch_size
+        for first in range(0, len(point.devices) - size, size):
+            devices = point.devices[first : first + size]
+            hosts = {cluster.host_of[device] for device in devices}
+            rate = cluster.bottleneck_bytes_per_s(devices[0], point.devices[first + size])
+            slowest_s = max(slowest_s, whole / len(hosts) / rate)
+        return slowest_s
+
+    def _compute_seconds(self, kind: int, samples: int) -> float:
+        """Seconds in which a device type computes the whole model for some samples."""
+        if (kind, samples) not in self._computed:
+            evaluator = self.problem.evaluator
+            device_type = self.cluster.device_types[kind]
+            seconds = evaluator.cost_model.op_seconds(self.graph, device_type, samples)
+            self._computed[kind, samples] = float(seconds[self._computing].sum())
+        return self._computed[kind, samples]
+
+    def _gradient_seconds(self, point: _Point) -> float:
+        """Seconds in which the replicas of the slowest stage add up its G bytes of gradients.
+
+        2 (n - 1) / n G / r in a ring of n hosts, at the rate r of the slowest line between
+        neighbours; inside a host in a ring of n teams, whose t members have G / t each.
+        """
+        layout, cluster = point.layout, self.cluster
+        gradients = float(self.problem.evaluator.tables.parameter_bytes.sum()) / layout.pp
+        size, slowest_s = layout.tp * layout.dp, 0.0
+        for first in range(0, len(point.devices), size):
+            devices = point.devices[first : first + size]
+            leaders = list({cluster.host_of[device]: device for device in devices}.values())
+            if len(leaders) == 1:
+                number = layout.dp
+                rate = cluster.hosts[cluster.host_of[devices[0]]].intra.bandwidth_bytes_per_s
+                rate *= layout.tp
+            else:
+                number = len(leaders)
+                ring = zip(leaders, [*leaders[1:], leaders[0]], strict=True)
+                rate = min(cluster.bottleneck_bytes_per_s(src, dst) for src, dst in ring)
+            slowest_s = max(slowest_s, 2.0 * (number - 1) / number * gradients / rate)
+        return slowest_s
 
     def _least_bytes(self, point: _Point) -> float:
         """Least bytes that a device holds, on average over the stages."""
@@ -294,10 +413,15 @@ def _in_manner(
     )
 
 
+def _can_be_in_chunks(layout: Layout, num_layers: int) -> bool:
+    """Whether each device of a pipeline can have two chunks of equally many layers."""
+    return layout.pp > 1 and num_layers % (2 * layout.pp) == 0
+
+
 def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tuple[str, int]]:
     """(name, chunks) of the schedules that a pipeline can have."""
     yield "", 0
-    if layout.pp > 1 and num_layers % (2 * layout.pp) == 0:
+    if _can_be_in_chunks(layout, num_layers):
         if num_micro % layout.pp == 0:
             yield "interleaved", 2
         yield "zero_bubble_v", 2

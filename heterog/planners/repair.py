@@ -411,7 +411,7 @@ class _Repair:
     def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
         """Double the number of micro-batches until it fits, or until that does not help."""
         strategy, batch = current.strategy, self.graph.batch_size
-        crossing = axis_plan(self.graph, strategy.op_rules).crossing()
+        crossing = axis_plan(self.graph, strategy.op_rules).crossing
         if crossing is not None or micro_batches_refused(self.graph, 2):
             return  # an op needs the whole batch
         if not strategy.op_rules:

@@ -39,7 +39,7 @@ def rules_of_model(graph: OpGraph) -> TeamRules | None:
     except LayoutError:
         return None
     try:
-        crossing = axis_plan(graph, rules.op_rules).crossing()
+        crossing = axis_plan(graph, rules.op_rules).crossing
     except StrategyError:
         return None
     return rules if crossing is None else None

@@ -50,6 +50,7 @@ from heterog.strategy.lowering import (
     program_from_tape,
     used_channels,
 )
+from heterog.strategy.lowering.choice import Encoder
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
@@ -152,12 +153,13 @@ class _RuleSet:
     """Tables of a graph whose ops run by some rules, and seconds of these ops known so far."""
 
     def __init__(
-        self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], num_devices: int
+        self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], channels: ChannelTable
     ) -> None:
         self.op_rules = op_rules
         self.blocks = blocks
         self.tables = graph_tables(graph, op_rules, blocks)
-        self._num_devices = num_devices
+        self.encoder = Encoder(self.tables, channels)
+        self._num_devices = channels.cluster.num_devices
         self._scratch: Scratch | None = None
         ruled = {op for op, _ in op_rules}
         self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
@@ -278,7 +280,7 @@ class Evaluator:
         self.poll: Callable[[], None] = lambda: None
         self._rule_numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
         self._rules_by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
-        self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), (), cluster.num_devices)}
+        self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), (), self.channels)}
         self._pricer = ChannelPricer(self.cost_model, cluster)
         self._folding = Folding(cluster, self._pricer, self.channels)
         self._timings = make_timings(1, 1, 1, 1)
@@ -353,8 +355,10 @@ class Evaluator:
         strategy.check(self.graph, self.cluster)
         steps = 1 if strategy.step_barrier else UNROLLED_STEPS
         number = self.rule_number(strategy.op_rules, strategy.blocks)
-        tables = self._rule_set(number).tables
-        choice = encode(strategy, tables, self.channels, num_steps=steps)
+        rules = self._rule_set(number)
+        choice = encode(
+            strategy, rules.tables, self.channels, num_steps=steps, encoder=rules.encoder
+        )
         choice = choice._replace(rule_set=number)
         if strategy.asynchronous is not None:
             return self._with_server(strategy, choice)
@@ -550,7 +554,7 @@ class Evaluator:
         found = self._rule_sets.pop(number, None)
         if found is None:
             op_rules, blocks = self._rules_by_number[number]
-            found = _RuleSet(self.graph, op_rules, blocks, self.cluster.num_devices)
+            found = _RuleSet(self.graph, op_rules, blocks, self.channels)
             if len(self._rule_sets) >= MAX_RULE_SETS:
                 del self._rule_sets[next(other for other in self._rule_sets if other != 0)]
         self._rule_sets[number] = found

@@ -4,11 +4,12 @@ It is fully resolved: integer samples per device, named algorithms, named server
 about what the decisions *mean*; that is ``lowering`` alone.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import axis_plan
+from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
@@ -225,9 +226,14 @@ class Strategy:
         return len(self.micro_batches[0]) if self.micro_batches else 1
 
     @property
+    def _distinct_decisions(self) -> Collection[Decision]:
+        """Decisions without those that are the same object as another: groups share them."""
+        return {id(decision): decision for decision in self.decisions}.values()
+
+    @property
     def micro_sizes(self) -> tuple[int, ...]:
         """Number of samples of each micro-batch; empty if the step runs in one go."""
-        divisions = (decision.division for decision in self.decisions)
+        divisions = (decision.division for decision in self._distinct_decisions)
         return micro_sizes(self.micro_batches, divisions, sum(self.decisions[0].shares))
 
     def resized(self, graph: OpGraph) -> "Strategy":
@@ -285,9 +291,10 @@ class Strategy:
             distinct.setdefault(id(decision), (name, decision))
         for name, decision in distinct.values():
             _check_decision(name, decision, graph.batch_size, cluster.num_devices)
-        self._check_slices(graph, list(distinct.values()))
-        self._check_rules(graph)
-        self._check_homes(graph, cluster)
+        plan = axis_plan(graph, self.op_rules)
+        self._check_slices(graph, plan, list(distinct.values()))
+        self._check_rules(graph, plan)
+        self._check_homes(graph, cluster, plan)
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
         self._check_blocks(grouping.names)
@@ -296,8 +303,10 @@ class Strategy:
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
-    def _check_slices(self, graph: OpGraph, named: list[tuple[str, Decision]]) -> None:
-        axes = axis_plan(graph, self.op_rules).axes[1:]
+    def _check_slices(
+        self, graph: OpGraph, plan: AxisPlan, named: list[tuple[str, Decision]]
+    ) -> None:
+        axes = plan.axes[1:]
         for name, decision in named:
             if decision.sync.is_sharded and (decision.teams or decision.slice_groups):
                 _check_rings(name, decision, axes)
@@ -313,10 +322,9 @@ class Strategy:
                     f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}."
                 )
 
-    def _check_rules(self, graph: OpGraph) -> None:
-        plan = axis_plan(graph, self.op_rules)
+    def _check_rules(self, graph: OpGraph, plan: AxisPlan) -> None:
         parted = self.num_micro_batches > 1 or any(each.teams for each in self.decisions)
-        crossing = plan.crossing() if self.op_rules and parted else None
+        crossing = plan.crossing if self.op_rules and parted else None
         if crossing is not None:
             op = graph.ops[crossing]
             raise StrategyError(
@@ -325,9 +333,9 @@ class Strategy:
                 "micro-batches and teams, or without that rule."
             )
 
-    def _check_homes(self, graph: OpGraph, cluster: Cluster) -> None:
+    def _check_homes(self, graph: OpGraph, cluster: Cluster, plan: AxisPlan) -> None:
         group = group_ops(graph).group
-        sharded = axis_plan(graph, self.op_rules).sharded
+        sharded = plan.sharded
         for (op, parameter, _), home in zip(graph.updates, self.homes, strict=True):
             name = graph.tensors[parameter].name
             if home != REPLICATED and not 0 <= home < cluster.num_devices:
@@ -415,7 +423,7 @@ class Strategy:
         devices = [decision.devices for decision in self.decisions]
         chunks = device_chunks(devices, cluster.num_devices, self.schedule.chunk_starts)
         samples = [[0] * self.num_micro_batches for _ in chunks]
-        for decision in dict.fromkeys(self.decisions):
+        for decision in self._distinct_decisions:
             cut = cut_division(
                 decision.division, cluster.num_devices, self.micro_batches, self.micro_sizes
             )
@@ -435,7 +443,7 @@ class Strategy:
             or 0 in lengths
             or not is_cut_alike(
                 self.micro_batches,
-                dict.fromkeys(decision.division for decision in self.decisions),
+                dict.fromkeys(decision.division for decision in self._distinct_decisions),
                 graph.batch_size,
             )
         ):

@@ -8,11 +8,11 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.given import GivenLayout
 from heterog.planners.judging import run_method
-from heterog.planners.megatron_grid import MegatronGrid, _Grid
+from heterog.planners.megatron_grid import MegatronGrid, _Grid, _Point
 from heterog.planners.planner import Budget, MethodRow, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.layout import Layout, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.zoo import build
 from tests.simulator.builders import cluster_of
@@ -102,3 +102,49 @@ def test_copies_on_hosts_are_tried_and_pay_on_a_slow_network() -> None:
     grid = _Grid(Problem(evaluator=evaluator, budget=Budget(evaluations=10)))
     start = next(each for each in grid._shapes() if each.layout.dp == 4)
     assert (3, 0) in grid._kept(start, [0, 3])
+
+
+def test_the_estimate_adds_up_what_is_known_by_hand() -> None:
+    """Gradients in rings of hosts or of teams, sums of teams, messages, and the bubble."""
+    cluster = cluster_of((5.0, ["T4", "T4"]), (5.0, ["T4", "T4"]))
+    evaluator = Evaluator(GRAPH, cluster)
+    grid = _Grid(task_of(evaluator))
+    nic, link = cluster.nic_bandwidth_bytes_per_s(0), cluster.hosts[0].intra
+    gradients = float(evaluator.tables.parameter_bytes.sum())
+
+    def point(tp: int = 1, pp: int = 1, dp: int = 1) -> _Point:
+        layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=1)
+        num_micro = GRAPH.batch_size // layout.dp
+        return _Point(layout=layout, devices=(0, 1, 2, 3), num_micro=num_micro)
+
+    # Two hosts in a ring: each sends 2 (2 - 1) / 2 of all gradients, or of half of them.
+    assert grid._gradient_seconds(point(dp=4)) == pytest.approx(gradients / nic)
+    assert grid._gradient_seconds(point(tp=2, dp=2)) == pytest.approx(gradients / nic)
+    # A stage on each host: two replicas in a ring have half of the gradients.
+    inside = gradients / 2 / link.bandwidth_bytes_per_s
+    assert grid._gradient_seconds(point(pp=2, dp=2)) == pytest.approx(inside)
+
+    own = grid.boundary_bytes * GRAPH.batch_size
+    assert own > 0.0
+    assert grid._message_seconds(point(dp=4)) == 0.0
+    assert grid._message_seconds(point(pp=2, dp=2)) == pytest.approx(own / nic)
+    team = point(tp=2, dp=2)
+    sums = own / 2 / 2 / link.bandwidth_bytes_per_s + team.num_micro * link.latency_s
+    assert grid._team_seconds(team) == pytest.approx(8 * grid.num_layers * sums)
+    assert grid._team_seconds(point(dp=4)) == 0.0
+
+    pipeline = point(pp=2, dp=2)
+    assert grid.num_layers % 4 == 0
+    assert grid._least_bubble(pipeline) == pytest.approx(1 / pipeline.num_micro / 6)
+
+
+def test_a_search_cut_short_has_varied_the_best_shape() -> None:
+    """Shapes that are likely to be good come first, and manners before all shapes are through."""
+    evaluator = Evaluator(GRAPH, CLUSTER)
+    whole = MegatronGrid().plan(task_of(evaluator))
+    cut = MegatronGrid().plan(task_of(evaluator, f"{whole.num_evaluations // 3}e"))
+    best, early = (
+        evaluator.evaluate(each.candidates[0].strategy, Order.FIFO).step_time_s
+        for each in (whole, cut)
+    )
+    assert early <= 1.02 * best

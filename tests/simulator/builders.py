@@ -596,7 +596,7 @@ def with_rules(
 
 def within_samples(graph: OpGraph, rules: OpRules) -> OpRules:
     """The rules that have a meaning on a part of the batch, too."""
-    while rules and (crossing := axis_plan(graph, rules).crossing()) is not None:
+    while rules and (crossing := axis_plan(graph, rules).crossing) is not None:
         last = max(op for op, _ in rules if op <= crossing)  # a view follows another op's rule
         rules = tuple((op, rule) for op, rule in rules if op != last)
     return rules

@@ -110,12 +110,12 @@ class Slices:
         self.evaluator = evaluator
         graph = evaluator.graph
         self.kinds = kinds_of(evaluator.cluster)
-        self.layer_of_group = _layers(graph)
+        self.layer_of_group = layers_or_groups(graph)
         self.num_layers = max(self.layer_of_group) + 1
         rules = rules_of_model(graph)
         self.most_members = max(rules.least_units, 1) if rules is not None else 1
         self._op_rules = rules.op_rules if rules is not None else ()
-        self._layer_of_op = _layer_of_op(graph, self.layer_of_group)
+        self._layer_of_op = layer_of_op(graph, self.layer_of_group)
         state = parameter_bytes(evaluator)
         self.state_bytes = self._by_layer(state)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
@@ -141,23 +141,8 @@ class Slices:
 
     @cached_property
     def boundary_bytes(self) -> float:
-        """Bytes of a sample that go from one layer to the next, the median of all boundaries."""
-        graph = self.evaluator.graph
-        crossing = np.zeros(self.num_layers)
-        for index, op in enumerate(graph.ops):
-            layer = self._layer_of_op[index]
-            if op.phase != Phase.FORWARD or layer < 0:
-                continue
-            for tensor in graph.outputs(index):
-                later = [self._layer_of_op[reader] for reader in graph.consumers[tensor]]
-                forward = [
-                    each
-                    for each, reader in zip(later, graph.consumers[tensor], strict=True)
-                    if graph.ops[reader].phase == Phase.FORWARD
-                ]
-                if max(forward, default=-1) > layer:
-                    crossing[layer] += graph.tensor_bytes[tensor]
-        return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0
+        """Bytes of a sample that go from one layer to the next."""
+        return boundary_bytes(self.evaluator.graph, self._layer_of_op)
 
     def hop_bytes_per_s(self, kinds: tuple[int, int], teams: tuple[int, int]) -> float:
         """Rate at which values get from the teams of one stage to those of the next.
@@ -317,7 +302,7 @@ class Slices:
         return total, count
 
 
-def _layers(graph: OpGraph) -> tuple[int, ...]:
+def layers_or_groups(graph: OpGraph) -> tuple[int, ...]:
     """The layer of every group; every group is one where nothing is repeated."""
     layers = layers_of(graph)
     if len(layers.names) > 1:
@@ -325,7 +310,7 @@ def _layers(graph: OpGraph) -> tuple[int, ...]:
     return tuple(range(group_ops(graph).num_groups))
 
 
-def _layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """The layer of every op that a micro-batch runs, -1 for the others.  # [num_ops]"""
     group = group_ops(graph).group
     return np.array(
@@ -337,3 +322,21 @@ def _layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray
         ],
         np.int64,
     )
+
+
+def boundary_bytes(graph: OpGraph, layer_of_op: npt.NDArray[np.int64]) -> float:
+    """Bytes of a sample that go from one layer to the next, the median of all boundaries."""
+    crossing = np.zeros(max(layer_of_op, default=-1) + 1)
+    for index, op in enumerate(graph.ops):
+        layer = layer_of_op[index]
+        if op.phase != Phase.FORWARD or layer < 0:
+            continue
+        for tensor in graph.outputs(index):
+            forward = [
+                layer_of_op[reader]
+                for reader in graph.consumers[tensor]
+                if graph.ops[reader].phase == Phase.FORWARD
+            ]
+            if max(forward, default=-1) > layer:
+                crossing[layer] += graph.tensor_bytes[tensor]
+    return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0

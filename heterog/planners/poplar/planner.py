@@ -24,7 +24,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from heterog.cluster.topology import DeviceType
 from heterog.errors import StrategyError
+from heterog.graph.op_graph import FloatArray
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
 from heterog.planners.poplar.curves import (
@@ -99,6 +101,7 @@ class _Search:
         self.evaluator = problem.evaluator
         self.spending = problem.spend()
         self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
+        self._curves: dict[tuple[DeviceType, int], FloatArray] = {}
         tables = self.evaluator.tables
         # An op that needs the whole batch cannot be cut into micro-batches.
         self._is_whole = bool(np.any(tables.slot_whole[tables.value_kind[tables.slot_value] == 1]))
@@ -193,10 +196,7 @@ class _Search:
         self.spending.check()
         evaluator, batch = self.evaluator, self.evaluator.graph.batch_size
         kinds = [device.type for device in evaluator.cluster.devices]
-        curves = [
-            seconds_over_samples(evaluator, kind, int(limit))
-            for kind, limit in zip(kinds, most, strict=True)
-        ]
+        curves = [self._curve(kind, int(limit)) for kind, limit in zip(kinds, most, strict=True)]
         if stage < 2:
             found = own_micro_batches(curves, batch)
         else:
@@ -204,6 +204,12 @@ class _Search:
         if found is None or (self._is_whole and len(found[1][0]) > 1):
             return None
         return found[1]
+
+    def _curve(self, kind: DeviceType, most: int) -> FloatArray:
+        """Seconds of a type of device over samples, priced once for all devices of the type."""
+        if (kind, most) not in self._curves:
+            self._curves[kind, most] = seconds_over_samples(self.evaluator, kind, most)
+        return self._curves[kind, most]
 
     def _even(self, num_micro: int) -> Allocation:
         return even_allocation(self.evaluator, num_micro)

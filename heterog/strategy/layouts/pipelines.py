@@ -1,6 +1,6 @@
 """Pipelines of teams beside each other, equal or not, as decisions and micro-batches."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -150,17 +150,26 @@ def teams_of_groups(
     """
     rank_of = [_rank_of_stage(len(pipeline.teams), manner) for pipeline in pipelines]
     experts = groups_of_experts(graph) if manner.expert_parallel > 1 else frozenset()
+    of_stages: dict[tuple[tuple[int, ...], int], tuple[tuple[int, ...], ...]] = {}
     found = []
     for group in range(group_ops(graph).num_groups):
         joined = manner.expert_parallel if group in experts else 1
-        found.append(
-            tuple(
+        stages = tuple(pipeline.stages[group] for pipeline in pipelines)
+        if (stages, joined) not in of_stages:  # many groups have the same stages
+            of_stages[stages, joined] = tuple(
                 team
-                for pipeline, rank in zip(pipelines, rank_of, strict=True)
-                for team in _joined(pipeline.teams[rank[pipeline.stages[group]]], joined)
+                for pipeline, rank, stage in zip(pipelines, rank_of, stages, strict=True)
+                for team in _joined(pipeline.teams[rank[stage]], joined)
             )
-        )
+        found.append(of_stages[stages, joined])
     return found
+
+
+def each_once(
+    of_groups: Sequence[tuple[tuple[int, ...], ...]],
+) -> Collection[tuple[tuple[int, ...], ...]]:
+    """The teams of groups without repetitions: groups of the same stages share one object."""
+    return {id(teams): teams for teams in of_groups}.values()
 
 
 def _joined(teams: Sequence[tuple[int, ...]], number: int) -> Iterator[tuple[int, ...]]:
@@ -177,7 +186,9 @@ def rules_of_teams(
     Raises:
         LayoutError: nothing can be split, or not into so many parts.
     """
-    sizes = [max(map(len, each)) for each in teams_of_groups(graph, pipelines, manner)]
+    of_groups = teams_of_groups(graph, pipelines, manner)
+    largest = {id(teams): max(map(len, teams)) for teams in each_once(of_groups)}
+    sizes = [largest[id(teams)] for teams in of_groups]
     groups = tuple(group for group, size in enumerate(sizes) if size > 1)
     if manner.expert_parallel == 1:
         return _rules_of_layers(graph, groups, sizes, manner)
@@ -232,20 +243,21 @@ def _decisions(
     samples = _samples_of_devices(pipelines, cluster.num_devices)
     is_selective = manner.recompute == Recompute.SELECTIVE
     recomputes = bool(attention_scores(graph)) if is_selective else manner.recompute in KEEPS
-    made: dict[tuple[tuple[tuple[int, ...], ...], bool], Decision] = {}
+    made: dict[tuple[int, bool], Decision] = {}  # groups of a stage have the same object as teams
     found = []
-    for group, teams in enumerate(teams_of_groups(graph, pipelines, manner)):
+    of_groups = teams_of_groups(graph, pipelines, manner)
+    for group, teams in enumerate(of_groups):
         recompute = (
             recomputes
             and in_layer[group] != NO_LAYER
             and (in_layer[group] + 1) % manner.recompute_every == 0
         )
-        if (teams, recompute) not in made:
+        if (id(teams), recompute) not in made:
             decision = _decision(cluster, teams, manner.zero, samples)
             if recompute:
                 decision = replace(decision, recompute=True, keeps=KEEPS[manner.recompute])
-            made[teams, recompute] = _in_copies(decision, teams, pipelines)
-        found.append(made[teams, recompute])
+            made[id(teams), recompute] = _in_copies(decision, teams, pipelines)
+        found.append(made[id(teams), recompute])
     return tuple(found), rules_of_teams(graph, pipelines, manner)
 
 

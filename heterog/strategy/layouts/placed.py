@@ -11,6 +11,7 @@ from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import (
     Manner,
     Pipeline,
+    each_once,
     rules_of_teams,
     strategy_of_pipelines,
     teams_of_groups,
@@ -185,9 +186,8 @@ def place_layout(
     )
     manner = _manner(layout, has_shared=bool(shared), step_barrier=step_barrier)
     rules = rules_of_teams(graph, (pipeline,), manner)
-    teams = dict.fromkeys(
-        team for of_group in teams_of_groups(graph, (pipeline,), manner) for team in of_group
-    )
+    of_groups = teams_of_groups(graph, (pipeline,), manner)
+    teams = dict.fromkeys(team for of_group in each_once(of_groups) for team in of_group)
     return Given(
         layout=asked,
         sizes=sizes,

@@ -31,6 +31,7 @@ from heterog.strategy.tables import Domain, GraphTables, Recut
 BoolArray = npt.NDArray[np.bool_]
 MicroBatches = tuple[tuple[int, ...], ...]
 _MOST_TABLES = 256  # of micro-batches that an encoder remembers
+_MOST_RINGS = 4096  # of decisions whose rings it remembers
 
 
 @by_reference
@@ -365,6 +366,8 @@ class Encoder:
             within_teams,
         )
         if key not in self._rings:
+            if len(self._rings) >= _MOST_RINGS:
+                self._rings.clear()
             self._rings[key] = self._new_rings(decision, within_teams)
         return self._rings[key]
 
@@ -483,18 +486,31 @@ def _stages(strategy: Strategy, num_devices: int) -> tuple[IntArray, IntArray]:
 
 
 def encode(
-    strategy: Strategy, tables: GraphTables, channels: ChannelTable, *, num_steps: int
+    strategy: Strategy,
+    tables: GraphTables,
+    channels: ChannelTable,
+    *,
+    num_steps: int,
+    encoder: Encoder | None = None,
 ) -> Choice:
-    """Convert a strategy to the kernel's flat arrays."""
-    numbers: dict[Decision, int] = {}
-    of_group = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
+    """Convert a strategy to the kernel's flat arrays.
+
+    Args:
+        strategy: The strategy.
+        tables: Tables of the graph and the strategy's op rules.
+        channels: Table in which its channels are registered.
+        num_steps: Number of training steps to unroll.
+        encoder: Encoder of these tables and channels that has converted others before.
+    """
+    numbers, of_group = _numbered(strategy.decisions)
     averaging, num_devices = strategy.averaging, channels.cluster.num_devices
     schedule = strategy.schedule
     if strategy.stash is not None:
         schedule = one_at_a_time(strategy, num_devices)
-    choice = Encoder(tables, channels).encode(
-        list(numbers),
-        np.array(of_group, np.int32),
+    encoder = encoder or Encoder(tables, channels)
+    choice = encoder.encode(
+        numbers,
+        of_group,
         micro_batches=strategy.micro_batches,
         schedule=schedule,
         home=np.array(strategy.homes, np.int32),
@@ -510,6 +526,17 @@ def encode(
         behind=behind,
         codecs=coded_channels(strategy.codecs, channels),
     )
+
+
+def _numbered(decisions: Sequence[Decision]) -> tuple[list[Decision], IntArray]:
+    """The distinct decisions, and the number of each group's.  # [num_groups]"""
+    numbers: dict[Decision, int] = {}
+    of_object: dict[int, int] = {}  # groups share objects; to compare those takes no time
+    for decision in decisions:
+        if id(decision) not in of_object:
+            of_object[id(decision)] = numbers.setdefault(decision, len(numbers))
+    of_group = np.array([of_object[id(decision)] for decision in decisions], np.int32)
+    return list(numbers), of_group
 
 
 @helper
