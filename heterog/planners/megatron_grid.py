@@ -47,6 +47,9 @@ VARIED_AFTER = 8
 has then tried both."""
 NUM_VARIED = 6
 """Number of the best points of all shapes whose manner is varied."""
+BUBBLE_OF_1F1B_OVER_V = 6.0
+"""Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023, whose
+passes take one unit each: 9 and 1.5 units of four stages)."""
 MOST_TASKS = 2_000_000
 """Most tasks of a program, about a second's work; more micro-batches than that are left out."""
 
@@ -153,11 +156,12 @@ class _Grid:
     def _least_bubble(self, point: _Point) -> float:
         """Bubble over the compute of a step by the best schedule that the shape can have.
 
-        A sixth of that of 1F1B for two chunks in a V with split backward passes (Qi et al. 2023,
-        whose passes take one unit each: 1.5 of 9 units for p = 4).
+        See ``BUBBLE_OF_1F1B_OVER_V``.
         """
         bubble = (point.layout.pp - 1) / point.num_micro
-        return bubble / 6.0 if _can_be_in_chunks(point.layout, self.num_layers) else bubble
+        if not _can_be_in_chunks(point.layout, self.num_layers):
+            return bubble
+        return bubble / BUBBLE_OF_1F1B_OVER_V
 
     def _try_cheaper(self, point: _Point) -> None:
         """Make less again than everything for as long as that fits."""

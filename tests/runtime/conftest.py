@@ -1,6 +1,7 @@
 """Rank processes that the tests of a session share: one group of each size."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,23 @@ MANY_TESTS = 300
 """With so many tests, most models are trained on most groups of ranks."""
 
 
+_POOLS: list[Ranks] = []
+
+
 def _shared(request: pytest.FixtureRequest, num_ranks: int) -> Iterator[Ranks]:
     if len(request.session.items) >= MANY_TESTS:
         capture_before_forks()
     pool = Ranks(num_ranks)
+    _POOLS.append(pool)
     yield pool
     pool.close()
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Idle ranks wake a hundred times a second, so they end when another folder's tests begin."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        for pool in _POOLS:
+            pool.close()
 
 
 @pytest.fixture(scope="session")

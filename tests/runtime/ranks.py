@@ -114,6 +114,8 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call ``function(rank, *arguments)`` on every rank; results by rank."""
+        if not self._processes:
+            self._start()
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results = [pipe.recv() for pipe in self._pipes]
@@ -125,7 +127,7 @@ class Ranks:
         return [value for _, value in results]
 
     def close(self) -> list[int | None]:
-        """End the processes; returns their exit codes."""
+        """End the processes, until ``run`` starts new ones; returns their exit codes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -133,4 +135,6 @@ class Ranks:
             if process.is_alive():
                 process.terminate()
         self._folder.cleanup()
-        return [process.exitcode for process in self._processes]
+        codes = [process.exitcode for process in self._processes]
+        self._pipes, self._processes = [], []
+        return codes

@@ -33,7 +33,7 @@ from heterog.planners.islands.composing import (
     structures,
 )
 from heterog.planners.islands.slices import Slices
-from heterog.planners.megatron_grid import MOST_TASKS
+from heterog.planners.megatron_grid import BUBBLE_OF_1F1B_OVER_V, MOST_TASKS
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
@@ -52,6 +52,9 @@ NUM_CUT = 300
 """Number of estimated ones whose layers are cut: stages of few layers are never quite even."""
 NUM_REFINED = 3
 """Number of simulated ones that are refined."""
+SCHEDULED_AFTER = 8
+"""Number of compositions after which the one that other schedules may help most gets them: a
+search that is cut short has then tried both."""
 VARIETY = 1.04
 """Factor by which each further composition of the same structure counts as slower."""
 PASSES = 2
@@ -133,7 +136,9 @@ class CompositionSearch:
         self.estimate()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
-        for point in self.ranked:
+        for number, point in enumerate(self.ranked, 1):
+            if number % SCHEDULED_AFTER == 0:
+                self._simulate_scheduled()
             for manner in self.until_it_fits(point):
                 if self.found and self.spending.fraction >= UNTIL_REFINED:
                     break
@@ -288,6 +293,19 @@ class CompositionSearch:
             if evaluation is None or not evaluation.is_ok:
                 return
 
+    def _simulate_scheduled(self) -> None:
+        """Try other schedules of the composition that would be shortest without its bubble."""
+        if self.found and self.spending.fraction < UNTIL_REFINED:
+            for other in self.scheduled(min(self.found, key=self._without_bubble)):
+                self.simulate(other)
+
+    def _without_bubble(self, point: Composition) -> tuple[float, float]:
+        """(bytes that are missing, seconds of a step less what a V of chunks can save)."""
+        found = self.found[point]
+        bubble = (max(map(len, point.layers)) - 1) / point.num_micro
+        least = bubble / BUBBLE_OF_1F1B_OVER_V if can_be_in_a_v(point) else bubble
+        return found.preference[0], found.step_time_s * (1.0 + least) / (1.0 + bubble)
+
     def simulate(self, point: Composition) -> Evaluation | None:
         """Simulate a composition; ``None`` if it makes no sense."""
         if point in self.found:
@@ -409,7 +427,7 @@ class CompositionSearch:
             return
         for hides, splits in product((True, False), (True, False)):
             yield replace(point, hides_messages=hides, splits_backward=splits)
-        if min(min(layers) for layers in point.layers) > 1:
+        if can_be_in_a_v(point):
             yield from map(in_a_v, self._with_micro(point, (1, 2)))
 
     def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
@@ -476,6 +494,11 @@ _AGAIN = {
     Recompute.OP: ", recompute ops",
     Recompute.SELECTIVE: ", recompute scores",
 }
+
+
+def can_be_in_a_v(point: Composition) -> bool:
+    """Whether every stage has two layers or more, and no device two stages yet."""
+    return not point.in_a_v and min(min(layers) for layers in point.layers) > 1
 
 
 def in_a_v(point: Composition) -> Composition:
