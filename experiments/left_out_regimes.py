@@ -1,6 +1,7 @@
 """What device models say of regimes that nothing was fitted to, beside gradient boosting.
 
     python experiments/left_out_regimes.py --data DIR --json
+    python experiments/left_out_regimes.py --data DIR --ship
 
 ``DIR`` holds ``vtrain_one_node.csv`` (VIA-Research/vTrain, MIT). Each regime (teams of four and
 more, hidden 2048, micro-batch 8) is left out in turn: what was fitted to vTrain's rows of ``fit``
@@ -15,7 +16,8 @@ The fit begins where no run of vTrain has been seen: kernels and collectives iss
 twice as fast by autograd, collectives as alone, rows that are not aligned no slower; see
 ``BEGIN``. It takes one row of each hidden size, tensor parallelism and micro-batch, the one with
 the fewest GPUs and then the smallest batch: the set's rows are composed of so few measurements
-that all of such a kind have the same seconds of a layer, to four digits. All steps are predicted
+that all of such a kind have the same seconds of a layer, to four digits. Each counts as often as
+there are rows of its kind to be fitted. All steps are predicted
 from models of few layers (``--few-layers`` of ``published_runs.py``), which makes this a matter of
 minutes.
 
@@ -23,11 +25,22 @@ Not fitted again is what was decided with all rows of ``fit`` in view: which ker
 where its fused softmax applies, and that a collective's extra time is the lesser of two lines.
 
 Boosting gets all rows of ``fit`` outside the regime, the logarithm of the seconds and the columns.
+
+``--ship`` leaves nothing out, begins with what ships, and prints what is to ship then, with the
+spread of Megatron's steps. The errors of all rows of ``fit`` are taken to be those of so many
+kinds, of which the fit has used up six: with a root mean square r, K kinds and P parameters, one
+more row is off by
+
+    r sqrt(K / (K - P)) sqrt(1 + P / K)
+
+and the spread is what that has beyond the spread of the device and its kernels.
 """
 
 import argparse
 import json
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from pathlib import Path
@@ -146,8 +159,15 @@ class Predictor:
         models = parameters.models()
         return np.array([self._of_row(row, parameters, models) for row in rows])
 
+    def spread(self, row: Row, parameters: Fitted) -> float:
+        """Spread of a row's prediction, of the device and its kernels alone."""
+        models = parameters.models()
+        models.host = replace(models.host, spread=0.0)
+        case = self._cases[self._terms[_named(row)][-1][1]]
+        return max(models.spread(case.graph, kind) for kind in case.cluster.device_types)
+
     def _of_row(self, row: Row, parameters: Fitted, models: DeviceModels) -> float:
-        named = tuple(row[column] for column in _COLUMNS)
+        named = _named(row)
         if named not in self._terms:
             self._terms[named] = self._placed(row)
         terms = self._terms[named]
@@ -175,6 +195,10 @@ class Predictor:
         return self._seconds[key, parameters]
 
 
+def _named(row: Row) -> tuple[str, ...]:
+    return tuple(row[column] for column in _COLUMNS)
+
+
 def _has_collectives(layout: str) -> bool:
     said = parse_layout(layout)
     return said.tp > 1 or said.dp != 1
@@ -185,6 +209,10 @@ def seconds_of(rows: Sequence[Row]) -> Floats:
     return np.array([float(row["iteration time (ms)"]) / 1e3 for row in rows])
 
 
+def _kind(row: Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in _KIND)
+
+
 def one_of_each(rows: Sequence[Row]) -> list[Row]:
     """The row of each kind with the fewest GPUs, the smallest batch and the fewest layers."""
 
@@ -193,21 +221,34 @@ def one_of_each(rows: Sequence[Row]) -> list[Row]:
 
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        key = tuple(row[name] for name in _KIND)
+        key = _kind(row)
         if key not in found or size(row) < size(found[key]):
             found[key] = row
     return sorted(found.values(), key=by_capture)
 
 
-def fit(rows: Sequence[Row], predictor: Predictor) -> Fitted:
-    """Parameters that fit rows best: least squares of logarithms, with a normal prior."""
-    begin = np.log(astuple(BEGIN))
-    measured = np.log(seconds_of(rows))
+def fit(rows: Sequence[Row], predictor: Predictor, start: Fitted = BEGIN) -> Fitted:
+    """Parameters that fit rows best: least squares of logarithms, with a normal prior.
+
+    One row of each kind is predicted, with the weight of all of its kind; weights are 1 on
+    average.
+
+    Args:
+        rows: Rows to fit.
+        predictor: Predictor of their seconds.
+        start: Where the fit begins, and the middle of the prior.
+    """
+    chosen = one_of_each(rows)
+    numbers = Counter(map(_kind, rows))
+    weight = np.array([numbers[_kind(row)] for row in chosen], np.float64)
+    weight = np.sqrt(weight / weight.mean())
+    begin = np.log(astuple(start))
+    measured = np.log(seconds_of(chosen))
 
     def off(at: Floats) -> Floats:
-        predicted = np.log(predictor.predicted_s(rows, _at(at)))
+        predicted = np.log(predictor.predicted_s(chosen, _at(at)))
         return np.concatenate(
-            [(predicted - measured) / _RUN_SPREAD, (at - begin) / _PARAMETER_SPREAD]
+            [weight * (predicted - measured) / _RUN_SPREAD, (at - begin) / _PARAMETER_SPREAD]
         )
 
     def slopes(at: Floats) -> Floats:
@@ -254,7 +295,7 @@ def regime(name: str, rows: Sequence[Row], predictor: Predictor) -> dict[str, An
         (row for row in rows if row["split"] == "test" and is_inside(row)), key=by_capture
     )
     fitted_rows = one_of_each(outside)
-    parameters = fit(fitted_rows, predictor)
+    parameters = fit(outside, predictor)
     print(f"{name}: {parameters}", file=sys.stderr, flush=True)
     measured = seconds_of(inside)
     found = {
@@ -280,15 +321,32 @@ def regime(name: str, rows: Sequence[Row], predictor: Predictor) -> dict[str, An
     }
 
 
+def to_ship(rows: Sequence[Row], predictor: Predictor) -> dict[str, Any]:
+    """What is fitted to all rows of ``fit``, and the spread of Megatron's steps."""
+    known = sorted((row for row in rows if row["split"] == "fit"), key=by_capture)
+    parameters = fit(known, predictor, shipped())
+    off = np.log(predictor.predicted_s(known, parameters) / seconds_of(known))
+    own = np.array([predictor.spread(row, parameters) for row in known])
+    num_kinds, num_fitted = len(one_of_each(known)), len(_NAMES)
+    error = math.sqrt(float((off**2).mean()))
+    error *= math.sqrt(num_kinds / (num_kinds - num_fitted) * (1.0 + num_fitted / num_kinds))
+    spread = math.sqrt(max(error**2 - float((own**2).mean()), 0.0))
+    return {"parameters": asdict(parameters), "error_of_one_more": error, "spread": spread}
+
+
 def main() -> None:
     """Leave each regime out once."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", default="", help="regimes that begin so")
+    parser.add_argument("--ship", action="store_true", help="fit what ships, leaving nothing out")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = read_rows(arguments.data / "vtrain_one_node.csv")
     predictor = Predictor()
+    if arguments.ship:
+        print(json.dumps(to_ship(rows, predictor), indent=2))
+        return
     names = [name for name in REGIMES if name.startswith(arguments.only)]
     found = [regime(name, rows, predictor) for name in names]
     if arguments.json:

@@ -45,8 +45,8 @@ MOST_SHAPES = 48
 VARIED_AFTER = 8
 """Number of shapes after which the manner of the best point is varied: a search that is cut short
 has then tried both."""
-NUM_VARIED = 6
-"""Number of the best points of all shapes whose manner is varied."""
+NUM_VARIED = 3
+"""Number of the best shapes whose manner is varied when all have been tried."""
 BUBBLE_OF_1F1B_OVER_V = 6.0
 """Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023, whose
 passes take one unit each: 9 and 1.5 units of four stages)."""
@@ -117,6 +117,7 @@ class _Grid:
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
         self.found: dict[_Point, tuple[Evaluation, Given]] = {}
         self.refused: set[_Point] = set()
+        self.varied: set[tuple[object, ...]] = set()
         self._computed: dict[tuple[int, int], float] = {}
         self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
 
@@ -130,22 +131,28 @@ class _Grid:
                     self._try_cheaper(manner)
                 if found is None or found.is_ok:
                     break
-            if number % VARIED_AFTER == 0:
-                self._vary_best(1)
-        self._vary_best(NUM_VARIED)
+            if len(self.varied) < number // VARIED_AFTER:
+                self._vary(self._best_shapes()[:1])
+        self._vary(self._best_shapes()[:NUM_VARIED])
 
-    def _vary_best(self, count: int) -> None:
-        """Try the best shapes in all manners, each from the best manner so far.
+    def _best_shapes(self) -> list[_Point]:
+        """Shapes that are not varied yet, each in its best manner so far.
 
-        The best are those that would be shortest without the bubble that other schedules save.
+        First come those that would be shortest without the bubble that other schedules save.
         """
-        starts = sorted(self.found, key=lambda each: self.found[each][0].preference)
         of_shape: dict[tuple[object, ...], _Point] = {}
+        for point in sorted(self.found, key=lambda each: self.found[each][0].preference):
+            of_shape.setdefault(point.shape, point)
+        ranked = sorted(of_shape.values(), key=self._without_bubble)
+        return [point for point in ranked if point.shape not in self.varied]
+
+    def _vary(self, starts: Sequence[_Point]) -> None:
+        """Try some shapes in all manners."""
         for start in starts:
-            of_shape.setdefault(start.shape, start)
-        for start in sorted(of_shape.values(), key=self._without_bubble)[:count]:
             for point in self._varied(start):
                 self._try(point)
+            if not self.spending.is_over:
+                self.varied.add(start.shape)
 
     def _without_bubble(self, point: _Point) -> tuple[float, float]:
         """(bytes that are missing, seconds of a step less what other schedules can save)."""

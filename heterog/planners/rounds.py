@@ -1,10 +1,11 @@
 """The division of the remaining time among methods once every one has had its part.
 
-Time goes where it pays, in rounds: first to methods that were starved, then to the one whose last
-rounds improved its own best plan most per second, as a bandit would; the farther that plan is
-behind the best of all, the less this counts. Methods without recent gain are tried again when the
-others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one that
-ended before its part was over has nothing left to try.
+Time goes where it pays, in rounds: first to methods that were starved, the one with the best plan
+before the others, as rounds become shorter; then to the one whose last rounds improved its own best
+plan most per second, as a bandit would; the farther that plan is behind the best of all, the less
+this counts. Methods without recent gain are tried again when the others gain nothing either. Only
+methods that resume (``Planner.resumes``) take part, and one that ended before its part was over has
+nothing left to try.
 """
 
 import math
@@ -98,6 +99,10 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=2, step_time_s=3.0, best_s=1.0)
     >>> next_of([quick, slow]) is slow
     True
+    >>> ahead = Contender(planner=Method())
+    >>> ahead.tell(given_s=1.0, seconds=1.0, evaluations=3, step_time_s=1.5, best_s=1.0)
+    >>> next_of([quick, slow, ahead]) is ahead
+    True
     >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, step_time_s=2.0, best_s=1.0)
     >>> next_of([quick, slow]) is quick
     True
@@ -107,6 +112,6 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
         return None
     starved = [each for each in able if each.is_starved and each.rounds < _MOST_STARVED]
     if starved:
-        return min(starved, key=lambda each: each.evaluations)
+        return min(starved, key=lambda each: (each.step_time_s, each.evaluations))
     # Of those with equal gains, the one with the fewest rounds.
     return max(able, key=lambda each: (each.gain_per_s, -each.seconds))
