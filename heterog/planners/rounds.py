@@ -1,11 +1,11 @@
 """The division of the remaining time among methods once every one has had its part.
 
 Time goes where it pays, in rounds: first to methods that were starved, the one with the best plan
-before the others, as rounds become shorter; then to the one whose last rounds improved its own best
-plan most per second, as a bandit would; the farther that plan is behind the best of all, the less
-this counts. Methods without recent gain are tried again when the others gain nothing either. Only
-methods that resume (``Planner.resumes``) take part, and one that ended before its part was over has
-nothing left to try.
+before the others, as rounds become shorter; then to the one whose last rounds improved its own
+best plan most per second, as a bandit would; the farther that plan is behind the best of all, the
+less this counts. Methods without recent gain are tried again when the others gain nothing either.
+Only methods that resume (``Planner.resumes``) take part, and one that ended before its part was
+over has nothing left to try.
 """
 
 import math
