@@ -16,8 +16,7 @@ The fit begins where no run of vTrain has been seen: kernels and collectives iss
 twice as fast by autograd, collectives as alone, rows that are not aligned no slower; see
 ``BEGIN``. It takes one row of each hidden size, tensor parallelism and micro-batch, the one with
 the fewest GPUs and then the smallest batch: the set's rows are composed of so few measurements
-that all of such a kind have the same seconds of a layer, to four digits. Each counts as often as
-there are rows of its kind to be fitted. All steps are predicted
+that all of such a kind have the same seconds of a layer, to four digits. All steps are predicted
 from models of few layers (``--few-layers`` of ``published_runs.py``), which makes this a matter of
 minutes.
 
@@ -26,10 +25,10 @@ where its fused softmax applies, and that a collective's extra time is the lesse
 
 Boosting gets all rows of ``fit`` outside the regime, the logarithm of the seconds and the columns.
 
-``--ship`` leaves nothing out, begins with what ships, and prints what is to ship then, with the
-spread of Megatron's steps. The errors of all rows of ``fit`` are taken to be those of so many
-kinds, of which the fit has used up six: with a root mean square r, K kinds and P parameters, one
-more row is off by
+``--ship`` leaves nothing out, begins with what ships, lets each kind count as often as it has rows
+of ``fit``, and prints what is to ship then, with the spread of Megatron's steps. The errors of all
+rows of ``fit`` are taken to be those of so many kinds, of which the fit has used up six: with a
+root mean square r, K kinds and P parameters, one more row is off by
 
     r sqrt(K / (K - P)) sqrt(1 + P / K)
 
@@ -227,19 +226,20 @@ def one_of_each(rows: Sequence[Row]) -> list[Row]:
     return sorted(found.values(), key=by_capture)
 
 
-def fit(rows: Sequence[Row], predictor: Predictor, start: Fitted = BEGIN) -> Fitted:
-    """Parameters that fit rows best: least squares of logarithms, with a normal prior.
-
-    One row of each kind is predicted, with the weight of all of its kind; weights are 1 on
-    average.
+def fit(
+    rows: Sequence[Row], predictor: Predictor, start: Fitted = BEGIN, *, weighs_kinds: bool = False
+) -> Fitted:
+    """Parameters that fit one row of each kind best: least squares of logarithms, with a prior.
 
     Args:
         rows: Rows to fit.
         predictor: Predictor of their seconds.
-        start: Where the fit begins, and the middle of the prior.
+        start: Where the fit begins, and the middle of the normal prior.
+        weighs_kinds: Whether a kind counts as often as it has rows, instead of once; weights are
+            1 on average.
     """
     chosen = one_of_each(rows)
-    numbers = Counter(map(_kind, rows))
+    numbers = Counter(map(_kind, rows if weighs_kinds else chosen))
     weight = np.array([numbers[_kind(row)] for row in chosen], np.float64)
     weight = np.sqrt(weight / weight.mean())
     begin = np.log(astuple(start))
@@ -324,7 +324,7 @@ def regime(name: str, rows: Sequence[Row], predictor: Predictor) -> dict[str, An
 def to_ship(rows: Sequence[Row], predictor: Predictor) -> dict[str, Any]:
     """What is fitted to all rows of ``fit``, and the spread of Megatron's steps."""
     known = sorted((row for row in rows if row["split"] == "fit"), key=by_capture)
-    parameters = fit(known, predictor, shipped())
+    parameters = fit(known, predictor, shipped(), weighs_kinds=True)
     off = np.log(predictor.predicted_s(known, parameters) / seconds_of(known))
     own = np.array([predictor.spread(row, parameters) for row in known])
     num_kinds, num_fitted = len(one_of_each(known)), len(_NAMES)
