@@ -364,7 +364,8 @@ def sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None) 
         measured_bytes=run.measured_bytes,
         predicted_bytes=predicted_bytes,
         interval_bytes=interval_bytes,
-        choice=f"{run.model.family} batch {run.batch} on {run.cluster.num_devices}",
+        # Predictions by other models are no alternatives to each other.
+        choice=f"{family}: {run.model.family} batch {run.batch} on {run.cluster.num_devices}",
     )
 
 

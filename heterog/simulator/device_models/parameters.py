@@ -92,7 +92,7 @@ class InTraining:
     fused_attention: float = 1.0
     streams: float = 1.0
     float32: float = 1.0
-    unaligned: float = 1.9
+    unaligned: float = 1.73
     spread: float = 0.15
     measured_on: str = ANY_TYPE
 
