@@ -324,16 +324,21 @@ def layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[
     )
 
 
-def boundary_bytes(graph: OpGraph, layer_of_op: npt.NDArray[np.int64]) -> float:
-    """Bytes of a sample that go from one layer to the next, the median of all boundaries."""
-    crossing = np.zeros(max(layer_of_op, default=-1) + 1)
+def boundary_bytes(graph: OpGraph, layers: npt.NDArray[np.int64]) -> float:
+    """Bytes of a sample that go from one layer to the next, the median of all boundaries.
+
+    Args:
+        graph: One training step.
+        layers: Layer of each op, -1 for none; see ``layer_of_op``.  # [num_ops]
+    """
+    crossing = np.zeros(max(layers, default=-1) + 1)
     for index, op in enumerate(graph.ops):
-        layer = layer_of_op[index]
+        layer = layers[index]
         if op.phase != Phase.FORWARD or layer < 0:
             continue
         for tensor in graph.outputs(index):
             forward = [
-                layer_of_op[reader]
+                layers[reader]
                 for reader in graph.consumers[tensor]
                 if graph.ops[reader].phase == Phase.FORWARD
             ]
