@@ -161,14 +161,9 @@ class _Grid:
         return missing, step_s * (1.0 + self._least_bubble(point)) / (1.0 + bubble)
 
     def _least_bubble(self, point: _Point) -> float:
-        """Bubble over the compute of a step by the best schedule that the shape can have.
-
-        See ``BUBBLE_OF_1F1B_OVER_V``.
-        """
+        """Bubble over the compute of a step by the best schedule that the shape can have."""
         bubble = (point.layout.pp - 1) / point.num_micro
-        if not _can_be_in_chunks(point.layout, self.num_layers):
-            return bubble
-        return bubble / BUBBLE_OF_1F1B_OVER_V
+        return least_bubble(bubble, in_a_v=_can_be_in_chunks(point.layout, self.num_layers))
 
     def _try_cheaper(self, point: _Point) -> None:
         """Make less again than everything for as long as that fits."""
@@ -422,6 +417,11 @@ def _in_manner(
         sequence_parallel=along_positions,
         ep=ep,
     )
+
+
+def least_bubble(bubble: float, *, in_a_v: bool) -> float:
+    """Bubble of the best schedule, given that of 1F1B and whether there can be chunks in a V."""
+    return bubble / BUBBLE_OF_1F1B_OVER_V if in_a_v else bubble
 
 
 def _can_be_in_chunks(layout: Layout, num_layers: int) -> bool:

@@ -33,7 +33,7 @@ from heterog.planners.islands.composing import (
     structures,
 )
 from heterog.planners.islands.slices import Slices
-from heterog.planners.megatron_grid import BUBBLE_OF_1F1B_OVER_V, MOST_TASKS
+from heterog.planners.megatron_grid import MOST_TASKS, least_bubble
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
@@ -303,7 +303,7 @@ class CompositionSearch:
         """(bytes that are missing, seconds of a step less what a V of chunks can save)."""
         found = self.found[point]
         bubble = (max(map(len, point.layers)) - 1) / point.num_micro
-        least = bubble / BUBBLE_OF_1F1B_OVER_V if can_be_in_a_v(point) else bubble
+        least = least_bubble(bubble, in_a_v=can_be_in_a_v(point))
         return found.preference[0], found.step_time_s * (1.0 + least) / (1.0 + bubble)
 
     def simulate(self, point: Composition) -> Evaluation | None:

@@ -156,6 +156,13 @@ def _recomputation(decisions: Sequence[Decision]) -> IntArray:
     return np.array([each.recompute * (1 + each.keeps) for each in decisions], np.int32)
 
 
+def _sync_classes(decisions: Sequence[Decision]) -> IntArray:
+    """A number for each way to synchronise; groups with the same one may share buckets."""
+    numbers: dict[tuple[object, ...], int] = {}
+    keys = [(each.division, each.sync, each.slices, each.slice_groups) for each in decisions]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
+
+
 class Encoder:
     """Converts decisions to the kernel's arrays, and remembers earlier conversions.
 
@@ -173,7 +180,6 @@ class Encoder:
         self._axes = tuple(int(units) for units in tables.axis_units[1:])
         self._rings: dict[tuple[object, ...], RingRows] = {}
         self._rows: dict[MicroBatches, dict[Division, DivisionRows]] = {}
-        self._classes: dict[tuple[object, ...], int] = {}
         self._sparse_rows = SparseRows(tables)
 
     def encode(
@@ -225,7 +231,7 @@ class Encoder:
             member=np.stack([row.member for row in rows]),
             teams=self._teams(rows),
             sharded=np.array([int(each.sync.sharded) for each in decisions], np.int32)[of_group],
-            sync_class=np.array([self._class(each) for each in decisions], np.int32)[of_group],
+            sync_class=_sync_classes(decisions)[of_group],
             recompute=_recomputation(decisions)[of_group],
             rings=self._all_rings(decisions, of_group, within_teams),
             reduce_channel=np.array([row.reduce_channel for row in rows], np.int32),
@@ -258,10 +264,6 @@ class Encoder:
             scatter_channel=np.stack([row.team_scatter for row in rows]),
             exchange_channel=np.stack([row.team_exchange for row in rows]),
         )
-
-    def _class(self, decision: Decision) -> int:
-        key = (decision.division, decision.sync, decision.slices, decision.slice_groups)
-        return self._classes.setdefault(key, len(self._classes))
 
     def _division(
         self, division: Division, micro_batches: MicroBatches, sizes: tuple[int, ...]
