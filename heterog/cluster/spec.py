@@ -7,6 +7,7 @@
     calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
     sends: overlapped                   # or blocking: who executes computes only when all is sent
     execution: eager                    # or megatron, compiled: which program runs steps
+    tf32: convolutions                  # or none, all: what of float32 it multiplies with TF32
     pairs: {}                           # optional: what lies between hosts, see cluster.pairs
     prices: {currency: USD, device_hour: {V100-16GB: 2.48, P100-12GB: 1.46}}    # optional
     hosts:
@@ -78,6 +79,7 @@ from heterog.cluster.topology import (
     Link,
     PairLimit,
     Sends,
+    Tf32,
 )
 from heterog.errors import ClusterError, HeterogError, InputFileError, UnknownNameError
 from heterog.files import read_bytes, write_atomically
@@ -108,6 +110,7 @@ MAX_FILE_BYTES = 1024**2
 _Location: TypeAlias = tuple[int | str, ...]
 _Sends: TypeAlias = Literal["overlapped", "blocking"]
 _Execution: TypeAlias = Literal["eager", "megatron", "compiled"]
+_Tf32: TypeAlias = Literal["none", "convolutions", "all"]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
 
 
@@ -229,6 +232,7 @@ class ClusterSpec(Spec):
     calibration: _Path | None = None
     sends: _Sends = "overlapped"
     execution: _Execution = "eager"
+    tf32: _Tf32 = "convolutions"
     hosts: Annotated[list[HostSpec], Field(min_length=1)]
     pairs: PairsSpec = PairsSpec()
     prices: PricesSpec | None = None
@@ -406,6 +410,7 @@ class _Builder:
                 calibration=self._calibration(),
                 sends=Sends(self._spec.sends),
                 execution=Execution(self._spec.execution),
+                tf32=Tf32(self._spec.tf32),
                 pairs=self._pairs([host.name for host in hosts]),
             )
         except ClusterError as error:
@@ -720,6 +725,7 @@ class _ClusterRecord(Record):
     calibration: _Path | None
     sends: _Sends = "overlapped"
     execution: _Execution = "eager"
+    tf32: _Tf32 = "convolutions"
     device_types: Annotated[list[_TypeRecord], Field(max_length=MAX_DEVICES)]
     hosts: Annotated[list[_HostRecord], Field(max_length=MAX_DEVICES)]
     devices: Annotated[list[_DeviceRecord], Field(max_length=MAX_DEVICES)]
@@ -760,6 +766,7 @@ def cluster_from_dict(record: object) -> Cluster:
         calibration=found.calibration,
         sends=Sends(found.sends),
         execution=Execution(found.execution),
+        tf32=Tf32(found.tf32),
         pairs=tuple(
             PairLimit(
                 sources=tuple(each.sources),
@@ -796,6 +803,8 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
         record["sends"] = str(cluster.sends)
     if cluster.execution != Execution.EAGER:
         record["execution"] = str(cluster.execution)
+    if cluster.tf32 != Tf32.CONVOLUTIONS:
+        record["tf32"] = str(cluster.tf32)
     record["hosts"] = [_host_record(cluster, h) for h in range(cluster.num_hosts)]
     if cluster.pairs:
         record["pairs"] = pairs_record(cluster)

@@ -234,13 +234,24 @@ class Execution(StrEnum):
     """PyTorch with ``torch.compile``: inductor makes one kernel of several ops."""
 
 
+class Tf32(StrEnum):
+    """Which products of float32 the program makes with TF32, where the hardware has it."""
+
+    NONE = "none"
+    """None: ``torch.backends.cudnn.allow_tf32 = False``."""
+    CONVOLUTIONS = "convolutions"
+    """Convolutions, as PyTorch does by default."""
+    ALL = "all"
+    """Matrix products too: ``torch.backends.cuda.matmul.allow_tf32 = True``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices on hosts joined by one switch, which blocks only where ``pairs`` says so.
 
     Two clusters with the same fingerprint are the same to a planner: the fingerprint covers every
     number and every host and device name, but not the cluster's own name, the sources of numbers,
-    the path of the calibration, the executing program, and prices.
+    the path of the calibration, the executing program and its settings, and prices.
 
     Attributes:
         name: Name for people.
@@ -251,6 +262,7 @@ class Cluster:
             such GPUs, or data sheets alone. ``None`` means the former.
         sends: Behaviour of the executing program while it sends; predictions follow it.
         execution: The program that runs steps; device models follow it.
+        tf32: Which products of float32 that program makes with TF32; likewise.
         pairs: Limits between hosts besides their NICs.
         prices: Prices of hosts, if the file has any.
         device_types: The distinct types by value, in order of first appearance.
@@ -275,6 +287,7 @@ class Cluster:
     calibration: str | None = None
     sends: Sends = Sends.OVERLAPPED
     execution: Execution = Execution.EAGER
+    tf32: Tf32 = Tf32.CONVOLUTIONS
     pairs: tuple[PairLimit, ...] = ()
     prices: HourlyPrices | None = None
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
@@ -492,6 +505,7 @@ class Cluster:
             "calibration": self.calibration,
             "sends": str(self.sends),
             "execution": str(self.execution),
+            "tf32": str(self.tf32),
             "device_types": [_type_to_dict(t) for t in self.device_types],
             "hosts": [_host_to_dict(h) for h in self.hosts],
             "devices": [

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from heterog.cluster.topology import Cluster, Execution
+from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray, OpGraph
 from heterog.simulator.device_models.model import DeviceModels
 from heterog.simulator.device_models.parameters import InTraining
@@ -96,7 +96,7 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
     best, least, before = at, np.inf, np.zeros(len(cases))
     after = left_out = before
     for iteration in range(_ITERATIONS):
-        jacobian, predicted = _derivatives(cases, at, types, start.execution, is_fitted)
+        jacobian, predicted = _derivatives(cases, at, types, start, is_fitted)
         off = predicted - measured
         from_start = np.where(is_fitted, at - begin, 0.0)
         cost = float(
@@ -115,7 +115,7 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
     counted = float((left_out**2).sum()) + _RUNS_BEFORE * _SPREAD_BEFORE**2
     of_runs = float(np.sqrt(counted / (len(cases) + _RUNS_BEFORE)))
     return RunFit(
-        models=_model(best, types, start.execution, of_runs),
+        models=_model(best, types, start, of_runs),
         before=before,
         after=after,
         left_out=left_out,
@@ -126,7 +126,7 @@ def _derivatives(
     cases: Sequence[Case],
     at: FloatArray,
     types: Sequence[str],
-    execution: Execution,
+    like: DeviceModels,
     is_fitted: NDArray[np.bool_],
 ) -> tuple[FloatArray, FloatArray]:
     """(d log T / d parameter [num_cases, num_parameters], log T [num_cases])."""
@@ -134,13 +134,13 @@ def _derivatives(
     predicted = np.zeros(len(cases))
     for row, case in enumerate(cases):
         own = {kind.name for kind in case.cluster.device_types}
-        here = predicted[row] = np.log(case.predicted_s(_model(at, types, execution)))
+        here = predicted[row] = np.log(case.predicted_s(_model(at, types, like)))
         for column in np.flatnonzero(is_fitted).tolist():
             if column and types[(column - 1) // len(_FACTORS)] not in own:
                 continue
             moved = at.copy()
             moved[column] += _STEP
-            there = np.log(case.predicted_s(_model(moved, types, execution)))
+            there = np.log(case.predicted_s(_model(moved, types, like)))
             jacobian[row, column] = (there - here) / _STEP
     return jacobian, predicted
 
@@ -154,12 +154,13 @@ def _parameters(model: DeviceModels, types: Sequence[str]) -> FloatArray:
 
 
 def _model(
-    parameters: FloatArray, types: Sequence[str], execution: Execution, spread: float = 0.0
+    parameters: FloatArray, types: Sequence[str], like: DeviceModels, spread: float = 0.0
 ) -> DeviceModels:
     host_s, *rest = np.exp(parameters)
     factors = np.reshape(rest, (len(types), len(_FACTORS)))
     return DeviceModels(
-        execution,
+        like.execution,
+        tf32=like.tf32,
         host_s=float(host_s),
         in_training={
             name: InTraining(

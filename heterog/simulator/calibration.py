@@ -474,10 +474,11 @@ def cost_model_of(cluster: Cluster) -> CostModel:
         InputFileError: the named file is missing or broken.
     """
     if cluster.calibration in (None, DEVICE_MODELS):
-        return DeviceModels(cluster.execution)
+        return DeviceModels(cluster.execution, tf32=cluster.tf32)
     if cluster.calibration == ROOFLINE:
         return Roofline()
-    return _load_once(cluster.calibration)
+    found = _load_once(cluster.calibration)
+    return found.with_tf32(cluster.tf32) if isinstance(found, DeviceModels) else found
 
 
 @lru_cache(maxsize=8)

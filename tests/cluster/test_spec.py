@@ -248,8 +248,8 @@ ERRORS = [
         "name: lab",
         "name: lab\neficiency: 0.7",
         "{path}, line 3, eficiency: unknown field; did you mean 'efficiency'? Known: "
-        "schema_version, name, efficiency, reserved_memory, calibration, sends, execution, hosts, "
-        "pairs, prices.",
+        "schema_version, name, efficiency, reserved_memory, calibration, sends, execution, tf32, "
+        "hosts, pairs, prices.",
     ),
     (
         "      line_rate",

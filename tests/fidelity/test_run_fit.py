@@ -28,6 +28,7 @@ from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
 
 TRUTH = InTraining(products=1.7, fused_attention=1.0, streams=1.5, float32=1.3)
+HOST_S = 4.0 * DeviceModels().host.issue_s
 
 
 @cache
@@ -60,11 +61,11 @@ def cases(cluster: Cluster, truth: DeviceModels, sizes: list[int]) -> list[Case]
 @THOROUGH
 def test_parameters_that_made_the_runs_are_found_again() -> None:
     cluster = cluster_of((100.0, ["A100-80GB", "A100-80GB"]))
-    truth = DeviceModels(host_s=4e-5, in_training={"A100-80GB": TRUTH})
+    truth = DeviceModels(host_s=HOST_S, in_training={"A100-80GB": TRUTH})
     found = fit_runs(cases(cluster, truth, [512, 4096]), DeviceModels())
     assert np.abs(found.before).max() > 0.3
     assert np.abs(found.after).max() < 0.05
-    assert found.models.host.issue_s == pytest.approx(4e-5, rel=0.2)
+    assert found.models.host.issue_s == pytest.approx(HOST_S, rel=0.2)
     factors = found.models.in_training("A100-80GB")
     assert factors.products == pytest.approx(1.7, rel=0.1)
     assert factors.float32 == pytest.approx(1.3, rel=0.1)
@@ -76,7 +77,7 @@ def test_parameters_that_made_the_runs_are_found_again() -> None:
 @THOROUGH
 def test_a_few_runs_improve_runs_of_other_sizes() -> None:
     cluster = cluster_of((100.0, ["A100-80GB", "A100-80GB"]))
-    truth = DeviceModels(host_s=4e-5, in_training={"A100-80GB": TRUTH})
+    truth = DeviceModels(host_s=HOST_S, in_training={"A100-80GB": TRUTH})
     models = fit_runs(cases(cluster, truth, [1024]), DeviceModels()).models
     others = cases(cluster, truth, [256, 2048, 8192])
     errors = [

@@ -224,18 +224,20 @@ def test_more_samples_never_take_less_time(name: str, host_s: float) -> None:
 
 
 def test_a_pass_takes_what_the_host_or_the_kernels_take(graph: OpGraph) -> None:
-    """Short kernels catch up behind long ones: only the sums over the queue matter."""
+    """Short kernels catch up behind long ones: only the sums over the queue matter.
+
+    The optimizer takes half of the seconds of a kernel for each parameter.
+    """
     kind, is_of = device_type("A100-80GB"), np.array([op.phase for op in graph.ops])
     kernels = DeviceModels(host_s=0.0).op_seconds(graph, kind, 16)
-    for phase in (Phase.FORWARD, Phase.BACKWARD):
+    for phase in Phase:
         ops = np.flatnonzero((is_of == phase) & (kernels > 0.0))
+        part = DeviceModels().host.update if phase == Phase.UPDATE else 1.0
         assert len(ops) <= 17, "the whole pass is one queue, so that the sums are exact"
         alone = kernels[ops].sum() / len(ops)
         for host_s in (0.5 * alone, 0.999 * alone, 1.001 * alone, 5.0 * alone):
             issued = DeviceModels(host_s=host_s).op_seconds(graph, kind, 16)
-            assert issued[ops].sum() == pytest.approx(len(ops) * max(alone, host_s))
-    is_update = is_of == Phase.UPDATE
-    np.testing.assert_array_equal(issued[is_update], kernels[is_update])
+            assert issued[ops].sum() == pytest.approx(len(ops) * max(alone, part * host_s))
 
 
 def test_passes_wait_for_the_host_each_on_its_own(graph: OpGraph) -> None:
@@ -343,6 +345,7 @@ def test_each_distinct_product_is_priced_as_if_alone(graph: OpGraph) -> None:
     found = DeviceModels(host_s=0.0).op_seconds(graph, kind, 16)
     products, family = products_of(graph), families_of(kind.name)["float32"]
     assert isinstance(family.model, ProductModel)
+    _, copy_s = DeviceModels().copy_seconds(kind)
     for op in np.unique(products.op):
         expected = 0.0
         for number in np.flatnonzero(products.op == op):
@@ -352,6 +355,7 @@ def test_each_distinct_product_is_priced_as_if_alone(graph: OpGraph) -> None:
                 products.num_bytes[[number]],
             )[0]
             expected += launch_seconds(kind) + took - family.model.launch_s
+            expected += products.added[number] * products.num_bytes[number] * copy_s
         assert found[op] == pytest.approx(expected)
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import lru_cache
+from enum import IntEnum
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -13,6 +14,12 @@ from numpy.typing import NDArray
 from heterog.graph.batch_plan import batch_plan, claims_checked
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorMeta, TensorRef
+from heterog.simulator.device_models import torch_kernels
+from heterog.simulator.device_models.torch_kernels import (
+    is_depthwise,
+    lies_as_matrix,
+    stream_of,
+)
 
 _FACTORS = {
     "mm.default": ("self", "mat2"),
@@ -49,6 +56,23 @@ _AS_NEAR = 1e-3
 """Difference in the share of bytes that biases and matrices of equal sizes leave open."""
 
 
+class Use(IntEnum):
+    """What a product is for, which decides the unit that makes it."""
+
+    MATRIX = 0
+    CONVOLUTION = 1
+    ATTENTION = 2
+    FEW_CHANNELS = 3
+    """A convolution that tensor cores cannot make."""
+
+
+class Factors(NamedTuple):
+    """Type of the factors of a product, and what it is for."""
+
+    dtype: str
+    use: Use
+
+
 class Sizes(NamedTuple):
     """A batch of equal matrix products."""
 
@@ -75,8 +99,13 @@ class Products:
         is_aligned: Whether rows of all three matrices begin at multiples of 16 bytes, as fast
             loads of tensor cores want it.  # [num_products]
         is_attention: Whether it is part of a fused attention.  # [num_products]
-        dtype: Number in ``dtypes`` of the dtype of the factors.  # [num_products]
-        dtypes: Names of dtypes.
+        slowdown: Seconds in PyTorch's kernel for the op, on tensor cores, over those of the plain
+            product and of what is copied.  # [num_products]
+        copied: Bytes that are copied for tensor cores, over ``num_bytes``: cuDNN's want channels
+            last.  # [num_products]
+        added: Bytes of kernels that add a bias or sum its gradient, likewise.  # [num_products]
+        factors: Number in ``kinds`` of the factors.  # [num_products]
+        kinds: Kinds of factors.
         kind: Number shared by products that are alike in all of this but the op.
             # [num_products]
     """
@@ -90,8 +119,11 @@ class Products:
     along_batch: IntArray
     is_aligned: NDArray[np.bool_]
     is_attention: NDArray[np.bool_]
-    dtype: IntArray
-    dtypes: tuple[str, ...]
+    slowdown: FloatArray
+    copied: FloatArray
+    added: FloatArray
+    factors: IntArray
+    kinds: tuple[Factors, ...]
     kind: IntArray
 
 
@@ -107,19 +139,24 @@ class Streams:
         row: Number of elements that are reduced together, 0 if none are.  # [num_streams]
         launches: Number of kernels; 0 for the optimizer, which updates all parameters in a few.
             # [num_streams]
+        passes: Times that PyTorch's kernel moves each byte.  # [num_streams]
+        blocks: Number of multiprocessors that it fills, 0 if any.  # [num_streams]
     """
 
     op: IntArray
     family: IntArray
     row: FloatArray
     launches: FloatArray
+    passes: FloatArray
+    blocks: FloatArray
 
 
 @lru_cache(maxsize=64)
 def products_of(graph: OpGraph) -> Products:
     """The matrix products of a graph."""
-    ops, sizes, matrices, along_batch, counts, shares, dtypes = [], [], [], [], [], [], []
-    is_aligned = []
+    ops, counts, shares = [], [], []
+    products: list[_Product] = []
+    factors: list[Factors] = []
     for index in range(graph.num_ops):
         if graph.is_view[index] or graph.flops[index] <= 0.0:
             continue
@@ -127,21 +164,33 @@ def products_of(graph: OpGraph) -> Products:
             found = [each for each in _products(graph, index) if prod(each.sizes) > 0]
         for product in found:
             ops.append(index)
-            sizes.append(product.sizes)
-            matrices.append(product.matrices)
-            along_batch.append(product.along_batch)
-            is_aligned.append(product.is_aligned)
+            products.append(product)
             counts.append(graph.flops[index] / len(found) / (2.0 * prod(product.sizes)))
             shares.append(1.0 / len(found))
-            dtypes.append(graph.tensors[graph.ops[index].inputs[0]].dtype)
-    array = np.array(sizes, np.float64).reshape(-1, 4)
-    matrix_sizes = np.array(matrices, np.float64).reshape(-1, 3)
-    names = tuple(sorted(set(dtypes)))
-    dtype = np.array([names.index(name) for name in dtypes], np.int32)
+            factors.append(Factors(graph.tensors[graph.ops[index].inputs[0]].dtype, product.use))
+    array = np.array([each.sizes for each in products], np.float64).reshape(-1, 4)
+    matrix_sizes = np.array([each.matrices for each in products], np.float64).reshape(-1, 3)
+    along_batch = np.array([each.along_batch for each in products], np.int32)
+    is_aligned = np.array([each.is_aligned for each in products], np.bool_)
+    slowdown = np.array([each.slowdown for each in products], np.float64)
+    kinds = tuple(sorted(set(factors)))
+    number = np.array([kinds.index(each) for each in factors], np.int32)
     num_bytes = np.maximum(graph.bytes_moved[ops], 1.0) * shares if ops else np.zeros(0)
-    is_attention = [graph.ops[op].kind.startswith("attention") for op in ops]
+    copied = np.array([each.copied_bytes for each in products]) / num_bytes
+    added = np.array([each.added_bytes for each in products]) / num_bytes
     alike = np.column_stack(
-        [array, along_batch, is_aligned, is_attention, counts, num_bytes, shares, dtype]
+        [
+            array,
+            along_batch,
+            is_aligned,
+            counts,
+            num_bytes,
+            shares,
+            number,
+            slowdown,
+            copied,
+            added,
+        ]
     )
     return Products(
         op=np.array(ops, np.int32),
@@ -150,11 +199,14 @@ def products_of(graph: OpGraph) -> Products:
         num_bytes=num_bytes,
         bytes_share=np.array(shares, np.float64),
         matrix_share=matrix_sizes / matrix_sizes.sum(axis=1, keepdims=True),
-        along_batch=np.array(along_batch, np.int32),
-        is_aligned=np.array(is_aligned, np.bool_),
-        is_attention=np.array(is_attention, np.bool_),
-        dtype=dtype,
-        dtypes=names,
+        along_batch=along_batch,
+        is_aligned=is_aligned,
+        is_attention=np.array([each.use == Use.ATTENTION for each in products], np.bool_),
+        slowdown=slowdown,
+        copied=copied,
+        added=added,
+        factors=number,
+        kinds=kinds,
         kind=np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32),
     )
 
@@ -166,15 +218,18 @@ def streams_of(graph: OpGraph) -> Streams:
     runs_kernel[products_of(graph).op] = False
     runs_kernel[list(_masks(graph))] = False
     ops = np.flatnonzero(runs_kernel)
-    kinds = []
+    kinds, streams = [], []
     for op in ops.tolist():
         with _args_checked(graph, op):
             kinds.append(_family(graph, op))
+            streams.append(stream_of(graph, op))
     return Streams(
         op=ops.astype(np.int32),
         family=np.array([family for family, _ in kinds], np.int32),
         row=np.array([row for _, row in kinds], np.float64),
         launches=np.array([float(graph.ops[op].phase != Phase.UPDATE) for op in ops]),
+        passes=np.array([each.passes for each in streams], np.float64),
+        blocks=np.array([each.blocks for each in streams], np.float64),
     )
 
 
@@ -233,13 +288,18 @@ def local_sizes(
 class _Product(NamedTuple):
     """One product of an op, the memory of its three matrices, and the size along the batch.
 
-    What no single product of matrices in memory is, counts as aligned.
+    What no single product of matrices in memory is, counts as aligned. The rest is as in
+    ``Products``, in bytes.
     """
 
     sizes: Sizes
     matrices: tuple[float, float, float]
     along_batch: int
     is_aligned: bool = True
+    use: Use = Use.MATRIX
+    slowdown: float = 1.0
+    copied_bytes: float = 0.0
+    added_bytes: float = 0.0
 
 
 def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
@@ -266,7 +326,8 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
         # Scores stay on the chip: all products have this size, or that of its transpose.
         sizes = Sizes(prod(queries[:-2]), queries[-2], queries[-1], keys[-2])
         keys_bytes = float(_input(call, "key").num_bytes + _input(call, "value").num_bytes)
-        yield _Product(sizes, (0.0, keys_bytes, 2.0 * _input(call, "query").num_bytes), _BATCH)
+        matrices = (0.0, keys_bytes, 2.0 * _input(call, "query").num_bytes)
+        yield _Product(sizes, matrices, _BATCH, use=Use.ATTENTION)
     elif call.kind in ("convolution.default", "convolution_backward.default"):
         yield from _convolutions(call)
 
@@ -302,8 +363,11 @@ def _grouped(left: tuple[int, ...], right: tuple[int, ...], result: tuple[int, .
 def _convolutions(call: OpCall) -> Iterator[_Product]:
     """The product of patches with weights that a convolution is, and the two of its backward.
 
-    An image lies in memory once, not once for each weight that it meets.
+    An image lies in memory once, not once for each weight that it meets. Depthwise convolutions
+    are none: their kernels stream.
     """
+    if is_depthwise(call):
+        return
     weight, image = _input(call, "weight"), _input(call, "input")
     is_backward = call.kind == "convolution_backward.default"
     result = _input(call, "grad_output") if is_backward else call.outputs[0]
@@ -318,14 +382,30 @@ def _convolutions(call: OpCall) -> Iterator[_Product]:
     images = 0.5 * ((1 + of_image) * image.num_bytes + result.num_bytes)
     weights = float((1 + of_weight) * weight.num_bytes)
     if not is_backward:
+        added = torch_kernels.ADDED_BIAS * isinstance(call.args.get("bias"), TensorRef)
+    else:
+        added = torch_kernels.SUMMED_BIAS * bool(wanted[2]) / max(of_image + of_weight, 1)
+    is_in_place = lies_as_matrix(call)
+    in_place = torch_kernels.CONVOLUTION_IN_PLACE if is_in_place else torch_kernels.CONVOLUTION
+    product = partial(
+        _Product,
+        use=Use.FEW_CHANNELS
+        if weight.shape[1] < torch_kernels.FEWEST_CHANNELS
+        else Use.CONVOLUTION,
+        slowdown=in_place,
+        # Each image is read and written once more.
+        copied_bytes=0.0 if is_in_place else 2.0 * (image.num_bytes + result.num_bytes),
+        added_bytes=added * result.num_bytes,
+    )
+    if not is_backward:
         sizes = Sizes(groups, positions, columns, depth)
-        yield _Product(sizes, (images, weights, images), _ROWS)
+        yield product(sizes, (images, weights, images), _ROWS)
     if of_image:
         sizes = Sizes(groups, positions, depth, columns)
-        yield _Product(sizes, (images, weights, images), _ROWS)
+        yield product(sizes, (images, weights, images), _ROWS)
     if of_weight:  # a sum over all positions
         sizes = Sizes(groups, columns, depth, positions)
-        yield _Product(sizes, (images, images, weights), _DEPTH)
+        yield product(sizes, (images, images, weights), _DEPTH)
 
 
 def _family(graph: OpGraph, op: int) -> tuple[int, float]:

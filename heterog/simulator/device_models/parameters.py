@@ -114,6 +114,7 @@ class Host:
 
     issue_s: float
     backward: float = 1.0
+    update: float = 0.0
     collective_s: float = 0.0
     ramp_s: float = 0.0
     ramp_s_per_byte: float = 0.0

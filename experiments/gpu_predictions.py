@@ -1,0 +1,169 @@
+"""Holds predictions of the shipped device models against steps that ``gpu_steps.py`` measured.
+
+    python experiments/gpu_predictions.py steps.jsonl --json
+
+Nothing is calibrated: the type's name is all that is known of the GPU. ``rows`` has one entry a
+case: seconds and peak memory, measured and predicted, and device seconds by family of kernels.
+"""
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_steps import Case, workload_of
+
+from heterog.cluster.catalog import device_type
+from heterog.cluster.spec import parse_cluster
+from heterog.cluster.topology import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.simulator.device_models.model import DeviceModels, _kernel_seconds
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
+
+FAMILIES = {
+    "convolution": ("convolution",),
+    "attention": ("attention",),
+    "product": ("mm", "addmm", "bmm", "baddbmm", "grouped_mm"),
+    "batch norm": ("batch_norm",),
+    "layer norm": ("layer_norm",),
+    "softmax": ("softmax",),
+    "update": ("foreach", "fused_adam", "update"),
+    "dropout": ("dropout", "bernoulli", "rand"),
+    "loss": ("nll_loss",),
+    "embedding": ("embedding", "index_select", "gather", "scatter", "index"),
+    "pooling": ("pool",),
+}
+"""Parts of names of ATen ops, the first that fits; all others are ``elementwise``."""
+
+
+TF32 = {"strict": "none", "float32": "convolutions", "tf32": "all", "bfloat16": "convolutions"}
+"""What a cluster file says for each precision."""
+
+
+def family_of(name: str) -> str:
+    """Family of an ATen op, or of a graph's.
+
+    >>> family_of("aten::cudnn_convolution"), family_of("add.Tensor")
+    ('convolution', 'elementwise')
+    """
+    plain = name.removeprefix("aten::").partition(".")[0].lstrip("_")
+    for family, parts in FAMILIES.items():
+        if family == "product" and plain in parts:
+            return family
+        if family != "product" and any(part in plain for part in parts):
+            return family
+    return "elementwise"
+
+
+def one_gpu(label: str, tf32: str) -> Cluster:
+    """One device of the type of a GPU's label."""
+    name = device_type(label.removeprefix("NVIDIA ").partition(" ")[0]).name
+    text = (
+        f"schema_version: 1\nname: one_gpu\ntf32: {tf32}\nhosts:\n"
+        f"  - {{name: h, devices: [{{type: {name}, count: 1}}], intra: pcie4, "
+        "nic: {line_rate: 1 Gbit/s}}\n"
+    )
+    return parse_cluster(text, Path("one_gpu.yaml"))
+
+
+def compared(row: Mapping[str, Any]) -> dict[str, Any]:
+    """One case, measured and predicted."""
+    case = Case(row["model"], row["batch_size"], row["precision"])
+    graph = capture(workload_of(case))
+    cluster = one_gpu(row["device"], TF32[case.precision])
+    evaluator = Evaluator(graph, cluster)
+    placed = place_layout(parse_layout("num_micro=1"), graph, cluster)
+    found = evaluator.evaluate(placed.strategy, Order.FIFO)
+    interval = evaluator.interval(found.step_time_s)
+    result = {
+        **case._asdict(),
+        "measured_s": row["seconds"],
+        "predicted_s": found.step_time_s,
+        "off": found.step_time_s / row["seconds"] - 1.0,
+        "in_interval": interval[0] <= row["seconds"] <= interval[1],
+        "allocated": row["allocated"],
+        "peak": float(max(found.peak_memory_bytes)),
+    }
+    result["families"] = by_family(row, graph, cluster)
+    return result
+
+
+def by_family(
+    row: Mapping[str, Any], graph: OpGraph, cluster: Cluster
+) -> dict[str, dict[str, float]]:
+    """Device seconds of kernels in a step by family, measured and predicted."""
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"measured": 0.0, "predicted": 0.0})
+    for name, _, count, seconds in row["kernels"]:
+        if name.startswith("aten::"):
+            found[family_of(name)]["measured"] += count * seconds
+    kind = cluster.device_types[0]
+    models = DeviceModels(tf32=cluster.tf32)
+    work = graph.flops, graph.bytes_moved
+    own = _kernel_seconds(graph, kind, models.in_training(kind.name), models._program, *work)
+    for op, seconds in zip(graph.ops, own.tolist(), strict=True):
+        found[family_of(op.kind)]["predicted"] += seconds
+    return dict(found)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows that were measured."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "error" not in row:
+            yield row
+
+
+def main() -> None:
+    """Compare all rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", type=Path, nargs="+")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows = []
+    for path in arguments.steps:
+        for row in read(path):
+            if arguments.only and row["model"] not in arguments.only.split(","):
+                continue
+            each = compared(row)
+            rows.append(each)
+            if not arguments.json:
+                print_row(each)
+    errors = [abs(each["off"]) for each in rows]
+    peaks = [abs(each["peak"] / each["allocated"] - 1.0) for each in rows]
+    summary = {
+        "num_rows": len(rows),
+        "mean": statistics.fmean(errors),
+        "median": statistics.median(errors),
+        "in_intervals": sum(each["in_interval"] for each in rows),
+        "peak_median": statistics.median(peaks),
+    }
+    print(json.dumps({"summary": summary, "rows": rows}) if arguments.json else summary)
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """A line about a case, and one about each family of kernels that matters."""
+    inside = "in" if row["in_interval"] else "not in"
+    print(
+        f"{row['model']} {row['batch_size']} {row['precision']}: "
+        f"{row['measured_s'] * 1e3:.1f} ms, "
+        f"predicted {row['predicted_s'] * 1e3:.1f} ({row['off']:+.0%}, {inside} its interval), "
+        f"{row['allocated'] / 2**30:.2f} GiB, predicted {row['peak'] / 2**30:.2f}"
+    )
+    for name, each in sorted(row["families"].items(), key=lambda item: -item[1]["measured"]):
+        if max(each.values()) > 0.02 * row["measured_s"]:
+            print(
+                f"    {name}: {each['measured'] * 1e3:.2f} ms of kernels, predicted "
+                f"{each['predicted'] * 1e3:.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
