@@ -1,12 +1,14 @@
 """Holds predictions of the shipped device models against steps that ``gpu_steps.py`` measured.
 
-    python experiments/gpu_predictions.py steps.jsonl --json
+    python experiments/gpu_predictions.py experiments/measured/h200_held_out.jsonl.gz --json
 
-Nothing is calibrated: the type's name is all that is known of the GPU. ``rows`` has one entry a
+``measured/`` has the steps of one H200. Nothing is calibrated: the type's name is all that is known
+of the GPU. ``rows`` has one entry a
 case: seconds and peak memory, measured and predicted, and device seconds by family of kernels.
 """
 
 import argparse
+import gzip
 import json
 import statistics
 from collections import defaultdict
@@ -114,7 +116,9 @@ def by_family(
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """Rows that were measured."""
-    for line in path.read_text(encoding="utf-8").splitlines():
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    for line in text.decode().splitlines():
         row = json.loads(line)
         if "error" not in row:
             yield row

@@ -16,6 +16,7 @@ from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorMeta, TensorRef
 from heterog.simulator.device_models import torch_kernels
 from heterog.simulator.device_models.torch_kernels import (
+    Stream,
     is_depthwise,
     lies_as_matrix,
     stream_of,
@@ -141,6 +142,8 @@ class Streams:
             # [num_streams]
         passes: Times that PyTorch's kernel moves each byte.  # [num_streams]
         blocks: Number of multiprocessors that it fills, 0 if any.  # [num_streams]
+        row_s_per_byte: Seconds of one multiprocessor for the rows of a byte.  # [num_streams]
+        issued: Number of kernels that the host issues.  # [num_streams]
     """
 
     op: IntArray
@@ -149,6 +152,8 @@ class Streams:
     launches: FloatArray
     passes: FloatArray
     blocks: FloatArray
+    row_s_per_byte: FloatArray
+    issued: FloatArray
 
 
 @lru_cache(maxsize=64)
@@ -228,8 +233,10 @@ def streams_of(graph: OpGraph) -> Streams:
         family=np.array([family for family, _ in kinds], np.int32),
         row=np.array([row for _, row in kinds], np.float64),
         launches=np.array([float(graph.ops[op].phase != Phase.UPDATE) for op in ops]),
-        passes=np.array([each.passes for each in streams], np.float64),
-        blocks=np.array([each.blocks for each in streams], np.float64),
+        **{
+            name: np.array([getattr(each, name) for each in streams], np.float64)
+            for name in Stream._fields
+        },
     )
 
 

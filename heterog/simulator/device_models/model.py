@@ -344,7 +344,8 @@ def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
 def _num_issued(graph: OpGraph, *, fuses: bool) -> FloatArray:
     """Number of kernels of each op, and of parameters of an update.  # [num_ops]"""
     found = np.zeros(graph.num_ops)
-    found[streams_of(graph).op] = 1.0
+    streams = streams_of(graph)
+    found[streams.op] = streams.issued
     if fuses:
         fused = fused_kernels(graph)
         found = np.where(fused.is_fused, fused.launches, found)
@@ -387,6 +388,7 @@ def _stream_rates(
         multiprocessors = chip_of(device_type, 1.0).multiprocessors
         filled = np.where(streams.blocks > 0.0, streams.blocks, multiprocessors)
         per_byte[streams.op] *= streams.passes * np.maximum(1.0, multiprocessors / filled)
+        per_byte[streams.op] += streams.row_s_per_byte / multiprocessors
     if program.fuses:
         fused = fused_kernels(graph)
         model = families["elementwise"].model

@@ -6,9 +6,9 @@ of one operation each, batch norm gives a channel to a block, pooling and depthw
 visit each element once for every window that holds it, and cuDNN's tensor cores want channels
 last.
 
-Numbers are medians over the kernels of ten models in float32 and bfloat16 on one H200 (PyTorch
-2.11), measured by ``experiments/gpu_steps.py``; the passes of optimizers are counted in their code
-(``torch/optim/_functional``, the ``foreach`` variants, which are the default on GPUs). Megatron
+Numbers are medians over the kernels of a score of models in float32 and bfloat16 on an H200
+(PyTorch 2.11), measured by ``experiments/gpu_steps.py``. The passes of optimizers are counted in
+their code (``torch.optim``, the ``foreach`` variants, which are the default on GPUs). Megatron
 brings kernels of its own for what it uses of these.
 """
 
@@ -38,9 +38,11 @@ _NORM_PASSES = 1.4
 """Batch norm, over one pass of a norm: statistics are found first."""
 _NORM_16_BITS = 1.45
 """Batch norm in 16 bits over that in float32, whose kernels are cuDNN's: PyTorch's own are not."""
-_NORM_BACKWARD = 1.5
-"""The backward pass of a layer norm over its forward pass, per byte: two kernels."""
-_LAYER_NORM_16_BITS = 1.3
+_GROUP_NORM, _GROUP_NORM_BACKWARD = 3.0, 2.4
+_ROW_S, _ROW_BACKWARD_S = 1.1e-7, 3.0e-7
+"""Seconds that a multiprocessor takes for a row of a layer norm, however short it is."""
+_EMBEDDING_BACKWARD = 8.0
+"""Kernels that the gradient of an embedding is made of: indices are sorted first."""
 _MAX_POOL, _MAX_POOL_BACKWARD = 2.0, 3.7
 _AVG_POOL, _AVG_POOL_BACKWARD = 0.65, 1.0  # for each element of a window
 _DEPTHWISE, _DEPTHWISE_BACKWARD = 0.39, 1.2  # likewise
@@ -66,10 +68,14 @@ class Stream(NamedTuple):
     Attributes:
         passes: Times that each of its bytes is moved, over one reading or writing.
         blocks: Number of multiprocessors that it fills; 0 if it fills any GPU.
+        row_s_per_byte: Seconds of one multiprocessor for the rows of a byte.
+        issued: Number of kernels that the host issues.
     """
 
     passes: float = 1.0
     blocks: float = 0.0
+    row_s_per_byte: float = 0.0
+    issued: float = 1.0
 
 
 def stream_of(graph: OpGraph, op: int) -> Stream:
@@ -77,6 +83,8 @@ def stream_of(graph: OpGraph, op: int) -> Stream:
     kind = graph.ops[op].kind
     if kind == "update":
         return Stream(_update_passes(graph))
+    if kind.startswith("embedding_dense_backward"):
+        return Stream(issued=_EMBEDDING_BACKWARD)
     if not any(name in kind for name in ("norm", "pool", "convolution")):
         return Stream()
     call = graph.call(op)
@@ -89,9 +97,10 @@ def stream_of(graph: OpGraph, op: int) -> Stream:
         of_16_bits = _NORM_16_BITS if as_float32 > 1.0 else 1.0
         passes = _NORM_PASSES * of_16_bits * as_float32
         return Stream(passes, channels / 2.0 if is_backward else channels)
+    if "group_norm" in kind:
+        return Stream(_GROUP_NORM_BACKWARD if is_backward else _GROUP_NORM)
     if "layer_norm" in kind:
-        of_16_bits = _LAYER_NORM_16_BITS if as_float32 > 1.0 else 1.0
-        return Stream(of_16_bits * (_NORM_BACKWARD if is_backward else 1.0))
+        return Stream(row_s_per_byte=_row_seconds(graph, op, call, is_backward=is_backward))
     if "max_pool" in kind:
         return Stream((_MAX_POOL_BACKWARD if is_backward else _MAX_POOL) * as_float32)
     if kind.startswith("avg_pool"):
@@ -116,6 +125,14 @@ def _update_passes(graph: OpGraph) -> float:
     state = round(graph.optimizer_state_ratio)
     fused = 3 + 2 * state  # parameter and gradient read, parameter written; state read and written
     return _OPTIMIZERS.get(graph.optimizer, {}).get(state, fused) / fused
+
+
+def _row_seconds(graph: OpGraph, op: int, call: OpCall, *, is_backward: bool) -> float:
+    shape, row = call.inputs[0].shape, call.args.get("normalized_shape")
+    sizes = [each for each in row if isinstance(each, int)] if isinstance(row, tuple) else []
+    rows = prod(shape) / max(prod(sizes), 1)
+    each = _ROW_BACKWARD_S if is_backward else _ROW_S
+    return each * rows / max(float(graph.bytes_moved[op]), 1.0)
 
 
 def _visits(call: OpCall) -> float:
