@@ -2,9 +2,9 @@
 
     python experiments/gpu_predictions.py experiments/measured/h200_held_out.jsonl.gz --json
 
-``measured/`` has the steps of one H200. Nothing is calibrated: the type's name is all that is known
-of the GPU. ``rows`` has one entry a
-case: seconds and peak memory, measured and predicted, and device seconds by family of kernels.
+``measured/`` has the steps of one H200. Nothing is calibrated: the type's name is all that is
+known of the GPU. ``rows`` has one entry a case: seconds and peak memory, measured and predicted,
+and device seconds by family of kernels.
 """
 
 import argparse
@@ -45,7 +45,12 @@ FAMILIES = {
 """Parts of names of ATen ops, the first that fits; all others are ``elementwise``."""
 
 
-TF32 = {"strict": "none", "float32": "convolutions", "tf32": "all", "bfloat16": "convolutions"}
+TF32 = {
+    "strict": "none",
+    "float32": "convolutions",
+    "tf32": "everything",
+    "bfloat16": "convolutions",
+}
 """What a cluster file says for each precision."""
 
 

@@ -22,7 +22,7 @@ def main() -> None:
         model=lambda: nn.Sequential(
             nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(65536, 10)
         ),
-        example_batch=(torch.randn(64, 3, 32, 32), torch.randint(0, 10, (64,))),
+        example_batch=(torch.randn(4096, 3, 32, 32), torch.randint(0, 10, (4096,))),
         loss=nn.functional.cross_entropy,
         optimizer=torch.optim.SGD,
     )
@@ -30,7 +30,7 @@ def main() -> None:
     plan = heterog.plan(workload, cluster, method="cp_ar", budget="20e")
     first = plan.strategy.decisions[0]
     for device, share in zip(first.devices, first.shares, strict=True):
-        print(f"{cluster.devices[device].type.name}: {share} of 64 samples")
+        print(f"{cluster.devices[device].type.name}: {share} of 4096 samples")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     calibration: lab_calibration.json   # optional, relative to this file; or roofline: data sheets
     sends: overlapped                   # or blocking: who executes computes only when all is sent
     execution: eager                    # or megatron, compiled: which program runs steps
-    tf32: convolutions                  # or none, all: what of float32 it multiplies with TF32
+    tf32: convolutions                  # or none, everything: what of float32 uses TF32
     pairs: {}                           # optional: what lies between hosts, see cluster.pairs
     prices: {currency: USD, device_hour: {V100-16GB: 2.48, P100-12GB: 1.46}}    # optional
     hosts:
@@ -110,7 +110,7 @@ MAX_FILE_BYTES = 1024**2
 _Location: TypeAlias = tuple[int | str, ...]
 _Sends: TypeAlias = Literal["overlapped", "blocking"]
 _Execution: TypeAlias = Literal["eager", "megatron", "compiled"]
-_Tf32: TypeAlias = Literal["none", "convolutions", "all"]
+_Tf32: TypeAlias = Literal["none", "convolutions", "everything"]
 _Path: TypeAlias = Annotated[Text, Field(min_length=1)]
 
 

@@ -241,7 +241,7 @@ class Tf32(StrEnum):
     """None: ``torch.backends.cudnn.allow_tf32 = False``."""
     CONVOLUTIONS = "convolutions"
     """Convolutions, as PyTorch does by default."""
-    ALL = "all"
+    EVERYTHING = "everything"
     """Matrix products too: ``torch.backends.cuda.matmul.allow_tf32 = True``."""
 
 

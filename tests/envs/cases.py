@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from heterog import Workload
 from heterog.cluster import Cluster, Device, Host, Link, device_type
+from heterog.cluster.topology import ROOFLINE
 from heterog.envs.pair import Pair
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.graph.capture import capture
@@ -82,7 +83,8 @@ def mixed_cluster(
         )
         for index, (kind, host) in enumerate(zip(kinds, on_host, strict=True))
     )
-    return Cluster(name=name, hosts=hosts, devices=devices, efficiency=1.0)
+    # By data sheets: of models as small as these, every op would wait for the host.
+    return Cluster(name=name, hosts=hosts, devices=devices, efficiency=1.0, calibration=ROOFLINE)
 
 
 @cache

@@ -18,7 +18,7 @@ from heterog.planners.deeppool import DeepPool, GroupCosts, crossing_bytes, plan
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import by_sheets, cluster_of
 
 
 class Forked(nn.Module):
@@ -44,7 +44,7 @@ def captured(model: type[nn.Module], batch: int) -> OpGraph:
 
 @lru_cache(maxsize=1)
 def costs() -> GroupCosts:
-    return GroupCosts(Evaluator(captured(Forked, 512), Cluster.load("paper_8gpu")))
+    return GroupCosts(Evaluator(captured(Forked, 512), by_sheets(Cluster.load("paper_8gpu"))))
 
 
 def test_places_are_prefixes_of_hosts_by_speed() -> None:

@@ -11,14 +11,14 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.codec import parse_codec
 from tests.planners.test_planners import graph
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import by_sheets, cluster_of
 
 METHODS = ("single_device", "cp_ar", "pipeline")
 
 
 @lru_cache(maxsize=1)
 def evaluator() -> Evaluator:
-    return Evaluator(graph(), cluster_of(*((2.0, ["T4"]),) * 3))
+    return Evaluator(graph(), by_sheets(cluster_of(*((2.0, ["T4"]),) * 3)))
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.zoo import build
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import by_sheets, cluster_of
 from tests.strategy.test_layouts import CLUSTER, GRAPH
 from tests.thorough import THOROUGH
 
@@ -90,7 +90,7 @@ def test_a_batch_that_nothing_divides_is_no_error() -> None:
 
 def test_copies_on_hosts_are_tried_and_pay_on_a_slow_network() -> None:
     """ZeRO 3 gathers parameters over the network; copies on hosts send slices of gradients."""
-    cluster = cluster_of((5.0, ["T4", "T4"]), (5.0, ["T4", "T4"]))
+    cluster = by_sheets(cluster_of((5.0, ["T4", "T4"]), (5.0, ["T4", "T4"])))
     evaluator = Evaluator(GRAPH, cluster)
     seconds = {
         text: evaluator.referee(
@@ -140,7 +140,7 @@ def test_the_estimate_adds_up_what_is_known_by_hand() -> None:
 
 def test_a_search_cut_short_has_varied_the_best_shape() -> None:
     """Shapes that are likely to be good come first, and manners before all shapes are through."""
-    evaluator = Evaluator(GRAPH, CLUSTER)
+    evaluator = Evaluator(GRAPH, by_sheets(CLUSTER))
     whole = MegatronGrid().plan(task_of(evaluator))
     cut = MegatronGrid().plan(task_of(evaluator, f"{whole.num_evaluations // 3}e"))
     best, early = (

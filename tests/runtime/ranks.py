@@ -14,15 +14,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict
 from heterog.runtime.collectives import Communicator
 from tests.runtime.cases import capture_cases_once
-
-BACKEND = os.environ.get("HETEROG_TEST_BACKEND", "gloo")
-"""``cpu:gloo,cuda:gloo`` has all ranks compute on one GPU, and send through the CPU's memory."""
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -41,9 +37,8 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
     """Run jobs until the parent closes the pipe."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    torch.backends.cudnn.allow_tf32 = False
     dist.init_process_group(
-        BACKEND,
+        "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,
@@ -60,15 +55,11 @@ def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
         while made:  # hundreds of groups would take a core, and all ranks are through with these
             made.pop().close()
         try:
-            pipe.send((True, pytree.tree_map(_on_cpu, function(rank, *arguments))))
+            pipe.send((True, function(rank, *arguments)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
     gc.freeze()  # nothing imported need be collected: Python would take a second for it
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
 def _read_graphs_once() -> None:

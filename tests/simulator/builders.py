@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, PairLimit, device_type
-from heterog.cluster.topology import Sends
+from heterog.cluster.topology import ROOFLINE, Sends
 from heterog.graph.axis_plan import axis_plan, crosses
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
@@ -287,6 +287,11 @@ def random_graph(rng: Random, batch_size: int | None = None) -> OpGraph:
 
 
 # --- clusters -----------------------------------------------------------------------------------
+
+
+def by_sheets(cluster: Cluster) -> Cluster:
+    """The same cluster by data sheets: on GPUs, ops of very small models all wait for the host."""
+    return replace(cluster, calibration=ROOFLINE)
 
 
 def cluster_of(

@@ -69,6 +69,8 @@ class Composition:
         splits_backward: Whether weight gradients wait until a device has nothing else to do.
         in_a_v: Whether a pool's layers go through its islands forth and back: each has two stages,
             in the turns of ``zero_bubble_v``.
+        copies_on_hosts: Whether each host keeps all slices of ZeRO, so that only sums of gradients
+            cross the network.
     """
 
     pools: tuple[Pool, ...]
@@ -80,6 +82,7 @@ class Composition:
     hides_messages: bool = True
     splits_backward: bool = False
     in_a_v: bool = False
+    copies_on_hosts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,16 @@ def stages_of(pool: Pool, slices: Slices) -> list[_Stage]:
         teams = len(kind.hosts) * (kind.size // island.members) // island.stages
         found += [_Stage(island, teams)] * island.stages
     return found
+
+
+def num_copies(pool: Pool, slices: Slices) -> int:
+    """Hosts of each stage, if all have as many, several, and teams enough to share slices."""
+    found = set()
+    for island in pool:
+        kind = slices.kinds[island.kind]
+        hosts, rest = divmod(len(kind.hosts), island.stages)
+        found.add(0 if rest or kind.size <= island.members else hosts)
+    return found.pop() if len(found) == 1 and max(found) > 1 else 1
 
 
 def islands_of(slices: Slices, kind: int) -> list[Island]:

@@ -29,6 +29,7 @@ from heterog.planners.islands.composing import (
     Pool,
     Structure,
     islands_of,
+    num_copies,
     stages_of,
     structures,
 )
@@ -328,7 +329,7 @@ class CompositionSearch:
         """The strategy of a composition."""
         graph, cluster = self.evaluator.graph, self.evaluator.cluster
         pipelines = [
-            self._pipeline(pool, layers, samples, point.num_micro)
+            self._pipeline(pool, layers, samples, point)
             for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True)
         ]
         num_tasks = point.num_micro * sum(
@@ -362,7 +363,7 @@ class CompositionSearch:
         return replace(strategy, schedule=schedule)
 
     def _pipeline(
-        self, pool: Pool, layers: tuple[int, ...], samples: int, num_micro: int
+        self, pool: Pool, layers: tuple[int, ...], samples: int, point: Composition
     ) -> Pipeline:
         stage_of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
         stages = tuple(stage_of_layer[layer] for layer in self.slices.layer_of_group)
@@ -379,7 +380,10 @@ class CompositionSearch:
                 for stage in range(island.stages)
             ]
         return Pipeline(
-            stages=stages, teams=tuple(teams), micro_batches=split_evenly(samples, num_micro)
+            stages=stages,
+            teams=tuple(teams),
+            micro_batches=split_evenly(samples, point.num_micro),
+            num_copies=num_copies(pool, self.slices) if point.copies_on_hosts else 1,
         )
 
     def _refine(self, start: Composition) -> None:
@@ -402,7 +406,7 @@ class CompositionSearch:
         yield from self.scheduled(point)
         for recompute, zero in self.manners:
             if recompute in self._worth_trying(point, zero):
-                yield replace(point, recompute=recompute, zero=zero)
+                yield from self.kept(replace(point, recompute=recompute, zero=zero))
         yield from self._with_micro(point, (2, 0.5))
         unit = point.num_micro
         for giver in range(len(point.samples)):
@@ -412,6 +416,12 @@ class CompositionSearch:
                     samples[giver] -= unit
                     samples[taker] += unit
                     yield replace(point, samples=tuple(samples))
+
+    def kept(self, point: Composition) -> Iterator[Composition]:
+        """Slices of ZeRO over all hosts, and a copy of them on each where there is one pool."""
+        yield replace(point, copies_on_hosts=False)
+        if point.zero and len(point.pools) == 1 and num_copies(point.pools[0], self.slices) > 1:
+            yield replace(point, copies_on_hosts=True)
 
     def _worth_trying(self, point: Composition, zero: int) -> tuple[Recompute, ...]:
         """Kinds of recomputation with a stage of ZeRO: what fits needs no more of both."""
@@ -473,7 +483,9 @@ class _ByManner(_Vary):
     def __call__(self, point: Composition) -> Iterator[Composition]:
         for recompute, zero in self.search.manners:
             for hides in (True, False):
-                yield replace(point, recompute=recompute, zero=zero, hides_messages=hides)
+                yield from self.search.kept(
+                    replace(point, recompute=recompute, zero=zero, hides_messages=hides)
+                )
 
 
 class _ByIsland(_Vary):
@@ -534,6 +546,7 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
             )
         parts.append(f"{' > '.join(islands)} ({samples} samples)")
     manner = _AGAIN[point.recompute] + f", zero {point.zero}" * bool(point.zero)
+    manner += " on each host" * point.copies_on_hosts
     manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
     manner += ", zero_bubble_v" * point.in_a_v
     return f"{' | '.join(parts)}; {point.num_micro} micro-batches{manner}"

@@ -102,9 +102,10 @@ class Host:
     """Seconds that the host of a device takes.
 
     Attributes:
-        issue_s: Seconds to issue a kernel of the forward pass or an update, from Python.
+        issue_s: Seconds to issue a kernel of the forward pass, from Python.
         backward: Seconds to issue a kernel of the backward pass, from autograd's own thread, as a
             multiple of ``issue_s``.
+        update: Seconds of the optimizer for each parameter, which it sorts into groups, likewise.
         graph_s: Seconds to enter a compiled graph, once in each pass.
         collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
         ramp_s: Most seconds that a collective takes longer in a step than alone.

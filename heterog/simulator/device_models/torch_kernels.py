@@ -85,7 +85,7 @@ def stream_of(graph: OpGraph, op: int) -> Stream:
         return Stream(_update_passes(graph))
     if kind.startswith("embedding_dense_backward"):
         return Stream(issued=_EMBEDDING_BACKWARD)
-    if not any(name in kind for name in ("norm", "pool", "convolution")):
+    if not any(name in kind for name in ("norm", "pool", "conv")):
         return Stream()
     call = graph.call(op)
     is_backward = "backward" in kind
@@ -154,8 +154,6 @@ def _taps(call: OpCall) -> float:
 
 def is_depthwise(call: OpCall) -> bool:
     """Whether a convolution has a group for each channel, for which PyTorch has own kernels."""
-    if call.kind not in ("convolution.default", "convolution_backward.default"):
-        return False
     weight, groups = call.args.get("weight"), call.args.get("groups")
     if not isinstance(weight, TensorRef) or not isinstance(groups, int) or groups <= 1:
         return False
