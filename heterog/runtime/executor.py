@@ -29,6 +29,7 @@ from heterog.runtime.local_op import LocalOp
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
+from heterog.runtime.op_inputs import Need
 from heterog.runtime.optimizer import Push, StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
@@ -36,7 +37,7 @@ from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
 from heterog.runtime.spans import Span, Spans
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
-from heterog.runtime.values import Held, Reader, Values
+from heterog.runtime.values import Held, Reader, Recipe, Values
 from heterog.strategy.averaging import island_of, island_samples, islands
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
@@ -46,7 +47,7 @@ _COMPUTE = TaskKind.COMPUTE
 
 
 class _Call(NamedTuple):
-    """An op as this rank runs it, on its part of a micro-batch."""
+    """An op as this rank runs it, on its part of a micro-batch, and how its inputs are read."""
 
     local_op: LocalOp
     reader: Reader
@@ -54,6 +55,9 @@ class _Call(NamedTuple):
     made: range
     units: Span  # part of its outputs
     draws_for: int | None
+    recipes: list[tuple[Need, Recipe | None]]
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    is_plain: bool  # what it makes goes nowhere but into buffers
 
 
 class StepExecutor:
@@ -160,6 +164,7 @@ class StepExecutor:
         self._calls: dict[int, _Call] = {}
         self._counted: set[int] = set()  # counters that were already stepped in this step
         self._kind = part.kinds
+        self._action = [_ACTIONS.get(kind) for kind in part.kinds]
         # As lists: single elements are looked up for every task of every step.
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
@@ -339,7 +344,8 @@ class StepExecutor:
         recorder = self._updates.recorder
         if recorder is not None:
             recorder.begin_task(task)
-        act = _ACTIONS[self._kind[task]]
+        act = self._action[task]
+        assert act is not None
         act(self, task, self._subject[task], self._micro[task], step)
         if recorder is not None:
             recorder.end_task(task)
@@ -394,10 +400,23 @@ class StepExecutor:
         call = self._calls.get(task)
         if call is None:
             call = self._calls[task] = self._call(task, row, micro)
+        elif call.is_plain:
+            self._compute_plain(call)
+            return
         local_op, near, reader = call.local_op, call.near, call.reader
         op, spans = local_op.index, reader.spans
         is_again = self._kind[task] is not _COMPUTE
-        inputs = [values.read(need, near, reader) for need in self._part.needs[op]]
+        if call.recipes:
+            inputs = [
+                values.read(need, near, reader) if recipe is None else values.follow(recipe)
+                for need, recipe in call.recipes
+            ]
+        else:
+            inputs = []
+            for need in self._part.needs[op]:
+                value, recipe = values.read_and_note(need, near, reader)
+                inputs.append(value)
+                call.recipes.append((need, recipe))
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
         if local_op.counts_steps and spans is None:
@@ -410,9 +429,9 @@ class StepExecutor:
         elif local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
-                outputs = _run_locally(call, inputs)
+                outputs = list(call.run(inputs))
         else:
-            outputs = _run_locally(call, inputs)
+            outputs = list(call.run(inputs))
         if op == self._begins_backward:
             outputs = [outputs[0] * step.loss_scale]
         if local_op.weighs_labels:
@@ -436,12 +455,39 @@ class StepExecutor:
             if not values.is_read(buffer):
                 del values.held[buffer]
 
+    def _compute_plain(self, call: _Call) -> None:
+        """Run an op that was run before, and of which nothing more is asked."""
+        values, near, reader = self._values, call.near, call.reader
+        inputs = [
+            values.read(need, near, reader) if recipe is None else values.follow(recipe)
+            for need, recipe in call.recipes
+        ]
+        for buffer, output in zip(call.made, call.run(inputs), strict=False):
+            if values.is_read(buffer):
+                values.held[buffer] = Held(output, reader.samples, call.units)
+
     def _call(self, task: int, row: int, micro: int) -> _Call:
         """Constant parts of a task's call; looked up once."""
         part = self._part
         op = self._op[row]
         spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
+        run = local_op.on_share(
+            reader.extent or local_op.whole,
+            is_first=reader.is_first,
+            is_first_member=reader.is_first_member,
+            first_unit=reader.units[0],
+        )
+        is_plain = not (
+            self._kind[task] is not _COMPUTE
+            or local_op.counts_steps
+            or local_op.is_of_whole_batch
+            or local_op.is_random
+            or local_op.weighs_labels
+            or local_op.steps_buffers
+            or op in (self._begins_backward, self._losses.op)
+            or row in part.makes_gradients
+        )
         return _Call(
             local_op=local_op,
             reader=reader,
@@ -449,6 +495,9 @@ class StepExecutor:
             made=part.made(task),
             units=self._units_made(row) if part.is_recut[row] else reader.units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
+            recipes=[],
+            run=run,
+            is_plain=is_plain,
         )
 
     def _units_made(self, row: int) -> Span:
@@ -512,18 +561,6 @@ _ACTIONS: Mapping[TaskKind, _Action] = {
 }
 """Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
 state of the step."""
-
-
-def _run_locally(call: _Call, inputs: list[Tensor]) -> list[Tensor]:
-    """Run an op on this rank's share."""
-    local_op, reader = call.local_op, call.reader
-    return local_op(
-        inputs,
-        reader.extent or local_op.whole,
-        is_first=reader.is_first,
-        is_first_member=reader.is_first_member,
-        first_unit=reader.units[0],
-    )
 
 
 def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:

@@ -1,6 +1,7 @@
 """One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -128,6 +129,19 @@ class LocalOp:
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]
         self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
+        # What every step asks again, looked up once: a step has thousands of calls.
+        self._calls: dict[Extent, _KernelCall] = {}
+        self._shapes: dict[Extent, tuple[int, ...]] = {}
+        self._is_reshape = self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials
+        self._adds_once = (
+            self.along_batch.special == Special.BIAS_ON_ONE_RANK,
+            self.along_axis.special == Special.BIAS_ON_ONE_RANK,
+        )
+        self._is_plain = not (
+            self._normalises
+            or self.has_windows
+            or self.specials & {Special.OWN_ROWS, Special.CAUSAL_ROWS, Special.MEAN_TO_SUM}
+        )
 
     def _steps_buffers(self, graph: OpGraph) -> tuple[int, ...]:
         if Special.LOCAL_STATISTICS not in self.specials:
@@ -167,6 +181,13 @@ class LocalOp:
         Raises:
             StrategyError: a BatchNorm has one value per channel, of which there is no variance.
         """
+        if self._is_reshape and not self.has_windows:
+            # After a gather or a cut the strides may not allow a view.
+            return [inputs[0].reshape(self.reshaped(extent))]
+        if self._is_plain:
+            of_batch, of_team = self._adds_once
+            if (is_first or not of_batch) and (is_first_member or not of_team):
+                return self._run(inputs, extent)
         if self._normalises and values_per_channel(inputs[0].shape) == 1:
             raise StrategyError(
                 f"it would have one value per channel of {tuple(inputs[0].shape)}, and torch "
@@ -177,9 +198,6 @@ class LocalOp:
             if self._of_rows is not None:
                 return self._of_rows(inputs, units)
             return run_on_windows(self.call, inputs, self._windows(units))
-        if self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials:
-            # After a gather or a cut the strides may not allow a view.
-            return [inputs[0].reshape(self.local_shape_of_output(0, extent))]
         for rule, enters in ((self.along_batch, is_first), (self.along_axis, is_first_member)):
             if rule.special == Special.BIAS_ON_ONE_RANK and not enters:
                 summand = self._summand(rule)
@@ -198,22 +216,65 @@ class LocalOp:
                 kept = [output * (share / whole) for output in kept]
         return kept
 
+    def on_share(
+        self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
+    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """The call of one share, with all that can be found out before it; see ``__call__``."""
+        if self._is_reshape and not self.has_windows:
+            shape = self.reshaped(extent)
+            return lambda inputs: (inputs[0].reshape(shape),)
+        of_batch, of_team = self._adds_once
+        enters = (is_first or not of_batch) and (is_first_member or not of_team)
+        if self._is_plain and enters and not self.weighs_labels:
+            call = _KernelCall.of(self._template(extent))
+            if call.is_flat:
+                return self._flat(call)
+        return partial(
+            self,
+            extent=extent,
+            is_first=is_first,
+            is_first_member=is_first_member,
+            first_unit=first_unit,
+        )
+
+    def _flat(self, call: "_KernelCall") -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """A kernel whose tensors are single arguments."""
+        target, given, keywords = self._target, call.positional, call.keywords
+        tensors, kept = call.tensors, self._kept
+
+        def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            positional = given.copy()
+            for place, index in tensors:
+                positional[place] = inputs[index]
+            result = target(*positional, **keywords)
+            if type(result) is Tensor:
+                return (result,) if kept else ()
+            outputs = result if isinstance(result, tuple | list) else (result,)
+            return [outputs[position] for position in kept]
+
+        return run
+
     def _run(
         self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
     ) -> list[Tensor]:
         """Call the kernel; ``instead`` replaces some of the op's own arguments."""
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for name, argument, is_keyword in self._template(extent):
-            value = instead[name] if name in instead else _fill(argument, inputs)
-            if is_keyword:
-                keywords[name] = value
-            else:
-                positional.append(value)
+        call = self._calls.get(extent)
+        if instead:
+            call = _KernelCall.of(self._template(extent), instead)
+        elif call is None:
+            call = self._calls[extent] = _KernelCall.of(self._template(extent))
+        positional = call.positional.copy()
+        for place, index in call.tensors:
+            positional[place] = inputs[index]
+        for place, argument in call.nested:
+            positional[place] = _fill(argument, inputs)
+        keywords = call.keywords
+        if call.filled:
+            keywords = keywords | {name: _fill(each, inputs) for name, each in call.filled}
         if self.weighs_labels:
             positional[3] = _SUM_REDUCTION
         result = self._target(*positional, **keywords)
-        outputs = list(result) if isinstance(result, tuple | list) else [result]
+        outputs = result if isinstance(result, tuple | list) else (result,)
         return [outputs[position] for position in self._kept]
 
     def _on_causal_rows(
@@ -255,6 +316,22 @@ class LocalOp:
         return Windows(
             dim=dim, rows=tuple(map(rows, rule.inputs, self.call.inputs)), made=made, own=own
         )
+
+    def as_view(
+        self, output: int, extent: Extent
+    ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        """A function of the op's only input, and its further arguments, that makes an output."""
+        if self._is_reshape and not self.has_windows:
+            return Tensor.reshape, (self.reshaped(extent),)
+        run = self.on_share(extent, is_first=True, is_first_member=True, first_unit=0)
+        return lambda value: run((value,))[output], ()
+
+    def reshaped(self, extent: Extent) -> tuple[int, ...]:
+        """Shape of what the op, a reshape, makes of a local share."""
+        shape = self._shapes.get(extent)
+        if shape is None:
+            shape = self._shapes[extent] = self.local_shape_of_output(0, extent)
+        return shape
 
     def local_shape_of_output(self, index: int, extent: Extent) -> tuple[int, ...]:
         """Shape of an output on a local share."""
@@ -371,6 +448,56 @@ class _Constant:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+class _KernelCall(NamedTuple):
+    """Arguments of a kernel on a local share, all but its tensors in place.
+
+    Attributes:
+        positional: Arguments by place; those that are filled in are ``None``.
+        tensors: (place, index of the input) of tensors.
+        nested: (place, reference) of tuples that hold tensors.
+        keywords: Arguments by name, those filled in left out.
+        filled: (name, reference) of those.
+    """
+
+    positional: list[Any]
+    tensors: tuple[tuple[int, int], ...]
+    nested: tuple[tuple[int, Any], ...]
+    keywords: dict[str, Any]
+    filled: tuple[tuple[str, Any], ...]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether tensors are single positional arguments."""
+        return not self.nested and not self.filled
+
+    @classmethod
+    def of(
+        cls, template: Sequence[tuple[str, Any, bool]], instead: Mapping[str, Any] = _NOTHING
+    ) -> "_KernelCall":
+        """The call of a template; ``instead`` replaces some arguments."""
+        template = [
+            (name, _Constant(instead[name]) if name in instead else argument, is_keyword)
+            for name, argument, is_keyword in template
+        ]
+        by_place = [(name, argument) for name, argument, is_keyword in template if not is_keyword]
+        by_name = [(name, argument) for name, argument, is_keyword in template if is_keyword]
+        given = [None if _holds_tensor(each) else _fill(each, ()) for _, each in by_place]
+        places = list(enumerate(argument for _, argument in by_place))
+        return cls(
+            positional=given,
+            tensors=tuple(
+                (place, each.index) for place, each in places if isinstance(each, TensorRef)
+            ),
+            nested=tuple(
+                (place, each)
+                for place, each in places
+                if _holds_tensor(each) and not isinstance(each, TensorRef)
+            ),
+            keywords={name: _fill(each, ()) for name, each in by_name if not _holds_tensor(each)},
+            filled=tuple((name, each) for name, each in by_name if _holds_tensor(each)),
+        )
 
 
 def _holds_tensor(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +82,45 @@ class Reader(NamedTuple):
     is_first_member: bool = True
 
 
+class Begin(Enum):
+    """What a recipe begins with."""
+
+    HELD = 0
+    PARAMETER = 1
+    BATCH = 2
+    MODEL_BUFFER = 3
+
+
+class Recipe(NamedTuple):
+    """How an op's input is read in every step, noted in the first.
+
+    Attributes:
+        begin: Whether it begins with a buffer, a parameter, a tensor of the batch, or a buffer of
+            the model.
+        key: Number of the buffer, or the tensor's id.
+        steps: Functions of a tensor and their further arguments, in order: views and cuts.
+    """
+
+    begin: Begin
+    key: int
+    steps: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...]
+
+
+class _Notes:
+    """Notes of one reading; ``fails`` if it does something else than views and cuts."""
+
+    def __init__(self) -> None:
+        self.begin: tuple[Begin, int] | None = None
+        self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+        self.fails = False
+
+    def recipe(self) -> Recipe | None:
+        """What was noted, if that is all there is to it."""
+        if self.fails or self.begin is None:
+            return None
+        return Recipe(*self.begin, tuple(self.steps))
+
+
 class Values:
     """The values of a step on this rank.
 
@@ -140,6 +180,7 @@ class Values:
         self._batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
+        self._notes: _Notes | None = None  # of the reading under way, where it is noted
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch, by tensor id."""
@@ -205,6 +246,51 @@ class Values:
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
+    def read_and_note(
+        self, need: Need, near: Near, reader: Reader
+    ) -> tuple[Tensor, Recipe | None]:
+        """Read, and note how: all that decides about it is the same in every step.
+
+        Returns:
+            The tensor, and its recipe; none where more is done than views and cuts.
+        """
+        notes = self._notes = _Notes()
+        try:
+            value = self.read(need, near, reader)
+        finally:
+            self._notes = None
+        return value, notes.recipe()
+
+    def follow(self, recipe: Recipe) -> Tensor:
+        """Read as noted."""
+        begin, key, steps = recipe
+        if begin is Begin.HELD:
+            value = self.held[key].value
+            if isinstance(value, Pending):
+                value = value.wait()
+        elif begin is Begin.PARAMETER:
+            value = self._read_parameter(key)
+        else:
+            value = (self._batch if begin is Begin.BATCH else self._buffers)[key]
+        for function, arguments in steps:
+            value = function(value, *arguments)
+        return value
+
+    def _begins(self, begin: Begin, key: int) -> None:
+        if self._notes is not None:
+            self._notes.fails |= self._notes.begin is not None
+            self._notes.begin = begin, key
+
+    def _fails(self) -> None:
+        if self._notes is not None:
+            self._notes.fails = True
+
+    def _cut(self, value: Tensor, *arguments: Any) -> Tensor:
+        """Cut a value; see ``spans.cut``."""
+        if self._notes is not None:
+            self._notes.steps.append((cut, arguments))
+        return cut(value, *arguments)
+
     def read(self, need: Need, near: Near, reader: Reader) -> Tensor:
         """A tensor placed as an op on this rank needs it.
 
@@ -214,6 +300,7 @@ class Values:
             reader: This rank, as the op reads.
         """
         if need.on_axis.kind == "H":
+            self._fails()
             return self._window(need, near, reader)
         seen = self.look(need.tensor, need.whole, near, reader)
         spans, rank, is_ruled = reader.spans, self._part.rank, need.is_ruled
@@ -235,9 +322,13 @@ class Values:
                     is_ruled or seen.is_part_in_team or speaks
                 )
             if not enters:
+                self._fails()
                 return torch.zeros_like(seen.value)
         if is_ruled and need.on_axis.kind == "P" and not seen.is_part_in_team:
-            return seen.value if reader.is_first_member else torch.zeros_like(seen.value)
+            if not reader.is_first_member:
+                self._fails()
+                return torch.zeros_like(seen.value)
+            return seen.value
         return seen.value
 
     def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
@@ -337,12 +428,12 @@ class Values:
             if not seen.has_samples and reader.samples != reader.all_samples:
                 total = reader.all_samples[1]
                 begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
-                seen.value = cut(seen.value, in_batch, total, begin, count)
+                seen.value = self._cut(seen.value, in_batch, total, begin, count)
             seen.has_samples = True
         if along_axis and need.is_ruled and on_axis.kind == "S" and not seen.has_units:
             if seen.has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
-            seen.value = cut(seen.value, on_axis, reader.all_units, *reader.units)
+            seen.value = self._cut(seen.value, on_axis, reader.all_units, *reader.units)
             seen.has_units = True
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
@@ -387,26 +478,33 @@ class Values:
     def _view(self, source: Source, value: Tensor, extent: Extent | None) -> Tensor:
         """A view of a tensor, which is an output of an op."""
         local_op = self._ops[source.maker]
-        return local_op([value], extent or local_op.whole)[source.output]
+        share = extent or local_op.whole
+        if self._notes is not None:
+            self._notes.steps.append(local_op.as_view(source.output, share))
+        return local_op([value], share)[source.output]
 
     def _step_input(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
         part, source = self._part, self._sources[tensor]
         bucket = part.sliced_of_tensor.get(tensor)
         if bucket is not None and bucket.stage == 3:
+            self._fails()
             flat = self.held[near[gathered(bucket.number)]].tensor()
             value = flat[self._span[tensor]].view(self._read_parameter(tensor).shape)
             return Seen(value, has_units=source.is_ruled)
         if tensor in self._parameters:
+            self._begins(Begin.PARAMETER, tensor)
             return Seen(self._read_parameter(tensor), has_units=source.is_ruled)
         if tensor not in self._batch:
+            self._begins(Begin.MODEL_BUFFER, tensor)
             return Seen(self._buffers[tensor])
+        self._begins(Begin.BATCH, tensor)
         value = self._batch[tensor]
         if whole == EVERYTHING or source.on_axis.kind != "S" or reader.spans is None:
             return Seen(value)
         begin, count = reader.samples
         total = reader.all_samples[1]
         return Seen(
-            cut(value, source.on_axis, total, begin + reader.first_sample, count),
+            self._cut(value, source.on_axis, total, begin + reader.first_sample, count),
             has_samples=True,
         )
 
@@ -423,6 +521,7 @@ class Values:
             assert is_part, f"tensor {tensor} is not here"
             # A whole value seen as a partial sum: it is on another device, and zero on this one.
             return self._nothing(tensor, reader)
+        self._begins(Begin.HELD, buffer)
         held = self.held[buffer]
         result = held.tensor()
         if whole == EVERYTHING:
@@ -430,14 +529,14 @@ class Values:
         has_samples = in_batch.kind == "S" and reader.spans is not None
         if has_samples and reader.samples != held.samples:
             (low, owned), (begin, count) = held.samples, reader.samples
-            result = cut(result, in_batch, owned, begin - low, count)
+            result = self._cut(result, in_batch, owned, begin - low, count)
         has_units = is_ruled and on_axis.kind == "S" and whole == AS_MADE
         if has_units and reader.units != held.units:
             if has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
             low, owned = (0, reader.all_units) if held.units == EVERY else held.units
             begin, count = reader.units
-            result = cut(result, on_axis, owned, begin - low, count)
+            result = self._cut(result, on_axis, owned, begin - low, count)
         is_converted = part.is_converted(buffer)
         is_part_in_team = on_axis.kind == "P" and (
             whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
@@ -461,6 +560,7 @@ class Values:
 
     def _nothing(self, tensor: int, reader: Reader) -> "Seen":
         """Zeros in place of a part of a sum that is on another device."""
+        self._fails()
         shape = self._part.graph.tensors[tensor].shape
         in_batch = self._sources[tensor].in_batch
         if in_batch.kind == "S":
