@@ -304,3 +304,14 @@ def test_even_parts() -> None:
     evaluator = Evaluator(graph_of(), UNEQUAL)
     assert even_allocation(evaluator, 1) == ((24,),) * 4
     assert even_allocation(evaluator, 5) == ((5, 5, 5, 5, 4),) * 4
+
+
+def test_types_that_do_not_pay_for_the_sums_they_join_are_left_out() -> None:
+    """Eight T4 behind slow NICs beside eight H100, whose step is as short as their host allows."""
+    fast, slow = (100.0, ["H100"] * 8), (1.0, ["T4"] * 8)
+    evaluator = Evaluator(graph_of(), cluster_of(fast, slow))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=100))
+    (decision, *_) = Poplar().plan(problem).candidates[0].strategy.decisions
+    assert decision.devices == tuple(range(8))
+    (of_paper, *_) = Poplar(1).plan(problem).candidates[0].strategy.decisions
+    assert len(of_paper.devices) == 16

@@ -27,6 +27,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray
+from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
 from heterog.planners.poplar.curves import (
@@ -44,10 +45,8 @@ from heterog.planners.poplar.zero import (
 )
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
-from heterog.strategy.strategy import (
-    DEFAULT_BUCKET_BYTES,
-    Strategy,
-)
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 4
 """Number of strategies handed to the referee."""
@@ -80,6 +79,9 @@ class Poplar:
         with search.spending.limits():
             for stage in stages:
                 search.try_stage(stage)
+            if self._stages == STAGES:  # a given stage is asked for as the paper has it
+                for stage in (stage for stage in stages if stage < 2):
+                    search.try_fewer(stage)
         reason = ""
         if not search.tried:
             reason = (
@@ -131,6 +133,49 @@ class _Search:
                 )
                 for order in self.problem.orders:
                     self._evaluate(strategy, order)
+
+    def try_fewer(self, stage: int) -> None:
+        """Evaluate a stage without the slowest types of devices, and with a copy on each host.
+
+        Beyond the paper: what a device computes may not pay for the sums that it joins, where
+        steps are as short as the host allows.
+        """
+        evaluator = self.evaluator
+        cluster, batch = evaluator.cluster, evaluator.graph.batch_size
+        each = max(1, batch // cluster.num_devices)
+        seconds = [float(evaluator.op_seconds(kind, each).sum()) for kind in cluster.type_index]
+        for limit in sorted(set(seconds)):
+            devices = tuple(d for d, taken in enumerate(seconds) if taken <= limit)
+            if len(devices) > batch:
+                break
+            shares = split_in_proportion(batch, [1.0 / seconds[device] for device in devices])
+            for groups in self._slice_groups(stage, devices):
+                decision = Decision(
+                    devices=devices,
+                    shares=tuple(shares),
+                    sync=Sync.of_stage(stage) if stage else Sync.RING,
+                    slice_groups=groups,
+                )
+                strategy = uniform_strategy(
+                    evaluator,
+                    decision,
+                    bucket_bytes=DEFAULT_BUCKET_BYTES,
+                    step_barrier=self.problem.step_barrier,
+                )
+                self._evaluate(strategy, self.problem.orders[0])
+
+    def _slice_groups(
+        self, stage: int, devices: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """No groups, and those of hosts if these are alike and several."""
+        yield ()
+        host_of = self.evaluator.cluster.host_of
+        groups: dict[int, list[int]] = {}
+        for device in devices:
+            groups.setdefault(host_of[device], []).append(device)
+        sizes = {len(group) for group in groups.values()}
+        if stage and len(groups) > 1 and len(sizes) == 1 and max(sizes) > 1:
+            yield tuple(map(tuple, groups.values()))
 
     def _evaluate(self, strategy: Strategy, order: Order) -> Evaluation | None:
         key = (strategy, order)
