@@ -103,6 +103,7 @@ class Host:
 
     Attributes:
         issue_s: Seconds to issue a kernel of the forward pass, from Python.
+        issue_spread: Spread of log(issue_s) from one host to another.
         backward: Seconds to issue a kernel of the backward pass, from autograd's own thread, as a
             multiple of ``issue_s``.
         update: Seconds of the optimizer for each parameter, which it sorts into groups, likewise.
@@ -116,6 +117,7 @@ class Host:
     issue_s: float
     backward: float = 1.0
     update: float = 0.0
+    issue_spread: float = 0.3
     collective_s: float = 0.0
     ramp_s: float = 0.0
     ramp_s_per_byte: float = 0.0
