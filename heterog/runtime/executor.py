@@ -403,20 +403,10 @@ class StepExecutor:
         elif call.is_plain:
             self._compute_plain(call)
             return
-        local_op, near, reader = call.local_op, call.near, call.reader
+        local_op, reader = call.local_op, call.reader
         op, spans = local_op.index, reader.spans
         is_again = self._kind[task] is not _COMPUTE
-        if call.recipes:
-            inputs = [
-                values.read(need, near, reader) if recipe is None else values.follow(recipe)
-                for need, recipe in call.recipes
-            ]
-        else:
-            inputs = []
-            for need in self._part.needs[op]:
-                value, recipe = values.read_and_note(need, near, reader)
-                inputs.append(value)
-                call.recipes.append((need, recipe))
+        inputs = self._inputs(call)
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
         if local_op.counts_steps and spans is None:
@@ -457,14 +447,25 @@ class StepExecutor:
 
     def _compute_plain(self, call: _Call) -> None:
         """Run an op that was run before, and of which nothing more is asked."""
-        values, near, reader = self._values, call.near, call.reader
-        inputs = [
-            values.read(need, near, reader) if recipe is None else values.follow(recipe)
-            for need, recipe in call.recipes
-        ]
-        for buffer, output in zip(call.made, call.run(inputs), strict=False):
+        values, samples = self._values, call.reader.samples
+        for buffer, output in zip(call.made, call.run(self._inputs(call)), strict=False):
             if values.is_read(buffer):
-                values.held[buffer] = Held(output, reader.samples, call.units)
+                values.held[buffer] = Held(output, samples, call.units)
+
+    def _inputs(self, call: _Call) -> list[Tensor]:
+        """Read an op's inputs: as noted, and the first time with notes."""
+        values, near, reader = self._values, call.near, call.reader
+        if call.recipes:
+            return [
+                values.read(need, near, reader) if recipe is None else values.follow(recipe)
+                for need, recipe in call.recipes
+            ]
+        inputs = []
+        for need in self._part.needs[call.local_op.index]:
+            value, recipe = values.read_and_note(need, near, reader)
+            inputs.append(value)
+            call.recipes.append((need, recipe))
+        return inputs
 
     def _call(self, task: int, row: int, micro: int) -> _Call:
         """Constant parts of a task's call; looked up once."""

@@ -129,7 +129,10 @@ class LocalOp:
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]
         self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
-        # What every step asks again, looked up once: a step has thousands of calls.
+        self._find_out_once()
+
+    def _find_out_once(self) -> None:
+        """Find out what every step would ask again: it has thousands of calls."""
         self._calls: dict[Extent, _KernelCall] = {}
         self._shapes: dict[Extent, tuple[int, ...]] = {}
         self._is_reshape = self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials

@@ -29,7 +29,7 @@ from heterog.zoo.attention import EncoderLayer
 from heterog.zoo.moe import MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.planners.hap_cases import Layer, captured, prices_of, searched, v100_p100
-from tests.simulator.builders import cluster_of
+from tests.simulator.builders import by_sheets, cluster_of
 from tests.strategy.test_layouts import GRAPH
 from tests.thorough import few_of
 
@@ -146,7 +146,8 @@ def test_experts_are_shared_out() -> None:
 
     shape = (16, 32, 256)
     graph = captured(OneLayer, (torch.zeros(shape), torch.zeros(shape)))
-    theory, prices = even_prices(graph, cluster_of((10.0, ("V100-16GB",) * 4)))
+    cluster = by_sheets(cluster_of((10.0, ("V100-16GB",) * 4)))
+    theory, prices = even_prices(graph, cluster)
     triples = searched(theory, prices, width=64).programs[0].triples
     stored = [t for t in chosen(theory, triples, "update") if t.units == 8]
     assert len(stored) >= 2, "both large weights of 8 experts are split by expert"
