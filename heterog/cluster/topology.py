@@ -91,7 +91,8 @@ class DeviceType:
         for dtype, peak in self.peak_flops_per_s.items():
             if dtype not in DTYPES:
                 raise ClusterError(
-                    f"{what} has a peak for unknown dtype {dtype!r}; known: {', '.join(DTYPES)}."
+                    f"{what} has a peak for unknown dtype {shown(dtype)}; "
+                    f"known: {', '.join(DTYPES)}."
                 )
             _check_positive(peak, f"peak FLOP/s ({dtype}) of {what}")
         _check_positive(self.memory_bandwidth_bytes_per_s, f"memory bandwidth of {what}")

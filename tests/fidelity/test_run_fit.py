@@ -125,6 +125,7 @@ def test_what_was_fitted_prices_a_cluster_that_names_its_file(
         ({"schema_version": 7}, "schema_version 7"),
         ({"more": 1}, "more"),
         ({"types": {"H100": {"products": 0.0}}}, "types"),
+        ({"types": {"H100": {"products": 1e-300}}}, "types"),  # kernels that take no time at all
     ],
 )
 def test_a_broken_file_is_refused_by_field(

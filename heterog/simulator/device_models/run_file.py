@@ -14,7 +14,7 @@ from heterog.simulator.device_models.parameters import InTraining
 RUNS = "runs"
 """Value of the field ``kind``, which no other calibration has."""
 
-_Factor = Annotated[float, Field(gt=0.0, le=1e3, allow_inf_nan=False)]
+_Factor = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
 _Spread = Annotated[float, Field(ge=0.0, le=10.0, allow_inf_nan=False)]
 
 
