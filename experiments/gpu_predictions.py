@@ -23,7 +23,7 @@ from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.device_models.model import DeviceModels, _kernel_seconds
+from heterog.simulator.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
@@ -111,9 +111,8 @@ def by_family(
         if name.startswith("aten::"):
             found[family_of(name)]["measured"] += count * seconds
     kind = cluster.device_types[0]
-    models = DeviceModels(tf32=cluster.tf32)
-    work = graph.flops, graph.bytes_moved
-    own = _kernel_seconds(graph, kind, models.in_training(kind.name), models._program, *work)
+    models = DeviceModels(tf32=cluster.tf32, host_s=0.0)
+    own = models.kernel_seconds(graph, kind, graph.flops, graph.bytes_moved)
     for op, seconds in zip(graph.ops, own.tolist(), strict=True):
         found[family_of(op.kind)]["predicted"] += seconds
     return dict(found)

@@ -5,6 +5,7 @@ Each function is a workload for ``gpu_steps.py`` and for the command line:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog import Workload
+from heterog.zoo.tokens import token_workload
 
 _CLASSES = 1000
 
@@ -48,16 +50,9 @@ def _tokens(
     model: Callable[[], nn.Module],
     keys: tuple[str, ...] = ("input_ids",),
 ) -> Workload:
-    def example_batch() -> dict[str, Tensor]:
-        return {key: torch.randint(vocabulary, (batch, length)) for key in (*keys, "labels")}
-
-    return Workload(
-        model=model,
-        example_batch=example_batch,
-        loss=_loss,
-        optimizer=torch.optim.AdamW,
-        name=name,
-    )
+    lengths = dict.fromkeys((*keys, "labels"), length)
+    made = token_workload(name, model, batch, vocabulary, lengths)
+    return replace(made, optimizer=torch.optim.AdamW)
 
 
 def _classifier(kind: str, **options: Any) -> Callable[[], nn.Module]:

@@ -135,7 +135,9 @@ class LocalOp:
         """Find out what every step would ask again: it has thousands of calls."""
         self._calls: dict[Extent, _KernelCall] = {}
         self._shapes: dict[Extent, tuple[int, ...]] = {}
-        self._is_reshape = self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials
+        self._is_reshape = not self.has_windows and (
+            self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials
+        )
         self._adds_once = (
             self.along_batch.special == Special.BIAS_ON_ONE_RANK,
             self.along_axis.special == Special.BIAS_ON_ONE_RANK,
@@ -184,13 +186,9 @@ class LocalOp:
         Raises:
             StrategyError: a BatchNorm has one value per channel, of which there is no variance.
         """
-        if self._is_reshape and not self.has_windows:
+        if self._is_reshape:
             # After a gather or a cut the strides may not allow a view.
             return [inputs[0].reshape(self.reshaped(extent))]
-        if self._is_plain:
-            of_batch, of_team = self._adds_once
-            if (is_first or not of_batch) and (is_first_member or not of_team):
-                return self._run(inputs, extent)
         if self._normalises and values_per_channel(inputs[0].shape) == 1:
             raise StrategyError(
                 f"it would have one value per channel of {tuple(inputs[0].shape)}, and torch "
@@ -223,15 +221,16 @@ class LocalOp:
         self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
     ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
         """The call of one share, with all that can be found out before it; see ``__call__``."""
-        if self._is_reshape and not self.has_windows:
+        if self._is_reshape:
             shape = self.reshaped(extent)
             return lambda inputs: (inputs[0].reshape(shape),)
         of_batch, of_team = self._adds_once
         enters = (is_first or not of_batch) and (is_first_member or not of_team)
-        if self._is_plain and enters and not self.weighs_labels:
-            call = _KernelCall.of(self._template(extent))
-            if call.is_flat:
+        if self._is_plain and enters:
+            call = self._kernel_call(extent)
+            if call.is_flat and not self.weighs_labels:
                 return self._flat(call)
+            return partial(self._run, extent=extent)
         return partial(
             self,
             extent=extent,
@@ -239,6 +238,12 @@ class LocalOp:
             is_first_member=is_first_member,
             first_unit=first_unit,
         )
+
+    def _kernel_call(self, extent: Extent) -> "_KernelCall":
+        call = self._calls.get(extent)
+        if call is None:
+            call = self._calls[extent] = _KernelCall.of(self._template(extent))
+        return call
 
     def _flat(self, call: "_KernelCall") -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
         """A kernel whose tensors are single arguments."""
@@ -261,11 +266,9 @@ class LocalOp:
         self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
     ) -> list[Tensor]:
         """Call the kernel; ``instead`` replaces some of the op's own arguments."""
-        call = self._calls.get(extent)
+        call = self._kernel_call(extent)
         if instead:
             call = _KernelCall.of(self._template(extent), instead)
-        elif call is None:
-            call = self._calls[extent] = _KernelCall.of(self._template(extent))
         positional = call.positional.copy()
         for place, index in call.tensors:
             positional[place] = inputs[index]
@@ -324,7 +327,7 @@ class LocalOp:
         self, output: int, extent: Extent
     ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """A function of the op's only input, and its further arguments, that makes an output."""
-        if self._is_reshape and not self.has_windows:
+        if self._is_reshape:
             return Tensor.reshape, (self.reshaped(extent),)
         run = self.on_share(extent, is_first=True, is_first_member=True, first_unit=0)
         return lambda value: run((value,))[output], ()

@@ -143,7 +143,11 @@ class _Search:
         evaluator = self.evaluator
         cluster, batch = evaluator.cluster, evaluator.graph.batch_size
         each = max(1, batch // cluster.num_devices)
-        seconds = [float(evaluator.op_seconds(kind, each).sum()) for kind in cluster.type_index]
+        of_type = [
+            float(evaluator.op_seconds(kind, each).sum())
+            for kind in range(len(cluster.device_types))
+        ]
+        seconds = [of_type[kind] for kind in cluster.type_index]
         for limit in sorted(set(seconds)):
             devices = tuple(d for d, taken in enumerate(seconds) if taken <= limit)
             if len(devices) > batch:
@@ -152,7 +156,7 @@ class _Search:
             for groups in self._slice_groups(stage, devices):
                 decision = Decision(
                     devices=devices,
-                    shares=tuple(shares),
+                    shares=shares,
                     sync=Sync.of_stage(stage) if stage else Sync.RING,
                     slice_groups=groups,
                 )

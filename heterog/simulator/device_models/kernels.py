@@ -227,7 +227,7 @@ def streams_of(graph: OpGraph) -> Streams:
     for op in ops.tolist():
         with _args_checked(graph, op):
             kinds.append(_family(graph, op))
-            streams.append(stream_of(graph, op))
+            streams.append(stream_of(graph, op, row=kinds[-1][1]))
     return Streams(
         op=ops.astype(np.int32),
         family=np.array([family for family, _ in kinds], np.int32),

@@ -151,7 +151,7 @@ class DeviceModels(Roofline):
         """Launch, and seconds per byte moved through device memory."""
         if not _is_modelled(device_type):
             return super().copy_seconds(device_type)
-        return launch_seconds(device_type), 1.0 / _stream_rate(device_type)
+        return launch_seconds(device_type), 1.0 / _copy_rate(device_type)
 
 
 class _Program(NamedTuple):
@@ -236,7 +236,7 @@ def launch_seconds(device_type: DeviceType) -> float:
     return families_of(device_type.name)["16 bit"].model.launch_s
 
 
-def _stream_rate(device_type: DeviceType) -> float:
+def _copy_rate(device_type: DeviceType) -> float:
     """Bytes that large elementwise kernels move per second."""
     model = families_of(device_type.name)["elementwise"].model
     assert isinstance(model, StreamModel)
@@ -448,7 +448,7 @@ def _product_seconds(
         moved: Bytes of each.  # [num_chosen]
     """
     sizes = local_sizes(products, chosen, part, moved / products.num_bytes[chosen])
-    copy_s = 1.0 / _stream_rate(device_type)
+    copy_s = 1.0 / _copy_rate(device_type)
     took = copy_s * moved * products.added[chosen]
     for number, kind in enumerate(products.kinds):
         of_kind = (products.factors[chosen] == number) & (part > 0.0)
@@ -462,8 +462,8 @@ def _product_seconds(
         seconds = count * (whole - unit.model.launch_s)
         if unit.is_slowed:
             seconds *= np.where(products.is_aligned[here], 1.0, factors.unaligned)
-            of_attention = products.is_attention[here]
-            seconds *= np.where(of_attention, factors.fused_attention, factors.products)
+            is_fused = kind.use == Use.ATTENTION
+            seconds *= factors.fused_attention if is_fused else factors.products
         else:
             seconds *= factors.float32
         if unit.is_tensor_core:
@@ -508,15 +508,12 @@ def _peak_flops_per_s(device_type: DeviceType, kind: Factors, tf32: Tf32) -> flo
     A cluster file that states another float32 peak than the sheet's has said what products reach.
     """
     peaks, listed = device_type.peak_flops_per_s, listed_type(listed_name(device_type.name))
-    peak, on_sheet = peaks.get(kind.dtype, peaks["float32"]), peaks["float32"]
+    peak, on_sheet, of_tf32 = peaks.get(kind.dtype, peaks["float32"]), peaks["float32"], None
     if listed is not None:
-        on_sheet = listed.type.peak_flops_per_s["float32"]
+        on_sheet, of_tf32 = listed.type.peak_flops_per_s["float32"], listed.tf32_flops_per_s
     if kind.use == Use.FEW_CHANNELS or (kind.use == Use.ATTENTION and kind.dtype == "float32"):
         return min(peak, on_sheet)
     is_meant = tf32 == Tf32.EVERYTHING or (tf32 == Tf32.CONVOLUTIONS and kind.use != Use.MATRIX)
-    has_tf32 = listed is not None and listed.tf32_flops_per_s is not None
-    if kind.dtype == "float32" and is_meant and has_tf32 and peak == on_sheet:
-        assert listed is not None
-        assert listed.tf32_flops_per_s is not None
-        return max(peak, listed.tf32_flops_per_s / TF32)
+    if kind.dtype == "float32" and is_meant and of_tf32 is not None and peak == on_sheet:
+        return max(peak, of_tf32 / TF32)
     return peak

@@ -78,8 +78,14 @@ class Stream(NamedTuple):
     issued: float = 1.0
 
 
-def stream_of(graph: OpGraph, op: int) -> Stream:
-    """How the kernel of an op without a matrix product streams its bytes."""
+def stream_of(graph: OpGraph, op: int, *, row: float = 1.0) -> Stream:
+    """How the kernel of an op without a matrix product streams its bytes.
+
+    Args:
+        graph: The step.
+        op: Index of the op.
+        row: Number of elements that a norm reduces together.
+    """
     kind = graph.ops[op].kind
     if kind == "update":
         return Stream(_update_passes(graph))
@@ -100,7 +106,9 @@ def stream_of(graph: OpGraph, op: int) -> Stream:
     if "group_norm" in kind:
         return Stream(_GROUP_NORM_BACKWARD if is_backward else _GROUP_NORM)
     if "layer_norm" in kind:
-        return Stream(row_s_per_byte=_row_seconds(graph, op, call, is_backward=is_backward))
+        each = _ROW_BACKWARD_S if is_backward else _ROW_S
+        rows = prod(call.inputs[0].shape) / max(row, 1.0)
+        return Stream(row_s_per_byte=each * rows / max(float(graph.bytes_moved[op]), 1.0))
     if "max_pool" in kind:
         return Stream((_MAX_POOL_BACKWARD if is_backward else _MAX_POOL) * as_float32)
     if kind.startswith("avg_pool"):
@@ -125,14 +133,6 @@ def _update_passes(graph: OpGraph) -> float:
     state = round(graph.optimizer_state_ratio)
     fused = 3 + 2 * state  # parameter and gradient read, parameter written; state read and written
     return _OPTIMIZERS.get(graph.optimizer, {}).get(state, fused) / fused
-
-
-def _row_seconds(graph: OpGraph, op: int, call: OpCall, *, is_backward: bool) -> float:
-    shape, row = call.inputs[0].shape, call.args.get("normalized_shape")
-    sizes = [each for each in row if isinstance(each, int)] if isinstance(row, tuple) else []
-    rows = prod(shape) / max(prod(sizes), 1)
-    each = _ROW_BACKWARD_S if is_backward else _ROW_S
-    return each * rows / max(float(graph.bytes_moved[op]), 1.0)
 
 
 def _visits(call: OpCall) -> float:
