@@ -3,13 +3,15 @@
     python experiments/collective_models.py --data DIR [--json] [--write]
 
 DIR holds ``nccl.csv.gz`` (ai-dynamo/aiconfigurator, Apache-2): seconds of collectives of 2, 4 and
-8 GPUs. Rows of ``fit`` are fitted, errors are of rows of ``test``. Types whose GPUs hang on PCIe
-or on single NVLinks (L40S, V100) keep the links of the cluster file: how fast their collectives
-are depends on how the machine is wired.
+8 GPUs. Rows of ``fit`` are fitted, errors are of rows of ``test``, beside those of another
+measurement of the same collective. Types whose GPUs hang on PCIe or on single NVLinks (L40S, V100)
+keep the links of the cluster file: how fast their collectives are depends on how the machine is
+wired.
 """
 
 import argparse
 import json
+import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,25 @@ def fit(rows: list[dict[str, str]], bandwidth: float, rounds: float) -> Collecti
     return model(min(found, key=lambda each: float(each.cost)).x)
 
 
+def repeated(fitted: list[dict[str, str]], tested: list[dict[str, str]]) -> FloatArray:
+    """Errors of no model at all: the median of fitted rows of the same payload and members.
+
+    They are what differs from one measurement of a collective to the next.
+
+    Returns:
+        Absolute errors of the tested rows that have such rows.  # [num_rows]
+    """
+    known: dict[tuple[float, float], list[float]] = defaultdict(list)
+    for payload, members, seconds in zip(*columns(fitted), strict=True):
+        known[payload, members].append(seconds)
+    errors = [
+        abs(statistics.median(known[payload, members]) / seconds - 1.0)
+        for payload, members, seconds in zip(*columns(tested), strict=True)
+        if (payload, members) in known
+    ]
+    return np.array(errors)
+
+
 def main() -> None:
     """Fit, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -90,6 +111,7 @@ def main() -> None:
             model = fit(grouped[name, operation, "fit"], bandwidth, rounds)
             payload, members, seconds = columns(grouped[name, operation, "test"])
             error = np.abs(model.seconds(payload, members, bandwidth) / seconds - 1.0)
+            again = repeated(grouped[name, operation, "fit"], grouped[name, operation, "test"])
             fields = {field: getattr(model, field) for field in model.__slots__}
             document.setdefault(name, {})[kind] = rounded(fields)
             told.append(
@@ -99,6 +121,7 @@ def main() -> None:
                     "rows": len(error),
                     "median": float(np.median(error)),
                     "p90": float(np.quantile(error, 0.9)),
+                    "measured_again_p90": float(np.quantile(again, 0.9)),
                 }
             )
     if arguments.write:
@@ -108,7 +131,8 @@ def main() -> None:
         return
     for each in told:
         print(f"{each['type']:10} {each['operation']:15} {each['rows']:4} rows, median "
-              f"{each['median']:.1%}, p90 {each['p90']:.1%}")  # fmt: skip
+              f"{each['median']:.1%}, p90 {each['p90']:.1%}; p90 of another measurement "
+              f"{each['measured_again_p90']:.1%}")  # fmt: skip
 
 
 if __name__ == "__main__":

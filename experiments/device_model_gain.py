@@ -5,25 +5,28 @@
 Each model is planned twice with the same budget and seed: with the roofline prior, and with the
 device models. The referee then judges both plans with the device models. Cases that are in the
 file of ``--save`` already are not planned again, so that a run may be stopped and go on later;
-without ``--json`` the rows are a table in Markdown.
+``--cpu-seconds`` counts budgets in seconds of this process, so that other work on the machine does
+not shorten searches. Without ``--json`` the rows are a table in Markdown.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import heterog
+import heterog.planners.portfolio as portfolio
 from heterog.cluster.spec import load_cluster
 from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.planner import Budget, MethodRow
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -34,17 +37,26 @@ MODELS = (
 )  # fmt: skip
 
 
-def compared(cluster_name: str, graph: OpGraph, budget: str) -> dict[str, Any]:
+def planned(evaluator: Evaluator, budget: Budget, clock: Callable[[], float]) -> MethodRow:
+    """The best row of ``auto``."""
+    rows = portfolio.run_methods(evaluator, [portfolio.AUTO], budget=budget, clock=clock)
+    return min((row for row in rows if row.candidate is not None), key=lambda row: row.preference)
+
+
+def compared(
+    cluster_name: str, graph: OpGraph, budget: Budget, clock: Callable[[], float]
+) -> dict[str, Any]:
     """One model on one cluster.
 
     Where no plan from sheets fits by the judge, there is no gain to state: it is infinite.
     """
     plain = replace(load_cluster(cluster_name), calibration=ROOFLINE)
     modelled = replace(plain, calibration=DEVICE_MODELS)
-    by_sheets = heterog.plan(graph, plain, budget=budget)
-    by_models = heterog.plan(graph, modelled, budget=budget)
-    old = Evaluator(graph, modelled).referee(by_sheets.strategy)
+    by_sheets = planned(Evaluator(graph, plain), budget, clock)
+    by_models = planned(Evaluator(graph, modelled), budget, clock)
+    assert by_sheets.candidate is not None
     assert by_models.step_time_s is not None
+    old = Evaluator(graph, modelled).referee(by_sheets.candidate.strategy)
     return {
         "by_sheets_predicted_s": by_sheets.step_time_s,
         "by_sheets_s": old.step_time_s if old.is_ok else None,
@@ -82,7 +94,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--budget", default="200e")
+    parser.add_argument("--budget", default="20s", help="of each of both searches")
+    parser.add_argument(
+        "--cpu-seconds", action="store_true", help="budgets in this process's time"
+    )
     parser.add_argument("--save", type=Path, help="file that keeps rows between runs")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -90,6 +105,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if saved is not None and saved.is_file():
         rows = json.loads(saved.read_text())["rows"]
+    clock = time.process_time if arguments.cpu_seconds else time.perf_counter
     done = {(row["cluster"], row["model"], row["budget"]) for row in rows}
     for model in arguments.models.split(","):
         clusters = [
@@ -101,7 +117,7 @@ def main() -> None:
         for cluster in clusters:
             assert graph is not None
             row = {"cluster": cluster, "model": model, "budget": arguments.budget}
-            row |= compared(cluster, graph, arguments.budget)
+            row |= compared(cluster, graph, Budget.parse(arguments.budget), clock)
             rows.append(row)
             print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
             if saved is not None:

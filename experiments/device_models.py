@@ -23,6 +23,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ from heterog.simulator.device_models.fitting import (
     fit_streams,
 )
 from heterog.simulator.device_models.parameters import ANY_TYPE, chip_of
-from heterog.simulator.device_models.products import product_bytes
+from heterog.simulator.device_models.products import ProductModel, product_bytes
+from heterog.simulator.device_models.streams import StreamModel
 
 TENSORS_MOVED = {
     "add": 3, "mul": 3, "div": 3, "pow": 3, "addu": 2, "mulu": 2, "divu": 2, "powu": 2, "relu": 2,
@@ -49,6 +51,11 @@ TENSORS_MOVED = {
 STREAM_FAMILY = {"ln": "layer norm", "softmax": "softmax"}
 _PEAK_OF_8_BITS = 2.0
 """Over that of 16 bits, on the sheets of all types that have both."""
+JOULES_PER_FLOP_NM = {"16 bit": 1.7e-13, "8 bit": 0.85e-13}
+"""Energy on tensor cores, which no board of the set is short of: 0.16e-12 by a GB300 held to 500 W
+(617 TFLOP/s; facebookexperimental/triton, pull request 2023), 0.18e-12 by what H100s reach on
+700 W, 0.23e-12 by an A100 on 250 W (158 TFLOP/s; NVIDIA/cutlass, issue 956). That of vector units
+is fitted to all types together, of which a T4 and a P4 are short of power."""
 
 Row = Mapping[str, str]
 
@@ -99,7 +106,7 @@ def streams(rows: Sequence[Row], family: str) -> MeasuredStreams:
     count, row, milliseconds = columns(rows, "B", "H", "ms")
     moved = np.array([TENSORS_MOVED[each["op"]] for each in rows], np.float64)
     return MeasuredStreams(
-        bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s,
+        chip=chip_of(kind, kind.peak_flops_per_s["float32"]),
         num_bytes=4.0 * moved * count * row,
         row=row if family != "elementwise" else np.zeros_like(row),
         seconds=milliseconds / 1e3,
@@ -119,24 +126,51 @@ def grouped(
 def fit_family(
     name: str, by_type: Mapping[str, Sequence[Row]], measured: Callable[..., Any], fit: Any
 ) -> list[dict[str, Any]]:
-    """Parameters and errors of one family: on each type, and for any."""
+    """Parameters and errors of one family: on each type, and for any.
+
+    Args:
+        name: of the family.
+        by_type: rows of each type.
+        measured: makes what ``fit`` takes of rows.
+        fit: function that finds parameters of several types, or, with these, those of one.
+    """
     fitted = {kind: measured([r for r in rows if r["split"] == "fit"], name)
               for kind, rows in by_type.items()}  # fmt: skip
     tested = {kind: measured([r for r in rows if r["split"] == "test"], name)
               for kind, rows in by_type.items()}  # fmt: skip
     found, left_out = [], []
+    anywhere = fit(list(fitted.values()))
     for kind in by_type:
         print(f"{name}, {kind}", file=sys.stderr, flush=True)
-        model = fit([fitted[kind]])
+        model = fit([fitted[kind]], anywhere)
         others = fit([each for other, each in fitted.items() if other != kind])
         unseen = np.concatenate([each.log_errors(others) for each in (fitted[kind], tested[kind])])
         left_out.append(unseen)
         found.append({"family": name, "type": kind, "model": asdict(model),
                       "errors": asdict(errors_of(tested[kind].log_errors(model))),
                       "left_out": asdict(errors_of(unseen))})  # fmt: skip
-    found.append({"family": name, "type": ANY_TYPE, "model": asdict(fit(list(fitted.values()))),
+    found.append({"family": name, "type": ANY_TYPE, "model": asdict(anywhere),
                   "errors": asdict(errors_of(np.concatenate(left_out)))})  # fmt: skip
     return found
+
+
+def fit_float32(
+    rows: Sequence[MeasuredProducts], anywhere: ProductModel | None = None
+) -> ProductModel:
+    """Parameters of vector units; what a single type reaches holds what its power allows."""
+    return fit_products(rows, None if anywhere is None else 0.0)
+
+
+def fit_on_tensor_cores(
+    joules_per_flop_nm: float, rows: Sequence[MeasuredProducts], _: ProductModel | None = None
+) -> ProductModel:
+    """Parameters of tensor cores, with a known energy of a FLOP."""
+    return fit_products(rows, joules_per_flop_nm)
+
+
+def fit_of_streams(rows: Sequence[MeasuredStreams], _: StreamModel | None = None) -> StreamModel:
+    """Parameters of kernels bound by memory."""
+    return fit_streams(rows)
 
 
 def fit_all(data: Path) -> list[dict[str, Any]]:
@@ -150,11 +184,12 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),
     )  # fmt: skip
-    found = fit_family("float32", torch_kernels["float32"], products_float32, fit_products)
-    for name in ("16 bit", "8 bit"):
-        found += fit_family(name, tensor_cores[name], products_16bit, fit_products)
+    found = fit_family("float32", torch_kernels["float32"], products_float32, fit_float32)
+    for name, joules in JOULES_PER_FLOP_NM.items():
+        fit = partial(fit_on_tensor_cores, joules)
+        found += fit_family(name, tensor_cores[name], products_16bit, fit)
     for name in parameters.STREAMS:
-        found += fit_family(name, torch_kernels[name], streams, fit_streams)
+        found += fit_family(name, torch_kernels[name], streams, fit_of_streams)
     return found
 
 

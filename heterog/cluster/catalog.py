@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypedDict, Unpack, cast
+from typing import NamedTuple, TypedDict, Unpack, cast
 
 from heterog.cluster.topology import DeviceType
 from heterog.errors import UnknownNameError
@@ -43,6 +43,8 @@ class ListedType:
         multiprocessors: Number of units that work on tiles of their own (streaming
             multiprocessors, compute units); 0 for the CPU.
         cache_mib: Size of the last cache before the memory, in MiB.
+        board_w: Most power that the board may draw, in watts; 0 for the CPU.
+        process_nm: Size that the process is named by, in nm; 0 for the CPU.
     """
 
     type: DeviceType
@@ -54,6 +56,8 @@ class ListedType:
     matrix_flops_per_s: float | None
     multiprocessors: int
     cache_mib: float
+    board_w: float
+    process_nm: float
 
     @property
     def model(self) -> str:
@@ -91,7 +95,7 @@ def _gpu(
 ) -> ListedType:
     tf32 = tflops.get("tf32")
     peaks = {dtype: peak for dtype, peak in tflops.items() if dtype != "tf32"}
-    multiprocessors, cache_mib = _CHIPS[name]
+    multiprocessors, cache_mib, board_w, process_nm = _CHIPS[name]
     return ListedType(
         type=DeviceType(
             name=name,
@@ -108,6 +112,8 @@ def _gpu(
         matrix_flops_per_s=None if matrix is None else matrix * _TERA,
         multiprocessors=multiprocessors,
         cache_mib=cache_mib,
+        board_w=board_w,
+        process_nm=process_nm,
     )
 
 
@@ -117,23 +123,43 @@ def _both(tflops: float) -> _Half:
 
 
 _CHIPS = {
-    "V100-16GB": (80, 6), "V100-32GB": (80, 6), "V100-PCIe-16GB": (80, 6),
-    "V100-PCIe-32GB": (80, 6), "V100S-32GB": (80, 6), "P100-12GB": (56, 3), "P100-16GB": (56, 4),
-    "P100-SXM2-16GB": (56, 4), "P40": (30, 3), "P4": (20, 2), "GTX-1080-Ti": (28, 2.75),
-    "T4": (40, 4), "RTX-2080-Ti": (68, 5.5), "Titan-RTX": (72, 6), "Quadro-RTX-6000": (72, 6),
-    "Quadro-RTX-8000": (72, 6), "RTX-3070": (46, 4), "RTX-3080": (68, 5), "RTX-3090": (82, 6),
-    "RTX-4080": (76, 64), "RTX-4090": (128, 72), "RTX-5080": (84, 64), "RTX-5090": (170, 96),
-    "RTX-A5000": (64, 6), "RTX-A6000": (84, 6), "RTX-6000-Ada": (142, 96), "A10": (72, 6),
-    "A10G": (80, 6), "A30": (56, 24), "A40": (84, 6), "A100-40GB": (108, 40),
-    "A100-80GB": (108, 40), "A100-PCIe-40GB": (108, 40), "A100-PCIe-80GB": (108, 40),
-    "A800-80GB": (108, 40), "L4": (58, 48), "L20": (92, 96), "L40": (142, 96), "L40S": (142, 96),
-    "H20": (78, 60), "H100": (132, 50), "H100-PCIe": (114, 50), "H100-NVL": (132, 50),
-    "H800": (132, 50), "H200": (132, 50), "H200-NVL": (132, 50), "GH200": (132, 50),
-    "B200": (148, 126), "GB200": (148, 126), "MI100": (120, 8), "MI210": (104, 8),
-    "MI250-GCD": (104, 8), "MI250X-GCD": (110, 8), "MI300X": (304, 256), "MI325X": (304, 256),
-    "CPU": (0, 0),
+    "V100-16GB": (80, 6, 300, 16), "V100-32GB": (80, 6, 300, 16),
+    "V100-PCIe-16GB": (80, 6, 250, 16), "V100-PCIe-32GB": (80, 6, 250, 16),
+    "V100S-32GB": (80, 6, 250, 16), "P100-12GB": (56, 3, 250, 16), "P100-16GB": (56, 4, 250, 16),
+    "P100-SXM2-16GB": (56, 4, 300, 16), "P40": (30, 3, 250, 16), "P4": (20, 2, 75, 16),
+    "GTX-1080-Ti": (28, 2.75, 250, 16), "T4": (40, 4, 70, 16), "RTX-2080-Ti": (68, 5.5, 250, 16),
+    "Titan-RTX": (72, 6, 280, 16), "Quadro-RTX-6000": (72, 6, 260, 16),
+    "Quadro-RTX-8000": (72, 6, 260, 16), "RTX-3070": (46, 4, 220, 8), "RTX-3080": (68, 5, 320, 8),
+    "RTX-3090": (82, 6, 350, 8), "RTX-4080": (76, 64, 320, 5), "RTX-4090": (128, 72, 450, 5),
+    "RTX-5080": (84, 64, 360, 5), "RTX-5090": (170, 96, 575, 5), "RTX-A5000": (64, 6, 230, 8),
+    "RTX-A6000": (84, 6, 300, 8), "RTX-6000-Ada": (142, 96, 300, 5), "A10": (72, 6, 150, 8),
+    "A10G": (80, 6, 300, 8), "A30": (56, 24, 165, 7), "A40": (84, 6, 300, 8),
+    "A100-40GB": (108, 40, 400, 7), "A100-80GB": (108, 40, 400, 7),
+    "A100-PCIe-40GB": (108, 40, 250, 7), "A100-PCIe-80GB": (108, 40, 300, 7),
+    "A800-80GB": (108, 40, 400, 7), "L4": (58, 48, 72, 5), "L20": (92, 96, 275, 5),
+    "L40": (142, 96, 300, 5), "L40S": (142, 96, 350, 5), "H20": (78, 60, 400, 5),
+    "H100": (132, 50, 700, 5), "H100-PCIe": (114, 50, 350, 5), "H100-NVL": (132, 50, 400, 5),
+    "H800": (132, 50, 700, 5), "H200": (132, 50, 700, 5), "H200-NVL": (132, 50, 600, 5),
+    "GH200": (132, 50, 700, 5), "B200": (148, 126, 1000, 5), "GB200": (148, 126, 1200, 5),
+    "MI100": (120, 8, 300, 7), "MI210": (104, 8, 300, 6), "MI250-GCD": (104, 8, 280, 6),
+    "MI250X-GCD": (110, 8, 280, 6), "MI300X": (304, 256, 750, 5), "MI325X": (304, 256, 1000, 5),
+    "GTX-1060": (10, 1.5, 120, 16), "GTX-1070": (15, 2, 150, 16), "GTX-1070-Ti": (19, 2, 180, 16),
+    "GTX-1080": (20, 2, 180, 16), "Titan-Xp": (30, 3, 250, 16), "Titan-V": (80, 4.5, 250, 16),
+    "RTX-2060": (30, 3, 160, 16), "RTX-2070": (36, 4, 175, 16), "RTX-2070-Super": (40, 4, 215, 16),
+    "RTX-2080": (46, 4, 215, 16), "RTX-2080-Super": (48, 4, 250, 16), "RTX-3060": (28, 3, 170, 8),
+    "RTX-3060-Ti": (38, 4, 200, 8), "RTX-3070-Ti": (48, 4, 290, 8), "RTX-3080-Ti": (80, 6, 350, 8),
+    "RTX-3090-Ti": (84, 6, 450, 8), "RTX-4060": (24, 24, 115, 5),
+    "RTX-4060-Ti-8GB": (34, 32, 160, 5), "RTX-4060-Ti-16GB": (34, 32, 165, 5),
+    "RTX-4070": (46, 36, 200, 5), "RTX-4070-Super": (56, 48, 220, 5),
+    "RTX-4070-Ti": (60, 48, 285, 5), "RTX-4070-Ti-Super": (66, 48, 285, 5),
+    "RTX-4080-Super": (80, 64, 320, 5), "RTX-5060-Ti-8GB": (36, 32, 180, 5),
+    "RTX-5060-Ti-16GB": (36, 32, 180, 5), "RTX-5070": (48, 48, 250, 5),
+    "RTX-5070-Ti": (70, 48, 300, 5), "RTX-A4000": (48, 4, 140, 8), "RTX-A4500": (56, 6, 200, 8),
+    "RTX-PRO-6000": (188, 128, 600, 5), "A2": (10, 2, 60, 8), "B300": (160, 126, 1100, 5),
+    "GB300": (160, 126, 1400, 5), "CPU": (0, 0, 0, 0),
 }  # fmt: skip
-"""Multiprocessors and MiB of the last cache, from the same white papers and data sheets."""
+"""Multiprocessors, MiB of the last cache, watts of the board, and nm of the process, from the same
+white papers and data sheets. The 12 nm of Volta and Turing have the transistors of 16 nm."""
 
 _V100 = "NVIDIA Tesla V100 data sheet, SXM2"
 _V100_PCIE = "NVIDIA Tesla V100 data sheet, PCIe"
@@ -155,6 +181,40 @@ _VOLTA_PCIE: _Peaks = {"float64": 7.0, "float32": 14.0, "float16": 112.0}
 _PASCAL: _Peaks = {"float64": 4.7, "float32": 9.3, "float16": 18.7}
 _CDNA3: _Peaks = {"float64": 81.7, "float32": 163.4, "tf32": 653.7, **_both(1307.4)}
 _GCD = "one of its two GCDs, which is what a process sees as a device: half of the sheet's numbers"
+
+
+class _Generation(NamedTuple):
+    """What float32 of a generation of GeForce cards tells of other dtypes."""
+
+    source: str
+    over_float64: int
+    float16: float  # over float32
+    has_bfloat16: bool  # and TF32, at the rate of float32
+
+
+_GEFORCE = {
+    "GTX-10": _Generation("NVIDIA GeForce 10 series specifications", 32, 1 / 64, False),
+    "RTX-20": _Generation(_TURING, 32, 4.0, False),
+    "RTX-30": _Generation(_GA102, 64, 2.0, True),
+    "RTX-40": _Generation(_ADA, 64, 2.0, True),
+    "RTX-50": _Generation(_BLACKWELL, 64, 2.0, True),
+}
+
+
+def _geforce(name: str, memory_gib: float, gb_per_s: float, float32: float) -> ListedType:
+    """A GeForce card: its peak of float32 on the sheet, those of other dtypes by generation."""
+    generation = _GEFORCE[name[:6]]
+    half = float32 * generation.float16
+    peaks: _Peaks = {
+        "float64": float32 / generation.over_float64,
+        "float32": float32,
+        "float16": half,
+    }
+    if generation.has_bfloat16:
+        peaks["tf32"], peaks["bfloat16"] = float32, half
+    source = f"{generation.source}; float64 1/{generation.over_float64} of float32"
+    return _gpu(name, source, memory_gib, gb_per_s, **peaks)
+
 
 _LISTED = (
     _gpu("V100-16GB", _V100, 16, 900, form="sxm", **_VOLTA),
@@ -211,6 +271,28 @@ _LISTED = (
         float32=11.3,
         float16=0.177,
     ),
+    _geforce("GTX-1060", 6, 192, 4.4),
+    _geforce("GTX-1070", 8, 256, 6.5),
+    _geforce("GTX-1070-Ti", 8, 256, 8.2),
+    _geforce("GTX-1080", 8, 320, 8.9),
+    _gpu(
+        "Titan-Xp",
+        f"NVIDIA Titan Xp specifications; {_PASCAL_PEAKS}",
+        12,
+        547.7,
+        float64=0.378,
+        float32=12.1,
+        float16=0.189,
+    ),
+    _gpu(
+        "Titan-V",
+        "NVIDIA Titan V specifications",
+        12,
+        652.8,
+        float64=7.45,
+        float32=14.9,
+        float16=119.2,
+    ),
     _gpu(
         "T4",
         "NVIDIA T4 data sheet; float64 1/32 of float32; 15/16 of 16 GB with ECC",
@@ -230,6 +312,11 @@ _LISTED = (
         float32=13.4,
         float16=53.8,
     ),
+    _geforce("RTX-2060", 6, 336, 6.5),
+    _geforce("RTX-2070", 8, 448, 7.5),
+    _geforce("RTX-2070-Super", 8, 448, 9.1),
+    _geforce("RTX-2080", 8, 448, 10.1),
+    _geforce("RTX-2080-Super", 8, 496, 11.2),
     _gpu(
         "Titan-RTX",
         _TURING,
@@ -259,6 +346,23 @@ _LISTED = (
         float32=16.3,
         float16=130.5,
     ),
+    _geforce("RTX-3060", 12, 360, 12.7),
+    _geforce("RTX-3060-Ti", 8, 448, 16.2),
+    _geforce("RTX-3070-Ti", 8, 608, 21.7),
+    _geforce("RTX-3080-Ti", 12, 912, 34.1),
+    _geforce("RTX-3090-Ti", 24, 1008, 40.0),
+    _geforce("RTX-4060", 8, 272, 15.1),
+    _geforce("RTX-4060-Ti-8GB", 8, 288, 22.1),
+    _geforce("RTX-4060-Ti-16GB", 16, 288, 22.1),
+    _geforce("RTX-4070", 12, 504, 29.1),
+    _geforce("RTX-4070-Super", 12, 504, 35.5),
+    _geforce("RTX-4070-Ti", 12, 504, 40.1),
+    _geforce("RTX-4070-Ti-Super", 16, 672, 44.1),
+    _geforce("RTX-4080-Super", 16, 736, 52.2),
+    _geforce("RTX-5060-Ti-8GB", 8, 448, 23.7),
+    _geforce("RTX-5060-Ti-16GB", 16, 448, 23.7),
+    _geforce("RTX-5070", 12, 672, 30.9),
+    _geforce("RTX-5070-Ti", 16, 896, 43.9),
     _gpu("RTX-3070", _GA102, 8, 448, float64=0.317, float32=20.3, tf32=20.3, **_both(40.6)),
     _gpu(
         "RTX-3080",
@@ -276,6 +380,43 @@ _LISTED = (
     _gpu("RTX-5080", _BLACKWELL, 16, 960, float64=0.88, float32=56.3, tf32=56.3, **_both(112.6)),
     _gpu(
         "RTX-5090", _BLACKWELL, 32, 1792, float64=1.64, float32=104.8, tf32=104.8, **_both(209.5)
+    ),
+    _gpu(
+        "RTX-PRO-6000",
+        "NVIDIA RTX PRO 6000 Blackwell data sheet; float64 1/64 of float32; ECC off",
+        96,
+        1792,
+        aliases=(
+            "rtxpro6000blackwell",
+            "rtxpro6000blackwellworkstationedition",
+            "rtxpro6000blackwellserveredition",
+        ),
+        float64=1.95,
+        float32=125.0,
+        tf32=251.9,
+        **_both(503.8),
+    ),
+    _gpu(
+        "RTX-A4000",
+        "NVIDIA RTX A4000 data sheet; float64 1/64 of float32; ECC off",
+        16,
+        448,
+        aliases=("a4000",),
+        float64=0.3,
+        float32=19.2,
+        tf32=38.3,
+        **_both(76.7),
+    ),
+    _gpu(
+        "RTX-A4500",
+        "NVIDIA RTX A4500 data sheet; float64 1/64 of float32; ECC off",
+        20,
+        640,
+        aliases=("a4500",),
+        float64=0.37,
+        float32=23.7,
+        tf32=47.3,
+        **_both(94.6),
     ),
     _gpu(
         "RTX-A5000",
@@ -309,6 +450,17 @@ _LISTED = (
         float32=91.1,
         tf32=182.1,
         **_both(364.2),
+    ),
+    _gpu(
+        "A2",
+        "NVIDIA A2 data sheet; float64 1/64 of float32; 15/16 of 16 GB with ECC",
+        15,
+        200,
+        sheet_gb=16,
+        float64=0.07,
+        float32=4.5,
+        tf32=9.0,
+        **_both(18.0),
     ),
     _gpu(
         "A10",
@@ -498,6 +650,30 @@ _LISTED = (
         8000,
         sheet_gb=186,
         float64=40.0,
+        float32=80.0,
+        tf32=1250.0,
+        **_both(2500.0),
+    ),
+    # 288 GB of 10^9 bytes.
+    _gpu(
+        "B300",
+        "NVIDIA HGX B300 data sheet, an eighth of the board",
+        268,
+        8000,
+        sheet_gb=288,
+        aliases=("b300sxm6ac",),
+        float64=1.2,
+        float32=75.0,
+        tf32=1125.0,
+        **_both(2250.0),
+    ),
+    _gpu(
+        "GB300",
+        "NVIDIA GB300 NVL72 data sheet, one of its 72 GPUs",
+        268,
+        8000,
+        sheet_gb=288,
+        float64=1.3,
         float32=80.0,
         tf32=1250.0,
         **_both(2500.0),

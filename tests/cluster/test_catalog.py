@@ -54,6 +54,13 @@ from heterog.units import GIB
         ("MI210", 22.6, 1638.4, 64),
         ("MI250-GCD", 22.65, 1638.4, 64),
         ("MI300X", 163.4, 5300, 192),
+        ("RTX-3060", 12.7, 360, 12),
+        ("RTX-4060-Ti-16GB", 22.1, 288, 16),
+        ("RTX-4070-Ti-Super", 44.1, 672, 16),
+        ("RTX-5070-Ti", 43.9, 896, 16),
+        ("GTX-1060", 4.4, 192, 6),
+        ("A2", 4.5, 200, 15),
+        ("B300", 75.0, 8000, 268),
     ],
 )
 def test_numbers_of_the_data_sheets(
@@ -78,8 +85,9 @@ def test_every_type_has_a_source_and_the_same_prior() -> None:
 @pytest.mark.parametrize("each", listed_types(), ids=lambda each: each.type.name)
 def test_peaks_are_dense_and_in_the_order_that_hardware_has_them(each: ListedType) -> None:
     peaks = each.type.peak_flops_per_s
-    slow = {"P4", "P40", "GTX-1080-Ti"}  # Pascal's float16 is for compatibility only
-    if "float16" in peaks and each.type.name not in slow:
+    # The float16 of small Pascal chips is for compatibility only.
+    is_slow = each.type.name.startswith(("P4", "GTX-10", "Titan-Xp"))
+    if "float16" in peaks and not is_slow:
         # Tensor cores without sparsity: 2 to 34 times float32 in every generation so far.
         assert 2 * 0.99 <= peaks["float16"] / peaks["float32"] <= 34
     if each.tf32_flops_per_s is not None:
@@ -100,12 +108,22 @@ def test_multiprocessors_make_the_peak_at_a_clock_that_chips_have(each: ListedTy
     assert 1.0 <= each.cache_mib <= 256.0
 
 
+@pytest.mark.parametrize("each", listed_types(), ids=lambda each: each.type.name)
+def test_a_multiprocessor_has_the_power_that_boards_give_one(each: ListedType) -> None:
+    if each.type.name == "CPU":
+        return
+    assert 1.0 <= each.board_w / each.multiprocessors <= 12.5
+    assert 5.0 <= each.process_nm <= 16.0
+
+
 def test_bfloat16_only_where_the_hardware_has_it() -> None:
     without = {n for n in device_type_names() if "bfloat16" not in device_type(n).peak_flops_per_s}
     assert without == {
         "V100-16GB", "V100-32GB", "V100-PCIe-16GB", "V100-PCIe-32GB", "V100S-32GB", "P100-12GB",
-        "P100-16GB", "P100-SXM2-16GB", "P40", "P4", "GTX-1080-Ti", "T4", "RTX-2080-Ti",
-        "Titan-RTX", "Quadro-RTX-6000", "Quadro-RTX-8000", "CPU",
+        "P100-16GB", "P100-SXM2-16GB", "P40", "P4", "GTX-1060", "GTX-1070", "GTX-1070-Ti",
+        "GTX-1080", "GTX-1080-Ti", "Titan-Xp", "Titan-V", "T4", "RTX-2060", "RTX-2070",
+        "RTX-2070-Super", "RTX-2080", "RTX-2080-Super", "RTX-2080-Ti", "Titan-RTX",
+        "Quadro-RTX-6000", "Quadro-RTX-8000", "CPU",
     }  # fmt: skip
 
 

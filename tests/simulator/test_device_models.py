@@ -22,6 +22,7 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.graph.workload import Workload
 from heterog.simulator.calibration import cost_model_of
+from heterog.simulator.device_models.chip import Chip
 from heterog.simulator.device_models.collectives import CollectiveModel
 from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
 from heterog.simulator.device_models.model import DeviceModels, launch_seconds, provenance
@@ -36,7 +37,7 @@ from heterog.simulator.device_models.parameters import (
     host_of,
     in_training_of,
 )
-from heterog.simulator.device_models.products import Chip, ProductModel, product_bytes
+from heterog.simulator.device_models.products import ProductModel, product_bytes
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
@@ -88,10 +89,28 @@ def test_the_ramp_of_a_tile_costs_as_much_as_so_much_depth() -> None:
     assert seconds(ramped, 100, 32, 32, 96) == pytest.approx(seconds(PLAIN, 100, 32, 32, 160))
 
 
+def test_a_board_short_of_power_takes_what_the_energy_of_the_flops_takes() -> None:
+    # 2e-12 J for a FLOP on 50 W are 25 TFLOP/s, where the clock would allow 100.
+    frugal = replace(CHIP, board_w=50.0, flop_nm=10.0)
+    model = replace(PLAIN, joules_per_flop_nm=2e-13)
+    sizes, num_bytes = np.array([[1.0, 2560.0, 1280.0, 4096.0]]), np.ones(1)
+    flops = 2.0 * sizes.prod()
+    assert model.seconds(frugal, sizes, num_bytes)[0] == pytest.approx(1e-6 + flops / 25e12)
+    # With enough of it, and for what fills a tenth of the chip only, the clock is the bound.
+    ample = replace(frugal, board_w=500.0)
+    assert model.seconds(ample, sizes, num_bytes) == PLAIN.seconds(CHIP, sizes, num_bytes)
+    few = np.array([[10.0, 32.0, 32.0, 96.0]])
+    assert model.seconds(frugal, few, num_bytes) == PLAIN.seconds(CHIP, few, num_bytes)
+
+
 def test_streams_count_bytes_and_long_rows_are_slower() -> None:
-    model = StreamModel(launch_s=1e-6, efficiency=0.8, long_row_efficiency=0.5)
-    took = model.seconds(1e12, np.array([8e9, 8e9]), np.array([1024.0, 1025.0]))
-    assert took.tolist() == pytest.approx([1e-6 + 1e-2, 1e-6 + 1.6e-2])
+    model = StreamModel(launch_s=1e-6, efficiency=0.8, long_row_efficiency=0.5, cached_share=0.25)
+    # A multiprocessor has 16 KiB of the cache, and a row may take a quarter of it.
+    chip = replace(CHIP, cache_bytes=100 * 16384.0)
+    row = np.array([0.0, 1024.0, 1536.0, 2048.0, 4096.0])
+    took = model.seconds(chip, np.full(5, 8e9), row)
+    expected = [1e-2, 1e-2, 1.3e-2, 1.6e-2, 1.6e-2]
+    assert took.tolist() == pytest.approx([1e-6 + each for each in expected])
 
 
 # --- graphs --------------------------------------------------------------------------------------

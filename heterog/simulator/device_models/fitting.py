@@ -5,14 +5,16 @@ Least squares of log(predicted / measured), so that a kernel of 5 us counts as m
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import least_squares
 
 from heterog.graph.op_graph import FloatArray
+from heterog.simulator.device_models.chip import Chip
 from heterog.simulator.device_models.parameters import Errors
-from heterog.simulator.device_models.products import Chip, ProductModel
+from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 
 _OUTLIER = 0.1
@@ -20,19 +22,28 @@ _STEP = 0.02
 """Step of the derivatives, in logarithms: waves make the seconds a staircase."""
 _PRODUCT_START = ProductModel(
     launch_s=4e-6, efficiency=1.0, tile_loss=0.3, ramp=60.0, memory_efficiency=0.8,
-    cache_speedup=1.5,
+    cache_speedup=1.5, joules_per_flop_nm=1e-12,
 )  # fmt: skip
 _PRODUCT_LEAST = ProductModel(
     launch_s=5e-7, efficiency=0.2, tile_loss=1e-3, ramp=0.1, memory_efficiency=0.2,
-    cache_speedup=1.0,
+    cache_speedup=1.0, joules_per_flop_nm=1e-15,
 )  # fmt: skip
 _PRODUCT_MOST = ProductModel(
     launch_s=6e-5, efficiency=1.5, tile_loss=5.0, ramp=1000.0, memory_efficiency=1.1,
-    cache_speedup=10.0,
+    cache_speedup=10.0, joules_per_flop_nm=1e-11,
 )  # fmt: skip
-_STREAM_START = StreamModel(launch_s=5e-6, efficiency=0.7, long_row_efficiency=0.6)
-_STREAM_LEAST = StreamModel(launch_s=5e-7, efficiency=0.05, long_row_efficiency=0.05)
-_STREAM_MOST = StreamModel(launch_s=1e-4, efficiency=1.2, long_row_efficiency=1.2)
+_STREAM_START = StreamModel(
+    launch_s=5e-6, efficiency=0.7, long_row_efficiency=0.5, cached_share=0.05
+)
+_STREAM_LEAST = StreamModel(
+    launch_s=5e-7, efficiency=0.05, long_row_efficiency=0.05, cached_share=0.001
+)
+_STREAM_MOST = StreamModel(
+    launch_s=1e-4, efficiency=1.2, long_row_efficiency=1.2, cached_share=2.0
+)
+_CACHED_SHARES = (0.01, 0.03, 0.06, 0.15, 0.4)
+"""Where fits begin: rows begin to fall out of the cache somewhere, and the error has a minimum at
+each length that many rows have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,32 +72,46 @@ class MeasuredStreams:
     """Seconds of kernels bound by memory on one GPU type.
 
     Attributes:
-        bandwidth_bytes_per_s: Bandwidth of the type's memory.
+        chip: Chip of the type.
         num_bytes: Bytes read and written.  # [num_rows]
         row: Number of elements that are reduced together, 0 if none are.  # [num_rows]
         seconds: Measured seconds.  # [num_rows]
     """
 
-    bandwidth_bytes_per_s: float
+    chip: Chip
     num_bytes: FloatArray
     row: FloatArray
     seconds: FloatArray
 
     def log_errors(self, model: StreamModel) -> FloatArray:
         """log(predicted / measured) of each row.  # [num_rows]"""
-        predicted = model.seconds(self.bandwidth_bytes_per_s, self.num_bytes, self.row)
+        predicted = model.seconds(self.chip, self.num_bytes, self.row)
         return np.log(predicted / self.seconds)
 
 
-def fit_products(measured: Sequence[MeasuredProducts]) -> ProductModel:
-    """Product parameters that fit one type, or several together."""
+def fit_products(
+    measured: Sequence[MeasuredProducts], joules_per_flop_nm: float | None = None
+) -> ProductModel:
+    """Product parameters that fit one type, or several together.
+
+    Args:
+        measured: Products of each type.
+        joules_per_flop_nm: This parameter, where it is known: one type alone does not tell whether
+            its clock or the power of its board bounds large products.
+    """
+
+    def model_of(logarithms: FloatArray) -> ProductModel:
+        model = ProductModel(*np.exp(logarithms))
+        return model if joules_per_flop_nm is None else replace(
+            model, joules_per_flop_nm=joules_per_flop_nm
+        )  # fmt: skip
 
     def log_errors(logarithms: FloatArray) -> FloatArray:
-        model = ProductModel(*np.exp(logarithms))
+        model = model_of(logarithms)
         return np.concatenate([each.log_errors(model) for each in measured])
 
     bounds = (astuple(_PRODUCT_LEAST), astuple(_PRODUCT_MOST))
-    return ProductModel(*_fit(log_errors, astuple(_PRODUCT_START), bounds))
+    return model_of(np.log(_fit(log_errors, astuple(_PRODUCT_START), bounds).parameters))
 
 
 def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
@@ -97,7 +122,9 @@ def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:
         return np.concatenate([each.log_errors(model) for each in measured])
 
     bounds = (astuple(_STREAM_LEAST), astuple(_STREAM_MOST))
-    return StreamModel(*_fit(log_errors, astuple(_STREAM_START), bounds))
+    starts = [astuple(replace(_STREAM_START, cached_share=share)) for share in _CACHED_SHARES]
+    found = [_fit(log_errors, start, bounds) for start in starts]
+    return StreamModel(*min(found, key=lambda fit: fit.cost).parameters)
 
 
 def errors_of(log_errors: FloatArray) -> Errors:
@@ -106,11 +133,18 @@ def errors_of(log_errors: FloatArray) -> Errors:
     return Errors(rows=len(off), median=float(np.median(off)), p90=float(np.quantile(off, 0.9)))
 
 
+class _Fit(NamedTuple):
+    """Parameters, and the sum of losses that they leave."""
+
+    parameters: list[float]
+    cost: float
+
+
 def _fit(
     log_errors: Callable[[FloatArray], FloatArray],
     start: tuple[float, ...],
     bounds: tuple[tuple[float, ...], tuple[float, ...]],
-) -> list[float]:
+) -> _Fit:
     """Fit positive parameters, in their logarithms."""
     found = least_squares(
         log_errors,
@@ -120,4 +154,4 @@ def _fit(
         f_scale=_OUTLIER,
         diff_step=np.full(len(start), _STEP),
     )
-    return [float(value) for value in np.exp(found.x)]
+    return _Fit([float(value) for value in np.exp(found.x)], float(found.cost))

@@ -376,24 +376,22 @@ def _stream_rates(
     """
     launch, per_byte, per_flop = (np.zeros(graph.num_ops) for _ in range(3))
     streams, families = streams_of(graph), families_of(device_type.name)
+    chip = chip_of(device_type, device_type.peak_flops_per_s["float32"])
     launch[streams.op] = launch_seconds(device_type) * streams.launches
     per_flop[streams.op] = 1.0 / attainable_flops_per_s(graph, device_type)[streams.op]
     for number, name in enumerate(STREAMS):
         model, chosen = families[name].model, streams.family == number
         assert isinstance(model, StreamModel)
-        per_byte[streams.op[chosen]] = model.seconds_per_byte(
-            device_type.memory_bandwidth_bytes_per_s, streams.row[chosen]
-        )
+        per_byte[streams.op[chosen]] = model.seconds_per_byte(chip, streams.row[chosen])
     if program.runs_torch_kernels:
-        multiprocessors = chip_of(device_type, 1.0).multiprocessors
-        filled = np.where(streams.blocks > 0.0, streams.blocks, multiprocessors)
-        per_byte[streams.op] *= streams.passes * np.maximum(1.0, multiprocessors / filled)
-        per_byte[streams.op] += streams.row_s_per_byte / multiprocessors
+        filled = np.where(streams.blocks > 0.0, streams.blocks, chip.multiprocessors)
+        per_byte[streams.op] *= streams.passes * np.maximum(1.0, chip.multiprocessors / filled)
+        per_byte[streams.op] += streams.row_s_per_byte / chip.multiprocessors
     if program.fuses:
         fused = fused_kernels(graph)
         model = families["elementwise"].model
         assert isinstance(model, StreamModel)
-        alone = model.seconds_per_byte(device_type.memory_bandwidth_bytes_per_s, np.zeros(1))
+        alone = model.seconds_per_byte(chip, np.zeros(1))
         launch[fused.is_fused] = launch_seconds(device_type) * fused.launches[fused.is_fused]
         per_byte[fused.is_fused] = alone
         per_flop[fused.is_fused] = 0.0
@@ -457,7 +455,8 @@ def _product_seconds(
         unit = _product_model(device_type, kind, tf32)
         here = chosen[of_kind]
         count = products.count[here]
-        chip = chip_of(device_type, unit.peak_flops_per_s)
+        is_wide = unit.is_tensor_core and kind.dtype == "float32"
+        chip = chip_of(device_type, unit.peak_flops_per_s, 2.0 if is_wide else 1.0)
         whole = unit.model.seconds(chip, sizes[of_kind], moved[of_kind] / count)
         seconds = count * (whole - unit.model.launch_s)
         if unit.is_slowed:

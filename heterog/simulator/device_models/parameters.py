@@ -6,6 +6,7 @@ was fitted to all measured types together. They are shares of what the data shee
 are read off its sheet. How far that is off was found by leaving out each measured type in turn.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -17,8 +18,9 @@ import yaml
 
 from heterog.cluster.catalog import ListedType, listed_type
 from heterog.cluster.topology import DeviceType
+from heterog.simulator.device_models.chip import Chip
 from heterog.simulator.device_models.collectives import CollectiveModel
-from heterog.simulator.device_models.products import Chip, ProductModel
+from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.peak_errors import PeakErrors
 
@@ -147,8 +149,14 @@ def listed_name(type_name: str) -> str:
     return re.sub(r"-custom\d*$", "", type_name)
 
 
-def chip_of(device_type: DeviceType, peak_flops_per_s: float) -> Chip:
-    """Data sheet of a type, with the peak of the dtype at hand."""
+def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0) -> Chip:
+    """Data sheet of a type, with the peak of the dtype at hand.
+
+    Args:
+        device_type: Device type.
+        peak_flops_per_s: Peak of the dtype.
+        width: Bits of a factor over those of the family of products.
+    """
     listed = listed_type(listed_name(device_type.name))
     multiprocessors = 0 if listed is None else listed.multiprocessors
     guess = device_type.peak_flops_per_s["float32"] / _FLOPS_OF_A_MULTIPROCESSOR
@@ -157,6 +165,8 @@ def chip_of(device_type: DeviceType, peak_flops_per_s: float) -> Chip:
         bandwidth_bytes_per_s=device_type.memory_bandwidth_bytes_per_s,
         multiprocessors=multiprocessors or max(round(guess), 1),
         cache_bytes=_MIB * (_CACHE_MIB if listed is None else listed.cache_mib),
+        board_w=math.inf if listed is None else listed.board_w,
+        flop_nm=0.0 if listed is None else listed.process_nm * width,
     )
 
 

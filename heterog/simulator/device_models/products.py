@@ -5,10 +5,13 @@ A kernel cuts the product into tiles of the output, and gives each multiprocesso
     compute = waves x 2 rows columns (k / splits + ramp) / (rate of a multiprocessor x intensity)
     waves = ceil(tiles x splits / multiprocessors)
     intensity = 1 / (1 + tile_loss x (128 / rows + 128 / columns))
+    power = FLOPs x joules of a FLOP / watts of the board
     memory = bytes / (bandwidth x memory_efficiency), less what the L2 cache holds
-    seconds = launch + (compute^3 + memory^3)^(1/3)
+    seconds = launch + (max(compute, power)^3 + memory^3)^(1/3)
 
-A library has kernels with several tiles and ways to split k; the fastest is taken. Wave and tile
+A library has kernels with several tiles and ways to split k; the fastest is taken. A board that
+would need more power than it may draw lowers its clock: what it does in the long run follows from
+the energy of a FLOP, which shrinks with the process in proportion to its size. Wave and tile
 quantisation are those of NVIDIA's "Matrix Multiplication Background User's Guide"; that the work
 of one tile is the unit, scaled by features of the data sheet, is the idea of NeuSight (Lee et al.,
 ASPLOS 2025, section 4).
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from heterog.graph.op_graph import FloatArray
+from heterog.simulator.device_models.chip import Chip
 
 TILES = (
     (256, 128), (128, 256), (256, 64), (64, 256), (128, 128), (128, 64), (64, 128), (64, 64),
@@ -37,23 +41,6 @@ _SHARPNESS = 3.0
 _WAYS = np.array([(*tile, split) for tile in TILES for split in SPLITS], np.float64)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chip:
-    """Numbers of a data sheet that matter to a kernel.
-
-    Attributes:
-        peak_flops_per_s: Peak of the dtype at hand.
-        bandwidth_bytes_per_s: Bandwidth of the memory.
-        multiprocessors: Number of units that work on tiles of their own.
-        cache_bytes: Size of the last cache before the memory.
-    """
-
-    peak_flops_per_s: float
-    bandwidth_bytes_per_s: float
-    multiprocessors: int
-    cache_bytes: float
-
-
 @dataclass(frozen=True, slots=True)
 class ProductModel:
     """Parameters of one kind of matrix product on one GPU type.
@@ -66,6 +53,7 @@ class ProductModel:
         ramp: Steps of depth that a tile costs before and after its sum.
         memory_efficiency: Share of the bandwidth that a large product reaches.
         cache_speedup: Factor by which the cache is faster than the memory.
+        joules_per_flop_nm: Energy of the board for a FLOP, for each nm of its process.
     """
 
     launch_s: float
@@ -74,6 +62,7 @@ class ProductModel:
     ramp: float
     memory_efficiency: float
     cache_speedup: float
+    joules_per_flop_nm: float = 0.0
 
     def seconds(self, chip: Chip, sizes: FloatArray, num_bytes: FloatArray) -> FloatArray:
         """Seconds of products.
@@ -100,6 +89,8 @@ class ProductModel:
         compute += np.where(splits > 1.0, added, 0.0)
         is_too_short = (splits > 1.0) & (depth < _SHORTEST_SPLIT)
         fastest = np.where(is_too_short, np.inf, compute).min(axis=1)
+        joules = 2.0 * sizes.prod(axis=1) * self.joules_per_flop_nm * chip.flop_nm
+        fastest = np.maximum(fastest, joules / chip.board_w)
         cached = np.minimum(1.0, _CACHED_SHARE * chip.cache_bytes / np.maximum(num_bytes, 1.0))
         memory = num_bytes / bandwidth * (1.0 - cached * (1.0 - 1.0 / self.cache_speedup))
         both = (fastest**_SHARPNESS + memory**_SHARPNESS) ** (1.0 / _SHARPNESS)
