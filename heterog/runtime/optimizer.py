@@ -34,6 +34,29 @@ Push = Callable[[Sequence[int], Sequence[Tensor]], None]
 _NORM_EPSILON = 1e-6
 """Same value as in ``torch.nn.utils.clip_grad_norm_``."""
 
+_STEPPED_BYTES = 64 * 2**20
+"""Bytes of parameters that are stepped in one call on a GPU: a few large kernels, small copies."""
+
+_WITHOUT_COPIES = {"cpu"}
+"""Devices where PyTorch's optimizers step one tensor after another."""
+
+
+def in_parts(rows: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut rows into parts, in order, of at most so many bytes where a row is not larger itself.
+
+    >>> in_parts([4, 5, 6, 7], [10, 30, 50, 10], 40)
+    [[4, 5], [6], [7]]
+    """
+    parts: list[list[int]] = [[]]
+    filled = 0
+    for row, size in zip(rows, sizes, strict=True):
+        if parts[-1] and filled + size > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(row)
+        filled += size
+    return parts
+
 
 @dataclass(slots=True)
 class StepUpdates:
@@ -245,7 +268,7 @@ class Updates:
             loss_scale.update(is_finite=not step.is_skipped)
 
     def step(self) -> None:
-        """Update the whole parameters that wait for it, in one call where possible."""
+        """Update the whole parameters that wait for it, in as few calls as possible."""
         if not self._waiting:
             return
         assert self._step is not None
@@ -257,8 +280,7 @@ class Updates:
         # be there together.
         # So it is where state is widened for the step.
         is_copied = is_narrow(self._optimizer) or any(map(self._is_copied, rows))
-        parts = [[row] for row in rows] if is_copied else [rows]
-        for part in parts:
+        for part in [[row] for row in rows] if is_copied else self._stepped_together(rows):
             tensors = [self._part.graph.updates[row][1] for row in part]
             targets = [
                 (self._parameters[tensor], gradients.total(row))
@@ -267,6 +289,21 @@ class Updates:
             self._apply(step, targets, part)
             for row in part:
                 gradients.let_go(row)
+
+    def _stepped_together(self, rows: list[int]) -> list[list[int]]:
+        """Rows in parts that the optimizer steps in one call each.
+
+        PyTorch's own optimizers have kernels for many tensors on a GPU, which make intermediate
+        copies of all of them: in parts, these take little memory beside the gradients. Parameters
+        are stepped independently of each other, so the numbers are the same. Other optimizers may
+        count their calls, and are called once.
+        """
+        is_own = type(self._optimizer).__module__.startswith("torch.optim")
+        if self._push is not None or not is_own or self._device.type in _WITHOUT_COPIES:
+            return [rows]
+        updates = self._part.graph.updates
+        sizes = [self._parameters[updates[row][1]].nbytes for row in rows]
+        return in_parts(rows, sizes, _STEPPED_BYTES)
 
     def _is_copied(self, row: int) -> bool:
         """Whether the optimizer gets a gradient in another dtype than it was summed in."""

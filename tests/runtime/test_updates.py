@@ -14,12 +14,14 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import load_plan, make_plan
+from heterog.runtime import optimizer
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import (
     STEPS,
     Recipe,
+    Trained,
     assert_same,
     batch_of,
     deployed,
@@ -78,6 +80,31 @@ def test_clipping_is_that_of_one_device(
     assert not torch.allclose(plain.gradients[some][0], clipped.gradients[some][0])
     path = saved_plan(tmp_path, "gpt", case, step_barrier=step_barrier)
     assert_same(ranks.run(train, "gpt", recipe, path), clipped)
+
+
+def train_in_parts(rank: int, name: str, recipe: Recipe, path: str) -> Trained:
+    """As on a GPU, where the optimizer's kernels copy what they step together."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "_WITHOUT_COPIES", set())
+        patch.setattr(optimizer, "_STEPPED_BYTES", 4096)
+        return train(rank, name, recipe, path)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", ["ring", "server"])
+def test_parameters_that_are_stepped_in_parts_are_those_of_one_device(
+    ranks: Ranks, tmp_path: Path, case: str
+) -> None:
+    recipe = Recipe(max_grad_norm=0.05, decay=0.5)
+    path = saved_plan(tmp_path, "gpt", case, step_barrier=True)
+    assert_same(ranks.run(train_in_parts, "gpt", recipe, path), reference("gpt", recipe))
+
+
+def test_parts_hold_all_rows_in_order_and_no_more_bytes_than_they_may() -> None:
+    sizes = [10, 30, 50, 10, 10, 20, 1]
+    parts = optimizer.in_parts(range(7), sizes, 40)
+    assert parts == [[0, 1], [2], [3, 4, 5], [6]]
+    assert optimizer.in_parts(range(7), sizes, 1000) == [list(range(7))]
 
 
 def odd_batch(kind: str) -> tuple[Tensor, Tensor]:

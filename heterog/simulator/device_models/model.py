@@ -49,6 +49,11 @@ _LEAST_GPU_FLOPS_PER_S = 1e12
 _OF_16_BITS = ("bfloat16", "float16")
 _KERNELS_ALIKE = 0.5
 """Share of a kernel's error that all kernels of a step have in common; chosen."""
+_OF_CONVOLUTIONS = 0.23, 0.36
+"""Median errors of convolutions on tensor cores and on vector units: nine and three models on an
+H200 (``experiments/gpu_predictions.py``)."""
+_OF_ATTENTION = 0.27
+"""That of fused attention, of 15 steps there."""
 _QUEUED = 16
 """Kernels before and after one that wait in a queue with it: about a layer of a transformer. With
 128 the mean error of 41 measured steps is 7.1 % instead of 8.1."""
@@ -286,7 +291,12 @@ def _kernel_error(
     for number, kind in enumerate(products.kinds):
         unit = _product_model(device_type, kind, tf32)
         family = families["16 bit" if unit.is_tensor_core else "float32"]
-        error[products.op[products.factors == number]] = family.errors.median
+        of_kind = family.errors.median
+        if kind.use == Use.ATTENTION:
+            of_kind = max(of_kind, _OF_ATTENTION)
+        elif kind.use != Use.MATRIX:
+            of_kind = max(of_kind, _OF_CONVOLUTIONS[not unit.is_tensor_core])
+        error[products.op[products.factors == number]] = of_kind
     return float((error * seconds).sum()) / max(float(seconds.sum()), 1e-12)
 
 
