@@ -25,6 +25,8 @@ LATE = 0.1
 _LATEST = 0.17
 """The same for rehearsal and noise: an answer a little later is better than one with a plan that
 was not rehearsed."""
+LATE_S, _LATEST_S = 3.0, 6.0
+"""Most seconds of both: Python's start comes before what is promised, and is waited for, too."""
 REHEARSAL_S = 2.2e-5
 NOISE_S = 1e-6
 EXPLANATION_S = 8e-6
@@ -112,7 +114,7 @@ class Promise:
             best = min(found, key=_preference)
             self._num_turns = self._issued.num_turns(best)
             follows_s = self._num_turns * NOISE_S + self._last_s
-            follows_s += self._kept_for_changes_s - LATE * self._budget_s
+            follows_s += self._kept_for_changes_s - self._late_s
             rehearsal_s = self._num_turns * REHEARSAL_S + self._num_ops * REHEARSAL_OP_S
             rehearsal_s *= self._is_rehearsed
             # A rehearsal that cannot end in time is left out, and no time is kept back for it.
@@ -124,21 +126,29 @@ class Promise:
     @property
     def rehearsal_s(self) -> float:
         """Seconds that rehearsals may take, which leave just the time to explain and write."""
-        return max(self._left_s(_LATEST) - self._last_s, _NO_TIME_S)
+        return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
 
     @property
     def noise_s(self) -> float:
         """Seconds that the draws of noise may take."""
-        return max(self._left_s(_LATEST) - self._last_s, _NO_TIME_S)
+        return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
 
     @property
     def changes_s(self) -> float:
         """Seconds that looking for savings by purchases may take."""
-        left_s = min(self._left_s(LATE) - self._last_s, MOST_CHANGES * self._budget_s)
+        left_s = min(self._left_s(self._late_s) - self._last_s, MOST_CHANGES * self._budget_s)
         return max(left_s, _NO_TIME_S)
 
-    def _left_s(self, late: float) -> float:
-        return self._budget_s * (1.0 + late) - (self.clock() - self._begin_s)
+    @property
+    def _late_s(self) -> float:
+        return min(LATE * self._budget_s, LATE_S)
+
+    @property
+    def _latest_s(self) -> float:
+        return min(_LATEST * self._budget_s, _LATEST_S)
+
+    def _left_s(self, late_s: float) -> float:
+        return self._budget_s + late_s - (self.clock() - self._begin_s)
 
     @property
     def _kept_for_changes_s(self) -> float:

@@ -208,3 +208,11 @@ def test_a_rehearsal_on_ranks_ends_when_it_is_asked_to() -> None:
     clock.now_s += 2.0
     with pytest.raises(TimeUp):
         rehearsal_of(captured)(row.candidate.strategy, issued, spending.check)
+
+
+def test_an_answer_under_a_long_budget_is_a_few_seconds_late_at_most() -> None:
+    now = [0.0]
+    for seconds in (10.0, 60.0, 3600.0):
+        promise = Promise(Budget(seconds=seconds), clock=lambda: now[0])
+        promise.begin()
+        assert promise.noise_s == pytest.approx(seconds + min(0.17 * seconds, 6.0))
