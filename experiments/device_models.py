@@ -51,11 +51,10 @@ TENSORS_MOVED = {
 STREAM_FAMILY = {"ln": "layer norm", "softmax": "softmax"}
 _PEAK_OF_8_BITS = 2.0
 """Over that of 16 bits, on the sheets of all types that have both."""
-JOULES_PER_FLOP_NM = {"16 bit": 1.7e-13, "8 bit": 0.85e-13}
-"""Energy on tensor cores, which no board of the set is short of: 0.16e-12 by a GB300 held to 500 W
-(617 TFLOP/s; facebookexperimental/triton, pull request 2023), 0.18e-12 by what H100s reach on
-700 W, 0.23e-12 by an A100 on 250 W (158 TFLOP/s; NVIDIA/cutlass, issue 956). That of vector units
-is fitted to all types together, of which a T4 and a P4 are short of power."""
+JOULES_PER_FLOP = {"16 bit": 3.0e-12, "8 bit": 1.5e-12}
+"""Energy on tensor cores at 16 nm, of which no board of the set is short of power: see
+``parameters.energy_of``. That of vector units is fitted to all types together, of which a T4 and a
+P4 are."""
 
 Row = Mapping[str, str]
 
@@ -162,10 +161,10 @@ def fit_float32(
 
 
 def fit_on_tensor_cores(
-    joules_per_flop_nm: float, rows: Sequence[MeasuredProducts], _: ProductModel | None = None
+    joules_per_flop: float, rows: Sequence[MeasuredProducts], _: ProductModel | None = None
 ) -> ProductModel:
     """Parameters of tensor cores, with a known energy of a FLOP."""
-    return fit_products(rows, joules_per_flop_nm)
+    return fit_products(rows, joules_per_flop)
 
 
 def fit_of_streams(rows: Sequence[MeasuredStreams], _: StreamModel | None = None) -> StreamModel:
@@ -185,7 +184,7 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         else STREAM_FAMILY.get(row["op"], "elementwise"),
     )  # fmt: skip
     found = fit_family("float32", torch_kernels["float32"], products_float32, fit_float32)
-    for name, joules in JOULES_PER_FLOP_NM.items():
+    for name, joules in JOULES_PER_FLOP.items():
         fit = partial(fit_on_tensor_cores, joules)
         found += fit_family(name, tensor_cores[name], products_16bit, fit)
     for name in parameters.STREAMS:

@@ -91,8 +91,8 @@ def test_the_ramp_of_a_tile_costs_as_much_as_so_much_depth() -> None:
 
 def test_a_board_short_of_power_takes_what_the_energy_of_the_flops_takes() -> None:
     # 2e-12 J for a FLOP on 50 W are 25 TFLOP/s, where the clock would allow 100.
-    frugal = replace(CHIP, board_w=50.0, flop_nm=10.0)
-    model = replace(PLAIN, joules_per_flop_nm=2e-13)
+    frugal = replace(CHIP, board_w=50.0, energy=0.5)
+    model = replace(PLAIN, joules_per_flop=4e-12)
     sizes, num_bytes = np.array([[1.0, 2560.0, 1280.0, 4096.0]]), np.ones(1)
     flops = 2.0 * sizes.prod()
     assert model.seconds(frugal, sizes, num_bytes)[0] == pytest.approx(1e-6 + flops / 25e12)
@@ -101,6 +101,27 @@ def test_a_board_short_of_power_takes_what_the_energy_of_the_flops_takes() -> No
     assert model.seconds(ample, sizes, num_bytes) == PLAIN.seconds(CHIP, sizes, num_bytes)
     few = np.array([[10.0, 32.0, 32.0, 96.0]])
     assert model.seconds(frugal, few, num_bytes) == PLAIN.seconds(CHIP, few, num_bytes)
+
+
+def sustained(name: str, dtype: str) -> float:
+    """FLOP/s of a large product, in share of the sheet's."""
+    kind = device_type(name)
+    peak = kind.peak_flops_per_s[dtype]
+    family = families_of(name)["float32" if dtype == "float32" else "16 bit"]
+    assert isinstance(family.model, ProductModel)
+    sizes = np.full((1, 4), 8192.0) * np.array([1.0 / 8192.0, 1.0, 1.0, 1.0])
+    took = family.model.seconds(chip_of(kind, peak), sizes, product_bytes(sizes, 2.0, 2.0))
+    return float(2.0 * sizes.prod() / took[0] / peak)
+
+
+def test_types_that_nobody_measured_sustain_what_the_power_of_their_boards_allows() -> None:
+    assert sustained("L4", "float32") == pytest.approx(10.1 / 30.3, rel=0.03)
+    assert sustained("L4", "bfloat16") < 0.55 < 0.65 < sustained("RTX-4090", "bfloat16")
+    assert sustained("T4", "float16") < 0.4
+    assert sustained("A100-PCIe-40GB", "bfloat16") == pytest.approx(158 / 312, rel=0.06)
+    # Boards of data centres with as much power as their peaks need.
+    for name in ("A100-80GB", "H100", "H200", "V100-32GB", "B200"):
+        assert sustained(name, "float16") > 0.65, name
 
 
 def test_streams_count_bytes_and_long_rows_are_slower() -> None:

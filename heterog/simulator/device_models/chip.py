@@ -14,8 +14,7 @@ class Chip:
         multiprocessors: Number of units that work on tiles of their own.
         cache_bytes: Size of the last cache before the memory.
         board_w: Most power that the board may draw, in watts.
-        flop_nm: nm of the process, as many times as factors are wider than the family's: what the
-            energy of a FLOP is in proportion to.
+        energy: Energy of a FLOP over that of one at 16 nm.
     """
 
     peak_flops_per_s: float
@@ -23,4 +22,4 @@ class Chip:
     multiprocessors: int
     cache_bytes: float
     board_w: float = inf
-    flop_nm: float = 0.0
+    energy: float = 1.0

@@ -22,15 +22,15 @@ _STEP = 0.02
 """Step of the derivatives, in logarithms: waves make the seconds a staircase."""
 _PRODUCT_START = ProductModel(
     launch_s=4e-6, efficiency=1.0, tile_loss=0.3, ramp=60.0, memory_efficiency=0.8,
-    cache_speedup=1.5, joules_per_flop_nm=1e-12,
+    cache_speedup=1.5, joules_per_flop=1.5e-11,
 )  # fmt: skip
 _PRODUCT_LEAST = ProductModel(
     launch_s=5e-7, efficiency=0.2, tile_loss=1e-3, ramp=0.1, memory_efficiency=0.2,
-    cache_speedup=1.0, joules_per_flop_nm=1e-15,
+    cache_speedup=1.0, joules_per_flop=1e-14,
 )  # fmt: skip
 _PRODUCT_MOST = ProductModel(
     launch_s=6e-5, efficiency=1.5, tile_loss=5.0, ramp=1000.0, memory_efficiency=1.1,
-    cache_speedup=10.0, joules_per_flop_nm=1e-11,
+    cache_speedup=10.0, joules_per_flop=1e-10,
 )  # fmt: skip
 _STREAM_START = StreamModel(
     launch_s=5e-6, efficiency=0.7, long_row_efficiency=0.5, cached_share=0.05
@@ -90,20 +90,20 @@ class MeasuredStreams:
 
 
 def fit_products(
-    measured: Sequence[MeasuredProducts], joules_per_flop_nm: float | None = None
+    measured: Sequence[MeasuredProducts], joules_per_flop: float | None = None
 ) -> ProductModel:
     """Product parameters that fit one type, or several together.
 
     Args:
         measured: Products of each type.
-        joules_per_flop_nm: This parameter, where it is known: one type alone does not tell whether
+        joules_per_flop: This parameter, where it is known: one type alone does not tell whether
             its clock or the power of its board bounds large products.
     """
 
     def model_of(logarithms: FloatArray) -> ProductModel:
         model = ProductModel(*np.exp(logarithms))
-        return model if joules_per_flop_nm is None else replace(
-            model, joules_per_flop_nm=joules_per_flop_nm
+        return model if joules_per_flop is None else replace(
+            model, joules_per_flop=joules_per_flop
         )  # fmt: skip
 
     def log_errors(logarithms: FloatArray) -> FloatArray:

@@ -35,6 +35,9 @@ STREAMS = ("elementwise", "layer norm", "softmax")
 _FLOPS_OF_A_MULTIPROCESSOR = 0.18e12
 _CACHE_MIB = 4.0
 _MIB = 2.0**20
+_PROCESS_NM, _SHRINKING = 16.0, 0.8
+_LARGE_FLOPS_PER_S = 5e12
+"""Peak of a multiprocessor above which its tensor cores multiply large matrices."""
 _SAME_CHIP = 0.85
 """Least ratio of multiprocessors, and of their peaks, for types to count as one chip."""
 
@@ -166,8 +169,22 @@ def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0
         multiprocessors=multiprocessors or max(round(guess), 1),
         cache_bytes=_MIB * (_CACHE_MIB if listed is None else listed.cache_mib),
         board_w=math.inf if listed is None else listed.board_w,
-        flop_nm=0.0 if listed is None else listed.process_nm * width,
+        energy=1.0 if listed is None else width * energy_of(listed, peak_flops_per_s),
     )
+
+
+def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
+    """Energy of a FLOP on a type over that of one at 16 nm.
+
+    It shrinks with the process, and by half where a multiprocessor multiplies matrices so large
+    that its tensor cores read them from shared memory (Hopper and Blackwell for data centres).
+    Both are chosen, by published products of boards that were short of power: 158 TFLOP/s of an
+    A100 on 250 W (NVIDIA/cutlass, issue 956), 617 and 2,174 of a GB300 on 500 and 1,400 W
+    (facebookexperimental/triton, pull request 2023); and a T4 and a P4 in float32.
+    """
+    shrunk = (listed.process_nm / _PROCESS_NM) ** _SHRINKING
+    is_large = peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.multiprocessors, 1)
+    return shrunk * (0.5 if is_large else 1.0)
 
 
 @lru_cache(maxsize=256)

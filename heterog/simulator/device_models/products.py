@@ -11,7 +11,7 @@ A kernel cuts the product into tiles of the output, and gives each multiprocesso
 
 A library has kernels with several tiles and ways to split k; the fastest is taken. A board that
 would need more power than it may draw lowers its clock: what it does in the long run follows from
-the energy of a FLOP, which shrinks with the process in proportion to its size. Wave and tile
+the energy of a FLOP (``parameters.energy_of``). Wave and tile
 quantisation are those of NVIDIA's "Matrix Multiplication Background User's Guide"; that the work
 of one tile is the unit, scaled by features of the data sheet, is the idea of NeuSight (Lee et al.,
 ASPLOS 2025, section 4).
@@ -53,7 +53,7 @@ class ProductModel:
         ramp: Steps of depth that a tile costs before and after its sum.
         memory_efficiency: Share of the bandwidth that a large product reaches.
         cache_speedup: Factor by which the cache is faster than the memory.
-        joules_per_flop_nm: Energy of the board for a FLOP, for each nm of its process.
+        joules_per_flop: Energy of a board of 16 nm for a FLOP.
     """
 
     launch_s: float
@@ -62,7 +62,7 @@ class ProductModel:
     ramp: float
     memory_efficiency: float
     cache_speedup: float
-    joules_per_flop_nm: float = 0.0
+    joules_per_flop: float = 0.0
 
     def seconds(self, chip: Chip, sizes: FloatArray, num_bytes: FloatArray) -> FloatArray:
         """Seconds of products.
@@ -89,7 +89,7 @@ class ProductModel:
         compute += np.where(splits > 1.0, added, 0.0)
         is_too_short = (splits > 1.0) & (depth < _SHORTEST_SPLIT)
         fastest = np.where(is_too_short, np.inf, compute).min(axis=1)
-        joules = 2.0 * sizes.prod(axis=1) * self.joules_per_flop_nm * chip.flop_nm
+        joules = 2.0 * sizes.prod(axis=1) * self.joules_per_flop * chip.energy
         fastest = np.maximum(fastest, joules / chip.board_w)
         cached = np.minimum(1.0, _CACHED_SHARE * chip.cache_bytes / np.maximum(num_bytes, 1.0))
         memory = num_bytes / bandwidth * (1.0 - cached * (1.0 - 1.0 / self.cache_speedup))
