@@ -184,7 +184,7 @@ def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
     """
     shrunk = (listed.process_nm / _PROCESS_NM) ** _SHRINKING
     is_large = peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.multiprocessors, 1)
-    return shrunk * (0.5 if is_large else 1.0)
+    return float(shrunk * (0.5 if is_large else 1.0))
 
 
 @lru_cache(maxsize=256)
