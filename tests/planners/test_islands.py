@@ -45,8 +45,15 @@ def test_structures_of_many_kinds_are_few() -> None:
     assert len(list(structures(range(4)))) < 100
     assert list(structures(range(6))) == [
         ((0, 1, 2, 3, 4, 5),),
+        *[((kind,),) for kind in range(6)],
         ((0,), (1,), (2,), (3,), (4,), (5,)),
     ]
+
+
+def test_all_kinds_together_and_each_alone_come_before_all_other_structures() -> None:
+    found = list(structures(range(3)))
+    assert found[:4] == [((0, 1, 2),), ((0,),), ((1,),), ((2,),)]
+    assert len(found) == len(set(found)) == 21
 
 
 def test_hosts_are_divided_into_teams_and_stages() -> None:

@@ -336,18 +336,24 @@ def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[
 def structures(kinds: Sequence[int]) -> Iterator[Structure]:
     """Kinds of machines as pools, each in the order of its layers; idle kinds are in none.
 
-    All sets and partitions of up to four kinds; of more, all in one pipeline and each on its own.
+    All sets and partitions of up to four kinds; of more, all in one pipeline, one alone, and all
+    as replicas of each other.
 
     Args:
         kinds: Kinds, first the one that should have the first layers.
     """
+    # A search that is cut short has seen all kinds together, and each without the others.
+    together = tuple(kinds)
+    yield (together,)
+    for kind in kinds if len(kinds) > 1 else ():
+        yield ((kind,),)
     if len(kinds) > MOST_KINDS:
-        yield (tuple(kinds),)
         yield tuple((kind,) for kind in kinds)
         return
-    for size in range(len(kinds), 0, -1):
+    for size in range(len(kinds), 1, -1):
         for some in combinations(kinds, size):
             for pools in partitions(some):
-                yield pools
+                if pools != (together,):
+                    yield pools
                 if any(len(pool) > 1 for pool in pools):
                     yield tuple(pool[::-1] for pool in pools)
