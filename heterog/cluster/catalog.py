@@ -662,7 +662,7 @@ _LISTED = (
         8000,
         sheet_gb=288,
         aliases=("b300sxm6ac",),
-        float64=1.2,
+        float64=1.25,
         float32=75.0,
         tf32=1125.0,
         **_both(2250.0),
