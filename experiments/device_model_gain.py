@@ -14,46 +14,38 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mixed_table import CLUSTERS, Setting, asked
 
-import heterog.planners.portfolio as portfolio
 from heterog.cluster.spec import load_cluster
 from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow
+from heterog.planners.planner import Budget
+from heterog.planners.portfolio import AUTO
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
-CLUSTERS = ("mixed_16", "mixed_32", "mixed_64", "mixed_128", "mixed_256", "two_sites_32")
 MODELS = (
     "bert_large_24l", "bert_base", "gpt2", "transformer_24l", "vit_base", "llama_1b", "bert_moe",
     "resnet50", "vgg19", "inception_v3",
 )  # fmt: skip
 
 
-def planned(evaluator: Evaluator, budget: Budget, clock: Callable[[], float]) -> MethodRow:
-    """The best row of ``auto``."""
-    rows = portfolio.run_methods(evaluator, [portfolio.AUTO], budget=budget, clock=clock)
-    return min((row for row in rows if row.candidate is not None), key=lambda row: row.preference)
-
-
-def compared(
-    cluster_name: str, graph: OpGraph, budget: Budget, clock: Callable[[], float]
-) -> dict[str, Any]:
+def compared(cluster_name: str, graph: OpGraph, setting: Setting) -> dict[str, Any]:
     """One model on one cluster.
 
     Where no plan from sheets fits by the judge, there is no gain to state: it is infinite.
     """
     plain = replace(load_cluster(cluster_name), calibration=ROOFLINE)
     modelled = replace(plain, calibration=DEVICE_MODELS)
-    by_sheets = planned(Evaluator(graph, plain), budget, clock)
-    by_models = planned(Evaluator(graph, modelled), budget, clock)
+    by_sheets = asked(AUTO, setting, graph, plain)
+    by_models = asked(AUTO, setting, graph, modelled)
     assert by_sheets.candidate is not None
     assert by_models.step_time_s is not None
     old = Evaluator(graph, modelled).referee(by_sheets.candidate.strategy)
@@ -105,7 +97,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     if saved is not None and saved.is_file():
         rows = json.loads(saved.read_text())["rows"]
-    clock = time.process_time if arguments.cpu_seconds else time.perf_counter
+    setting = Setting(
+        budget=Budget.parse(arguments.budget),
+        pair=(AUTO, AUTO),
+        with_row=True,
+        clock=time.process_time if arguments.cpu_seconds else time.perf_counter,
+    )
     done = {(row["cluster"], row["model"], row["budget"]) for row in rows}
     for model in arguments.models.split(","):
         clusters = [
@@ -117,7 +114,7 @@ def main() -> None:
         for cluster in clusters:
             assert graph is not None
             row = {"cluster": cluster, "model": model, "budget": arguments.budget}
-            row |= compared(cluster, graph, Budget.parse(arguments.budget), clock)
+            row |= compared(cluster, graph, setting)
             rows.append(row)
             print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
             if saved is not None:

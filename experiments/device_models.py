@@ -40,8 +40,7 @@ from heterog.simulator.device_models.fitting import (
     fit_streams,
 )
 from heterog.simulator.device_models.parameters import ANY_TYPE, chip_of
-from heterog.simulator.device_models.products import ProductModel, product_bytes
-from heterog.simulator.device_models.streams import StreamModel
+from heterog.simulator.device_models.products import product_bytes
 
 TENSORS_MOVED = {
     "add": 3, "mul": 3, "div": 3, "pow": 3, "addu": 2, "mulu": 2, "divu": 2, "powu": 2, "relu": 2,
@@ -123,7 +122,11 @@ def grouped(
 
 
 def fit_family(
-    name: str, by_type: Mapping[str, Sequence[Row]], measured: Callable[..., Any], fit: Any
+    name: str,
+    by_type: Mapping[str, Sequence[Row]],
+    measured: Callable[..., Any],
+    fit: Callable[..., Any],
+    fit_one: Callable[..., Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Parameters and errors of one family: on each type, and for any.
 
@@ -131,45 +134,26 @@ def fit_family(
         name: of the family.
         by_type: rows of each type.
         measured: makes what ``fit`` takes of rows.
-        fit: function that finds parameters of several types, or, with these, those of one.
+        fit: finds parameters that several types share.
+        fit_one: finds those of one type; ``fit`` if ``None``.
     """
     fitted = {kind: measured([r for r in rows if r["split"] == "fit"], name)
               for kind, rows in by_type.items()}  # fmt: skip
     tested = {kind: measured([r for r in rows if r["split"] == "test"], name)
               for kind, rows in by_type.items()}  # fmt: skip
     found, left_out = [], []
-    anywhere = fit(list(fitted.values()))
     for kind in by_type:
         print(f"{name}, {kind}", file=sys.stderr, flush=True)
-        model = fit([fitted[kind]], anywhere)
+        model = (fit_one or fit)([fitted[kind]])
         others = fit([each for other, each in fitted.items() if other != kind])
         unseen = np.concatenate([each.log_errors(others) for each in (fitted[kind], tested[kind])])
         left_out.append(unseen)
         found.append({"family": name, "type": kind, "model": asdict(model),
                       "errors": asdict(errors_of(tested[kind].log_errors(model))),
                       "left_out": asdict(errors_of(unseen))})  # fmt: skip
-    found.append({"family": name, "type": ANY_TYPE, "model": asdict(anywhere),
+    found.append({"family": name, "type": ANY_TYPE, "model": asdict(fit(list(fitted.values()))),
                   "errors": asdict(errors_of(np.concatenate(left_out)))})  # fmt: skip
     return found
-
-
-def fit_float32(
-    rows: Sequence[MeasuredProducts], anywhere: ProductModel | None = None
-) -> ProductModel:
-    """Parameters of vector units; what a single type reaches holds what its power allows."""
-    return fit_products(rows, None if anywhere is None else 0.0)
-
-
-def fit_on_tensor_cores(
-    joules_per_flop: float, rows: Sequence[MeasuredProducts], _: ProductModel | None = None
-) -> ProductModel:
-    """Parameters of tensor cores, with a known energy of a FLOP."""
-    return fit_products(rows, joules_per_flop)
-
-
-def fit_of_streams(rows: Sequence[MeasuredStreams], _: StreamModel | None = None) -> StreamModel:
-    """Parameters of kernels bound by memory."""
-    return fit_streams(rows)
 
 
 def fit_all(data: Path) -> list[dict[str, Any]]:
@@ -183,12 +167,16 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),
     )  # fmt: skip
-    found = fit_family("float32", torch_kernels["float32"], products_float32, fit_float32)
+    # What a single type reaches holds what its power allows.
+    found = fit_family(
+        "float32", torch_kernels["float32"], products_float32, fit_products,
+        partial(fit_products, joules_per_flop=0.0),
+    )  # fmt: skip
     for name, joules in JOULES_PER_FLOP.items():
-        fit = partial(fit_on_tensor_cores, joules)
+        fit = partial(fit_products, joules_per_flop=joules)
         found += fit_family(name, tensor_cores[name], products_16bit, fit)
     for name in parameters.STREAMS:
-        found += fit_family(name, torch_kernels[name], streams, fit_of_streams)
+        found += fit_family(name, torch_kernels[name], streams, fit_streams)
     return found
 
 

@@ -109,7 +109,7 @@ def sustained(name: str, dtype: str) -> float:
     peak = kind.peak_flops_per_s[dtype]
     family = families_of(name)["float32" if dtype == "float32" else "16 bit"]
     assert isinstance(family.model, ProductModel)
-    sizes = np.full((1, 4), 8192.0) * np.array([1.0 / 8192.0, 1.0, 1.0, 1.0])
+    sizes = np.array([[1.0, 8192.0, 8192.0, 8192.0]])
     took = family.model.seconds(chip_of(kind, peak), sizes, product_bytes(sizes, 2.0, 2.0))
     return float(2.0 * sizes.prod() / took[0] / peak)
 

@@ -336,8 +336,8 @@ def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[
 def structures(kinds: Sequence[int]) -> Iterator[Structure]:
     """Kinds of machines as pools, each in the order of its layers; idle kinds are in none.
 
-    All sets and partitions of up to four kinds; of more, all in one pipeline, one alone, and all
-    as replicas of each other.
+    All sets and partitions of up to four kinds; of more, all in one pipeline, each without the
+    others, and all as replicas of each other.
 
     Args:
         kinds: Kinds, first the one that should have the first layers.

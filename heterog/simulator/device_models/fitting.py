@@ -4,7 +4,7 @@ Least squares of log(predicted / measured), so that a kernel of 5 us counts as m
 50 ms, with a loss that lets single outliers go (soft l1 beyond 10 %).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -99,19 +99,17 @@ def fit_products(
         joules_per_flop: This parameter, where it is known: one type alone does not tell whether
             its clock or the power of its board bounds large products.
     """
+    held = {} if joules_per_flop is None else {"joules_per_flop": joules_per_flop}
 
-    def model_of(logarithms: FloatArray) -> ProductModel:
-        model = ProductModel(*np.exp(logarithms))
-        return model if joules_per_flop is None else replace(
-            model, joules_per_flop=joules_per_flop
-        )  # fmt: skip
+    def model_of(parameters: Iterable[float]) -> ProductModel:
+        return replace(ProductModel(*parameters), **held)
 
     def log_errors(logarithms: FloatArray) -> FloatArray:
-        model = model_of(logarithms)
+        model = model_of(np.exp(logarithms))
         return np.concatenate([each.log_errors(model) for each in measured])
 
     bounds = (astuple(_PRODUCT_LEAST), astuple(_PRODUCT_MOST))
-    return model_of(np.log(_fit(log_errors, astuple(_PRODUCT_START), bounds).parameters))
+    return model_of(_fit(log_errors, astuple(_PRODUCT_START), bounds).parameters)
 
 
 def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:

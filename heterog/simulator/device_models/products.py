@@ -11,10 +11,9 @@ A kernel cuts the product into tiles of the output, and gives each multiprocesso
 
 A library has kernels with several tiles and ways to split k; the fastest is taken. A board that
 would need more power than it may draw lowers its clock: what it does in the long run follows from
-the energy of a FLOP (``parameters.energy_of``). Wave and tile
-quantisation are those of NVIDIA's "Matrix Multiplication Background User's Guide"; that the work
-of one tile is the unit, scaled by features of the data sheet, is the idea of NeuSight (Lee et al.,
-ASPLOS 2025, section 4).
+the energy of a FLOP (``parameters.energy_of``). Wave and tile quantisation are those of NVIDIA's
+"Matrix Multiplication Background User's Guide"; that the work of one tile is the unit, scaled by
+features of the data sheet, is the idea of NeuSight (Lee et al., ASPLOS 2025, section 4).
 """
 
 from dataclasses import dataclass
