@@ -13,6 +13,7 @@ import json
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gpu_steps import Case, workload_of
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.device_models.model import DeviceModels
@@ -44,6 +45,8 @@ FAMILIES = {
 }
 """Parts of names of ATen ops, the first that fits; all others are ``elementwise``."""
 
+OF_LIBRARIES = ("convolution", "attention", "product", "update")
+"""Families that ``torch.compile`` leaves as they are; the rest is ``fused``."""
 
 TF32 = {
     "strict": "none",
@@ -69,11 +72,12 @@ def family_of(name: str) -> str:
     return "elementwise"
 
 
-def one_gpu(label: str, tf32: str) -> Cluster:
+def one_gpu(label: str, tf32: str, execution: str = "eager") -> Cluster:
     """One device of the type of a GPU's label."""
     name = device_type(label.removeprefix("NVIDIA ").partition(" ")[0]).name
     text = (
-        f"schema_version: 1\nname: one_gpu\ntf32: {tf32}\nhosts:\n"
+        f"schema_version: 1\nname: one_gpu\ntf32: {tf32}\n"
+        f"execution: {execution}\nhosts:\n"
         f"  - {{name: h, devices: [{{type: {name}, count: 1}}], intra: pcie4, "
         "nic: {line_rate: 1 Gbit/s}}\n"
     )
@@ -84,13 +88,15 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     """One case, measured and predicted."""
     case = Case(row["model"], row["batch_size"], row["precision"])
     graph = capture(workload_of(case))
-    cluster = one_gpu(row["device"], TF32[case.precision])
+    execution = row.get("execution", "eager")
+    cluster = one_gpu(row["device"], TF32[case.precision], execution)
     evaluator = Evaluator(graph, cluster)
     placed = place_layout(parse_layout("num_micro=1"), graph, cluster)
     found = evaluator.evaluate(placed.strategy, Order.FIFO)
     interval = evaluator.interval(found.step_time_s)
     result = {
         **case._asdict(),
+        "execution": execution,
         "measured_s": row["seconds"],
         "predicted_s": found.step_time_s,
         "off": found.step_time_s / row["seconds"] - 1.0,
@@ -107,14 +113,21 @@ def by_family(
 ) -> dict[str, dict[str, float]]:
     """Device seconds of kernels in a step by family, measured and predicted."""
     found: dict[str, dict[str, float]] = defaultdict(lambda: {"measured": 0.0, "predicted": 0.0})
+    is_compiled = cluster.execution == Execution.COMPILED
     for name, _, count, seconds in row["kernels"]:
         if name.startswith("aten::"):
             found[family_of(name)]["measured"] += count * seconds
+        elif name.startswith("kernel triton"):
+            found["fused"]["measured"] += count * seconds
     kind = cluster.device_types[0]
-    models = DeviceModels(tf32=cluster.tf32, host_s=0.0)
+    models = DeviceModels(cluster.execution, host_s=0.0).on(cluster)
+    models.host = replace(models.host, graph_s=0.0)
     own = models.kernel_seconds(graph, kind, graph.flops, graph.bytes_moved)
     for op, seconds in zip(graph.ops, own.tolist(), strict=True):
-        found[family_of(op.kind)]["predicted"] += seconds
+        family = family_of(op.kind)
+        if is_compiled and family not in OF_LIBRARIES:
+            family = "fused"
+        found[family]["predicted"] += seconds
     return dict(found)
 
 

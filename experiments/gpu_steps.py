@@ -1,21 +1,27 @@
 """Measures whole training steps, and the kernels in them, on the GPU of this machine.
 
     python experiments/gpu_steps.py --out steps.jsonl [--only vgg19,gpt2] [--budget 240]
+    python experiments/gpu_steps.py --out compiled.jsonl --compile --at-once 6
 
-A step is what a person writes: forward, backward, ``optimizer.step()``, ``zero_grad()``, eager, in
-plain PyTorch. One JSON line a case: seconds of a step, peaks of memory, and device seconds of all
+A step is what a person writes: forward, backward, ``optimizer.step()``, ``zero_grad()``, in plain
+PyTorch. One JSON line a case: seconds of a step, peaks of memory, and device seconds of all
 kernels by ATen op and input shapes. ``gpu_predictions.py`` holds predictions against them.
+
+With ``--compile`` each case is measured twice, eager and with its loss under ``torch.compile``.
+Several processes then compile at once, and take turns on the GPU once all have compiled.
 """
 
 import argparse
 import gc
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +64,17 @@ CASES = tuple(
     for precision in PRECISIONS
 )  # fmt: skip
 
+_COMPILED = (
+    ("bert_large_24l", 16), ("gpt2", 16), ("resnet50", 64), ("vit_base", 64),
+    ("training_models.py:lm_14l_long", 8), ("transformer_6l", 64), ("mobilenet_v2", 64),
+    ("training_models.py:mlp", 512), ("training_models.py:vgg_wide_head", 64),
+    ("training_models.py:lm_4l", 128),
+)  # fmt: skip
+COMPILED = (
+    *(Case(model, batch_size, "bfloat16") for model, batch_size in _COMPILED),
+    *(Case(model, batch_size, "tf32") for model, batch_size in _COMPILED[:4]),
+)
+"""Measured eager and compiled. Batches are small enough that several models fit on a GPU."""
 
 HELD_OUT = tuple(
     Case(f"held_out_models.py:{model}", batch_size, precision)
@@ -89,39 +106,61 @@ def _narrowed(value: Any) -> Any:
     return value.bfloat16() if is_wide else value
 
 
+class Step:
+    """A model on the device that can take steps, eager or compiled."""
+
+    def __init__(self, case: Case) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
+        torch.backends.cudnn.allow_tf32 = case.precision != "strict"
+        gc.collect()
+        torch.cuda.empty_cache()
+        self.case = case
+        self.before = torch.cuda.memory_allocated()
+        self.workload = workload_of(case)
+        with torch.device(DEVICE):
+            model = self.workload.make_model()
+        self.model = model.to(DEVICE)
+        self.batch: Any = pytree.tree_map(
+            lambda v: v.to(DEVICE) if isinstance(v, Tensor) else v, self.workload.make_batch()
+        )
+        options = dict(self.workload.optimizer_options)
+        self.optimizer = self.workload.optimizer(self.model.parameters(), **options)
+        self.loss: Callable[[], Any] = self._eager_loss
+
+    def _eager_loss(self) -> Any:
+        return self.workload.step_loss(self.model, self.batch)
+
+    def compile(self) -> None:
+        """From now on the loss is compiled; the optimizer's kernels are the same either way."""
+        compiled = torch.compile(lambda batch: self.workload.step_loss(self.model, batch))
+        self.loss = lambda: compiled(self.batch)
+
+    def __call__(self) -> None:
+        torch.autograd.backward(self.loss())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 def measure(case: Case, *, with_kernels: bool = True) -> dict[str, Any]:
     """Measure one case; the row says what went wrong, if something did."""
-    torch.backends.cuda.matmul.allow_tf32 = case.precision == "tf32"
-    torch.backends.cudnn.allow_tf32 = case.precision != "strict"
-    row: dict[str, Any] = {**case._asdict(), **_environment()}
-    gc.collect()
-    torch.cuda.empty_cache()
+    return measured_step(Step(case), with_kernels=with_kernels)
+
+
+def measured_step(
+    step: Step, execution: str = "eager", *, with_kernels: bool = True
+) -> dict[str, Any]:
+    """The row of a step."""
+    row: dict[str, Any] = {**step.case._asdict(), "execution": execution, **_environment()}
     if DEVICE == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    workload = workload_of(case)
-    with torch.device(DEVICE):
-        model = workload.make_model()
-    model = model.to(DEVICE)
-    batch: Any = pytree.tree_map(
-        lambda v: v.to(DEVICE) if isinstance(v, Tensor) else v, workload.make_batch()
-    )
-    optimizer = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
-
-    def step() -> None:
-        loss = workload.step_loss(model, batch)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
     for _ in range(_WARM_UP):
         step()
     row["seconds"], row["fastest_s"], row["steps"] = _seconds(step)
-    row["allocated"] = torch.cuda.max_memory_allocated() - before
+    row["allocated"] = torch.cuda.max_memory_allocated() - step.before
     row["reserved"] = torch.cuda.max_memory_reserved()
     free, total = torch.cuda.mem_get_info() if DEVICE == "cuda" else (0, 0)
     row["used"] = total - free
-    row["passes"] = _passes(workload, model, batch, optimizer)
+    row["passes"] = _passes(step)
     if with_kernels:
         row["kernels"] = _kernels(step)
     return row
@@ -141,15 +180,15 @@ def _seconds(step: Callable[[], None]) -> tuple[float, float, int]:
     return statistics.median(times), min(times), len(times)
 
 
-def _passes(workload: Workload, model: Any, batch: Any, optimizer: Any) -> dict[str, float]:
+def _passes(step: Step) -> dict[str, float]:
     """Seconds of each pass alone, and seconds after which the host has issued it."""
     found: dict[str, list[float]] = {}
     for _ in range(4):
         state: list[Any] = []
         for name, call in (
-            ("forward", lambda state=state: state.append(workload.step_loss(model, batch))),
+            ("forward", lambda state=state: state.append(step.loss())),
             ("backward", lambda state=state: state[0].backward()),
-            ("update", optimizer.step),
+            ("update", step.optimizer.step),
         ):
             _synchronize()
             start = time.perf_counter()
@@ -157,7 +196,7 @@ def _passes(workload: Workload, model: Any, batch: Any, optimizer: Any) -> dict[
             found.setdefault(f"{name}_issue", []).append(time.perf_counter() - start)
             _synchronize()
             found.setdefault(name, []).append(time.perf_counter() - start)
-        optimizer.zero_grad()
+        step.optimizer.zero_grad()
     return {name: statistics.median(times) for name, times in found.items()}
 
 
@@ -209,6 +248,73 @@ def measured(cases: Sequence[Case], budget_s: float) -> Iterator[dict[str, Any]]
             yield {**case._asdict(), **_environment(), "error": repr(error)[:500]}
 
 
+def measured_at_once(cases: Sequence[Case], num_processes: int) -> Iterator[dict[str, Any]]:
+    """Rows of cases, eager and compiled, from processes that compile beside each other."""
+    context = multiprocessing.get_context("spawn")
+    rows: Any = context.Queue()
+    barrier, turn = context.Barrier(num_processes), context.Lock()
+    processes = [
+        context.Process(
+            target=_compile_and_measure,
+            args=(cases[first::num_processes], -(-len(cases) // num_processes)),
+            kwargs={"rows": rows, "barrier": barrier, "turn": turn},
+        )
+        for first in range(num_processes)
+    ]
+    for process in processes:
+        process.start()
+    for _ in range(len(processes)):
+        while (row := rows.get()) is not None:
+            yield row
+    for process in processes:
+        process.join()
+
+
+def _compile_and_measure(
+    cases: Sequence[Case], num_rounds: int, *, rows: Any, barrier: Any, turn: Any
+) -> None:
+    """Compile a case while others do, then measure it while they wait."""
+    for number in range(num_rounds):
+        case = cases[number] if number < len(cases) else None
+        step = None
+        begin = time.perf_counter()
+        try:
+            if case is not None:
+                step = Step(case)
+                step.compile()
+                for _ in range(_WARM_UP):
+                    step()
+                _synchronize()
+                torch.cuda.empty_cache()
+        except Exception as error:  # one case that fails must not cost the others
+            assert case is not None
+            rows.put({**case._asdict(), **_environment(), "error": repr(error)[:500]})
+            step = None
+        compile_s = time.perf_counter() - begin
+        try:
+            barrier.wait(300.0)
+        except BrokenBarrierError:
+            pass  # a process is stuck or gone; the others' rows are still worth having
+        with turn:
+            if step is not None:
+                _measure_both(step, compile_s, rows)
+            step = None
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+    rows.put(None)
+
+
+def _measure_both(step: Step, compile_s: float, rows: Any) -> None:
+    try:
+        rows.put({**measured_step(step, "compiled"), "compile_s": compile_s})
+        torch.cuda.empty_cache()
+        step.loss = step._eager_loss
+        rows.put(measured_step(step))
+    except Exception as error:
+        rows.put({**step.case._asdict(), **_environment(), "error": repr(error)[:500]})
+
+
 def main() -> None:
     """Measure all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -217,10 +323,12 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--precisions", default=",".join(PRECISIONS))
     parser.add_argument("--budget", type=float, default=600.0)
+    parser.add_argument("--compile", action="store_true", help="both eager and torch.compile")
+    parser.add_argument("--at-once", type=int, default=4, help="processes that compile")
     parser.add_argument("--batch-size", type=int, default=None, help="instead of each case's own")
     arguments = parser.parse_args()
     only = [name for name in arguments.only.split(",") if name]
-    cases = HELD_OUT if arguments.held_out else CASES
+    cases = HELD_OUT if arguments.held_out else COMPILED if arguments.compile else CASES
     if arguments.precisions == "strict":
         cases = tuple(case._replace(precision="strict") for case in cases[::3])
     chosen = [
@@ -230,15 +338,20 @@ def main() -> None:
     ]
     if arguments.batch_size is not None:
         chosen = [case._replace(batch_size=arguments.batch_size) for case in chosen]
+    if arguments.compile:
+        rows = measured_at_once(chosen, arguments.at_once)
+    else:
+        rows = measured(chosen, arguments.budget)
     with arguments.out.open("w", encoding="utf-8") as file:
-        for row in measured(chosen, arguments.budget):
+        for row in rows:
             file.write(json.dumps(row) + "\n")
             file.flush()
             said = (
                 row.get("error")
                 or f"{row['seconds'] * 1e3:.1f} ms, {row['allocated'] / 2**30:.2f} GiB"
             )
-            print(row["model"], row["batch_size"], row["precision"], said, flush=True)
+            name = row["model"], row["batch_size"], row["precision"], row.get("execution", "")
+            print(*name, said, flush=True)
 
 
 if __name__ == "__main__":

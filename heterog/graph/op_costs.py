@@ -46,6 +46,8 @@ FLOPS_PER_ELEMENT: Mapping[str, float] = {
     "gelu_backward.default": 15,
 }
 
+_PICK_LABELS = frozenset({"nll_loss_forward.default", "nll_loss_backward.default",
+                          "nll_loss2d_forward.default", "nll_loss2d_backward.default"})  # fmt: skip
 _WRITES_ONLY = frozenset({"full.default", "zeros.default", "ones.default", "arange.default",
                           "new_zeros.default", "new_ones.default", "new_full.default",
                           "zeros_like.default", "ones_like.default", "full_like.default",
@@ -177,6 +179,13 @@ def bytes_read_and_written(call: OpCall) -> tuple[float, float]:
     }:
         # Only the chosen rows are read, as many bytes as are written, plus the indices.
         return float(written + sum(sizes[1:])), written
+    if call.kind in _PICK_LABELS:
+        # Of the scores only those of the labels are read, and none for their gradient.
+        scores = call.args["self"]
+        assert isinstance(scores, TensorRef)
+        whole = sizes.pop(scores.index)
+        rows = whole / max(call.inputs[scores.index].shape[1], 1)
+        return float(sum(sizes) + rows * ("backward" not in call.kind)), written
     if call.kind == "slice_backward.default" or call.kind == "select_backward.default":
         return float(sum(sizes)), written
     if call.kind == "embedding_dense_backward.default":

@@ -474,11 +474,11 @@ def cost_model_of(cluster: Cluster) -> CostModel:
         InputFileError: the named file is missing or broken.
     """
     if cluster.calibration in (None, DEVICE_MODELS):
-        return DeviceModels(cluster.execution, tf32=cluster.tf32)
+        return DeviceModels(cluster.execution).on(cluster)
     if cluster.calibration == ROOFLINE:
         return Roofline()
     found = _load_once(cluster.calibration)
-    return found.with_tf32(cluster.tf32) if isinstance(found, DeviceModels) else found
+    return found.on(cluster) if isinstance(found, DeviceModels) else found
 
 
 @lru_cache(maxsize=8)

@@ -67,3 +67,18 @@ def test_rows_of_causal_attention_with_a_mask_that_ends_at_the_last(first: int, 
     _, key_part, value_part = attention_backward(alone, query, key, value, out, kept, **rest)
     torch.testing.assert_close(of_key, key_part)
     torch.testing.assert_close(of_value, value_part)
+
+
+def test_several_query_heads_for_one_of_keys() -> None:
+    """CPU kernels take them unasked; a GPU's said that sizes of tensors must match."""
+    torch.manual_seed(0)
+    query, gradient = (torch.randn(3, 4, 5, 8, dtype=torch.float64) for _ in range(2))
+    key, value = (torch.randn(3, 2, 5, 8, dtype=torch.float64) for _ in range(2))
+    rest: dict[str, Any] = {"attn_mask": None, "scale": None}
+    wanted, kept = FORWARD(query, key, value, 0.0, True, **rest)
+    found, unused = attention(query, key, value, 0.0, True, **rest)
+    torch.testing.assert_close(found, wanted)
+    wanted_back = BACKWARD(gradient, query, key, value, wanted, kept, 0.0, True, **rest)
+    found_back = attention_backward(gradient, query, key, value, found, unused, 0.0, True, **rest)
+    for mine, theirs in zip(found_back, wanted_back, strict=True):
+        torch.testing.assert_close(mine, theirs)

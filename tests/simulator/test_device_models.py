@@ -331,8 +331,8 @@ def test_tensor_cores_want_rows_that_begin_at_multiples_of_16_bytes() -> None:
                          functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name="linear"))
         for size in (97, 96)
     )  # fmt: skip
-    assert products_of(odd).is_aligned.all()
-    assert products_of(even).is_aligned.all()
+    assert (products_of(odd).alignment == 16).all()
+    assert (products_of(even).alignment == 16).all()
 
 
 def test_runs_slow_16_bit_kernels_down_and_no_others() -> None:

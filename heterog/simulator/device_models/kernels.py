@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache, partial
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +36,8 @@ _READS = _FACTORS | {
     "convolution_backward.default": ("grad_output", "input", "weight"),
 }
 """Arguments that the sizes of products follow from."""
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
+"""What rows of matrices begin at multiples of where tensor cores load them fast."""
 _DRAWS = ("bernoulli", "rand.", "rand_like.")
 _NORMS = ("layer_norm", "group_norm", "batch_norm", "rms_norm")
 _SOFTMAXES = ("_softmax", "_log_softmax")
@@ -97,8 +98,8 @@ class Products:
         matrix_share: Shares of these that are rows x depth, depth x columns, and rows x columns.
             # [num_products, 3]
         along_batch: Index of the size that follows the batch.  # [num_products]
-        is_aligned: Whether rows of all three matrices begin at multiples of 16 bytes, as fast
-            loads of tensor cores want it.  # [num_products]
+        alignment: Most bytes, up to 16, that rows of all three matrices begin at multiples of:
+            fast loads of tensor cores want 16.  # [num_products]
         is_attention: Whether it is part of a fused attention.  # [num_products]
         slowdown: Seconds in PyTorch's kernel for the op, on tensor cores, over those of the plain
             product and of what is copied.  # [num_products]
@@ -118,7 +119,7 @@ class Products:
     bytes_share: FloatArray
     matrix_share: FloatArray
     along_batch: IntArray
-    is_aligned: NDArray[np.bool_]
+    alignment: IntArray
     is_attention: NDArray[np.bool_]
     slowdown: FloatArray
     copied: FloatArray
@@ -176,7 +177,7 @@ def products_of(graph: OpGraph) -> Products:
     array = np.array([each.sizes for each in products], np.float64).reshape(-1, 4)
     matrix_sizes = np.array([each.matrices for each in products], np.float64).reshape(-1, 3)
     along_batch = np.array([each.along_batch for each in products], np.int32)
-    is_aligned = np.array([each.is_aligned for each in products], np.bool_)
+    alignment = np.array([each.alignment for each in products], np.int64)
     slowdown = np.array([each.slowdown for each in products], np.float64)
     kinds = tuple(sorted(set(factors)))
     number = np.array([kinds.index(each) for each in factors], np.int32)
@@ -187,7 +188,7 @@ def products_of(graph: OpGraph) -> Products:
         [
             array,
             along_batch,
-            is_aligned,
+            alignment,
             counts,
             num_bytes,
             shares,
@@ -205,7 +206,7 @@ def products_of(graph: OpGraph) -> Products:
         bytes_share=np.array(shares, np.float64),
         matrix_share=matrix_sizes / matrix_sizes.sum(axis=1, keepdims=True),
         along_batch=along_batch,
-        is_aligned=is_aligned,
+        alignment=alignment,
         is_attention=np.array([each.use == Use.ATTENTION for each in products], np.bool_),
         slowdown=slowdown,
         copied=copied,
@@ -302,7 +303,7 @@ class _Product(NamedTuple):
     sizes: Sizes
     matrices: tuple[float, float, float]
     along_batch: int
-    is_aligned: bool = True
+    alignment: int = ALIGNED_BYTES
     use: Use = Use.MATRIX
     slowdown: float = 1.0
     copied_bytes: float = 0.0
@@ -326,8 +327,8 @@ def _products(graph: OpGraph, op: int) -> Iterator[_Product]:
         # A size along the batch is the number of a matrix's rows, never the length of one.
         numbers = [number for number in (_ROWS, _COLUMNS, _DEPTH) if number != along_batch]
         item = call.outputs[0].num_bytes / prod(result)
-        is_aligned = all(sizes[each] * item % _ALIGNED_BYTES == 0.0 for each in numbers)
-        yield _Product(sizes, _matrices(sizes), along_batch, is_aligned)
+        alignment = gcd(ALIGNED_BYTES, *(round(sizes[each] * item) for each in numbers))
+        yield _Product(sizes, _matrices(sizes), along_batch, alignment)
     elif call.kind in ("attention", "attention_backward"):
         queries, keys = _input(call, "query").shape, _input(call, "key").shape
         # Scores stay on the chip: all products have this size, or that of its transpose.

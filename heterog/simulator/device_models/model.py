@@ -17,6 +17,7 @@ from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.device_models.fusion.fused import fused_kernels
 from heterog.simulator.device_models.kernels import (
+    ALIGNED_BYTES,
     Factors,
     Products,
     Use,
@@ -35,10 +36,16 @@ from heterog.simulator.device_models.parameters import (
     host_of,
     in_training_of,
     listed_name,
+    multiplies_large,
 )
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
-from heterog.simulator.device_models.torch_kernels import TF32
+from heterog.simulator.device_models.torch_kernels import (
+    TF32,
+    UNALIGNED,
+    UNALIGNED_BYTES,
+    UNALIGNED_FULLY,
+)
 from heterog.simulator.intervals import MEDIAN_OF_NORMAL
 from heterog.simulator.roofline import Roofline, attainable_flops_per_s
 from heterog.strategy.channels import Channel, ChannelKind
@@ -87,6 +94,7 @@ class DeviceModels(Roofline):
         self.name = name
         self.execution = execution
         self.tf32 = tf32
+        self.is_alone = False
         self.host = host_of(execution)
         if host_s is not None:
             self.host = replace(self.host, issue_s=host_s)
@@ -96,15 +104,16 @@ class DeviceModels(Roofline):
     def _program(self) -> "_Program":
         return _Program(self.execution, self.tf32)
 
-    def with_tf32(self, tf32: Tf32) -> "DeviceModels":
-        """The same models where other products are made with TF32."""
+    def on(self, cluster: Cluster) -> "DeviceModels":
+        """The same models on a cluster, which says what uses TF32, and whether a GPU is alone."""
         found = copy(self)
-        found.tf32 = tf32
+        found.tf32 = cluster.tf32
+        found.is_alone = cluster.num_devices == 1
         return found
 
     def in_training(self, type_name: str) -> InTraining:
         """Factors of a type in training runs."""
-        return self._own(type_name) or in_training_of(type_name)
+        return self._own(type_name) or in_training_of(type_name, is_alone=self.is_alone)
 
     def _own(self, type_name: str) -> InTraining | None:
         return self.own_factors.get(type_name) or self.own_factors.get(listed_name(type_name))
@@ -339,6 +348,12 @@ def _phases(graph: OpGraph) -> IntArray:
 
 
 @lru_cache(maxsize=64)
+def _are_convolutions(graph: OpGraph) -> NDArray[np.bool_]:
+    """Convolutions, forward and backward.  # [num_ops]"""
+    return np.array([op.kind.startswith("convolution") for op in graph.ops], np.bool_)
+
+
+@lru_cache(maxsize=64)
 def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
     """Streams that make a 16-bit tensor, the optimizer's left out."""
     streams = streams_of(graph)
@@ -395,7 +410,10 @@ def _stream_rates(
         per_byte[streams.op[chosen]] = model.seconds_per_byte(chip, streams.row[chosen])
     if program.runs_torch_kernels:
         filled = np.where(streams.blocks > 0.0, streams.blocks, chip.multiprocessors)
-        per_byte[streams.op] *= streams.passes * np.maximum(1.0, chip.multiprocessors / filled)
+        passes = streams.passes
+        if program.fuses:  # with channels last a depthwise convolution reads each element once
+            passes = np.where(_are_convolutions(graph)[streams.op], 1.0, passes)
+        per_byte[streams.op] *= passes * np.maximum(1.0, chip.multiprocessors / filled)
         per_byte[streams.op] += streams.row_s_per_byte / chip.multiprocessors
     if program.fuses:
         fused = fused_kernels(graph)
@@ -430,7 +448,7 @@ def _add_products(
     first = order[is_new]
     took = np.empty(len(order))
     took[order] = _product_seconds(
-        products, device_type, factors, program.tf32, first, part[first], moved[first]
+        products, device_type, factors, program, first, part[first], moved[first]
     )[np.cumsum(is_new) - 1]  # fmt: skip
     np.add.at(seconds, products.op, launch_seconds(device_type) + took)
 
@@ -439,7 +457,7 @@ def _product_seconds(
     products: Products,
     device_type: DeviceType,
     factors: InTraining,
-    tf32: Tf32,
+    program: _Program,
     chosen: IntArray,
     part: FloatArray,
     moved: FloatArray,
@@ -450,7 +468,7 @@ def _product_seconds(
         products: Products of a graph.
         device_type: Device type where they run.
         factors: Factors of products and attention on tensor cores.
-        tf32: Which products of float32 are made with TF32.
+        program: What runs steps.
         chosen: Numbers of products.  # [num_chosen]
         part: FLOPs of each over those of the whole op.  # [num_chosen]
         moved: Bytes of each.  # [num_chosen]
@@ -462,7 +480,7 @@ def _product_seconds(
         of_kind = (products.factors[chosen] == number) & (part > 0.0)
         if not of_kind.any():
             continue
-        unit = _product_model(device_type, kind, tf32)
+        unit = _product_model(device_type, kind, program.tf32)
         here = chosen[of_kind]
         count = products.count[here]
         is_wide = unit.is_tensor_core and kind.dtype == "float32"
@@ -470,16 +488,27 @@ def _product_seconds(
         whole = unit.model.seconds(chip, sizes[of_kind], moved[of_kind] / count)
         seconds = count * (whole - unit.model.launch_s)
         if unit.is_slowed:
-            seconds *= np.where(products.is_aligned[here], 1.0, factors.unaligned)
+            if not program.fuses:  # a compiler pads what is not aligned
+                seconds *= _unaligned(device_type, factors, products.alignment[here])
             is_fused = kind.use == Use.ATTENTION
             seconds *= factors.fused_attention if is_fused else factors.products
         else:
             seconds *= factors.float32
         if unit.is_tensor_core:
-            seconds += copy_s * moved[of_kind] * products.copied[here]
+            if not program.fuses:  # a compiler lays all images out with channels last
+                seconds += copy_s * moved[of_kind] * products.copied[here]
             seconds *= products.slowdown[here]
         took[of_kind] += seconds
     return took
+
+
+def _unaligned(device_type: DeviceType, factors: InTraining, alignment: IntArray) -> FloatArray:
+    """Factor on the seconds of products whose rows begin at multiples of so many bytes."""
+    if multiplies_large(device_type):
+        factor = np.where(alignment < UNALIGNED_BYTES, UNALIGNED_FULLY, UNALIGNED)
+    else:
+        factor = np.full(len(alignment), factors.unaligned)
+    return np.where(alignment < ALIGNED_BYTES, factor, 1.0)
 
 
 class _Unit(NamedTuple):

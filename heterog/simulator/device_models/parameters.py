@@ -88,7 +88,7 @@ class InTraining:
         float32: Factor on those of all kernels that make wider tensors without tensor cores.
         unaligned: Further factor on products on tensor cores whose rows do not begin at multiples
             of 16 bytes. From Megatron's last layer with 50,257 words on an A100 (vTrain's rows of
-            ``fit``).
+            ``fit``). Types that multiply large matrices at once have their own, measured ones.
         spread: Spread of log(measured / predicted) of steps on the type, beside kernels' errors.
         measured_on: Type whose runs they were fitted to, or ``ANY_TYPE``.
     """
@@ -133,11 +133,14 @@ class Host:
 class _Tables(NamedTuple):
     """Contents of ``fitted.yaml``: families by name and type, factors by type, hosts by program.
 
+    ``alone`` has the factors of types whose runs on one GPU were measured too.
+
     Collectives are by type, then by name; peaks of memory have one set for all types.
     """
 
     families: Mapping[str, Mapping[str, Family]]
     in_training: Mapping[str, InTraining]
+    alone: Mapping[str, InTraining]
     hosts: Mapping[str, Host]
     collectives: Mapping[str, Mapping[str, CollectiveModel]]
     peaks: PeakErrors
@@ -183,8 +186,22 @@ def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
     (facebookexperimental/triton, pull request 2023); and a T4 and a P4 in float32.
     """
     shrunk = (listed.process_nm / _PROCESS_NM) ** _SHRINKING
-    is_large = peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.multiprocessors, 1)
-    return float(shrunk * (0.5 if is_large else 1.0))
+    return float(shrunk * (0.5 if _is_large(listed, peak_flops_per_s) else 1.0))
+
+
+def multiplies_large(device_type: DeviceType) -> bool:
+    """Whether tensor cores read matrices from shared memory: Hopper, and Blackwell of data centres.
+
+    >>> from heterog.cluster.catalog import device_type
+    >>> [multiplies_large(device_type(name)) for name in ("H200", "A100", "RTX-5090")]
+    [True, False, False]
+    """
+    listed = listed_type(listed_name(device_type.name))
+    return listed is not None and _is_large(listed, listed.type.peak_flops_per_s["float16"])
+
+
+def _is_large(listed: ListedType, peak_flops_per_s: float) -> bool:
+    return peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.multiprocessors, 1)
 
 
 @lru_cache(maxsize=256)
@@ -203,9 +220,15 @@ def host_of(execution: str) -> Host:
 
 
 @lru_cache(maxsize=256)
-def in_training_of(type_name: str) -> InTraining:
-    """Factors from runs on a type or its siblings, else those on all types together."""
-    return _of_type(_tables().in_training, type_name)
+def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
+    """Factors from runs on a type or its siblings, else those on all types together.
+
+    Args:
+        type_name: Name of the device type.
+        is_alone: Whether the run uses one GPU, for which some types have factors of their own.
+    """
+    found = _of_type(_tables().in_training, type_name)
+    return _of_type({ANY_TYPE: found, **_tables().alone}, type_name) if is_alone else found
 
 
 @lru_cache(maxsize=256)
@@ -254,16 +277,17 @@ def _tables() -> _Tables:
         name: {type_name: _family(name, type_name, row) for type_name, row in by_type.items()}
         for name, by_type in document["families"].items()
     }
-    in_training = {
-        name: InTraining(**row, measured_on=name) for name, row in document["in_training"].items()
-    }
+    in_training, alone = (
+        {name: InTraining(**row, measured_on=name) for name, row in document[which].items()}
+        for which in ("in_training", "alone")
+    )
     hosts = {name: Host(**row) for name, row in document["hosts"].items()}
     collectives = {
         type_name: {name: CollectiveModel(**row) for name, row in by_name.items()}
         for type_name, by_name in document["collectives"].items()
     }
     peaks = PeakErrors(**document["peaks"])
-    return _Tables(families, in_training, hosts, collectives, peaks)
+    return _Tables(families, in_training, alone, hosts, collectives, peaks)
 
 
 def _family(name: str, type_name: str, row: Mapping[str, Any]) -> Family:
