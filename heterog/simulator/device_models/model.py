@@ -41,6 +41,7 @@ from heterog.simulator.device_models.parameters import (
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.device_models.torch_kernels import (
+    DEPTHWISE_CHANNELS_LAST,
     TF32,
     UNALIGNED,
     UNALIGNED_BYTES,
@@ -411,8 +412,9 @@ def _stream_rates(
     if program.runs_torch_kernels:
         filled = np.where(streams.blocks > 0.0, streams.blocks, chip.multiprocessors)
         passes = streams.passes
-        if program.fuses:  # with channels last a depthwise convolution reads each element once
-            passes = np.where(_are_convolutions(graph)[streams.op], 1.0, passes)
+        if program.fuses:
+            of_last = np.maximum(1.0, DEPTHWISE_CHANNELS_LAST * passes)
+            passes = np.where(_are_convolutions(graph)[streams.op], of_last, passes)
         per_byte[streams.op] *= passes * np.maximum(1.0, chip.multiprocessors / filled)
         per_byte[streams.op] += streams.row_s_per_byte / chip.multiprocessors
     if program.fuses:
