@@ -136,6 +136,7 @@ class Step:
         self.loss = lambda: compiled(self.batch)
 
     def __call__(self) -> None:
+        """Take a step."""
         torch.autograd.backward(self.loss())
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """``heterog plan``: find how to train a model on a cluster."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -186,7 +187,9 @@ def plan(
     if library is not None:
         lookup = library.look_up(evaluator, step_barrier=not no_step_barrier)
         warn(lookup.warning)
-    promise = Promise(parsed, is_explained=True, with_changes=not no_changes)
+    promise = Promise(
+        parsed, is_explained=True, with_changes=not no_changes, started_s=time.process_time
+    )
     with (
         settled(),
         open_seats(workers) as seats,

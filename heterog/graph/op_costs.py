@@ -46,8 +46,9 @@ FLOPS_PER_ELEMENT: Mapping[str, float] = {
     "gelu_backward.default": 15,
 }
 
-_PICK_LABELS = frozenset({"nll_loss_forward.default", "nll_loss_backward.default",
-                          "nll_loss2d_forward.default", "nll_loss2d_backward.default"})  # fmt: skip
+_PICK_LABELS = frozenset(
+    f"nll_loss{dims}_{way}.default" for dims in ("", "2d") for way in ("forward", "backward")
+)
 _WRITES_ONLY = frozenset({"full.default", "zeros.default", "ones.default", "arange.default",
                           "new_zeros.default", "new_ones.default", "new_full.default",
                           "zeros_like.default", "ones_like.default", "full_like.default",

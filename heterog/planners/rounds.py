@@ -61,6 +61,7 @@ class Contender:
         evaluations: int,
         step_time_s: float,
         best_s: float,
+        known_s: float = math.inf,
     ) -> None:
         """Record the result of a round.
 
@@ -70,12 +71,15 @@ class Contender:
             evaluations: Number of its evaluations.
             step_time_s: Step time of the best plan of all its rounds; infinite if none fits.
             best_s: Step time of the best plan of all methods.
+            known_s: The same before the round: a search that starts from it has not gained it.
         """
         gain = 0.0
-        if step_time_s < self.step_time_s:
-            before_s = self.step_time_s
+        if step_time_s < self.step_time_s and step_time_s != known_s:
+            is_first, before_s = math.isinf(self.step_time_s), self.step_time_s
+            if step_time_s < known_s:
+                before_s = min(before_s, known_s)
             gain = _FIRST_GAIN if math.isinf(before_s) else math.log(before_s / step_time_s)
-            gain *= (best_s / step_time_s) ** _BEHIND
+            gain = max(gain, _FIRST_GAIN * is_first) * (best_s / step_time_s) ** _BEHIND
         self.step_time_s = step_time_s
         self.gain_per_s = max(gain / max(seconds, 1e-9), _FORGOTTEN * self.gain_per_s)
         self.rounds += 1
@@ -106,6 +110,14 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, step_time_s=2.0, best_s=1.0)
     >>> next_of([quick, slow]) is quick
     True
+
+    Who starts from the best plan and only hands it back has gained nothing:
+
+    >>> adopts = Contender(planner=Method())
+    >>> of_round = {"given_s": 1.0, "seconds": 1.0, "evaluations": 9, "step_time_s": 1.0}
+    >>> adopts.tell(**of_round, best_s=1.0, known_s=1.0)
+    >>> adopts.gain_per_s
+    0.0
     """
     able = [each for each in contenders if not each.is_done]
     if not able:

@@ -136,6 +136,7 @@ class Shares:
     def _keep(self, contender: Contender, part: Budget, ran: Ran) -> None:
         """Keep the row of a method that has run, and tell its contender."""
         row, seconds = ran
+        known_s = _best_s(self.rows.values())
         self.rows[row.method] = _joined(self.rows.get(row.method), row)
         contender.tell(
             given_s=part.seconds or 0.0,
@@ -143,6 +144,7 @@ class Shares:
             evaluations=row.num_evaluations,
             step_time_s=_best_s([self.rows[row.method]]),
             best_s=_best_s(self.rows.values()),
+            known_s=known_s,
         )
         self._progress(row.method, 1.0, row.step_time_s or math.inf)
 

@@ -52,7 +52,7 @@ from heterog.strategy.lowering import (
 )
 from heterog.strategy.lowering.choice import Encoder
 from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
+from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape, mark_channels
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import Sharded
@@ -335,6 +335,7 @@ class Evaluator:
         )
         counted = self.num_evaluations
         self.referee(strategy, Order.RANK)
+        mark_channels(self._tape, np.zeros(len(self.channels) + 1, np.bool_))
         self.num_evaluations = counted
 
     def evaluate(self, strategy: Strategy, order: Order | None = None) -> Evaluation:
@@ -769,8 +770,9 @@ class Evaluator:
 
         Those with rules are left to the rehearsal: members of a team may see all of its samples.
         """
-        ruled = {op for op, _ in self._rules_by_number[choice.rule_set][0]}
-        for op in norms_of_lone_values(self.graph):
+        norms = norms_of_lone_values(self.graph)
+        ruled = {op for op, _ in self._rules_by_number[choice.rule_set][0]} if norms else set()
+        for op in norms:
             group = group_ops(self.graph).group[op]
             is_lone = choice.shares[choice.division[group]] == 1  # [num_micro, num_devices]
             if op not in ruled and is_lone.any():

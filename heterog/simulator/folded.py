@@ -6,9 +6,10 @@ other, which sets twins apart from then on: these are not folded.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster, Sends
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
@@ -16,12 +17,13 @@ from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold, fold_choice, folds
 from heterog.strategy.lowering import Choice, lower_to_tape, make_scratch
 from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import APART, NUM_TASKS, Tape, make_tape
+from heterog.strategy.lowering.tape import APART, Tape, make_tape, mark_channels
 from heterog.strategy.program import IntArray
 from heterog.strategy.tables import GraphTables
 
 _MOST_PRICES = 256  # folds whose channels stay priced
 _MOST_SCRATCHES = 8
+_MOST_FAILS = 256
 
 
 class Folded(NamedTuple):
@@ -51,6 +53,9 @@ class Folding:
         self._tape: Tape | None = None
         self._scratch: dict[tuple[int, int], Scratch] = {}
         self._prices: dict[bytes, ChannelPrices | None] = {}
+        # Folds that another choice with the same channels could not use: lowering them once more
+        # to find the same would take longer than what is gained where this choice could.
+        self._fails: set[bytes] = set()
 
     def lower(
         self, choice: Choice, tables: GraphTables, *, minds_position: bool = False
@@ -66,15 +71,19 @@ class Folding:
             return None
         for fold in folds(choice, self._cluster, minds_position=minds_position):
             folded, numbers = fold_choice(choice, fold)
+            same = _bytes_of(fold.columns, fold.column_of, numbers)
+            if same in self._fails:
+                continue
             tape = self._tape or make_tape(4096, len(tables.parameter_bytes), 1)
             tape = tape._replace(turn=np.zeros(len(fold.columns), np.int32))
             scratch = self._scratch_for(choice, tables, len(fold.columns))
             self._tape = tape = lower_to_tape(tables, folded, scratch, tape)
-            if tape.counts[APART]:
-                continue
-            channels = self._price(tape, fold, numbers)
+            channels = None if tape.counts[APART] else self._price(tape, fold, numbers)
             if channels is not None:
                 return Folded(folded, fold, tape, self._types[fold.columns], channels)
+            if len(self._fails) >= _MOST_FAILS:
+                self._fails.clear()
+            self._fails.add(same)
         return None
 
     def _scratch_for(self, choice: Choice, tables: GraphTables, num_columns: int) -> Scratch:
@@ -87,9 +96,10 @@ class Folding:
 
     def _price(self, tape: Tape, fold: Fold, numbers: IntArray) -> ChannelPrices | None:
         """Prices of a fold's channels; ``None`` if twins differ or disturb each other."""
-        tasks = tape.tasks[: tape.counts[NUM_TASKS]]
-        used = np.flatnonzero(np.bincount(tasks["channel"] + 1)[1:])  # -1: no channel
-        key = b"".join(part.tobytes() for part in (fold.columns, fold.column_of, numbers, used))
+        is_used = np.zeros(len(numbers) + 1, np.bool_)
+        mark_channels(tape, is_used)
+        used = np.flatnonzero(is_used[:-1])
+        key = _bytes_of(fold.columns, fold.column_of, numbers, used)
         if key not in self._prices:
             if len(self._prices) >= _MOST_PRICES:
                 self._prices.clear()
@@ -135,6 +145,10 @@ class Folding:
             if of_column.setdefault(int(fold.column_of[device]), held) != held:
                 return False
         return True
+
+
+def _bytes_of(*arrays: npt.NDArray[np.integer[Any]]) -> bytes:
+    return b"".join(each.tobytes() for each in arrays)
 
 
 def _is_apart(links: Mapping[int, set[int]], twin: IntArray) -> bool:

@@ -261,13 +261,22 @@ class _Signatures:
 
     def rank(self, lanes: IntArray, lane: int) -> tuple[int, ...]:
         """Number of earlier twins of a lane on its hosts, and of all twins there."""
-        hosts = self._host[self._lanes]
-        there = [
-            other
-            for other in range(len(hosts))
-            if lanes[other] == lanes[lane] and set(hosts[other]) & set(hosts[lane])
-        ]
-        return there.index(lane), len(there)
+        alike = np.flatnonzero(lanes == lanes[lane])
+        there = alike[self._on_host[np.ix_(self._lane_hosts[lane], alike)].any(axis=0)]
+        return int(np.searchsorted(there, lane)), len(there)
+
+    @cached_property
+    def _lane_hosts(self) -> list[IntArray]:
+        """Hosts of each lane."""
+        return [np.unique(self._host[lane]) for lane in self._lanes]
+
+    @cached_property
+    def _on_host(self) -> npt.NDArray[np.bool_]:
+        """Whether some device of a lane is on a host.  # [num_hosts, num_lanes]"""
+        found = np.zeros((len(self._hosts), len(self._lanes)), np.bool_)
+        for lane, hosts in enumerate(self._lane_hosts):
+            found[hosts, lane] = True
+        return found
 
     def _of_device(self, device: int) -> tuple[object, ...]:
         if device not in self._known:
@@ -290,9 +299,11 @@ class _Signatures:
         teams, rings, turns = choice.teams, choice.rings, choice.turns
         # The parts that a device adds up, in rings of whatever number; -1 where it is in none.
         parts = np.where(rings.member > 0, rings.part[:, None] * rings.slice_part, -1.0)
-        said = [np.sort(parts.round(12), axis=0), choice.shares, teams.samples, teams.units]
+        of_rings = np.ascontiguousarray(parts.round(12).T)
+        of_rings.sort(axis=1)
+        said = [choice.shares, teams.samples, teams.units]
         said += [turns.chunk] if len(turns.chunk) else []
-        by_device = [np.moveaxis(each, -1, 0) for each in said]
+        by_device = [of_rings, *(np.moveaxis(each, -1, 0) for each in said)]
         by_device += [each for each in (turns.cap, turns.closing_op, turns.turn) if len(each)]
         num_devices = len(self._host)
         rows = [np.ascontiguousarray(each).reshape(num_devices, -1) for each in by_device]

@@ -48,6 +48,17 @@ def many_turns(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(issue_order, "num_turns", lambda program: number)
 
 
+def test_a_command_s_start_takes_at_most_a_tenth() -> None:
+    _, clock = clocked(0.01)
+    for started_s, taken_s in ((0.0, 0.0), (0.7, 0.7), (25.0, 1.0)):
+        promise = Promise(Budget(seconds=10.0), clock=clock, started_s=lambda s=started_s: s)  # type: ignore[misc]
+        promise.begin()
+        assert promise.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART) - taken_s)
+    endless = Promise(Budget(evaluations=3), clock=clock, started_s=lambda: 25.0)
+    endless.begin()
+    assert math.isinf(endless.search_s([]))
+
+
 def test_what_follows_is_kept_back_by_turns_and_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, clock = clocked(0.01)
     found = best_of(evaluator)

@@ -177,7 +177,7 @@ def products_of(graph: OpGraph) -> Products:
     array = np.array([each.sizes for each in products], np.float64).reshape(-1, 4)
     matrix_sizes = np.array([each.matrices for each in products], np.float64).reshape(-1, 3)
     along_batch = np.array([each.along_batch for each in products], np.int32)
-    alignment = np.array([each.alignment for each in products], np.int64)
+    alignment = np.array([each.alignment for each in products], np.int32)
     slowdown = np.array([each.slowdown for each in products], np.float64)
     kinds = tuple(sorted(set(factors)))
     number = np.array([kinds.index(each) for each in factors], np.int32)

@@ -190,14 +190,14 @@ def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
 
 
 def multiplies_large(device_type: DeviceType) -> bool:
-    """Whether tensor cores read matrices from shared memory: Hopper, and Blackwell of data centres.
+    """Whether tensor cores read matrices from shared memory: Hopper, Blackwell of data centres.
 
     >>> from heterog.cluster.catalog import device_type
-    >>> [multiplies_large(device_type(name)) for name in ("H200", "A100", "RTX-5090")]
+    >>> [multiplies_large(device_type(name)) for name in ("H200", "A100-80GB", "RTX-5090")]
     [True, False, False]
     """
     listed = listed_type(listed_name(device_type.name))
-    return listed is not None and _is_large(listed, listed.type.peak_flops_per_s["float16"])
+    return listed is not None and _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
 
 
 def _is_large(listed: ListedType, peak_flops_per_s: float) -> bool:

@@ -56,10 +56,10 @@ SUMMED_BIAS = 1.0
 TF32 = 1.2
 """Seconds of a product with TF32 over those of one in 16 bits, after their peaks."""
 UNALIGNED, UNALIGNED_FULLY, UNALIGNED_BYTES = 3.0, 5.7, 4
-"""Seconds of a product over those of one whose rows begin at multiples of 16 bytes, on Hopper: only
-the latter runs on its large multiplications. ``UNALIGNED_FULLY`` is of rows at multiples of fewer
-than ``UNALIGNED_BYTES``. Medians of 24 products over 30,522 and 50,257 words on an H100 and an H200:
-248 TFLOP/s in bfloat16 at four bytes, 140 at two, 125 with TF32 at four or eight."""
+"""Seconds of a product over those of one whose rows begin at multiples of 16 bytes, on Hopper:
+only the latter runs on its large multiplications. ``UNALIGNED_FULLY`` is of rows at multiples of
+fewer than ``UNALIGNED_BYTES``. Medians of 24 products over 30,522 and 50,257 words on an H100 and
+an H200: 248 TFLOP/s in bfloat16 at four bytes, 140 at two, 125 with TF32 at four or eight."""
 CONVOLUTION = 1.1
 """Seconds of a convolution on tensor cores over those of the same product and its copies."""
 CONVOLUTION_IN_PLACE = 1.35

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.strategy.kernel_arguments import by_reference
-from heterog.strategy.kernels import helper, records
+from heterog.strategy.kernels import helper, kernel, records
 from heterog.strategy.program import IntArray
 
 TASK = np.dtype(
@@ -62,6 +62,18 @@ def make_tape(num_tasks: int, num_parameters: int, num_devices: int) -> Tape:
         turn=np.zeros(num_devices, np.int32),
         counts=np.zeros(7, np.int64),
     )
+
+
+@kernel
+def mark_channels(tape: Tape, is_used: npt.NDArray[np.bool_]) -> None:
+    """Mark the channels that some task uses; the last place is of tasks that use none.
+
+    Args:
+        tape: A program.
+        is_used: Output, only ever set.  # [num_channels + 1]
+    """
+    for number in range(tape.counts[NUM_TASKS]):
+        is_used[tape.tasks[number].channel] = True
 
 
 @helper
