@@ -145,6 +145,7 @@ class Streams:
         blocks: Number of multiprocessors that it fills, 0 if any.  # [num_streams]
         row_s_per_byte: Seconds of one multiprocessor for the rows of a byte.  # [num_streams]
         issued: Number of kernels that the host issues.  # [num_streams]
+        spared: Part of the passes that is left where a compiler lays images out.  # [num_streams]
     """
 
     op: IntArray
@@ -155,6 +156,7 @@ class Streams:
     blocks: FloatArray
     row_s_per_byte: FloatArray
     issued: FloatArray
+    spared: FloatArray
 
 
 @lru_cache(maxsize=64)

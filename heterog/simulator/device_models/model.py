@@ -41,7 +41,6 @@ from heterog.simulator.device_models.parameters import (
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.device_models.torch_kernels import (
-    DEPTHWISE_CHANNELS_LAST,
     TF32,
     UNALIGNED,
     UNALIGNED_BYTES,
@@ -349,12 +348,6 @@ def _phases(graph: OpGraph) -> IntArray:
 
 
 @lru_cache(maxsize=64)
-def _are_convolutions(graph: OpGraph) -> NDArray[np.bool_]:
-    """Convolutions, forward and backward.  # [num_ops]"""
-    return np.array([op.kind.startswith("convolution") for op in graph.ops], np.bool_)
-
-
-@lru_cache(maxsize=64)
 def _is_of_16_bits(graph: OpGraph) -> NDArray[np.bool_]:
     """Streams that make a 16-bit tensor, the optimizer's left out."""
     streams = streams_of(graph)
@@ -411,10 +404,7 @@ def _stream_rates(
         per_byte[streams.op[chosen]] = model.seconds_per_byte(chip, streams.row[chosen])
     if program.runs_torch_kernels:
         filled = np.where(streams.blocks > 0.0, streams.blocks, chip.multiprocessors)
-        passes = streams.passes
-        if program.fuses:
-            of_last = np.maximum(1.0, DEPTHWISE_CHANNELS_LAST * passes)
-            passes = np.where(_are_convolutions(graph)[streams.op], of_last, passes)
+        passes = streams.passes * (streams.spared if program.fuses else 1.0)
         per_byte[streams.op] *= passes * np.maximum(1.0, chip.multiprocessors / filled)
         per_byte[streams.op] += streams.row_s_per_byte / chip.multiprocessors
     if program.fuses:

@@ -78,12 +78,14 @@ class Stream(NamedTuple):
         blocks: Number of multiprocessors that it fills; 0 if it fills any GPU.
         row_s_per_byte: Seconds of one multiprocessor for the rows of a byte.
         issued: Number of kernels that the host issues.
+        spared: Part of the passes that is left where a compiler lays images out.
     """
 
     passes: float = 1.0
     blocks: float = 0.0
     row_s_per_byte: float = 0.0
     issued: float = 1.0
+    spared: float = 1.0
 
 
 def stream_of(graph: OpGraph, op: int, *, row: float = 1.0) -> Stream:
@@ -124,7 +126,8 @@ def stream_of(graph: OpGraph, op: int, *, row: float = 1.0) -> Stream:
         return Stream(max(1.0, each * _visits(call)) * as_float32)
     if is_depthwise(call):
         each = _DEPTHWISE_BACKWARD if is_backward else _DEPTHWISE
-        return Stream(max(1.0, each * _taps(call)) * as_float32)
+        passes = max(1.0, each * _taps(call)) * as_float32
+        return Stream(passes, spared=max(1.0 / passes, DEPTHWISE_CHANNELS_LAST))
     return Stream()
 
 
