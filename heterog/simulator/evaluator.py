@@ -741,7 +741,7 @@ class Evaluator:
             return Evaluation(
                 outcome=Outcome.CANNOT_RUN,
                 step_time_s=seconds,
-                peak_memory_bytes=tuple(round(value) for value in peak),
+                peak_memory_bytes=tuple(peak.astype(np.int64).tolist()),
                 order=order,
                 shortage=refused,
                 overflow_bytes=math.inf,  # whatever fits is better
@@ -759,7 +759,7 @@ class Evaluator:
         return Evaluation(
             outcome=Outcome.OUT_OF_MEMORY if missing > 0 else Outcome.OK,
             step_time_s=seconds,
-            peak_memory_bytes=tuple(round(value) for value in peak),
+            peak_memory_bytes=tuple(peak.astype(np.int64).tolist()),
             order=order,
             shortage=shortage,
             overflow_bytes=max(missing, 0.0),

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster, Sends
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
 from heterog.strategy.channels import Channel, ChannelTable
-from heterog.strategy.folding import Fold, fold_choice, folds
+from heterog.strategy.folding import Fold, channels_named, fold_choice, folds
 from heterog.strategy.lowering import Choice, lower_to_tape, make_scratch
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import APART, Tape, make_tape, mark_channels
@@ -70,10 +70,10 @@ class Folding:
         if self._cluster.sends == Sends.BLOCKING:  # waiting is tracked by device, not by column
             return None
         for fold in folds(choice, self._cluster, minds_position=minds_position):
-            folded, numbers = fold_choice(choice, fold)
-            same = _bytes_of(fold.columns, fold.column_of, numbers)
+            same = _bytes_of(fold.columns, fold.column_of, *channels_named(choice))
             if same in self._fails:
                 continue
+            folded, numbers = fold_choice(choice, fold)
             tape = self._tape or make_tape(4096, len(tables.parameter_bytes), 1)
             tape = tape._replace(turn=np.zeros(len(fold.columns), np.int32))
             scratch = self._scratch_for(choice, tables, len(fold.columns))

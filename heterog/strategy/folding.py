@@ -139,6 +139,15 @@ def _pairs(
     yield np.arange(len(lanes), dtype=np.int32), positions
 
 
+def channels_named(choice: Choice) -> tuple[IntArray, ...]:
+    """The numbers of channels of collectives in a choice; -1 for none."""
+    teams, rings = choice.teams, choice.rings
+    of_teams = teams.reduce_channel, teams.gather_channel
+    of_teams += teams.scatter_channel, teams.exchange_channel
+    of_rings = rings.first_channel, rings.second_channel
+    return choice.reduce_channel, choice.gather_channel, *of_teams, *of_rings
+
+
 def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
     """Restrict a choice to the columns of a fold, and list the channels that it uses.
 
@@ -150,11 +159,8 @@ def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:
     columns, num_devices = fold.columns, len(fold.column_of)
     transfers = (columns[:, None] * num_devices + columns[None, :]).ravel()
     teams, rings = _folded_teams(choice.teams, columns), _folded_rings(choice.rings, fold)
-    named = [choice.reduce_channel, choice.gather_channel, teams.reduce_channel.ravel()]
-    named += [teams.gather_channel.ravel(), teams.scatter_channel.ravel()]
-    named += [teams.exchange_channel.ravel()]
-    named += [rings.first_channel, rings.second_channel]
-    collectives = np.unique(np.concatenate(named))
+    named = channels_named(choice._replace(teams=teams, rings=rings))
+    collectives = np.unique(np.concatenate([each.ravel() for each in named]))
     collectives = collectives[collectives >= 0]
 
     def renumbered(numbers: IntArray) -> IntArray:
@@ -297,10 +303,7 @@ class _Signatures:
         """The entries of the choice's arrays for each device, as bytes.  # [num_devices, bytes]"""
         choice = self._choice
         teams, rings, turns = choice.teams, choice.rings, choice.turns
-        # The parts that a device adds up, in rings of whatever number; -1 where it is in none.
-        parts = np.where(rings.member > 0, rings.part[:, None] * rings.slice_part, -1.0)
-        of_rings = np.ascontiguousarray(parts.round(12).T)
-        of_rings.sort(axis=1)
+        of_rings = _parts_added(rings)
         said = [choice.shares, teams.samples, teams.units]
         said += [turns.chunk] if len(turns.chunk) else []
         by_device = [of_rings, *(np.moveaxis(each, -1, 0) for each in said)]
@@ -308,6 +311,22 @@ class _Signatures:
         num_devices = len(self._host)
         rows = [np.ascontiguousarray(each).reshape(num_devices, -1) for each in by_device]
         return np.concatenate([row.view(np.uint8) for row in rows], axis=1)
+
+
+def _parts_added(rings: Rings) -> FloatArray:
+    """The parts that each device adds up, ascending, in rings of whatever number; -1 fills rows.
+
+    Returns:
+        # [num_devices, most rings of a device]
+    """
+    ring, device = np.nonzero(rings.member > 0)
+    part = (rings.part[ring] * rings.slice_part[ring, device]).round(12)
+    order = np.lexsort((part, device))
+    count = np.bincount(device, minlength=rings.member.shape[1])
+    place = np.arange(len(order)) - np.repeat(np.cumsum(count) - count, count)
+    found = np.full((len(count), int(count.max(initial=0))), -1.0)
+    found[device[order], place] = part[order]
+    return found
 
 
 def _twins(signatures: Sequence[tuple[object, ...]]) -> IntArray:

@@ -192,6 +192,6 @@ def program_from_tape(
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,
         blocks=blocks,
-        codec=tasks["codec"].copy() if choice.codecs else np.zeros(0, np.int32),
+        codec=tasks["codec"].astype(np.int32) if choice.codecs else np.zeros(0, np.int32),
         codecs=tuple(each.rule for each in choice.codecs),
     )
