@@ -717,7 +717,7 @@ class Tasks:
         for number, (kind, device, channel, num_bytes) in enumerate(self._tasks):
             # One token per task; buffers are numbered like their makers.
             tape.tasks[number] = (
-                num_bytes, number, device, 0, 0, channel, reads, number, kind, 0, 0, 0
+                num_bytes, number, device, 0, 0, channel, reads, number, 0, 0, 0, kind
             )  # fmt: skip
             tape.buffers[number] = (0.0, number, -1)
             for needed in self._after[number]:
