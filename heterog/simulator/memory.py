@@ -9,11 +9,15 @@ by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``rese
 """
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.simulator.engine import Timings
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
+
+_FEW = 8
+"""Buffers of a task that are looked through one after the other."""
 
 
 def buffer_lives(
@@ -60,13 +64,14 @@ def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatA
     """
     lists = np.zeros((3, len(resident) + 1), np.int32)
     begins = np.empty((int(tape.counts[NUM_TASKS]) + 1, 2), np.int32)
-    _memory_kernel(tape, timings, resident, peak, lists, begins)
+    ascends = np.zeros((int(tape.counts[NUM_TASKS]), 2), np.bool_)
+    _memory_kernel(tape, timings, resident, peak, lists, begins, ascends)
 
 
 @kernel
 def _memory_kernel(
     tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray, lists: IntArray,
-    begins: IntArray,
+    begins: IntArray, ascends: npt.NDArray[np.bool_],
 ) -> None:  # fmt: skip
     alive = timings.alive
     alive[: tape.counts[NUM_BUFFERS]] = 0
@@ -78,6 +83,7 @@ def _memory_kernel(
     for task in range(tape.counts[NUM_TASKS] + 1):
         begins[task, 0] = tape.tasks[task].buffer_start
         begins[task, 1] = tape.tasks[task].read_start
+    _find_ascending(tape, begins, ascends)
     _list_events(tape, timings, num_devices, lists)
     touching, touching_start = timings.touching, lists[0]
     for device in range(num_devices):
@@ -108,18 +114,33 @@ def _memory_kernel(
                 task = touching[other] >> 1
                 is_end = touching[other] & 1 == 1
                 other += 1
-            for made in range(begins[task, 0], begins[task + 1, 0]):
-                buffer = tape.buffers[made]
+            made_end = begins[task + 1, 0]
+            is_wide = not take_op and ascends[task, 0]
+            made = begins[task, 0]
+            if is_wide:
+                made = _first_buffer(tape, made, made_end, device)
+            while made < made_end:
+                buffer, number = tape.buffers[made], made
+                made += 1
                 if buffer.device != device:
+                    if is_wide:
+                        break
                     continue
                 if not is_end:
                     live += buffer.num_bytes
-                elif alive[made] == 0:
+                elif alive[number] == 0:
                     gone += buffer.num_bytes
             most = max(most, live)
             if is_end:
-                for read in range(begins[task, 1], begins[task + 1, 1]):
+                read, read_end = begins[task, 1], begins[task + 1, 1]
+                is_wide = not take_op and ascends[task, 1]
+                if is_wide:
+                    read = _first_read(tape, read, read_end, device)
+                while read < read_end:
                     needed = tape.reads[read]
+                    read += 1
+                    if is_wide and tape.buffers[needed].device != device:
+                        break
                     # An op reads nothing from other devices, so that the check can be skipped,
                     # which for large programs takes the time.
                     if take_op or tape.buffers[needed].device == device:
@@ -130,6 +151,55 @@ def _memory_kernel(
                 live -= gone
                 gone = 0.0
         peak[device] = most
+
+
+@helper
+def _find_ascending(tape: Tape, begins: IntArray, ascends: npt.NDArray[np.bool_]) -> None:
+    """Find tasks with many buffers, or many reads, whose devices ascend.
+
+    Each member of a collective looks for its own in them: one after the other would take the
+    square of the number of members.
+    """
+    for task in range(tape.counts[NUM_TASKS]):
+        first, end = begins[task, 0], begins[task + 1, 0]
+        if end - first > _FEW:
+            ascends[task, 0] = True
+            for made in range(first + 1, end):
+                if tape.buffers[made].device < tape.buffers[made - 1].device:
+                    ascends[task, 0] = False
+                    break
+        first, end = begins[task, 1], begins[task + 1, 1]
+        if end - first > _FEW:
+            ascends[task, 1] = True
+            for read in range(first + 1, end):
+                before = tape.buffers[tape.reads[read - 1]].device
+                if tape.buffers[tape.reads[read]].device < before:
+                    ascends[task, 1] = False
+                    break
+
+
+@helper
+def _first_buffer(tape: Tape, first: int, end: int, device: int) -> int:
+    """The first of some buffers, by ascending devices, that is on a device or a later one."""
+    while first < end:
+        middle = (first + end) >> 1
+        if tape.buffers[middle].device < device:
+            first = middle + 1
+        else:
+            end = middle
+    return first
+
+
+@helper
+def _first_read(tape: Tape, first: int, end: int, device: int) -> int:
+    """The same of some reads."""
+    while first < end:
+        middle = (first + end) >> 1
+        if tape.buffers[tape.reads[middle]].device < device:
+            first = middle + 1
+        else:
+            end = middle
+    return first
 
 
 @helper

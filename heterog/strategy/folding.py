@@ -142,10 +142,12 @@ def _pairs(
 def channels_named(choice: Choice) -> tuple[IntArray, ...]:
     """The numbers of channels of collectives in a choice; -1 for none."""
     teams, rings = choice.teams, choice.rings
-    of_teams = teams.reduce_channel, teams.gather_channel
-    of_teams += teams.scatter_channel, teams.exchange_channel
-    of_rings = rings.first_channel, rings.second_channel
-    return choice.reduce_channel, choice.gather_channel, *of_teams, *of_rings
+    return (
+        *(choice.reduce_channel, choice.gather_channel),
+        *(teams.reduce_channel, teams.gather_channel),
+        *(teams.scatter_channel, teams.exchange_channel),
+        *(rings.first_channel, rings.second_channel),
+    )
 
 
 def fold_choice(choice: Choice, fold: Fold) -> tuple[Choice, IntArray]:

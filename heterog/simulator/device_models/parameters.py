@@ -197,7 +197,9 @@ def multiplies_large(device_type: DeviceType) -> bool:
     [True, False, False]
     """
     listed = listed_type(listed_name(device_type.name))
-    return listed is not None and _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
+    if listed is None:
+        return False
+    return _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
 
 
 def _is_large(listed: ListedType, peak_flops_per_s: float) -> bool:

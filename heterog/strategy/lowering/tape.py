@@ -26,7 +26,7 @@ TASK = np.dtype(
     ],
     align=True,
 )
-"""Wide fields first, so that nothing lies between them: an evaluation reads all tasks five times."""
+"""Wide fields first, so that nothing lies between them: an evaluation reads all tasks often."""
 BUFFER = np.dtype(
     [("num_bytes", np.float64), ("maker", np.int32), ("device", np.int32)], align=True
 )
