@@ -25,7 +25,17 @@ def attention(
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """The output, and a placeholder for the value that the backward op gets and does not use."""
-    output = _fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale=scale,
+        # The CPU's kernels take several query heads for one of keys unasked.
+        enable_gqa=query.shape[-3] != key.shape[-3],
+    )
     # Shaped like the logarithms of sums that CPU kernels keep, so that it can be split alike.
     return output, query.new_zeros(query.shape[:-1], dtype=torch.float32)
 
@@ -46,31 +56,10 @@ def attention_backward(
     """Gradients of query, key and value."""
     with torch.enable_grad():
         query, key, value = (each.detach().requires_grad_() for each in (query, key, value))
-        output = _fused(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        output, _ = attention(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )
         return torch.autograd.grad(output, (query, key, value), grad_out)
-
-
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None,
-    scale: float | None,
-) -> Tensor:
-    """The device's own kernel; the CPU's takes several query heads for one of keys unasked."""
-    return scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale=scale,
-        enable_gqa=query.shape[-3] != key.shape[-3],
-    )
 
 
 ATTENTION: Mapping[str, Callable[..., Any]] = MappingProxyType(
