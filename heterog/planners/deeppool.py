@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 
@@ -117,7 +118,7 @@ def plan_places(
         limit: Amplification limit.
         exposed: Part of the gradients' time that is not hidden behind the backward pass.
         fork: Whether branches may run at the same time on devices of their own.
-        check: Called at every layer; an exception from it ends the program.
+        check: Called often; an exception from it ends the program.
     """
     return search(
         costs.with_exposed(exposed),
@@ -168,6 +169,8 @@ class GroupCosts:
         )
         self._compute: dict[tuple[str, int], FloatArray] = {}
         self._layouts: dict[Place, Decision] = {}
+        self._slowest: dict[Place, FloatArray] = {}
+        self._intervals: dict[Place, list[_Interval]] = {}
         self._moves: dict[tuple[Place, Place], float] = {}
         self._routes: dict[tuple[int, int], dict[int, float]] = {}
 
@@ -219,10 +222,12 @@ class GroupCosts:
     def own(self, layer: int, place: Place) -> float:
         """Seconds of the slowest device's compute and of synchronisation that is not hidden."""
         decision = self.decision(place)
-        compute = max(
-            float(self._group_seconds(device, samples)[layer])
-            for device, samples in zip(decision.devices, decision.shares, strict=True)
-        )
+        if place not in self._slowest:
+            pairs = zip(decision.devices, decision.shares, strict=True)
+            self._slowest[place] = np.max(
+                [self._group_seconds(*pair) for pair in set(pairs)], axis=0
+            )
+        compute = float(self._slowest[place][layer])
         gradient = float(self._gradient_bytes[layer])
         if not gradient or len(decision.devices) == 1:
             return compute
@@ -282,8 +287,11 @@ class GroupCosts:
     @cached_property
     def _latency_s(self) -> float:
         cluster = self.evaluator.cluster
-        pairs = [(a, b) for a in self.order for b in self.order if a != b]
-        return 2.0 * max((cluster.latency_s(*pair) for pair in pairs), default=0.0)
+        # Two devices of each host are enough: latencies are those of hosts.
+        some = [
+            each for host in range(cluster.num_hosts) for each in cluster.host_devices(host)[:2]
+        ]
+        return 2.0 * max(cluster.latency_s(a, b) for a in some for b in some)
 
     def _group_seconds(self, device: int, samples: int) -> FloatArray:
         """Seconds of each group's ops, updates included, on a device."""
@@ -317,12 +325,13 @@ class GroupCosts:
     def _seconds_per_sample_byte(self, at: Place, to: Place) -> float:
         """Seconds on the busiest link for one byte per sample of the batch."""
         busy: dict[int, float] = {}
-        for source, begin, end in _intervals(self.decision(at)):
-            for target, first, last in _intervals(self.decision(to)):
-                samples = min(end, last) - max(begin, first)
-                if source != target and samples > 0:
-                    for resource, held in self._held(source, target).items():
-                        busy[resource] = busy.get(resource, 0.0) + samples * held
+        for place in (at, to):
+            if place not in self._intervals:
+                self._intervals[place] = _intervals(self.decision(place))
+        for source, target, samples in _overlaps(self._intervals[at], self._intervals[to]):
+            if source != target:
+                for resource, held in self._held(source, target).items():
+                    busy[resource] = busy.get(resource, 0.0) + samples * held
         return max(busy.values(), default=0.0)
 
     def _held(self, source: int, target: int) -> dict[int, float]:
@@ -388,13 +397,34 @@ def _widths(evaluator: Evaluator, order: tuple[int, ...]) -> list[int]:
     return sorted(widths | {count})
 
 
-def _intervals(decision: Decision) -> list[tuple[int, int, int]]:
-    """(device, first sample, sample after the last) of a decision's devices."""
+_Interval: TypeAlias = tuple[int, int]
+"""(device, sample after its last); its first one is where the interval before ends."""
+
+
+def _intervals(decision: Decision) -> list[_Interval]:
+    """The samples of a decision's devices, which lie one behind the other."""
     ends = np.cumsum(decision.shares).tolist()
-    return [
-        (device, end - share, end)
-        for device, share, end in zip(decision.devices, decision.shares, ends, strict=True)
-    ]
+    return list(zip(decision.devices, ends, strict=True))
+
+
+def _overlaps(
+    first: Sequence[_Interval], second: Sequence[_Interval]
+) -> Iterator[tuple[int, int, int]]:
+    """(device of the first, device of the second, samples of both), all that are not empty.
+
+    >>> list(_overlaps([(0, 2), (1, 6)], [(2, 3), (3, 3), (4, 6)]))
+    [(0, 2, 2), (1, 2, 1), (1, 4, 3)]
+    """
+    begin, other = 0, 0
+    for device, end in first:
+        while begin < end:
+            target, last = second[other]
+            until = min(end, last)
+            if until > begin:
+                yield device, target, until - begin
+            begin = until
+            if begin == last:
+                other += 1
 
 
 register(DeepPool())

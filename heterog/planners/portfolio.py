@@ -101,7 +101,7 @@ def run_methods(
         seed: Seed of everything random.
         step_barrier: Whether a step ends with all updates.
         orders: Orders that searching methods may choose from.
-        without: Names that ``auto`` leaves out.
+        without: Names of methods that do not run at all, not even to give searches a start.
         given: A person's own strategy, judged first beside the baselines; searches start from it,
             too.
         seeds: Strategies that are known already, likewise; see ``planners.seeds``.
@@ -124,7 +124,8 @@ def run_methods(
     running = [
         planner
         for planner in planners()
-        if planner in chosen or (planner.stage == "baseline" and searching)
+        if planner in chosen
+        or (searching and planner.stage == "baseline" and planner.name not in without)
     ]
     running.sort(key=comes_last)
     for own in (given, seeds):

@@ -13,7 +13,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.burst import Block, layers_of
+from heterog.planners.burst import Block, Place, layers_of
 from heterog.planners.deeppool import DeepPool, GroupCosts, crossing_bytes, plan_places
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
@@ -93,6 +93,26 @@ def test_transfers_by_hand() -> None:
     assert own.transfer(source, (0, 2), target, (0, 2)) == 0.0
     expected = 2 * latency + 512 * size / rate
     assert own.transfer(source, (0, 1), target, (1, 1)) == pytest.approx(expected)
+
+
+def test_transfers_between_uneven_places_sample_by_sample() -> None:
+    own = costs()
+
+    def owners(place: Place) -> list[int]:
+        decision = own.decision(place)
+        pairs = zip(decision.devices, decision.shares, strict=True)
+        return [device for device, share in pairs for _ in range(share)]
+
+    places = [(first, width) for first in (0, 2) for width in (1, 2, 4, 6) if first + width <= 8]
+    for at in places:
+        for to in places:
+            busy: dict[int, float] = {}
+            for source, target in zip(owners(at), owners(to), strict=True):
+                if source != target:
+                    for resource, held in own._held(source, target).items():
+                        busy[resource] = busy.get(resource, 0.0) + held
+            expected = max(busy.values(), default=0.0)
+            assert own._seconds_per_sample_byte(at, to) == pytest.approx(expected)
 
 
 def test_what_crosses_a_step_by_hand() -> None:

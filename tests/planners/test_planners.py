@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import heterog.planners.sharing as sharing
 from heterog.cluster import Cluster
 from heterog.errors import (
     BudgetError,
@@ -293,6 +294,22 @@ def test_local_search_is_not_worse_than_its_seeds_and_improves_with_budget() -> 
 def test_a_searching_method_alone_is_seeded_by_the_baselines() -> None:
     rows = run_methods(evaluator(), ["local_search"], budget=Budget(evaluations=50))
     assert [row.method for row in rows] == ["local_search"]
+
+
+def test_what_is_left_out_gives_no_start_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A baseline left out of ``auto`` ran all the same, and searches started from its plans."""
+    asked: list[str] = []
+
+    def heard(planner: Planner, problem: Problem) -> MethodRow:
+        asked.append(planner.name)
+        return run_method(planner, problem)
+
+    monkeypatch.setattr(sharing, "run_method", heard)
+    without = ("megatron_grid", "local_search")
+    rows = run_methods(evaluator(), ["auto"], budget=Budget(evaluations=60), without=without)
+    assert "tuned_uniform" in asked
+    assert set(without).isdisjoint(asked)
+    assert set(without).isdisjoint(row.method for row in rows)
 
 
 def test_space_rows_round_trip() -> None:

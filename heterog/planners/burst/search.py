@@ -89,7 +89,7 @@ def search(
         limit: Largest amplification allowed.
         num_devices: Number of devices.
         fork: Whether branches may run at the same time on devices of their own.
-        check: Called at every layer; an exception from it ends the search.
+        check: Called often; an exception from it ends the search.
     """
     program = _Program(costs, limit, fork, check)
     ends = program.chain(chain, (0, num_devices), None)
@@ -192,6 +192,7 @@ class _Program:
     def _next(self, layer: int, source: int, paths: _Paths, lane: _Lane) -> _Paths:
         found: _Paths = {}
         for place in self._places(lane):
+            self.check()
             for at, path in paths.items():
                 moved = self.transfer(source, at, layer, place)
                 cost = self._cost(layer, place, moved)
