@@ -212,9 +212,9 @@ def explain(
         evaluations: Approximate number of simulations for each change.
         progress: Function that gets the progress.
         stop: Switch that leaves out savings by purchases, from then on.
-        seconds: Time that idle devices, baselines without rows in the plan, and simulations of
-            purchases may take together; unlimited if ``None``. Whatever is not reached in time is
-            left out.
+        seconds: Time that idle devices, remedies, baselines without rows in the plan, and
+            simulations of purchases may take together; unlimited if ``None``. Whatever is not
+            reached in time is left out.
 
     Raises:
         StrategyError: the plan's step has too many tasks; see ``Plan.is_written``.
@@ -264,7 +264,7 @@ def explain(
         bound=_bound_of(plan, evaluator),
         quality=_quality(rows, min(found_s, default=0.0)),
         fit=fit,
-        remedies=remedies(evaluator, plan.strategy, order, fit),
+        remedies=remedies(evaluator, plan.strategy, order, fit, spending),
         changes=bought,
         given=_given(plan),
     )

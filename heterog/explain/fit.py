@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from heterog.graph.axis_plan import axis_plan
+from heterog.planners.planner import Spending
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
@@ -46,7 +48,11 @@ class Remedy:
 
 
 def remedies(
-    evaluator: Evaluator, strategy: Strategy, order: Order, fit: Fit
+    evaluator: Evaluator,
+    strategy: Strategy,
+    order: Order,
+    fit: Fit,
+    spending: Spending | None = None,
 ) -> tuple[Remedy, ...]:
     """Every change that makes a strategy fit; none if it fits already.
 
@@ -58,17 +64,17 @@ def remedies(
         strategy: Strategy for them.
         order: Order in which waiting tasks run.
         fit: Its memory, by ``memory_fit``.
+        spending: Limit of the simulations; what is not found in time is left out.
     """
     if fit.is_ok:
         return ()
     judge = _Judge(evaluator, strategy, order)
-    found = [
-        _recompute(evaluator, strategy, order),
-        _micro_batches(judge),
-        _batch_size(judge),
-        *_memory(fit),
-    ]
-    return tuple(remedy for remedy in found if remedy is not None)
+    found: list[Remedy | None] = []
+    with spending.limits() if spending is not None else nullcontext():
+        found.append(_recompute(evaluator, strategy, order))
+        found.append(_micro_batches(judge))
+        found.append(_batch_size(judge))
+    return tuple(remedy for remedy in (*found, *_memory(fit)) if remedy is not None)
 
 
 def _recompute(evaluator: Evaluator, strategy: Strategy, order: Order) -> Remedy | None:

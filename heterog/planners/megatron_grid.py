@@ -123,7 +123,7 @@ class _Grid:
 
     def search(self) -> None:
         """Shapes and micro-batches in the leanest manner that fits, the best in other manners."""
-        points = sorted(self._shapes(), key=self._estimate)[:MOST_SHAPES]
+        points = sorted(self._shapes(), key=self._order)[:MOST_SHAPES]
         for number, point in enumerate(points, 1):
             for manner in self._until_it_fits(point):
                 found = self._try(manner)
@@ -239,8 +239,20 @@ class _Grid:
                 if pp == 1 or pp <= self.num_layers:
                     yield tp, pp
 
+    def _order(self, point: _Point) -> tuple[int, float, int]:
+        """Shapes that may fit on all their devices first, those that fit on none last."""
+        least = min(self._least_bytes(each) for each in self._manners(point))
+        room = [self.cluster.devices[device].usable_memory_bytes for device in point.devices]
+        return (least > min(room)) + (least > max(room)), *self._estimate(point)
+
     def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
         """A point in ever leaner manners, without those that cannot fit."""
+        made = self._manners(point)
+        fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
+        yield from fitting or made[-1:]
+
+    def _manners(self, point: _Point) -> list[_Point]:
+        """A point in ever leaner manners."""
         in_team = point.layout.tp > 1
         most = self._expert_degrees(point.layout)[-1]
         manners = [
@@ -253,13 +265,11 @@ class _Grid:
         ]
         if point.layout.pp == 1:
             manners.append((3, Recompute.FULL, in_team, most))
-        made = [
+        return [
             replace(point, layout=_in_manner(point.layout, zero, recompute, along_positions, ep))
             for zero, recompute, along_positions, ep in dict.fromkeys(manners)
             if not zero or point.layout.dp > 1
         ]
-        fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
-        yield from fitting or made[-1:]
 
     def _varied(self, start: _Point) -> Iterator[_Point]:
         """Other manners of a point: ZeRO, recomputation, sequences, experts, the schedule."""

@@ -1,9 +1,10 @@
 """The division of the remaining time among methods once every one has had its part.
 
 Time goes where it pays, in rounds: first to methods that were starved, the one with the best plan
-before the others, as rounds become shorter; then to the one whose last rounds improved its own
-best plan most per second, as a bandit would; the farther that plan is behind the best of all, the
-less this counts. Methods without recent gain are tried again when the others gain nothing either.
+(or the one nearest to fitting) before the others, as rounds become shorter; then to the one whose
+last rounds improved its own best plan most per second, as a bandit would; the farther that plan is
+behind the best of all, the less this counts. Methods without recent gain are tried again when the
+others gain nothing either.
 Only methods that resume (``Planner.resumes``) take part, and one that ended before its part was
 over has nothing left to try.
 """
@@ -39,6 +40,7 @@ class Contender:
         seconds: Seconds of all rounds.
         rounds: Number of its rounds.
         step_time_s: Step time of its best plan; infinite if none fits.
+        overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
         gain_per_s: Relative improvements of that plan per second; earlier rounds count less and
             less.
         is_done: Whether it has nothing left to try.
@@ -50,6 +52,7 @@ class Contender:
     seconds: float = 0.0
     rounds: int = 0
     step_time_s: float = math.inf
+    overflow_bytes: float = math.inf
     gain_per_s: float = 0.0
     is_done: bool = False
 
@@ -62,6 +65,7 @@ class Contender:
         step_time_s: float,
         best_s: float,
         known_s: float = math.inf,
+        overflow_bytes: float = math.inf,
     ) -> None:
         """Record the result of a round.
 
@@ -72,6 +76,7 @@ class Contender:
             step_time_s: Step time of the best plan of all its rounds; infinite if none fits.
             best_s: Step time of the best plan of all methods.
             known_s: The same before the round: a search that starts from it has not gained it.
+            overflow_bytes: Bytes missing for the best plan of all its rounds.
         """
         gain = 0.0
         if step_time_s < self.step_time_s and step_time_s != known_s:
@@ -82,6 +87,7 @@ class Contender:
             gain = max(gain, _FIRST_GAIN * is_first) * (best_s / step_time_s) ** _BEHIND
         self.step_time_s = step_time_s
         self.gain_per_s = max(gain / max(seconds, 1e-9), _FORGOTTEN * self.gain_per_s)
+        self.overflow_bytes = overflow_bytes
         self.rounds += 1
         self.seconds += seconds
         self.evaluations += evaluations
@@ -124,6 +130,8 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
         return None
     starved = [each for each in able if each.is_starved and each.rounds < _MOST_STARVED]
     if starved:
-        return min(starved, key=lambda each: (each.step_time_s, each.evaluations))
+        return min(
+            starved, key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations)
+        )
     # Of those with equal gains, the one with the fewest rounds.
     return max(able, key=lambda each: (each.gain_per_s, -each.seconds))

@@ -23,10 +23,10 @@ LEAST_ROUND = 0.03
 """Part of a budget in seconds below which no round is begun."""
 LAST_PART = 0.05
 """Part of a budget in seconds kept for each method that comes last, to improve the winner."""
-_TASKS_PER_S = 50_000
+_TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 400_000
 _LEAST_TASKS = 200_000
-"""Most tasks of a program for each second of a budget, and at least: lowering and simulating that
-takes two or three percent of the time."""
+"""Most tasks of a program for each second of the whole budget and of a method's own part, and at
+least: lowering and simulating that takes a few percent of the whole, half of the part."""
 Progress = Callable[[str, float, float], None]
 """Function called with (method, fraction of its budget spent, best seconds so far)."""
 
@@ -62,6 +62,8 @@ class Shares:
         budget = self._asked.budget
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
+            if is_baseline:  # what others leave over goes to those that can use it
+                stage.sort(key=_resumes)
             part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
             whole = _whole(budget, is_baseline, self._left_s)
             purse = Purse(whole.part(part), len(stage))
@@ -118,7 +120,7 @@ class Shares:
         )
         spending = problem.spend()
         if planner.name != GIVEN:  # a person's own layout always gets it
-            self._asked.evaluator.most_tasks = self._most_tasks
+            self._asked.evaluator.most_tasks = self._most_tasks(part)
         try:
             row = run_method(planner, problem)
         finally:
@@ -126,25 +128,26 @@ class Shares:
         self._keep(contender, part, (row, spending.seconds))
         return spending.seconds
 
-    @property
-    def _most_tasks(self) -> float:
-        """Most tasks of a program that is simulated, so that no evaluation uses up the budget."""
-        if self._asked.budget.seconds is None:
+    def _most_tasks(self, part: Budget) -> float:
+        """Most tasks of a program that is simulated, so that no evaluation uses up a part."""
+        if self._asked.budget.seconds is None or part.seconds is None:
             return math.inf
-        return max(_TASKS_PER_S * self._asked.budget.seconds, _LEAST_TASKS)
+        most = min(_TASKS_PER_S * self._asked.budget.seconds, _OWN_TASKS_PER_S * part.seconds)
+        return max(most, _LEAST_TASKS)
 
     def _keep(self, contender: Contender, part: Budget, ran: Ran) -> None:
         """Keep the row of a method that has run, and tell its contender."""
         row, seconds = ran
         known_s = _best_s(self.rows.values())
-        self.rows[row.method] = _joined(self.rows.get(row.method), row)
+        best = self.rows[row.method] = _joined(self.rows.get(row.method), row)
         contender.tell(
             given_s=part.seconds or 0.0,
             seconds=seconds,
             evaluations=row.num_evaluations,
-            step_time_s=_best_s([self.rows[row.method]]),
+            step_time_s=_best_s([best]),
             best_s=_best_s(self.rows.values()),
             known_s=known_s,
+            overflow_bytes=math.inf if best.candidate is None else best.overflow_bytes,
         )
         self._progress(row.method, 1.0, row.step_time_s or math.inf)
 
@@ -255,7 +258,7 @@ class SharesTogether(Shares):
                 methods=tuple(seat),
                 seeds=seeds,
                 seed=self._asked.seed + number,
-                most_tasks=self._most_tasks,
+                most_tasks=min((self._most_tasks(part) for _, part in seat), default=math.inf),
             )
             for number, seat in enumerate(parts)
         ]
@@ -294,6 +297,10 @@ def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
     if is_baselines:
         return budget.part(BASELINE_PART)
     return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
+
+
+def _resumes(planner: Planner) -> bool:
+    return bool(getattr(planner, "resumes", False))
 
 
 def comes_last(planner: Planner) -> bool:

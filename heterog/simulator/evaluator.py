@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import prod
@@ -48,6 +48,7 @@ from heterog.strategy.lowering import (
     lower_to_tape,
     make_scratch,
     program_from_tape,
+    resident_bytes,
     used_channels,
 )
 from heterog.strategy.lowering.choice import Encoder
@@ -78,6 +79,10 @@ that do alike: about a millisecond, in which a third of so many ops is lowered a
 MEMORY_MARGIN = 0.04
 """Share added to what tensors and workspaces need: small workspaces, rounding of allocators,
 gradients that are on their way to a server and are not freed at once."""
+
+OVERFULL = 2.0
+"""Times a device's memory that parameters and states alone may take where time is short: nothing
+that a search tries next (micro-batches, recomputation, an order) makes more than that fit."""
 
 REFEREE_SLACK = 0.03
 """Share by which the referee may find a strategy faster than the engine does before a search that
@@ -621,6 +626,15 @@ class Evaluator:
             row[list(held)] = list(held.values())
         return self._held[channel]
 
+    @property
+    def is_short_of_time(self) -> bool:
+        """Whether ``most_tasks`` is a limit. What does not fit is then looked at briefly.
+
+        What keeps ``OVERFULL`` times a device's memory is not simulated, and the referee does not
+        replay what the engine's schedule has no memory for: its step is the engine's.
+        """
+        return not math.isinf(self.most_tasks)
+
     def evaluate_choice(
         self, choice: Choice, order: Order, limit_s: float = math.inf
     ) -> Evaluation:
@@ -641,6 +655,8 @@ class Evaluator:
 
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
+        if (kept := self._overfull(choice)) is not None:
+            return [self._hopeless(choice, kept, order) for order in orders]
         lowered = self._ready(choice)
         if lowered is None:
             return [self._too_large(choice, order) for order in orders]
@@ -679,16 +695,22 @@ class Evaluator:
         return min(tried, key=lambda result: result.preference)
 
     def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
+        if (kept := self._overfull(choice)) is not None:
+            return self._hopeless(choice, kept, order)
         lowered = self._ready(choice)
         if lowered is None:
             return self._too_large(choice, order)
         seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)
+        peak = self._peak(lowered, self._timings)
+        if self.is_short_of_time and (peak * (1.0 + MEMORY_MARGIN) > self._usable).any():
+            return self._judge(choice, seconds, peak, order)
         seconds, replayed = self._replay(lowered, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
-        return self._judge(choice, seconds, self._peak(lowered, self._timings, replayed), order)
+        peak = np.maximum(peak, self._peak(lowered, replayed))
+        return self._judge(choice, seconds, peak, order)
 
     def _replay(
         self, lowered: _Lowered, limit_s: float = math.inf
@@ -807,6 +829,26 @@ class Evaluator:
         members = num_members[tables.parameter_group]
         num_updates = (members * np.where(choice.home >= 0, _SERVED, 1)).sum()
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
+
+    def _overfull(self, choice: Choice) -> FloatArray | None:
+        """Bytes that stay on each device, where time is short and they are hopelessly many.
+
+        Then a simulation, which takes seconds on hundreds of devices, has nothing to add: the
+        peak is larger still, and the step is at least the floor.
+        """
+        if not self.is_short_of_time or self.floor_s(choice) == 0.0:
+            return None
+        kept = resident_bytes(self.tables_of(choice), choice)
+        if not (kept > OVERFULL * self._usable).any():
+            return None
+        self.poll()
+        self.num_evaluations += 1
+        return kept
+
+    def _hopeless(self, choice: Choice, kept: FloatArray, order: Order) -> Evaluation:
+        """The evaluation of a strategy that was not simulated, from lower bounds."""
+        found = self._judge(choice, self.floor_s(choice), kept, order)
+        return replace(found, shortage=found.shortage.replace(" needs ", " needs at least ", 1))
 
     def _ready(self, choice: Choice) -> _Lowered | None:
         """Lower a choice, folded where that is exact; ``None`` if that makes too many tasks."""

@@ -148,3 +148,17 @@ def test_a_search_cut_short_has_varied_the_best_shape() -> None:
         for each in (whole, cut)
     )
     assert early <= 1.02 * best
+
+
+def test_shapes_that_may_fit_everywhere_come_before_the_rest() -> None:
+    """On 512 devices 70 billion parameters on two stages came first, and time was up."""
+    cluster = cluster_of((10.0, ["V100-32GB"] * 4), (10.0, ["T4"] * 4))
+    grid = _Grid(task_of(Evaluator(GRAPH, cluster)))
+    grid.parameters = 100e9
+    ranks = []
+    for point in sorted(grid._shapes(), key=grid._order):
+        least = min(map(grid._least_bytes, grid._manners(point)))
+        room = [cluster.devices[device].usable_memory_bytes for device in point.devices]
+        ranks.append((least > min(room)) + (least > max(room)))
+    assert ranks == sorted(ranks)
+    assert len(set(ranks)) > 1

@@ -156,6 +156,16 @@ def test_who_was_starved_is_asked_first_and_who_is_done_no_more() -> None:
     assert next_of([done]) is None
 
 
+def test_where_nothing_fits_the_nearest_to_fitting_goes_on() -> None:
+    planner = planner_by_name("local_search")
+    far, near, nothing = (Contender(planner=planner) for _ in range(3))
+    one = {"given_s": 1.0, "best_s": math.inf, "seconds": 1.0, "step_time_s": math.inf}
+    far.tell(evaluations=1, overflow_bytes=2e9, **one)
+    near.tell(evaluations=9, overflow_bytes=1e9, **one)
+    nothing.tell(evaluations=0, **one)
+    assert next_of([far, near, nothing]) is near
+
+
 def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None:
     planner = planner_by_name("local_search")
     leader, runner_up, last = (Contender(planner=planner) for _ in range(3))

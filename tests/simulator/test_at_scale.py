@@ -16,6 +16,7 @@ from heterog.simulator.noise import Noise, draw_noise
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.program import TaskKind
 from tests.simulator.builders import random_case
 from tests.strategy.test_layouts import GRAPH
@@ -77,6 +78,31 @@ def test_what_is_too_large_is_said_and_not_simulated() -> None:
         assert found.preference[0] == math.inf
         assert "tasks" in found.shortage
     assert evaluator.num_evaluations == 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_in_haste_what_does_not_fit_is_looked_at_briefly_and_never_said_to_fit(seed: int) -> None:
+    evaluator, choice = random_case(Random(seed))
+    order, in_haste = Order.FIFO, 10**12
+    whole, judged = evaluator.evaluate_choice(choice, order), evaluator.referee(choice, order)
+    evaluator._usable = np.array(judged.peak_memory_bytes) * 0.9
+    judged = evaluator.referee(choice, order)
+    evaluator.most_tasks = in_haste
+    brief = evaluator.referee(choice, order)
+    assert brief.outcome == judged.outcome == Outcome.OUT_OF_MEMORY
+    assert brief.overflow_bytes <= judged.overflow_bytes
+
+    kept = resident_bytes(evaluator.tables_of(choice), choice)
+    evaluator._usable = kept / (1.01 * evaluator_module.OVERFULL)
+    is_simulated = evaluator.floor_s(choice) == 0.0
+    before = evaluator.num_tasks = -1
+    for found in (evaluator.evaluate_choice(choice, order), evaluator.referee(choice, order)):
+        assert found.outcome == Outcome.OUT_OF_MEMORY
+        assert found.step_time_s <= whole.step_time_s * (1.0 + 1e-9)
+        assert (np.array(found.peak_memory_bytes) <= judged.peak_memory_bytes).all()
+        assert is_simulated or (evaluator.num_tasks == before and "at least" in found.shortage)
+    evaluator.most_tasks = math.inf
+    assert "at least" not in evaluator.evaluate_choice(choice, order).shortage
 
 
 def test_a_thousand_devices_that_do_alike_are_one_small_program(

@@ -38,7 +38,7 @@ from heterog.planners.megatron_grid import MOST_TASKS, least_bubble
 from heterog.planners.planner import Candidate, PlanResult, Problem, register
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
@@ -135,19 +135,14 @@ class CompositionSearch:
     def run(self) -> None:
         """Estimate, simulate, refine."""
         self.estimate()
+        if self._among is None:
+            self._simulate_plain()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
         for number, point in enumerate(self.ranked, 1):
             if number % SCHEDULED_AFTER == 0:
                 self._simulate_scheduled()
-            for manner in self.until_it_fits(point):
-                if self.found and self.spending.fraction >= UNTIL_REFINED:
-                    break
-                evaluation = self.simulate(manner)
-                if evaluation is not None and evaluation.is_ok:
-                    self._simulate_cheaper(manner)
-                if evaluation is None or evaluation.is_ok:
-                    break
+            self._simulate_in_manners(point)
         for start in self.best(NUM_REFINED):
             self._refine(start)
 
@@ -235,8 +230,7 @@ class CompositionSearch:
             kinds = {island.kind for pool in point.pools for island in pool}
             if len(kinds) == 1:
                 alone.setdefault(kinds.pop(), point)
-        first = [*self._plain(), *alone.values()]
-        return list(dict.fromkeys((*first, *(point for _, point in weighted))))
+        return list(dict.fromkeys((*alone.values(), *(point for _, point in weighted))))
 
     def weighted(self, most: int) -> list[tuple[float, Composition]]:
         """(seconds, composition) of those with the least estimates, sorted, see ``promising``.
@@ -278,6 +272,35 @@ class CompositionSearch:
                 yield cut[1]
 
     # --- simulation ------------------------------------------------------------------------------
+
+    def _simulate_plain(self) -> None:
+        """Replicas on each kind of machines and on all, and slices of ZeRO for the best of them.
+
+        They come first, so a search that is cut short has tried them.
+        """
+        for point in self._plain():
+            self._simulate_in_manners(point)
+        for best in self.best(1):
+            for zero in sorted({zero for _, zero in self.manners if zero}):
+                for point in self.kept(replace(best, zero=zero)):
+                    if self.spending.fraction < UNTIL_REFINED:
+                        self.simulate(point)
+
+    def _simulate_in_manners(self, point: Composition) -> None:
+        """Simulate a composition, leaner until it fits, while there is time."""
+        for manner in self.until_it_fits(point):
+            if self.found and self.spending.fraction >= UNTIL_REFINED:
+                return
+            evaluation = self.simulate(manner)
+            while evaluation is not None and evaluation.outcome == Outcome.TOO_LARGE:
+                if manner.num_micro == 1:
+                    return
+                manner = replace(manner, num_micro=manner.num_micro // 2)
+                evaluation = self.simulate(manner)
+            if evaluation is not None and evaluation.is_ok:
+                self._simulate_cheaper(manner)
+            if evaluation is None or evaluation.is_ok:
+                return
 
     def until_it_fits(self, point: Composition) -> Iterator[Composition]:
         """A composition, then leaner and leaner manners of it."""
