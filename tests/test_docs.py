@@ -41,7 +41,7 @@ from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.graph.sharding_rules.table import RULES
-from heterog.planners.judging import EQUALLY_GOOD, NUM_DRAWS
+from heterog.planners.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
 from heterog.planners.planner import planners
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.profiler import SHARES
@@ -472,7 +472,7 @@ NUMBERS: list[tuple[str, str, object]] = [
     ("docs/guide.md", r"line rate that is reached \(default ([\d.]+)\)", default("efficiency")),
     ("docs/guide.md", r"reserved_memory: ([\d.]+) GiB", default("reserved_memory") / GIB),
     ("docs/guide.md", r"the same (\d+) draws", NUM_DRAWS),
-    ("docs/planners.md", r"under noise is taken \((\d+) draws", NUM_DRAWS),
+    ("docs/planners.md", r"under noise is taken \((\d+) draws", NUM_COMPARED),
     ("docs/guide.md", r"every link by about (\d+) %", round(100 * SPREAD)),
     ("docs/planners.md", r"links by (\d+) %", round(100 * SPREAD)),
     ("README.md", r"is within (\d+) %, that is what is rec", round(100 * SUFFICES)),

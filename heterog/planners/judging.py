@@ -18,7 +18,7 @@ from heterog.planners.planner import (
 )
 from heterog.planners.rounds import STARVED
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.simulator.noise import draw_noise
 from heterog.strategy.strategy import Strategy
 
@@ -26,8 +26,9 @@ NUM_DRAWS = 20
 """Number of draws of noise that every method's best strategy is simulated under."""
 EQUALLY_GOOD = 0.005
 """Relative difference between two step times below which no simulator can rank them."""
-MOST_COMPARED = 3
-"""Most candidates of one search that are simulated under noise."""
+MOST_COMPARED, NUM_COMPARED = 3, 8
+"""Most candidates of one search that are simulated under noise, and the draws that tell which of
+equally good ones to take."""
 JUDGED_PART = 0.15
 """Part of a method's budget in seconds for the referee to judge its candidates."""
 
@@ -102,22 +103,30 @@ def _judged(
     """
     evaluator = problem.evaluator
     judged: list[tuple[Evaluation, Strategy]] = []
-    turns: list[tuple[Strategy, Order]] = []
+    turns: list[tuple[Strategy, tuple[Order, ...]]] = []
     for candidate in result.candidates:
         if candidate.judged is not None:
             judged.append((candidate.judged, candidate.strategy))
         else:
-            turns.append((candidate.strategy, candidate.orders[0]))
+            turns.append((candidate.strategy, candidate.orders[:1]))
     for candidate in result.candidates:
         own = candidate.orders if planner.stage == "baseline" else problem.orders
         done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]
-        turns += [(candidate.strategy, order) for order in own if order != done]
-    if turns and not judged:
-        strategy, order = turns.pop(0)
-        judged.append((evaluator.referee(strategy, order), strategy))
+        turns.append((candidate.strategy, tuple(order for order in own if order != done)))
+
+    def take(strategy: Strategy, orders: tuple[Order, ...]) -> None:
+        # What is longer than the best so far is not compared with it any more.
+        fitting = [each.step_time_s for each, _ in judged if each.is_ok]
+        limit_s = min(fitting, default=math.inf) * (1.0 + EQUALLY_GOOD)
+        found = evaluator.referee_orders(strategy, orders, limit_s)
+        judged.extend((each, strategy) for each in found if each.outcome != Outcome.GIVEN_UP)
+
+    if not judged and turns:
+        take(*turns.pop(0))
     with spending.limits():
-        for strategy, order in turns:
-            judged.append((evaluator.referee(strategy, order), strategy))
+        for strategy, orders in turns:
+            if orders:
+                take(strategy, orders)
     return judged
 
 
@@ -139,13 +148,15 @@ def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strate
 
     def total(index: int) -> float:
         evaluation, strategy = judged[index]
-        return sum(under_noise(evaluator, strategy, evaluation.order))
+        return sum(under_noise(evaluator, strategy, evaluation.order, NUM_COMPARED))
 
     return min(equal, key=total)
 
 
-def under_noise(evaluator: Evaluator, strategy: Strategy, order: Order) -> tuple[float, ...]:
+def under_noise(
+    evaluator: Evaluator, strategy: Strategy, order: Order, num_draws: int = NUM_DRAWS
+) -> tuple[float, ...]:
     """Seconds per step in each draw; the draws are the same for all strategies."""
-    noise = draw_noise(evaluator.cluster, NUM_DRAWS, evaluator.spreads)
+    noise = draw_noise(evaluator.cluster, num_draws, evaluator.spreads)
     choice = evaluator.encode(strategy)
     return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())

@@ -350,10 +350,8 @@ class Evaluator:
             strategy: Strategy made for this graph and cluster.
             order: Order of waiting tasks; the best of all three if ``None``.
         """
-        choice = self.encode(strategy)
-        if order is not None:
-            return self.evaluate_choice(choice, order)
-        tried = [self.evaluate_choice(choice, each) for each in Order]
+        orders = tuple(Order) if order is None else (order,)
+        tried = self.evaluate_orders(self.encode(strategy), orders)
         return min(tried, key=lambda result: result.preference)
 
     def encode(self, strategy: Strategy) -> Choice:
@@ -689,17 +687,25 @@ class Evaluator:
             limit_s: As in ``evaluate_choice``. A strategy that the engine takes for more than
                 ``REFEREE_SLACK`` slower than that is given up, too.
         """
-        choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
-        orders = Order if order is None else (order,)
-        tried = [self._referee_choice(choice, each, limit_s) for each in orders]
+        orders = tuple(Order) if order is None else (order,)
+        tried = self.referee_orders(strategy, orders, limit_s)
         return min(tried, key=lambda result: result.preference)
 
-    def _referee_choice(self, choice: Choice, order: Order, limit_s: float) -> Evaluation:
+    def referee_orders(
+        self, strategy: Strategy | Choice, orders: Sequence[Order], limit_s: float = math.inf
+    ) -> list[Evaluation]:
+        """Like ``referee`` in several orders, lowered once; the result of each order."""
+        choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
         if (kept := self._overfull(choice)) is not None:
-            return self._hopeless(choice, kept, order)
+            return [self._hopeless(choice, kept, order) for order in orders]
         lowered = self._ready(choice)
         if lowered is None:
-            return self._too_large(choice, order)
+            return [self._too_large(choice, order) for order in orders]
+        return [self._refereed(choice, lowered, order, limit_s) for order in orders]
+
+    def _refereed(
+        self, choice: Choice, lowered: _Lowered, order: Order, limit_s: float
+    ) -> Evaluation:
         seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)

@@ -139,12 +139,13 @@ class CompositionSearch:
             self._simulate_plain()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
-        for number, point in enumerate(self.ranked, 1):
-            if number % SCHEDULED_AFTER == 0:
-                self._simulate_scheduled()
-            self._simulate_in_manners(point)
-        for start in self.best(NUM_REFINED):
-            self._refine(start)
+        for until in (UNTIL_REFINED, 1.0):  # then refined, and on with the rest if there is time
+            for number, point in enumerate(self.ranked, 1):
+                if number % SCHEDULED_AFTER == 0:
+                    self._simulate_scheduled(until)
+                self._simulate_in_manners(point, until)
+            for start in self.best(NUM_REFINED):
+                self._refine(start)
 
     def best(self, count: int) -> list[Composition]:
         """The best of the simulated compositions, best first."""
@@ -279,17 +280,17 @@ class CompositionSearch:
         They come first, so a search that is cut short has tried them.
         """
         for point in self._plain():
-            self._simulate_in_manners(point)
+            self._simulate_in_manners(point, UNTIL_REFINED)
         for best in self.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
                 for point in self.kept(replace(best, zero=zero)):
                     if self.spending.fraction < UNTIL_REFINED:
                         self.simulate(point)
 
-    def _simulate_in_manners(self, point: Composition) -> None:
-        """Simulate a composition, leaner until it fits, while there is time."""
+    def _simulate_in_manners(self, point: Composition, until: float) -> None:
+        """Simulate a composition, leaner until it fits, before a part of the budget is over."""
         for manner in self.until_it_fits(point):
-            if self.found and self.spending.fraction >= UNTIL_REFINED:
+            if self.found and self.spending.fraction >= until:
                 return
             evaluation = self.simulate(manner)
             while evaluation is not None and evaluation.outcome == Outcome.TOO_LARGE:
@@ -317,9 +318,9 @@ class CompositionSearch:
             if evaluation is None or not evaluation.is_ok:
                 return
 
-    def _simulate_scheduled(self) -> None:
+    def _simulate_scheduled(self, until: float) -> None:
         """Try other schedules of the composition that would be shortest without its bubble."""
-        if self.found and self.spending.fraction < UNTIL_REFINED:
+        if self.found and self.spending.fraction < until:
             for other in self.scheduled(min(self.found, key=self._without_bubble)):
                 self.simulate(other)
 
