@@ -120,7 +120,7 @@ def run_methods(
         UnknownNameError: a method does not exist.
     """
     chosen = [planner for planner in _chosen(methods, evaluator) if planner.name not in without]
-    searching = any(planner.stage != "baseline" for planner in chosen)
+    searching = any(planner.stage == "search" for planner in chosen)
     running = [
         planner
         for planner in planners()
