@@ -21,6 +21,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.planners.data_parallel import device_speeds
 from heterog.planners.islands.composing import (
     OVERFLOWS,
     Composition,
@@ -121,8 +122,12 @@ class CompositionSearch:
         self._among = among
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
+        self.started: set[Composition] = set()  # those that were descended from
         self.done: set[Structure] = set()
-        self.num_ranked, self.ranked = 0, list[Composition]()  # kept for a resumed search
+        self.cuts: dict[Composition, tuple[float, Composition] | None] = {}
+        # Kept for a resumed search, whose rounds may be short.
+        self.num_ranked, self.ranked = 0, list[Composition]()
+        self.plain: list[Composition] = []
         self.found: dict[Composition, Evaluation] = {}
         self.strategies: dict[Composition, Strategy] = {}
         self.refused: set[Composition] = set()
@@ -133,10 +138,10 @@ class CompositionSearch:
         ]
 
     def run(self) -> None:
-        """Estimate, simulate, refine."""
-        self.estimate()
+        """Simulate what is plain, estimate, simulate the best, refine."""
         if self._among is None:
             self._simulate_plain()
+        self.estimate()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
         for until in (UNTIL_REFINED, 1.0):  # then refined, and on with the rest if there is time
@@ -171,7 +176,12 @@ class CompositionSearch:
             if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
                 return
             for start in self._starts(structure):
+                if start in self.started:
+                    continue
                 self._descend(start)
+                self.started.add(start)
+                if self.spending.fraction >= UNTIL_ESTIMATED:
+                    return
             self.done.add(structure)
 
     def _starts(self, structure: Structure) -> Iterator[Composition]:
@@ -248,7 +258,7 @@ class CompositionSearch:
             # With a cheaper kind of recomputation than all, or none, whichever seems best.
             division = point.pools, point.num_micro, point.recompute == Recompute.FULL
             if division not in cuts:  # points that do not fit are tried in other manners
-                cut = self.estimator.cut(replace(point, samples=samples))
+                cut = self._cut(replace(point, samples=samples))
                 cuts |= {} if cut is None else {division: cut}
         weighted = []
         for seconds, point in sorted(cuts.values(), key=lambda pair: pair[0]):
@@ -258,17 +268,26 @@ class CompositionSearch:
         weighted.sort(key=lambda pair: pair[0])
         return weighted
 
-    def _plain(self) -> Iterator[Composition]:
-        """Replicas on the machines of each kind, and of all, in one go, which are hard to beat.
+    def _cut(self, point: Composition) -> tuple[float, Composition] | None:
+        """(seconds, the composition with its layers cut), computed once."""
+        if point not in self.cuts:
+            self.cuts[point] = self.estimator.cut(point)
+        return self.cuts[point]
 
-        An estimate takes gradients to be added up behind the step; data parallelism hides them.
+    def _plain(self) -> Iterator[Composition]:
+        """Replicas on the machines of each kind, of the fastest kinds and of all, in one go.
+
+        They are hard to beat, and an estimate takes their gradients to be added up behind the
+        step, where data parallelism hides them.
         """
-        kinds = range(len(self.slices.kinds))
-        for some in dict.fromkeys((*((kind,) for kind in kinds), tuple(kinds))):
+        speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
+        fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
+        fastest = (tuple(sorted(fast[:count])) for count in range(2, len(kinds) + 1))
+        for some in (*((kind,) for kind in fast), *fastest):
             islands = tuple((Island(kind, 1, 1),) for kind in some)
             point = Composition(islands, 1, *self.manners[0])
             seconds, samples = self.estimator.shared_out(point)
-            cut = self.estimator.cut(replace(point, samples=samples)) if samples else None
+            cut = self._cut(replace(point, samples=samples)) if samples else None
             if cut is not None and seconds < OVERFLOWS:
                 yield cut[1]
 
@@ -277,9 +296,10 @@ class CompositionSearch:
     def _simulate_plain(self) -> None:
         """Replicas on each kind of machines and on all, and slices of ZeRO for the best of them.
 
-        They come first, so a search that is cut short has tried them.
+        They need no estimates of other divisions, so a search that is cut short has tried them.
         """
-        for point in self._plain():
+        self.plain = self.plain or list(self._plain())
+        for point in self.plain:
             self._simulate_in_manners(point, UNTIL_REFINED)
         for best in self.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
