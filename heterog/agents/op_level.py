@@ -36,14 +36,14 @@ NUM_RETURNED = 4
 BUCKETS = (0, DEFAULT_BUCKET_BYTES)
 NUM_VARIED = 6
 MICRO_BATCHES = (2, 4, 8, 16)
-MOST_TASKS = 1_600_000
-"""Most tasks simulated at the op level for a table, up to two seconds of work."""
+MOST_TASKS = 1_200_000
+"""Most tasks simulated at the op level for a table, up to one and a half seconds of work."""
 NUM_FINISHED = 4
 """Number of different pipelined rows that get teams and schedules."""
 MOST_BEHIND = 1.5
 """Step time over the best row's up to which such a row may win by them; on cases that no policy
 was held against, they took rows at most 1.26 times further."""
-MOST_FINISHED_TASKS = 500_000
+MOST_FINISHED_TASKS = 400_000
 """Most tasks simulated at the op level for these."""
 NUM_JUDGED = 6
 """Number of different rows that the referee judges in all orders."""
@@ -51,7 +51,7 @@ MOST_JUDGED = 1.1
 """Step time over the best judged one's up to which the referee finishes a row."""
 NUM_REFINED = 4
 """Number of different rows that are refined by the referee."""
-MOST_REFINED_TASKS = 1_000_000
+MOST_REFINED_TASKS = 750_000
 """Most tasks that the referee simulates for these."""
 COARSE_STEPS = 8, 4
 """Numbers of groups by which cuts are moved by the engine, one after another."""
@@ -124,6 +124,7 @@ class Scorer:
         self._num_evaluations = 0
         self._scored: dict[tuple[bytes, Whole], Preference] = {}
         self._judged: dict[tuple[bytes, Whole, Order], Preference] = {}
+        self._found: dict[tuple[bytes, Whole, Order], Evaluation] = {}  # of those that fit
         self._kinds = kinds_worth_trying(evaluator.graph)
         self._recomputing = {
             keeps: np.array(
@@ -239,6 +240,8 @@ class Scorer:
         try:
             found = evaluator.referee(choice, order, best[1] if best[0] == 0.0 else np.inf)
             self._judged[key] = self._preference(found, whole)
+            if found.is_ok:
+                self._found[key] = found
         except StrategyError:
             self._judged[key] = _WORST
         self._num_evaluations += 1
@@ -446,9 +449,12 @@ class Scorer:
             op_rules=made.op_rules,
             schedule=made.schedule,
         )
-        strategy = without_needless_rules(self.pair.graph, strategy)
+        plain = without_needless_rules(self.pair.graph, strategy)
         orders = tuple(dict.fromkeys((order, *self._problem.orders)))
-        return Candidate(strategy=strategy, orders=orders)
+        judged = None
+        if plain == strategy:  # the referee has seen it already
+            judged = self._found.get((np.asarray(row, np.int32).tobytes(), whole, order))
+        return Candidate(strategy=plain, orders=orders, judged=judged)
 
     def _candidates(self, row: IntArray, whole: Whole) -> IntArray:
         """Number of every group's decision in the space, in teams of one."""

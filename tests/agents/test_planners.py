@@ -70,6 +70,15 @@ def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
     assert result.num_evaluations <= max(allowed, 1) + 6  # a draw, its re-scoring, a first state
 
 
+def test_what_the_referee_has_judged_is_not_asked_again_and_the_same() -> None:
+    asked = problem("60s")
+    found = planner_by_name("agent").plan(asked).candidates
+    assert found
+    for candidate in found:
+        again = asked.evaluator.referee(candidate.strategy, candidate.orders[0])
+        assert candidate.judged == again
+
+
 def test_a_strategy_of_the_agent_is_what_the_policy_drew() -> None:
     """No baseline among them: every group is on devices of a row of the policy's own draws."""
     found = ask("heldout", problem())
