@@ -6,7 +6,7 @@ definition, a search's in all orders that are allowed, and the best counts.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from heterog.planners.planner import (
     Candidate,
@@ -76,7 +76,8 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     judged.sort(key=lambda pair: pair[0].preference)
     chosen = 0
     with spending.limits():
-        chosen = 0 if planner.stage == "baseline" else _most_robust(evaluator, judged)
+        if planner.stage != "baseline":
+            chosen = _most_robust(evaluator, judged, _known_of(problem).noisy_s)
     best, strategy = judged[chosen]
     return replace(
         row,
@@ -114,11 +115,19 @@ def _judged(
         done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]
         turns.append((candidate.strategy, tuple(order for order in own if order != done)))
 
+    known = _known_of(problem).evaluations
+
     def take(strategy: Strategy, orders: tuple[Order, ...]) -> None:
         # What is longer than the best so far is not compared with it any more.
         fitting = [each.step_time_s for each, _ in judged if each.is_ok]
         limit_s = min(fitting, default=math.inf) * (1.0 + EQUALLY_GOOD)
-        found = evaluator.referee_orders(strategy, orders, limit_s)
+        new = [order for order in orders if (strategy, order) not in known]
+        for each in evaluator.referee_orders(strategy, new, limit_s) if new else ():
+            if each.outcome == Outcome.TOO_LARGE:  # perhaps not in a longer round
+                judged.append((each, strategy))
+            else:
+                known[strategy, each.order] = each
+        found = [known[strategy, order] for order in orders if (strategy, order) in known]
         judged.extend((each, strategy) for each in found if each.outcome != Outcome.GIVEN_UP)
 
     if not judged and turns:
@@ -130,7 +139,31 @@ def _judged(
     return judged
 
 
-def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strategy]]) -> int:
+_KNOWN = "run_method"  # in a problem's memory, beside what the method keeps
+
+
+@dataclass(slots=True)
+class _Known:
+    """What earlier rounds of the same method said of its candidates, which often stay the same."""
+
+    evaluator: Evaluator
+    evaluations: dict[tuple[Strategy, Order], Evaluation] = field(default_factory=dict)
+    noisy_s: dict[tuple[Strategy, Order], float] = field(default_factory=dict)
+
+
+def _known_of(problem: Problem) -> _Known:
+    found = problem.memory.get(_KNOWN)
+    if found is None or found.evaluator is not problem.evaluator:
+        found = problem.memory[_KNOWN] = _Known(problem.evaluator)
+    known: _Known = found
+    return known
+
+
+def _most_robust(
+    evaluator: Evaluator,
+    judged: Sequence[tuple[Evaluation, Strategy]],
+    known: dict[tuple[Strategy, Order], float],
+) -> int:
     """Index of the candidate to take, of candidates sorted best first.
 
     Those within ``EQUALLY_GOOD`` of the shortest step are equal by what a simulator can know;
@@ -148,7 +181,10 @@ def _most_robust(evaluator: Evaluator, judged: Sequence[tuple[Evaluation, Strate
 
     def total(index: int) -> float:
         evaluation, strategy = judged[index]
-        return sum(under_noise(evaluator, strategy, evaluation.order, NUM_COMPARED))
+        key = strategy, evaluation.order
+        if key not in known:
+            known[key] = sum(under_noise(evaluator, *key, NUM_COMPARED))
+        return known[key]
 
     return min(equal, key=total)
 

@@ -17,8 +17,9 @@ from heterog.planners.planner import Planner
 
 STARVED = 20
 """A search that was cut before it had made this many evaluations was starved."""
-_MOST_STARVED = 4
-"""Rounds after which a method that still makes few evaluations is no longer preferred."""
+_MOST_STARVED, _MOST_BEHIND = 4, 2.0
+"""Rounds after which a method that still makes few evaluations is no longer preferred; half as
+many if its step is so many times the best one's."""
 _FORGOTTEN = 0.5
 """Factor on a method's gain in each round that brings nothing."""
 _FIRST_GAIN = 0.1
@@ -41,6 +42,7 @@ class Contender:
         rounds: Number of its rounds.
         step_time_s: Step time of its best plan; infinite if none fits.
         overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
+        behind: Its step over the best of all methods; 1 where it has none yet.
         gain_per_s: Relative improvements of that plan per second; earlier rounds count less and
             less.
         is_done: Whether it has nothing left to try.
@@ -53,6 +55,7 @@ class Contender:
     rounds: int = 0
     step_time_s: float = math.inf
     overflow_bytes: float = math.inf
+    behind: float = 1.0
     gain_per_s: float = 0.0
     is_done: bool = False
 
@@ -88,6 +91,7 @@ class Contender:
         self.step_time_s = step_time_s
         self.gain_per_s = max(gain / max(seconds, 1e-9), _FORGOTTEN * self.gain_per_s)
         self.overflow_bytes = overflow_bytes
+        self.behind = 1.0 if math.isinf(step_time_s) else step_time_s / best_s
         self.rounds += 1
         self.seconds += seconds
         self.evaluations += evaluations
@@ -96,7 +100,8 @@ class Contender:
     @property
     def is_starved(self) -> bool:
         """Whether it has had too little time to be judged."""
-        return self.evaluations < STARVED and not self.is_done
+        most = _MOST_STARVED if self.behind <= _MOST_BEHIND else _MOST_STARVED // 2
+        return self.evaluations < STARVED and self.rounds < most and not self.is_done
 
 
 def next_of(contenders: Sequence[Contender]) -> Contender | None:
@@ -128,7 +133,7 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     able = [each for each in contenders if not each.is_done]
     if not able:
         return None
-    starved = [each for each in able if each.is_starved and each.rounds < _MOST_STARVED]
+    starved = [each for each in able if each.is_starved]
     if starved:
         return min(
             starved, key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations)
