@@ -87,15 +87,17 @@ def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) ->
     best = np.full((num_stages + 1, num_groups + 1), np.inf)
     best[0, 0] = 0.0
     cut = np.zeros((num_stages + 1, num_groups + 1), np.int64)
+    ends = np.arange(num_groups + 1)
+    is_backward = ends[:, None] > ends
     for stage in range(num_stages):
         # [begin, end] of the groups on this stage
         cost = time_before[None, :, stage] - time_before[:, None, stage]
         over = memory_before[None, :, stage] - memory_before[:, None, stage] - room[stage]
         cost += penalty * np.maximum(over, 0.0) / room[stage]
         total = np.maximum(best[stage][:, None], cost)
-        total[np.tril_indices(num_groups + 1, -1)] = np.inf
+        total[is_backward] = np.inf
         cut[stage + 1] = total.argmin(axis=0)
-        best[stage + 1] = total.min(axis=0)
+        best[stage + 1] = total[cut[stage + 1], ends]
     placement = [0] * num_groups
     end = num_groups
     for stage in range(num_stages, 0, -1):

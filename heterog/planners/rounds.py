@@ -2,9 +2,9 @@
 
 Time goes where it pays, in rounds: first to methods that were starved, the one with the best plan
 (or the one nearest to fitting) before the others, as rounds become shorter; then to the one whose
-last rounds improved its own best plan most per second, as a bandit would; the farther that plan is
-behind the best of all, the less this counts. Methods without recent gain are tried again when the
-others gain nothing either.
+rounds improved its own best plan most per second, the last one or all, as a bandit would; the
+farther that plan is behind the best of all, the less this counts. Methods without gain are tried
+again when the others gain nothing either.
 Only methods that resume (``Planner.resumes``) take part, and one that ended before its part was
 over has nothing left to try.
 """
@@ -20,8 +20,6 @@ STARVED = 20
 _MOST_STARVED, _MOST_BEHIND = 4, 2.0
 """Rounds after which a method that still makes few evaluations is no longer preferred; half as
 many if its step is so many times the best one's."""
-_FORGOTTEN = 0.5
-"""Factor on a method's gain in each round that brings nothing."""
 _FIRST_GAIN = 0.1
 """Gain that the first plan that fits counts as: more may follow."""
 _BEHIND = 8.0
@@ -43,8 +41,9 @@ class Contender:
         step_time_s: Step time of its best plan; infinite if none fits.
         overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
         behind: Its step over the best of all methods; 1 where it has none yet.
-        gain_per_s: Relative improvements of that plan per second; earlier rounds count less and
-            less.
+        gain: Sum of the relative improvements of that plan, as far as they count.
+        gain_per_s: The same per second: those of the last round or of all rounds, whichever is
+            more.
         is_done: Whether it has nothing left to try.
     """
 
@@ -56,6 +55,7 @@ class Contender:
     step_time_s: float = math.inf
     overflow_bytes: float = math.inf
     behind: float = 1.0
+    gain: float = 0.0
     gain_per_s: float = 0.0
     is_done: bool = False
 
@@ -89,12 +89,13 @@ class Contender:
             gain = _FIRST_GAIN if math.isinf(before_s) else math.log(before_s / step_time_s)
             gain = max(gain, _FIRST_GAIN * is_first) * (best_s / step_time_s) ** _BEHIND
         self.step_time_s = step_time_s
-        self.gain_per_s = max(gain / max(seconds, 1e-9), _FORGOTTEN * self.gain_per_s)
         self.overflow_bytes = overflow_bytes
         self.behind = 1.0 if math.isinf(step_time_s) else step_time_s / best_s
         self.rounds += 1
         self.seconds += seconds
         self.evaluations += evaluations
+        self.gain += gain
+        self.gain_per_s = max(gain / max(seconds, 1e-9), self.gain / max(self.seconds, 1e-9))
         self.is_done = seconds < _ENDED_EARLY * given_s
 
     @property
@@ -111,15 +112,25 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     ...     name, stage, resumes = "a", "search", True
     >>> quick, slow = Contender(planner=Method()), Contender(planner=Method())
     >>> quick.tell(given_s=1.0, seconds=1.0, evaluations=90, step_time_s=1.0, best_s=1.0)
-    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=2, step_time_s=3.0, best_s=1.0)
+    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=2, step_time_s=1.9, best_s=1.0)
     >>> next_of([quick, slow]) is slow
     True
     >>> ahead = Contender(planner=Method())
     >>> ahead.tell(given_s=1.0, seconds=1.0, evaluations=3, step_time_s=1.5, best_s=1.0)
     >>> next_of([quick, slow, ahead]) is ahead
     True
-    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, step_time_s=2.0, best_s=1.0)
+    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, step_time_s=1.8, best_s=1.0)
     >>> next_of([quick, slow]) is quick
+    True
+
+    Who was starved and is far behind waits until another one has had a second round:
+
+    >>> far = Contender(planner=Method())
+    >>> far.tell(given_s=1.0, seconds=1.0, evaluations=3, step_time_s=9.0, best_s=1.0)
+    >>> next_of([quick, far]) is quick
+    True
+    >>> quick.tell(given_s=1.0, seconds=1.0, evaluations=90, step_time_s=1.0, best_s=1.0)
+    >>> next_of([quick, far]) is far
     True
 
     Who starts from the best plan and only hands it back has gained nothing:
@@ -134,9 +145,13 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     if not able:
         return None
     starved = [each for each in able if each.is_starved]
-    if starved:
+    near = [each for each in starved if each.behind <= _MOST_BEHIND]
+    if near:
         return min(
-            starved, key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations)
+            near, key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations)
         )
     # Of those with equal gains, the one with the fewest rounds.
-    return max(able, key=lambda each: (each.gain_per_s, -each.seconds))
+    chosen = max(able, key=lambda each: (each.gain_per_s, -each.seconds))
+    if starved and chosen.rounds > 1:  # who is far behind waits for others to have had two
+        return min(starved, key=lambda each: (each.step_time_s, each.evaluations))
+    return chosen
