@@ -57,6 +57,8 @@ NUM_REFINED = 3
 SCHEDULED_AFTER = 8
 """Number of compositions after which the one that other schedules may help most gets them: a
 search that is cut short has then tried both."""
+NEARLY = 1.1
+"""Step over the best up to which variants of a composition are tried."""
 VARIETY = 1.04
 """Factor by which each further composition of the same structure counts as slower."""
 PASSES = 2
@@ -149,7 +151,10 @@ class CompositionSearch:
                 if number % SCHEDULED_AFTER == 0:
                     self._simulate_scheduled(until)
                 self._simulate_in_manners(point, until)
-            for start in self.best(NUM_REFINED):
+            starts = self.best(NUM_REFINED)
+            if self._among is None:
+                self._simulate_halves()
+            for start in starts:
                 self._refine(start)
 
     def best(self, count: int) -> list[Composition]:
@@ -306,6 +311,25 @@ class CompositionSearch:
                 for point in self.kept(replace(best, zero=zero)):
                     if self.spending.fraction < UNTIL_REFINED:
                         self.simulate(point)
+
+    def _simulate_halves(self) -> None:
+        """Two stages of the machines of each kind, whose replicas add up half of the gradients."""
+        for kind in range(len(self.slices.kinds)):
+            island = Island(kind, 1, 2)
+            point = Composition(((island,),), 1, *self.manners[0])
+            samples = self.estimator.shared_out(point)[1] if island in self.options[kind] else ()
+            cut = self._cut(replace(point, samples=samples)) if samples else None
+            if cut is None:
+                continue
+            for zero in sorted({zero for _, zero in self.manners}):
+                found = self.simulate(replace(cut[1], zero=zero))
+                if found is None or not self._is_near(found):
+                    break
+
+    def _is_near(self, found: Evaluation) -> bool:
+        """Whether a composition is nearly as good as the best, so that variants may be better."""
+        missing, seconds = self.found[self.best(1)[0]].preference
+        return found.preference <= (missing, NEARLY * seconds)
 
     def _simulate_in_manners(self, point: Composition, until: float) -> None:
         """Simulate a composition, leaner until it fits, before a part of the budget is over."""
