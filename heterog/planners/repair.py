@@ -43,7 +43,7 @@ from heterog.planners.teams import (
     team_sizes,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.lowering import resident_bytes
@@ -178,7 +178,8 @@ class _Repair:
         """Repair in rounds until something fits, nothing helps, or the budget is over."""
         given = self._evaluate(strategy)
         try:
-            self._search(given)
+            if np.isfinite(given.peak).all():
+                self._search(given)
         except _BudgetOver:
             pass
         best = self._best()
@@ -212,17 +213,22 @@ class _Repair:
     def _evaluate(self, strategy: Strategy) -> _Tried:
         if strategy not in self.tried:
             found = self.evaluator.evaluate(strategy, self.order)
-            peak = np.array(found.peak_memory_bytes, np.float64)
-            self.tried[strategy] = _Tried(strategy, found.step_time_s, peak)
+            self.tried[strategy] = _Tried(strategy, found.step_time_s, self._peak(found))
         return self.tried[strategy]
 
     def _is_confirmed(self, tried: _Tried) -> bool:
         """Whether the referee agrees that it fits; otherwise leave more room from now on."""
-        judged = np.array(self.evaluator.referee(tried.strategy, self.order).peak_memory_bytes)
+        judged = self._peak(self.evaluator.referee(tried.strategy, self.order))
         if self._shortage(judged) <= 0.0:
             return True
         self.usable -= np.maximum(judged - tried.peak, 0.0)
         return False
+
+    def _peak(self, found: Evaluation) -> FloatArray:
+        """Peak bytes of each device; infinite where the program is too large to be simulated."""
+        if found.outcome == Outcome.TOO_LARGE:
+            return np.full(len(self.limits), np.inf)
+        return np.array(found.peak_memory_bytes, np.float64)
 
     def _shortage(self, peak: FloatArray) -> float:
         """Missing bytes of the worst device."""

@@ -23,10 +23,10 @@ LEAST_ROUND = 0.03
 """Part of a budget in seconds below which no round is begun."""
 LAST_PART = 0.05
 """Part of a budget in seconds kept for each method that comes last, to improve the winner."""
-_TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 400_000
+_TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 1_000_000
 _LEAST_TASKS = 200_000
 """Most tasks of a program for each second of the whole budget and of a method's own part, and at
-least: lowering and simulating that takes a few percent of the whole, half of the part."""
+least: lowering and simulating that takes a few percent of the whole, a quarter of the part."""
 Progress = Callable[[str, float, float], None]
 """Function called with (method, fraction of its budget spent, best seconds so far)."""
 

@@ -25,7 +25,12 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners import conformance, planner
 from heterog.planners.conformance import CHECKS, Check, check_planner, load_planner
-from heterog.planners.data_parallel import balanced_homes, device_speeds, even_shares
+from heterog.planners.data_parallel import (
+    balanced_homes,
+    device_speeds,
+    even_shares,
+    uniform_strategy,
+)
 from heterog.planners.judging import run_method
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.model_parallel import balanced_chain
@@ -40,12 +45,13 @@ from heterog.planners.planner import (
     planners,
 )
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.repair import repair
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound
 from heterog.strategy.space import StrategySpace, device_sets
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 from tests.simulator.builders import cluster_of
 from tests.thorough import one_in
 
@@ -310,6 +316,18 @@ def test_what_is_left_out_gives_no_start_either(monkeypatch: pytest.MonkeyPatch)
     assert "tuned_uniform" in asked
     assert set(without).isdisjoint(asked)
     assert set(without).isdisjoint(row.method for row in rows)
+
+
+@pytest.mark.parametrize("most_tasks", [1, 2000])
+def test_methods_pass_over_what_is_too_large(most_tasks: int) -> None:
+    """Programs that are not simulated have no peaks, and repairs and poplar counted on some."""
+    small = Evaluator(graph(), cluster_of((1.0, ["T4"] * 4), (1.0, ["V100-16GB"] * 4)))
+    small.most_tasks = most_tasks
+    for method in planners():
+        run_method(method, Problem(evaluator=small, budget=Budget(evaluations=30)))
+    alike = Decision(devices=tuple(range(8)), shares=even_shares(small))
+    given = uniform_strategy(small, alike)
+    assert repair(small, given, Order.FIFO, budget=Budget(evaluations=30)).strategy == given
 
 
 def test_space_rows_round_trip() -> None:

@@ -44,7 +44,7 @@ from heterog.planners.poplar.zero import (
     zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
@@ -224,7 +224,7 @@ class _Search:
             last = found
             strategy = zero_strategy(self.problem, stage, found, slices)
             evaluation = self._evaluate(strategy, self.problem.orders[0])
-            if evaluation is None:
+            if evaluation is None or evaluation.outcome == Outcome.TOO_LARGE:
                 break
             taken = np.array([max(sizes) for sizes in found])
             room = (usable - np.array(evaluation.peak_memory_bytes)) / slope
