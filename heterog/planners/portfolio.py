@@ -50,7 +50,7 @@ from heterog.planners.planner import (
     planners,
 )
 from heterog.planners.promise import Promise
-from heterog.planners.sharing import Progress, Shares, SharesTogether, comes_last
+from heterog.planners.sharing import Progress, Shares, SharesTogether, comes_last, resumes
 from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
 from heterog.planners.together import Question, Together, can_be_sent
 from heterog.simulator.engine import Order
@@ -164,7 +164,7 @@ def run_methods(
     if is_shared:
         shares.divide()
         if budget.seconds is not None and searching:
-            shares.go_on([planner for planner in chosen if getattr(planner, "resumes", False)])
+            shares.go_on([planner for planner in chosen if resumes(planner)])
     else:
         shares.give_each()
     return [

@@ -63,7 +63,7 @@ class Shares:
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
             if is_baseline:  # what others leave over goes to those that can use it
-                stage.sort(key=_resumes)
+                stage.sort(key=resumes)
             part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
             whole = _whole(budget, is_baseline, self._left_s)
             purse = Purse(whole.part(part), len(stage))
@@ -299,7 +299,8 @@ def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
     return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
 
 
-def _resumes(planner: Planner) -> bool:
+def resumes(planner: Planner) -> bool:
+    """Whether a method goes on where it was when it is asked again."""
     return bool(getattr(planner, "resumes", False))
 
 

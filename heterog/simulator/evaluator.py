@@ -653,11 +653,9 @@ class Evaluator:
 
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
-        if (kept := self._overfull(choice)) is not None:
-            return [self._hopeless(choice, kept, order) for order in orders]
-        lowered = self._ready(choice)
-        if lowered is None:
-            return [self._too_large(choice, order) for order in orders]
+        lowered = self._begun(choice, orders)
+        if isinstance(lowered, list):
+            return lowered
         found = []
         for order in orders:
             seconds, is_done = self._run(lowered, order, limit_s)
@@ -696,11 +694,9 @@ class Evaluator:
     ) -> list[Evaluation]:
         """Like ``referee`` in several orders, lowered once; the result of each order."""
         choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
-        if (kept := self._overfull(choice)) is not None:
-            return [self._hopeless(choice, kept, order) for order in orders]
-        lowered = self._ready(choice)
-        if lowered is None:
-            return [self._too_large(choice, order) for order in orders]
+        lowered = self._begun(choice, orders)
+        if isinstance(lowered, list):
+            return lowered
         return [self._refereed(choice, lowered, order, limit_s) for order in orders]
 
     def _refereed(
@@ -835,6 +831,12 @@ class Evaluator:
         members = num_members[tables.parameter_group]
         num_updates = (members * np.where(choice.home >= 0, _SERVED, 1)).sum()
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
+
+    def _begun(self, choice: Choice, orders: Sequence[Order]) -> _Lowered | list[Evaluation]:
+        """A choice lowered, or for each order the reason why it is not simulated."""
+        if (kept := self._overfull(choice)) is not None:
+            return [self._hopeless(choice, kept, order) for order in orders]
+        return self._ready(choice) or [self._too_large(choice, order) for order in orders]
 
     def _overfull(self, choice: Choice) -> FloatArray | None:
         """Bytes that stay on each device, where time is short and they are hopelessly many.

@@ -289,12 +289,16 @@ class CompositionSearch:
         fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
         fastest = (tuple(sorted(fast[:count])) for count in range(2, len(kinds) + 1))
         for some in (*((kind,) for kind in fast), *fastest):
-            islands = tuple((Island(kind, 1, 1),) for kind in some)
-            point = Composition(islands, 1, *self.manners[0])
-            seconds, samples = self.estimator.shared_out(point)
-            cut = self._cut(replace(point, samples=samples)) if samples else None
-            if cut is not None and seconds < OVERFLOWS:
-                yield cut[1]
+            found = self._in_one_go(tuple((Island(kind, 1, 1),) for kind in some))
+            if found is not None and found[0] < OVERFLOWS:
+                yield found[1]
+
+    def _in_one_go(self, pools: tuple[Pool, ...]) -> tuple[float, Composition] | None:
+        """(estimated seconds, composition) of pools without micro-batches, if there is one."""
+        point = Composition(pools, 1, *self.manners[0])
+        seconds, samples = self.estimator.shared_out(point)
+        cut = self._cut(replace(point, samples=samples)) if samples else None
+        return None if cut is None else (seconds, cut[1])
 
     # --- simulation ------------------------------------------------------------------------------
 
@@ -316,13 +320,11 @@ class CompositionSearch:
         """Two stages of the machines of each kind, whose replicas add up half of the gradients."""
         for kind in range(len(self.slices.kinds)):
             island = Island(kind, 1, 2)
-            point = Composition(((island,),), 1, *self.manners[0])
-            samples = self.estimator.shared_out(point)[1] if island in self.options[kind] else ()
-            cut = self._cut(replace(point, samples=samples)) if samples else None
-            if cut is None:
+            whole = self._in_one_go(((island,),)) if island in self.options[kind] else None
+            if whole is None:
                 continue
             for zero in sorted({zero for _, zero in self.manners}):
-                found = self.simulate(replace(cut[1], zero=zero))
+                found = self.simulate(replace(whole[1], zero=zero))
                 if found is None or not self._is_near(found):
                     break
 
