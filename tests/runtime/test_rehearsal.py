@@ -12,13 +12,16 @@ from random import Random
 from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.planners.plan import Plan
+from heterog.runtime.local_op import LocalOp
 from heterog.runtime.losses import Losses
-from heterog.runtime.rehearsal import rehearse
+from heterog.runtime.rehearsal import _rehearsed_ops, rehearse
 from heterog.runtime.spans import Spans
 from heterog.runtime.values import Reader
 from heterog.strategy.lowering import lower
@@ -73,6 +76,27 @@ def verdict(name: str, plan: Plan) -> str:
 @pytest.mark.parametrize("case", SYNCS)
 def test_what_ranks_run_is_accepted(name: str, case: str) -> None:
     assert verdict(name, uniform(name, case)) == ""
+
+
+@pytest.mark.parametrize("name", ["mlp", "own loss"])
+def test_a_kernel_runs_once_for_alike_shapes(name: str) -> None:
+    captured = captured_of(name)
+    ops = _rehearsed_ops(captured, axis_plan(captured.graph, ()))
+    for op in ops.values():
+        if op.is_of_whole_batch:
+            continue
+        inputs = [
+            torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
+            for meta in op.call.inputs
+        ]
+        run = op.on_share(op.whole, is_first=True, is_first_member=True, first_unit=0)
+        for first, again in zip(run(inputs), run(inputs), strict=True):
+            assert first is again
+
+
+def test_a_kernel_that_makes_another_shape() -> None:
+    with mock.patch.object(LocalOp, "local_shape_of_output", return_value=(7, 7)):
+        assert "instead of (7, 7)" in verdict("mlp", uniform("mlp", "ring"))
 
 
 def test_the_whole_batch_in_micro_batches() -> None:
