@@ -29,11 +29,11 @@ LATE_S, _LATEST_S = 3.0, 6.0
 """Most seconds of both."""
 STARTED_PART = 0.1
 """Most of a budget that goes to what a command did before its time is counted."""
-REHEARSAL_S = 2.2e-5
+REHEARSAL_S = 2.6e-5
 NOISE_S = 1e-6
 EXPLANATION_S = 8e-6
 """Seconds of each for a turn; an explanation without savings by purchases."""
-REHEARSAL_OP_S = 5e-5
+REHEARSAL_OP_S = 1e-4
 WRITING_OP_S = 4e-5
 """Seconds for each op of the graph, whatever the strategy."""
 LAST_S = 0.45
