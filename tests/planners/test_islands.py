@@ -166,6 +166,14 @@ def test_it_is_as_good_as_exhaustive_search() -> None:
     assert len(searched.found) * 4 < len(every.found)
 
 
+def test_a_search_that_is_cut_short_has_refined_its_best() -> None:
+    search = CompositionSearch(problem_of(MIXED, 40))
+    with search.spending.limits():
+        search.run()
+    assert any(point not in search.found for point in search.ranked)  # it was cut short
+    assert any(set(search.beside(point)) & set(search.found) for point in search.refined)
+
+
 def test_what_it_returns_is_legal_and_keeps_kinds_apart() -> None:
     problem = problem_of(MIXED, 60)
     result = Islands().plan(problem)

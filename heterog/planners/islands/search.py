@@ -6,8 +6,9 @@ as many layers as it is fast; kinds are stages of one pipeline, or replicas of e
 many samples as they are fast: what Tangram, Sailor, HexiScale and AutoHet each have a part of.
 
 Divisions are found by descent on an estimate, one kind after another, for every way to put kinds
-into pools; layers are cut by dynamic programming; the best are simulated, and boundaries, samples
-and micro-batches of the very best are moved for as long as that helps.
+into pools; layers are cut by dynamic programming; the best are simulated. Boundaries, samples and
+micro-batches of the very best so far are moved in between, for as long as that helps: this takes
+half of the time, so that a search that is cut short has done both.
 """
 
 import time
@@ -53,18 +54,19 @@ NUM_RETURNED = 4
 NUM_CUT = 300
 """Number of estimated ones whose layers are cut: stages of few layers are never quite even."""
 NUM_REFINED = 3
-"""Number of simulated ones that are refined."""
+"""Number of divisions whose best compositions are refined."""
 SCHEDULED_AFTER = 8
-"""Number of compositions after which the one that other schedules may help most gets them: a
-search that is cut short has then tried both."""
+"""Number of compositions after which the one that other schedules may help most gets them."""
 NEARLY = 1.1
 """Step over the best up to which variants of a composition are tried."""
 VARIETY = 1.04
 """Factor by which each further composition of the same structure counts as slower."""
 PASSES = 2
 """Passes of a descent over all kinds."""
-UNTIL_ESTIMATED, UNTIL_REFINED = 0.25, 0.7
-"""Parts of the budget after which the next phase begins, whatever is left to try."""
+UNTIL_ESTIMATED = 0.25
+"""Part of the budget after which estimates end, whatever is left to estimate."""
+UNTIL_PLAIN = 0.7
+"""The same for what is tried before any estimate."""
 
 
 class Islands:
@@ -133,6 +135,8 @@ class CompositionSearch:
         self.found: dict[Composition, Evaluation] = {}
         self.strategies: dict[Composition, Strategy] = {}
         self.refused: set[Composition] = set()
+        self.refined: set[Composition] = set()
+        self.beside_best: list[Composition] = []  # variants of one of these, still to simulate
         self.kinds = words_worth_trying(self.evaluator.graph)
         stages = (0, 1, 3) if self.evaluator.graph.updates_elementwise else (0,)
         self.manners = [
@@ -140,22 +144,24 @@ class CompositionSearch:
         ]
 
     def run(self) -> None:
-        """Simulate what is plain, estimate, simulate the best, refine."""
+        """Simulate what is plain, estimate, simulate the best and refine the best of these."""
         if self._among is None:
             self._simulate_plain()
         self.estimate()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
-        for until in (UNTIL_REFINED, 1.0):  # then refined, and on with the rest if there is time
-            for number, point in enumerate(self.ranked, 1):
-                if number % SCHEDULED_AFTER == 0:
-                    self._simulate_scheduled(until)
-                self._simulate_in_manners(point, until)
-            starts = self.best(NUM_REFINED)
-            if self._among is None:
+        for number, point in enumerate(self.ranked, 1):
+            begin = self.spending.fraction
+            self._simulate_in_manners(point)
+            if number % SCHEDULED_AFTER == 0:
+                self._simulate_scheduled()
+            if number == SCHEDULED_AFTER and self._among is None:
                 self._simulate_halves()
-            for start in starts:
-                self._refine(start)
+            now = self.spending.fraction
+            while self.spending.fraction - now < now - begin and self._refine():
+                pass
+        while self._refine():
+            pass
 
     def best(self, count: int) -> list[Composition]:
         """The best of the simulated compositions, best first."""
@@ -172,10 +178,8 @@ class CompositionSearch:
     # --- estimates -------------------------------------------------------------------------------
 
     def estimate(self) -> None:
-        """Descend for each structure while there is time, all kinds in one pipeline first."""
-        kinds = self.slices.kinds
-        roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
-        for structure in structures(roomy) if self._among is None else self._among:
+        """Descend for each structure while there is time; see ``_structures``."""
+        for structure in self._structures() if self._among is None else self._among:
             if structure in self.done:
                 continue
             if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
@@ -188,6 +192,14 @@ class CompositionSearch:
                 if self.spending.fraction >= UNTIL_ESTIMATED:
                     return
             self.done.add(structure)
+
+    def _structures(self) -> Iterable[Structure]:
+        """The kind that does most per second on its own, which is often best, then all others."""
+        speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
+        total = [sum(speeds[device] for own in kind.devices for device in own) for kind in kinds]
+        roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
+        fastest = max(range(len(kinds)), key=total.__getitem__)
+        return dict.fromkeys((((fastest,),), *structures(roomy)))
 
     def _starts(self, structure: Structure) -> Iterator[Composition]:
         """Large teams or single devices, in few stages, with some numbers of micro-batches."""
@@ -309,11 +321,11 @@ class CompositionSearch:
         """
         self.plain = self.plain or list(self._plain())
         for point in self.plain:
-            self._simulate_in_manners(point, UNTIL_REFINED)
+            self._simulate_in_manners(point, UNTIL_PLAIN)
         for best in self.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
                 for point in self.kept(replace(best, zero=zero)):
-                    if self.spending.fraction < UNTIL_REFINED:
+                    if self.spending.fraction < UNTIL_PLAIN:
                         self.simulate(point)
 
     def _simulate_halves(self) -> None:
@@ -321,7 +333,7 @@ class CompositionSearch:
         for kind in range(len(self.slices.kinds)):
             island = Island(kind, 1, 2)
             whole = self._in_one_go(((island,),)) if island in self.options[kind] else None
-            if whole is None:
+            if whole is None or self.spending.is_over:
                 continue
             for zero in sorted({zero for _, zero in self.manners}):
                 found = self.simulate(replace(whole[1], zero=zero))
@@ -333,7 +345,7 @@ class CompositionSearch:
         missing, seconds = self.found[self.best(1)[0]].preference
         return found.preference <= (missing, NEARLY * seconds)
 
-    def _simulate_in_manners(self, point: Composition, until: float) -> None:
+    def _simulate_in_manners(self, point: Composition, until: float = 1.0) -> None:
         """Simulate a composition, leaner until it fits, before a part of the budget is over."""
         for manner in self.until_it_fits(point):
             if self.found and self.spending.fraction >= until:
@@ -364,9 +376,9 @@ class CompositionSearch:
             if evaluation is None or not evaluation.is_ok:
                 return
 
-    def _simulate_scheduled(self, until: float) -> None:
+    def _simulate_scheduled(self) -> None:
         """Try other schedules of the composition that would be shortest without its bubble."""
-        if self.found and self.spending.fraction < until:
+        if self.found and not self.spending.is_over:
             for other in self.scheduled(min(self.found, key=self._without_bubble)):
                 self.simulate(other)
 
@@ -456,19 +468,32 @@ class CompositionSearch:
             num_copies=num_copies(pool, self.slices) if point.copies_on_hosts else 1,
         )
 
-    def _refine(self, start: Composition) -> None:
-        """Move boundaries, samples and micro-batches for as long as that helps."""
-        best = start
-        while True:
-            for other in self.beside(best):
-                if self.spending.is_over:
-                    return
-                self.simulate(other)
-            near = [p for p in self.found if p.pools == best.pools]
-            again = min(near, key=lambda point: self.found[point].preference)
-            if again == best:
-                return
-            best = again
+    def _refine(self) -> bool:
+        """Simulate one more variant of a good composition; ``False`` if there is no more, or time.
+
+        All variants of a composition are tried before those of the best that is then known, which
+        is as a rule one of them: a descent, interrupted when something else turns out better.
+        """
+        if self.spending.is_over:
+            return False
+        while not self.beside_best:
+            starts = (point for point in self._best_of_divisions() if point not in self.refined)
+            start = next(starts, None)
+            if start is None:
+                return False
+            self.refined.add(start)
+            self.beside_best = [point for point in self.beside(start) if point not in self.found]
+        self.simulate(self.beside_best.pop(0))
+        return True
+
+    def _best_of_divisions(self) -> list[Composition]:
+        """The best composition of each of the best divisions of machines, best first."""
+        of_division: dict[tuple[Pool, ...], Composition] = {}
+        for point in self.best(len(self.found)):
+            of_division.setdefault(point.pools, point)
+            if len(of_division) == NUM_REFINED:
+                break
+        return list(of_division.values())
 
     def beside(self, point: Composition) -> Iterator[Composition]:
         """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
@@ -477,7 +502,10 @@ class CompositionSearch:
         for recompute, zero in self.manners:
             if recompute in self._worth_trying(point, zero):
                 yield from self.kept(replace(point, recompute=recompute, zero=zero))
-        yield from self._with_micro(point, (2, 0.5))
+        for other in self._with_micro(point, (2, 0.5)):
+            yield other
+            # More micro-batches often help only together with another schedule.
+            yield replace(other, splits_backward=not point.in_a_v and not point.splits_backward)
         unit = point.num_micro
         for giver in range(len(point.samples)):
             for taker in range(len(point.samples)):
