@@ -60,7 +60,7 @@ def shardings(
         different regions can be combined with ``merge_rules``.
     """
     region = ops_of_groups(graph, groups)
-    followed = _Region(graph, region)
+    followed = Region(graph, region)
     # Heads show as a dimension of what is attended to: batch, heads, sequence, width of a head. It
     # is a view of a product; images have four dimensions as they are made.
     apart = {
@@ -116,21 +116,18 @@ def merge_rules(*parts: OpRules) -> OpRules:
     return tuple(sorted(merged.items(), key=lambda pair: pair[0]))
 
 
-def follow_split(
-    graph: OpGraph, region: Iterable[int], splits: dict[int, Placement], units: int
-) -> OpRules:
+def follow_split(region: "Region", splits: dict[int, Placement], units: int) -> OpRules:
     """Rules of the ops of a region that a split of some parameters leads to.
 
     Args:
-        graph: One training step.
-        region: Op indices.
+        region: Ops through which splits are followed.
         splits: Placement of the parameters that are split at first.
         units: Number of units of the axis.
     """
-    return _Follower(_Region(graph, sorted(region)), splits, units).run()
+    return _Follower(region, splits, units).run()
 
 
-class _Region:
+class Region:
     """Ops through which splits are followed.
 
     Args:
@@ -173,7 +170,7 @@ class _Due:
 
 
 class _Follower:
-    def __init__(self, region: _Region, splits: dict[int, Placement], units: int) -> None:
+    def __init__(self, region: Region, splits: dict[int, Placement], units: int) -> None:
         self.graph = region.graph
         self.region = region
         self.units = units

@@ -10,7 +10,7 @@ import pytest
 
 from heterog.graph.placement import R, S
 from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
-from heterog.strategy.tensor_parallel import follow_split
+from heterog.strategy.tensor_parallel import Region, follow_split
 from tests.runtime.any_strategy import Draws, any_strategy, new_draws
 from tests.runtime.cases import NORMALISED, SGD, assert_same, reference, train_sharded
 from tests.runtime.grids import grid_cluster
@@ -110,7 +110,7 @@ def test_a_ring_adds_up_single_columns_of_a_slice(four_ranks: Ranks, tmp_path: P
     graph = graph_of("mlp")
     shapes = {parameter: graph.tensors[parameter].shape for parameter in graph.parameters}
     split = {p: S(1, 2) for p, shape in shapes.items() if shape[1:] == (16,)}
-    rules = follow_split(graph, range(graph.num_ops), split, 8)
+    rules = follow_split(Region(graph, range(graph.num_ops)), split, 8)
     decision = Decision(
         devices=(0, 1, 2),
         shares=(0, 4, 4),

@@ -1,17 +1,19 @@
 """Machines of several kinds train a model together: an estimate, and a cut into stages.
 
-An *island* is all hosts of one kind, in teams of one size, as some consecutive stages of a
-pipeline; the teams of a stage share its micro-batches. A *pool* is a pipeline of islands; pools
+An *island* is some hosts of one kind, in teams of one size, as some consecutive stages of a
+pipeline; the teams of a stage share its micro-batches. Hosts that are left out are idle: a small
+batch is often trained sooner by fewer. A *pool* is a pipeline of islands; pools
 are replicas of each other, however unlike. With C_r the seconds that stage r would take for all
 layers of a micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a
 pool of R stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
-between two stages takes where that is longer (both, where messages are not hidden); gradients of
-what several teams have are added up behind them.
+between two stages takes where that is longer (both, where messages are not hidden). Weight
+gradients that wait fill a part of the R - 1 turns in which stages are idle (Qi et al., Zero Bubble
+Pipeline Parallelism, section 2.3). Gradients of what several teams have are added up behind them.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,9 @@ MOST_STAGES = 16
 """Most stages of one kind of machines."""
 OVERFLOWS = 1e6
 """Seconds from which on an estimate says that something does not fit."""
+IDLE = 2.0 / 3.0
+"""Part of the idle turns of a pipeline that is left where weight gradients fill them: a third in
+ZB-H1 with many micro-batches, more with few."""
 ROUNDS = 3
 """Number of rounds in which samples and pools find their proportions."""
 
@@ -40,11 +45,13 @@ class Island:
         kind: Number of the kind.
         members: Number of devices of a team.
         stages: Number of stages, among which the island's teams are divided.
+        hosts: Number of hosts, the first ones of the kind.
     """
 
     kind: int
     members: int
     stages: int
+    hosts: int
 
 
 Pool = tuple[Island, ...]
@@ -91,15 +98,16 @@ class _Stage:
 
     island: Island
     teams: int
+    hosts: int  # those that it has a part of
 
 
 def stages_of(pool: Pool, slices: Slices) -> list[_Stage]:
     """The stages of a pool, in order."""
     found = []
     for island in pool:
-        kind = slices.kinds[island.kind]
-        teams = len(kind.hosts) * (kind.size // island.members) // island.stages
-        found += [_Stage(island, teams)] * island.stages
+        in_host = slices.kinds[island.kind].size // island.members
+        teams = island.hosts * in_host // island.stages
+        found += [_Stage(island, teams, -(-teams // in_host))] * island.stages
     return found
 
 
@@ -107,26 +115,33 @@ def num_copies(pool: Pool, slices: Slices) -> int:
     """Hosts of each stage, if all have as many, several, and teams enough to share slices."""
     found = set()
     for island in pool:
-        kind = slices.kinds[island.kind]
-        hosts, rest = divmod(len(kind.hosts), island.stages)
-        found.add(0 if rest or kind.size <= island.members else hosts)
+        hosts, rest = divmod(island.hosts, island.stages)
+        found.add(0 if rest or slices.kinds[island.kind].size <= island.members else hosts)
     return found.pop() if len(found) == 1 and max(found) > 1 else 1
 
 
 def islands_of(slices: Slices, kind: int) -> list[Island]:
-    """Every division of the hosts of a kind into teams and stages."""
-    hosts = slices.kinds[kind]
-    most = min(hosts.size, slices.most_members)
-    sizes = [1 << power for power in range(most.bit_length()) if hosts.size % (1 << power) == 0]
+    """Every division of the hosts of a kind, or of a half, a quarter, ..., into teams and stages.
+
+    Those that leave no sample for some team come last.
+    """
+    of_kind, batch = slices.kinds[kind], slices.evaluator.graph.batch_size
+    most = min(of_kind.size, slices.most_members)
+    sizes = [1 << power for power in range(most.bit_length()) if of_kind.size % (1 << power) == 0]
+    counts = [len(of_kind.hosts) >> power for power in range(len(of_kind.hosts).bit_length())]
     found = []
-    for members in sizes:
-        teams = len(hosts.hosts) * (hosts.size // members)
+    for hosts, members in product(counts, sizes):
+        teams = hosts * (of_kind.size // members)
         found += [
-            Island(kind, members, stages)
+            Island(kind, members, stages, hosts)
             for stages in range(1, min(teams, MOST_STAGES, slices.num_layers) + 1)
             if teams % stages == 0
         ]
-    return found
+
+    def has_samples(island: Island) -> bool:
+        return stages_of((island,), slices)[0].teams <= batch
+
+    return sorted(found, key=lambda island: not has_samples(island))
 
 
 def partitions(items: Sequence[int]) -> Iterator[Structure]:
@@ -190,7 +205,7 @@ class Estimator:
         if point.zero == 3:  # parameters are gathered again for every micro-batch
             gradients *= 0.5 + point.num_micro
         turn = max(each, messages) if point.hides_messages else each + messages
-        seconds = (point.num_micro + len(stages) - 1) * turn + gradients
+        seconds = (point.num_micro + _idle(point) * (len(stages) - 1)) * turn + gradients
         # Those that do not fit by the estimate rank behind all that do, the leanest first.
         return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
 
@@ -221,8 +236,11 @@ class Estimator:
     def cut(self, point: Composition) -> tuple[float, Composition] | None:
         """(seconds, the same with layers for each stage); ``None`` if there are too few layers.
 
+        Weight gradients wait where that fills idle turns.
+
         Stages of whole layers are not cut in proportion, so the estimate is made again from the
-        slowest stage: (m - 1) max_r T_r + sum_r T_r for T_r seconds of stage r.
+        slowest stage: m max_r T_r + sum_r T_r - max_r T_r for T_r seconds of stage r, less what
+        weight gradients fill.
         """
         layers, slowest = [], 0.0
         for pool, samples in zip(point.pools, point.samples, strict=True):
@@ -246,10 +264,12 @@ class Estimator:
             longest = max(longest, messages) if point.hides_messages else longest + messages
             parts = np.array(counts) / self.slices.num_layers
             gradients = self._gradient_seconds(stages, parts, _kinds_beside(pool, point))
-            took = (point.num_micro - 1) * longest + float(each.sum()) + gradients
+            others = _idle(point) * float(each.sum() - each.max())
+            took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
             slowest = max(slowest, took)
             layers.append(counts)
-        return slowest, replace(point, layers=tuple(layers))
+        splits = point.num_micro > 1 and max(map(len, layers)) > 1
+        return slowest, replace(point, layers=tuple(layers), splits_backward=splits)
 
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
         """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
@@ -287,7 +307,7 @@ class Estimator:
         slowest = 0.0
         for first, second in pairwise(stages):
             kinds = first.island.kind, second.island.kind
-            rate = self.slices.hop_bytes_per_s(kinds, (first.teams, second.teams))
+            rate = self.slices.hop_bytes_per_s(kinds, (first.hosts, second.hosts))
             slowest = max(slowest, self.slices.boundary_bytes * micro / rate)
         return slowest
 
@@ -308,7 +328,7 @@ class Estimator:
                 continue
             in_host = kind.size // stage.island.members
             beside = {host for other in others for host in self.slices.kinds[other].hosts}
-            is_beside = bool(others) and len(beside | set(kind.hosts)) > 1
+            is_beside = bool(others) and len(beside | {*kind.hosts[: stage.island.hosts]}) > 1
             crosses = is_beside or stage.teams > in_host
             rate = kind.nic_bytes_per_s if crosses else kind.link_bytes_per_s
             between = (
@@ -316,6 +336,11 @@ class Estimator:
             )
             slowest = max(slowest, 2.0 * size * float(part) / min(rate, *between, np.inf))
         return slowest
+
+
+def _idle(point: Composition) -> float:
+    """Part of a pipeline's idle turns that weight gradients, which need a next one, leave."""
+    return IDLE if point.num_micro > 1 else 1.0
 
 
 def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:

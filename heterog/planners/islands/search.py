@@ -211,10 +211,17 @@ class CompositionSearch:
                 yield Composition(tuple(pools), self._bounded(num_micro), *self.manners[0])
 
     def _option(self, kind: int, *, large: bool) -> Island:
+        """Teams of the largest or the smallest size on all hosts, or as many as have samples."""
         options = self.options[kind]
         sizes = sorted({island.members for island in options})
         members = sizes[-1] if large else sizes[0]
         return next(island for island in options if island.members == members)
+
+    def _with_hosts(self, island: Island) -> Iterator[Island]:
+        """The same division of other numbers of hosts."""
+        for other in self.options[island.kind]:
+            if replace(other, hosts=island.hosts) == island != other:
+                yield other
 
     def _bounded(self, num_micro: int) -> int:
         """A power of two up to the batch; 1 if the model cannot be cut into micro-batches."""
@@ -239,7 +246,8 @@ class CompositionSearch:
 
     def _variables(self, point: Composition) -> list["_Vary"]:
         places = [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
-        return [_ByMicro(self), _ByManner(self), *(_ByIsland(self, *place) for place in places)]
+        of_places = [each(self, *place) for place in places for each in (_ByIsland, _ByHosts)]
+        return [_ByMicro(self), _ByManner(self), *of_places]
 
     def _estimated(self, point: Composition) -> float:
         if point not in self.estimates:
@@ -301,7 +309,7 @@ class CompositionSearch:
         fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
         fastest = (tuple(sorted(fast[:count])) for count in range(2, len(kinds) + 1))
         for some in (*((kind,) for kind in fast), *fastest):
-            found = self._in_one_go(tuple((Island(kind, 1, 1),) for kind in some))
+            found = self._in_one_go(tuple((self._option(kind, large=False),) for kind in some))
             if found is not None and found[0] < OVERFLOWS:
                 yield found[1]
 
@@ -322,17 +330,34 @@ class CompositionSearch:
         self.plain = self.plain or list(self._plain())
         for point in self.plain:
             self._simulate_in_manners(point, UNTIL_PLAIN)
+            for other in self._on_fewer(point):
+                if self.spending.fraction >= UNTIL_PLAIN or not self._improves(other, point):
+                    break
+                point = other
         for best in self.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
                 for point in self.kept(replace(best, zero=zero)):
                     if self.spending.fraction < UNTIL_PLAIN:
                         self.simulate(point)
 
+    def _on_fewer(self, point: Composition) -> list[Composition]:
+        """A composition of one island on fewer and fewer hosts."""
+        if [len(pool) for pool in point.pools] != [1]:
+            return []
+        ((island,),) = point.pools
+        fewer = [other for other in self._with_hosts(island) if other.hosts < island.hosts]
+        return [replace(point, pools=((other,),)) for other in fewer]
+
+    def _improves(self, other: Composition, point: Composition) -> bool:
+        before, after = self.found.get(point), self.simulate(other)
+        return after is not None and before is not None and after.preference < before.preference
+
     def _simulate_halves(self) -> None:
         """Two stages of the machines of each kind, whose replicas add up half of the gradients."""
-        for kind in range(len(self.slices.kinds)):
-            island = Island(kind, 1, 2)
-            whole = self._in_one_go(((island,),)) if island in self.options[kind] else None
+        for options in self.options:
+            halves = (each for each in options if (each.members, each.stages) == (1, 2))
+            island = next(halves, None)
+            whole = self._in_one_go(((island,),)) if island is not None else None
             if whole is None or self.spending.is_over:
                 continue
             for zero in sorted({zero for _, zero in self.manners}):
@@ -365,7 +390,8 @@ class CompositionSearch:
         """A composition, then leaner and leaner manners of it."""
         yield point
         lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
-        for each in (lean, replace(lean, hides_messages=False)):
+        undivided = replace(lean, splits_backward=False)
+        for each in dict.fromkeys((lean, undivided, replace(undivided, hides_messages=False))):
             yield each
             yield replace(each, recompute=Recompute.FULL)
 
@@ -454,7 +480,7 @@ class CompositionSearch:
         teams = []
         for island in pool:
             kind = self.slices.kinds[island.kind]
-            devices = [device for own in kind.devices for device in own]
+            devices = [device for own in kind.devices[: island.hosts] for device in own]
             of_kind = host_teams(self.evaluator.cluster, devices, island.members)
             per_stage = len(of_kind) // island.stages
             teams += [
@@ -499,6 +525,7 @@ class CompositionSearch:
         """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
         yield from _moved(point)
         yield from self.scheduled(point)
+        yield from self._on_other_hosts(point)
         for recompute, zero in self.manners:
             if recompute in self._worth_trying(point, zero):
                 yield from self.kept(replace(point, recompute=recompute, zero=zero))
@@ -514,6 +541,14 @@ class CompositionSearch:
                     samples[giver] -= unit
                     samples[taker] += unit
                     yield replace(point, samples=tuple(samples))
+
+    def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
+        """The same with more or fewer hosts of one kind, and samples shared out again."""
+        for place in ((p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))):
+            for other in _ByHosts(self, *place)(point):
+                seconds, samples = self.estimator.shared_out(replace(other, samples=()))
+                if np.isfinite(seconds):
+                    yield replace(other, samples=samples)
 
     def kept(self, point: Composition) -> Iterator[Composition]:
         """Slices of ZeRO over all hosts, and a copy of them on each where there is one pool."""
@@ -592,10 +627,21 @@ class _ByIsland(_Vary):
         self.pool, self.place = pool, place
 
     def __call__(self, point: Composition) -> Iterator[Composition]:
-        for island in self.search.options[point.pools[self.pool][self.place].kind]:
-            pools = [list(pool) for pool in point.pools]
-            pools[self.pool][self.place] = island
-            yield replace(point, pools=tuple(map(tuple, pools)))
+        island = point.pools[self.pool][self.place]
+        for other in self.search.options[island.kind]:
+            if other.hosts == island.hosts:
+                yield self.with_island(point, other)
+
+    def with_island(self, point: Composition, island: Island) -> Composition:
+        pools = [list(pool) for pool in point.pools]
+        pools[self.pool][self.place] = island
+        return replace(point, pools=tuple(map(tuple, pools)))
+
+
+class _ByHosts(_ByIsland):
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        for other in self.search._with_hosts(point.pools[self.pool][self.place]):
+            yield self.with_island(point, other)
 
 
 _AGAIN = {

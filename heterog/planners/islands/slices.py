@@ -4,9 +4,7 @@ A slice is a run of *layers*: the repeated modules of a model, what lies before 
 and what lies behind the last with that; or single groups of ops where a model repeats nothing.
 """
 
-import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -61,10 +59,6 @@ class Kind:
     def size(self) -> int:
         """Number of its devices in each host."""
         return len(self.devices[0])
-
-    def first_hosts(self, count: int) -> "Kind":
-        """The same with the first hosts only."""
-        return replace(self, hosts=self.hosts[:count], devices=self.devices[:count])
 
 
 def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
@@ -126,16 +120,6 @@ class Slices:
         self._again: dict[tuple[Recompute, OpRules], npt.NDArray[np.bool_]] = {}
         self._held: dict[Recompute, FloatArray] = {}
 
-    def of_kinds(self, kinds: Sequence[Kind]) -> "Slices":
-        """The same model on some of the machines; what is known of costs is shared."""
-        if not kinds:
-            return self
-        self._is_backward  # noqa: B018 - made once
-        self.boundary_bytes  # noqa: B018
-        other = copy.copy(self)
-        other.kinds, other._between = tuple(kinds), {}
-        return other
-
     def _by_layer(self, of_groups: FloatArray) -> FloatArray:
         return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
 
@@ -144,7 +128,7 @@ class Slices:
         """Bytes of a sample that go from one layer to the next."""
         return boundary_bytes(self.evaluator.graph, self._layer_of_op)
 
-    def hop_bytes_per_s(self, kinds: tuple[int, int], teams: tuple[int, int]) -> float:
+    def hop_bytes_per_s(self, kinds: tuple[int, int], hosts: tuple[int, int]) -> float:
         """Rate at which values get from the teams of one stage to those of the next.
 
         Of kinds in the same hosts each team has its neighbour beside it. Stages of one kind are in
@@ -152,10 +136,9 @@ class Slices:
 
         Args:
             kinds: Kinds of machines of both stages.
-            teams: Number of teams of both.
+            hosts: Number of hosts that each has a part of.
         """
         ends = [self.kinds[kind] for kind in kinds]
-        hosts = [min(count, len(end.hosts)) for count, end in zip(teams, ends, strict=True)]
         if ends[0].hosts == ends[1].hosts and (ends[0] != ends[1] or len(ends[0].hosts) == 1):
             return ends[0].link_bytes_per_s * min(hosts)
         rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]

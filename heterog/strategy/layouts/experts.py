@@ -17,7 +17,7 @@ from heterog.graph.placement import S
 from heterog.strategy.dispatch import exchanged
 from heterog.strategy.layouts.layout import Dispatch, LayoutError
 from heterog.strategy.layouts.tensor import TeamRules
-from heterog.strategy.tensor_parallel import follow_split, ops_of_groups
+from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups
 
 _PRODUCTS = ("bmm.default", "baddbmm.default", "_grouped_mm.default")
 """Products of many matrices, one for each expert."""
@@ -43,10 +43,23 @@ def expert_rules(
     Raises:
         LayoutError: the model has no experts, or fewer than a team has members.
     """
+    found = _rules_of_experts(graph, tuple(groups), dispatch)
+    if found.least_units < members:
+        raise LayoutError(
+            f"{members} devices share experts (ep, of which each has tp or cp of them), but there "
+            f"are {found.least_units} experts."
+        )
+    return found
+
+
+@lru_cache(maxsize=16)
+def _rules_of_experts(graph: OpGraph, groups: tuple[int, ...], dispatch: Dispatch) -> TeamRules:
+    """The same for teams of any size; kept, because many layouts share the same experts."""
     region = ops_of_groups(graph, groups)
     weights = expert_weights(graph, region)
     if not weights:
         raise LayoutError(_nothing_to_share(graph))
+    followed = Region(graph, region)
     rules: dict[int, OpRule] = {}
     gathered: list[str] = []
     split: set[int] = set()
@@ -54,7 +67,7 @@ def expert_rules(
         if weight in split:
             continue
         num_experts = graph.tensors[weight].shape[0]
-        found = dict(follow_split(graph, region, {weight: S(0)}, num_experts))
+        found = dict(follow_split(followed, {weight: S(0)}, num_experts))
         split |= {int(graph.storage[read]) for op in found for read in graph.ops[op].inputs}
         if dispatch == Dispatch.ALL_TO_ALL:
             dispatched = exchanged(graph, found, [weight])
@@ -68,15 +81,9 @@ def expert_rules(
             f"ep cannot share '{graph.tensors[weights[0]].name}' and other weights of experts: "
             f"{_why_not(graph, region)}; take ep=1, and zero=3 to slice the weights."
         )
-    fewest = min(graph.tensors[weight].shape[0] for weight in weights)
-    if fewest < members:
-        raise LayoutError(
-            f"{members} devices share experts (ep, of which each has tp or cp of them), but there "
-            f"are {fewest} experts."
-        )
     return TeamRules(
         op_rules=tuple(sorted(rules.items())),
-        least_units=fewest,
+        least_units=min(graph.tensors[weight].shape[0] for weight in weights),
         remarks=tuple(_about_gathered(gathered)),
     )
 
@@ -151,6 +158,9 @@ def expert_weights(graph: OpGraph, region: Sequence[int]) -> tuple[int, ...]:
             continue
         for tensor in graph.ops[op].inputs:
             weight = int(graph.storage[tensor])
-            if weight in parameters and len(graph.tensors[weight].shape) == 3:
+            shape = graph.tensors[weight].shape
+            # XLNet's are matrices of heads, which a batch of one product reads as one matrix.
+            is_each_multiplied = graph.tensors[tensor].shape[:1] == shape[:1]
+            if weight in parameters and len(shape) == 3 and is_each_multiplied:
                 found.setdefault(weight)
     return tuple(found)

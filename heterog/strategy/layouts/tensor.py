@@ -21,7 +21,7 @@ from heterog.graph.sharding_rules import propagate
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.layouts.positions import along_positions
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
-from heterog.strategy.tensor_parallel import follow_split, ops_of_groups, shardings
+from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups, shardings
 
 _LEAST_OF_BEST = 16.0
 """Largest factor of bytes sent per work, over the best way, at which a split is worth it."""
@@ -162,11 +162,12 @@ def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
     As many units as the batch has samples would be taken for the batch: then two units become one.
     """
     found = []
+    region = Region(graph, ops_of_groups(graph, groups))
     for way in shardings(graph, groups):
         rules = way.op_rules
         if way.units == graph.batch_size:
             split = {way.parameter: way.placement}
-            rules = follow_split(graph, ops_of_groups(graph, groups), split, way.units // 2)
+            rules = follow_split(region, split, way.units // 2)
             if way.units % 2 or {op for op, _ in rules} != {op for op, _ in way.op_rules}:
                 continue
         found.append(rules)
