@@ -239,11 +239,6 @@ class _Signatures:
             and len(np.unique(sizes[choice.teams.number[:-1] >= 0])) == 1
             and int(sizes.max(initial=1)) == grids[0].shape[1]
         )
-        self._hosts = [
-            (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
-            for host in cluster.hosts
-        ]
-        self._known: dict[int, tuple[object, ...]] = {}
 
     def of_lane(self, lane: int) -> tuple[object, ...]:
         """The parts that concern the devices of a lane, and which of them share a host."""
@@ -252,13 +247,12 @@ class _Signatures:
         pattern = tuple(
             numbers.setdefault(host, len(numbers)) for host in self._host[devices].tolist()
         )
-        return pattern, *(self._of_device(int(device)) for device in devices)
+        return pattern, self._class[devices].tobytes()
 
     def of_position(self, position: int) -> tuple[object, ...]:
         """The parts that concern the members at a position, and the number on their hosts."""
         devices = np.stack(self._grids)[..., position].ravel()
-        beside = self._beside[..., position]
-        return beside.tobytes(), *(self._of_device(int(device)) for device in devices)
+        return self._beside[..., position].tobytes(), self._class[devices].tobytes()
 
     @cached_property
     def _beside(self) -> IntArray:
@@ -281,23 +275,27 @@ class _Signatures:
     @cached_property
     def _on_host(self) -> npt.NDArray[np.bool_]:
         """Whether some device of a lane is on a host.  # [num_hosts, num_lanes]"""
-        found = np.zeros((len(self._hosts), len(self._lanes)), np.bool_)
+        found = np.zeros((self._cluster.num_hosts, len(self._lanes)), np.bool_)
         for lane, hosts in enumerate(self._lane_hosts):
             found[hosts, lane] = True
         return found
 
-    def _of_device(self, device: int) -> tuple[object, ...]:
-        if device not in self._known:
-            self._known[device] = self._read(device)
-        return self._known[device]
-
-    def _read(self, device: int) -> tuple[object, ...]:
-        cluster = self._cluster
-        return (
-            cluster.type_index[device],
-            cluster.devices[device].usable_memory_bytes,
-            self._hosts[cluster.host_of[device]],
-            self._said[device].tobytes(),
+    @cached_property
+    def _class(self) -> IntArray:
+        """Number of each device's class: alike devices of which alike is said.  # [num_devices]"""
+        cluster, said = self._cluster, self._said
+        of_host = [
+            (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
+            for host in cluster.hosts
+        ]
+        host_class = _twins(of_host).tolist()
+        return _twins(
+            [
+                (kind, device.usable_memory_bytes, host_class[host], row.tobytes())
+                for kind, device, host, row in zip(
+                    cluster.type_index, cluster.devices, cluster.host_of, said, strict=True
+                )
+            ]
         )
 
     @cached_property
@@ -369,10 +367,11 @@ def _folded_teams(teams: Teams, columns: IntArray) -> Teams:
 
 def _folded_rings(rings: Rings, fold: Fold) -> Rings:
     """Rings of the columns, each with the number of members that a column represents."""
-    one_hot = fold.column_of[:, None] == np.arange(len(fold.columns))
     member = rings.member[:, fold.columns]
-    # Small whole numbers are exact in floats, whose products are a hundred times faster.
-    counts = (rings.member.astype(np.float64) @ one_hot.astype(np.float64)) * (member > 0)
+    # Devices sorted by column, so that those of a column are summed up in one run.
+    by_column = np.argsort(fold.column_of, kind="stable")[(fold.column_of < 0).sum() :]
+    begins = np.searchsorted(fold.column_of[by_column], np.arange(len(fold.columns)))
+    counts = np.add.reduceat(rings.member[:, by_column], begins, axis=1) * (member > 0)
     kept = np.flatnonzero(member.any(axis=1))
     # Rings of a group and domain follow one another, so those that are kept do, too.
     place = np.concatenate([[0], np.cumsum(member.any(axis=1))]).astype(np.int32)
