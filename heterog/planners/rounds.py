@@ -1,10 +1,10 @@
 """The division of the remaining time among methods once every one has had its part.
 
-Time goes where it pays, in rounds: first to methods that were starved, the one with the best plan
-(or the one nearest to fitting) before the others, as rounds become shorter; then to the one whose
-rounds improved its own best plan most per second, the last one or all, as a bandit would; the
-farther that plan is behind the best of all, the less this counts. Methods without gain are tried
-again when the others gain nothing either.
+Time goes where it pays, in rounds: to the method whose rounds improved its own best plan most per
+second, the last one or all, as a bandit would; the farther that plan is behind the best of all by
+now, the less this counts. Every second round goes to a method that was starved, if there is one:
+to the one with the best plan (or nearest to fitting) before the others. Methods without gain are
+tried again when the others gain nothing either.
 Only methods that resume (``Planner.resumes``) take part, and one that ended before its part was
 over has nothing left to try.
 """
@@ -108,50 +108,60 @@ class Contender:
 def next_of(contenders: Sequence[Contender]) -> Contender | None:
     """The contender whose turn it is; ``None`` if none can use more time.
 
+    Whose plan became the best has the first turn, then one that was starved:
+
     >>> class Method:
     ...     name, stage, resumes = "a", "search", True
     >>> quick, slow = Contender(planner=Method()), Contender(planner=Method())
-    >>> quick.tell(given_s=1.0, seconds=1.0, evaluations=90, step_time_s=1.0, best_s=1.0)
-    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=2, step_time_s=1.9, best_s=1.0)
+    >>> of_round = {"given_s": 1.0, "seconds": 1.0, "best_s": 1.0}
+    >>> quick.tell(**of_round, evaluations=90, step_time_s=1.0)
+    >>> slow.tell(**of_round, evaluations=2, step_time_s=1.9)
+    >>> next_of([quick, slow]) is quick
+    True
+    >>> quick.tell(**of_round, evaluations=90, step_time_s=1.0)
     >>> next_of([quick, slow]) is slow
     True
     >>> ahead = Contender(planner=Method())
-    >>> ahead.tell(given_s=1.0, seconds=1.0, evaluations=3, step_time_s=1.5, best_s=1.0)
+    >>> ahead.tell(**of_round, evaluations=3, step_time_s=1.5)
     >>> next_of([quick, slow, ahead]) is ahead
     True
-    >>> slow.tell(given_s=1.0, seconds=1.0, evaluations=40, step_time_s=1.8, best_s=1.0)
-    >>> next_of([quick, slow]) is quick
-    True
 
-    Who was starved and is far behind waits until another one has had a second round:
+    Of those that were starved, one whose plan is far behind comes after all others:
 
     >>> far = Contender(planner=Method())
-    >>> far.tell(given_s=1.0, seconds=1.0, evaluations=3, step_time_s=9.0, best_s=1.0)
-    >>> next_of([quick, far]) is quick
+    >>> far.tell(**of_round, evaluations=3, step_time_s=9.0)
+    >>> next_of([quick, slow, far]) is slow
     True
-    >>> quick.tell(given_s=1.0, seconds=1.0, evaluations=90, step_time_s=1.0, best_s=1.0)
     >>> next_of([quick, far]) is far
     True
 
     Who starts from the best plan and only hands it back has gained nothing:
 
     >>> adopts = Contender(planner=Method())
-    >>> of_round = {"given_s": 1.0, "seconds": 1.0, "evaluations": 9, "step_time_s": 1.0}
-    >>> adopts.tell(**of_round, best_s=1.0, known_s=1.0)
+    >>> adopts.tell(**of_round, evaluations=9, step_time_s=1.0, known_s=1.0)
     >>> adopts.gain_per_s
     0.0
     """
     able = [each for each in contenders if not each.is_done]
     if not able:
         return None
-    starved = [each for each in able if each.is_starved]
-    near = [each for each in starved if each.behind <= _MOST_BEHIND]
-    if near:
-        return min(
-            near, key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations)
-        )
+    best_s = min(each.step_time_s for each in contenders)
+
+    def worth(each: Contender) -> float:
+        """Its gain per second, if the best plan of all had been then what it is by now."""
+        if math.isinf(each.step_time_s):
+            return 0.0
+        return each.gain_per_s * (each.behind * best_s / each.step_time_s) ** _BEHIND
+
     # Of those with equal gains, the one with the fewest rounds.
-    chosen = max(able, key=lambda each: (each.gain_per_s, -each.seconds))
-    if starved and chosen.rounds > 1:  # who is far behind waits for others to have had two
-        return min(starved, key=lambda each: (each.step_time_s, each.evaluations))
-    return chosen
+    chosen = max(able, key=lambda each: (worth(each), -each.seconds))
+    starved = [each for each in able if each.is_starved]
+    more = {id(each): each.rounds - 1 for each in contenders}  # rounds beyond the first
+    of_starved = sum(more[id(each)] for each in starved)
+    if not starved or (worth(chosen) > 0.0 and of_starved >= sum(more.values()) - of_starved):
+        return chosen
+    near = [each for each in starved if each.behind <= _MOST_BEHIND]
+    return min(
+        near or starved,
+        key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations),
+    )

@@ -142,18 +142,32 @@ def test_the_second_half_of_a_budget_goes_to_whom_it_pays() -> None:
     assert not any(row.is_starved for row in rows)
 
 
-def test_who_was_starved_is_asked_first_and_who_is_done_no_more() -> None:
+def test_who_was_starved_has_every_second_round_and_who_is_done_none() -> None:
     planner = planner_by_name("local_search")
     rich, poor, done = (Contender(planner=planner) for _ in range(3))
     one = {"given_s": 1.0, "best_s": 1.0}
     rich.tell(seconds=1.0, evaluations=90, step_time_s=1.0, **one)
-    poor.tell(seconds=1.0, evaluations=1, step_time_s=1.0, **one)
+    poor.tell(seconds=1.0, evaluations=1, step_time_s=1.5, **one)
     done.tell(seconds=0.1, evaluations=1, step_time_s=1.0, **one)
     for _ in range(3):
+        assert next_of([rich, poor, done]) is rich
+        rich.tell(seconds=1.0, evaluations=90, step_time_s=1.0, **one)
         assert next_of([rich, poor, done]) is poor
-        poor.tell(seconds=1.0, evaluations=1, step_time_s=1.0, **one)
-    assert next_of([rich, poor, done]) is rich, "a few rounds are enough for it"
+        poor.tell(seconds=1.0, evaluations=1, step_time_s=1.5, **one)
+    for _ in range(2):
+        assert next_of([rich, poor, done]) is rich, "a few rounds are enough for the other"
+        rich.tell(seconds=1.0, evaluations=90, step_time_s=1.0, **one)
     assert next_of([done]) is None
+
+
+def test_gains_of_long_ago_count_less_once_others_are_ahead() -> None:
+    planner = planner_by_name("local_search")
+    early, leader = (Contender(planner=planner) for _ in range(2))
+    one = {"given_s": 1.0, "seconds": 1.0, "evaluations": 50}
+    early.tell(step_time_s=2.0, best_s=2.0, known_s=4.0, **one)
+    leader.tell(step_time_s=1.0, best_s=1.0, known_s=1.2, **one)
+    assert early.gain_per_s > leader.gain_per_s
+    assert next_of([early, leader]) is leader
 
 
 def test_where_nothing_fits_the_nearest_to_fitting_goes_on() -> None:
