@@ -151,7 +151,8 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
         """Its gain per second, if the best plan of all had been then what it is by now."""
         if math.isinf(each.step_time_s):
             return 0.0
-        return each.gain_per_s * (each.behind * best_s / each.step_time_s) ** _BEHIND
+        behind: float = (each.behind * best_s / each.step_time_s) ** _BEHIND
+        return each.gain_per_s * behind
 
     # Of those with equal gains, the one with the fewest rounds.
     chosen = max(able, key=lambda each: (worth(each), -each.seconds))

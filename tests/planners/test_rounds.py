@@ -163,9 +163,9 @@ def test_who_was_starved_has_every_second_round_and_who_is_done_none() -> None:
 def test_gains_of_long_ago_count_less_once_others_are_ahead() -> None:
     planner = planner_by_name("local_search")
     early, leader = (Contender(planner=planner) for _ in range(2))
-    one = {"given_s": 1.0, "seconds": 1.0, "evaluations": 50}
-    early.tell(step_time_s=2.0, best_s=2.0, known_s=4.0, **one)
-    leader.tell(step_time_s=1.0, best_s=1.0, known_s=1.2, **one)
+    one = {"given_s": 1.0, "seconds": 1.0}
+    early.tell(evaluations=50, step_time_s=2.0, best_s=2.0, known_s=4.0, **one)
+    leader.tell(evaluations=50, step_time_s=1.0, best_s=1.0, known_s=1.2, **one)
     assert early.gain_per_s > leader.gain_per_s
     assert next_of([early, leader]) is leader
 
