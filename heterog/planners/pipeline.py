@@ -34,7 +34,7 @@ from heterog.strategy.program import IntArray
 from heterog.strategy.schedules import caps_of_stages
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
-_FIRST_MICRO = (2, 4)  # tried for every sequence of stages; few are soon simulated
+_FIRST_MICRO = (4, 8)  # tried for every sequence of stages
 _ALL_MICRO = (1, 2, 4, 8, 16, 32)
 _NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
 _NUM_REFINED = 4
