@@ -231,6 +231,14 @@ class LocalOp:
             if call.is_flat and not self.weighs_labels:
                 return self._flat(call)
             return partial(self._run, extent=extent)
+        return self.called_on(
+            extent, is_first=is_first, is_first_member=is_first_member, first_unit=first_unit
+        )
+
+    def called_on(
+        self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
+    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+        """The call of one share with nothing found out before it."""
         return partial(
             self,
             extent=extent,

@@ -11,7 +11,6 @@ What depends on data is not checked: values, and the memory that is really neede
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -626,17 +625,8 @@ class _RehearsedOp(LocalOp):
             made = self._known[key] = self._make(inputs, extent, enters)
         return list(made)
 
-    def on_share(
-        self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
-    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """See ``LocalOp``; its short ways to the kernel would pass by what is known."""
-        return partial(
-            self,
-            extent=extent,
-            is_first=is_first,
-            is_first_member=is_first_member,
-            first_unit=first_unit,
-        )
+    # The short ways to the kernel would pass by what is known.
+    on_share = LocalOp.called_on
 
     def _make(
         self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool, int]
