@@ -1,8 +1,8 @@
 """The division of the remaining time among methods once every one has had its part.
 
-Time goes where it pays, in rounds: to the method whose rounds improved its own best plan most per
-second, the last one or all, as a bandit would; the farther that plan is behind the best of all by
-now, the less this counts. Every second round goes to a method that was starved, if there is one:
+Time goes where it pays, in rounds: to the method whose last rounds improved its own best plan most
+per second, as a bandit would; the farther that plan is behind the best of all by now, the less
+this counts. Every second round goes to a method that was starved, if there is one:
 to the one with the best plan (or nearest to fitting) before the others. Methods without gain are
 tried again when the others gain nothing either.
 Only methods that resume (``Planner.resumes``) take part, and one that ended before its part was
@@ -22,6 +22,8 @@ _MOST_STARVED, _MOST_BEHIND = 4, 2.0
 many if its step is so many times the best one's."""
 _FIRST_GAIN = 0.1
 """Gain that the first plan that fits counts as: more may follow."""
+FADES = 0.25
+"""Part of a method's gain that still counts after another round."""
 _BEHIND = 8.0
 """Exponent for plans behind the best: one 1.5 times as long counts as 1.5^-8, a 25th."""
 _ENDED_EARLY = 0.8
@@ -41,9 +43,8 @@ class Contender:
         step_time_s: Step time of its best plan; infinite if none fits.
         overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
         behind: Its step over the best of all methods; 1 where it has none yet.
-        gain: Sum of the relative improvements of that plan, as far as they count.
-        gain_per_s: The same per second: those of the last round or of all rounds, whichever is
-            more.
+        gain_per_s: Relative improvements of that plan per second, as far as they count: those of
+            the last round, or what is left of those before (``FADES``), whichever is more.
         is_done: Whether it has nothing left to try.
     """
 
@@ -55,7 +56,6 @@ class Contender:
     step_time_s: float = math.inf
     overflow_bytes: float = math.inf
     behind: float = 1.0
-    gain: float = 0.0
     gain_per_s: float = 0.0
     is_done: bool = False
 
@@ -94,8 +94,7 @@ class Contender:
         self.rounds += 1
         self.seconds += seconds
         self.evaluations += evaluations
-        self.gain += gain
-        self.gain_per_s = max(gain / max(seconds, 1e-9), self.gain / max(self.seconds, 1e-9))
+        self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
         self.is_done = seconds < _ENDED_EARLY * given_s
 
     @property

@@ -19,7 +19,7 @@ from heterog.planners.judging import run_method
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.planner import Budget, Problem, planner_by_name
 from heterog.planners.portfolio import run_methods
-from heterog.planners.rounds import Contender, next_of
+from heterog.planners.rounds import FADES, Contender, next_of
 from heterog.report.answer import brief_answer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -188,7 +188,7 @@ def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None
             contender.tell(
                 given_s=1.0, seconds=1.0, evaluations=50, step_time_s=step_time_s, best_s=1.0
             )
-    assert leader.gain_per_s == pytest.approx(0.05)  # half of what its first plan counted as
+    assert leader.gain_per_s == pytest.approx(0.1 * FADES)  # of what its first plan counted as
     assert runner_up.gain_per_s == pytest.approx(math.log(1.2 / 1.1) * 1.1**-8)
     assert last.gain_per_s == pytest.approx(math.log(2.0) * 2.0**-8)
     assert next_of([leader, runner_up, last]) is leader
