@@ -191,9 +191,9 @@ def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None
     assert leader.gain_per_s == pytest.approx(0.1 * FADES)  # of what its first plan counted as
     assert runner_up.gain_per_s == pytest.approx(math.log(1.2 / 1.1) * 1.1**-8)
     assert last.gain_per_s == pytest.approx(math.log(2.0) * 2.0**-8)
-    assert next_of([leader, runner_up, last]) is leader
-    leader.tell(given_s=1.0, seconds=1.0, evaluations=50, step_time_s=1.0, best_s=1.0)
     assert next_of([leader, runner_up, last]) is runner_up
+    runner_up.tell(given_s=1.0, seconds=1.0, evaluations=50, step_time_s=1.1, best_s=1.0)
+    assert next_of([leader, runner_up, last]) is leader
 
 
 # --- plans that are not written -----------------------------------------------------------------
