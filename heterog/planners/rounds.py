@@ -4,8 +4,8 @@ Time goes where it pays, in rounds: to the method whose last rounds improved its
 per second, as a bandit would; the farther that plan is behind the best of all by now, the less
 this counts. Every second round goes to a method that was starved, if there is one: to the one with
 the best plan (or nearest to fitting) before the others. Methods without gain are tried again when
-the others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one that ended before its part was
-over has nothing left to try.
+the others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one
+that ended before its part was over has nothing left to try.
 """
 
 import math

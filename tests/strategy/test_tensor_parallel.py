@@ -86,13 +86,13 @@ def test_what_reads_nothing_split_has_nothing_to_follow(
     groups = range(count) if count < 32 else range(count // 4, 3 * count // 4)
     quick = shardings(graph, groups)
 
-    class Everything(tensor_parallel._Region):
+    class Everything(tensor_parallel.Region):
         """Has every op looked at, whatever it reads."""
 
         def __init__(self, graph: OpGraph, ops: Sequence[int]) -> None:
             super().__init__(graph, ops)
             self.readers = {tensor: list(ops) for tensor in range(len(graph.tensors))}
 
-    monkeypatch.setattr(tensor_parallel, "_Region", Everything)
+    monkeypatch.setattr(tensor_parallel, "Region", Everything)
     assert quick
     assert shardings(graph, groups) == quick
