@@ -96,6 +96,13 @@ class Contender:
         self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
         self.is_done = seconds < _ENDED_EARLY * given_s
 
+    def gain_beside(self, best_s: float) -> float:
+        """Its gain per second, if the best plan of all had been then what it is by now."""
+        if math.isinf(self.step_time_s):
+            return 0.0
+        part: float = (self.behind * best_s / self.step_time_s) ** _BEHIND
+        return self.gain_per_s * part
+
     @property
     def is_starved(self) -> bool:
         """Whether it has had too little time to be judged."""
@@ -144,20 +151,13 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     if not able:
         return None
     best_s = min(each.step_time_s for each in contenders)
-
-    def worth(each: Contender) -> float:
-        """Its gain per second, if the best plan of all had been then what it is by now."""
-        if math.isinf(each.step_time_s):
-            return 0.0
-        behind: float = (each.behind * best_s / each.step_time_s) ** _BEHIND
-        return each.gain_per_s * behind
-
     # Of those with equal gains, the one with the fewest rounds.
-    chosen = max(able, key=lambda each: (worth(each), -each.seconds))
+    chosen = max(able, key=lambda each: (each.gain_beside(best_s), -each.seconds))
     starved = [each for each in able if each.is_starved]
     more = {id(each): each.rounds - 1 for each in contenders}  # rounds beyond the first
     of_starved = sum(more[id(each)] for each in starved)
-    if not starved or (worth(chosen) > 0.0 and of_starved >= sum(more.values()) - of_starved):
+    is_due = of_starved >= sum(more.values()) - of_starved and chosen.gain_beside(best_s) > 0.0
+    if not starved or is_due:
         return chosen
     near = [each for each in starved if each.behind <= _MOST_BEHIND]
     return min(
