@@ -151,12 +151,12 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     if not able:
         return None
     best_s = min(each.step_time_s for each in contenders)
-    # Of those with equal gains, the one with the fewest rounds.
+    # Of those with equal gains, the one that had the least time.
     chosen = max(able, key=lambda each: (each.gain_beside(best_s), -each.seconds))
     starved = [each for each in able if each.is_starved]
-    more = {id(each): each.rounds - 1 for each in contenders}  # rounds beyond the first
-    of_starved = sum(more[id(each)] for each in starved)
-    is_due = of_starved >= sum(more.values()) - of_starved and chosen.gain_beside(best_s) > 0.0
+    # Rounds beyond the first of all, and of the starved: half of them at most while others gain.
+    of_all, of_starved = (sum(each.rounds - 1 for each in some) for some in (contenders, starved))
+    is_due = 2 * of_starved >= of_all and chosen.gain_beside(best_s) > 0.0
     if not starved or is_due:
         return chosen
     near = [each for each in starved if each.behind <= _MOST_BEHIND]

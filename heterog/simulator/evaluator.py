@@ -844,9 +844,10 @@ class Evaluator:
         Then a simulation, which takes seconds on hundreds of devices, has nothing to add: the
         peak is larger still, and the step is at least the floor.
         """
+        if not self.is_short_of_time:
+            return None
         whole = self.tables.parameter_bytes.sum() * (1.0 + self.tables.state_ratio)
-        may_be = self.is_short_of_time and whole > OVERFULL * self._usable.min()
-        if not may_be or self.floor_s(choice) == 0.0:
+        if whole <= OVERFULL * self._usable.min() or self.floor_s(choice) == 0.0:
             return None
         kept = resident_bytes(self.tables_of(choice), choice)
         if not (kept > OVERFULL * self._usable).any():

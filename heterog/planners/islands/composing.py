@@ -2,10 +2,10 @@
 
 An *island* is some hosts of one kind, in teams of one size, as some consecutive stages of a
 pipeline; the teams of a stage share its micro-batches. Hosts that are left out are idle: a small
-batch is often trained sooner by fewer. A *pool* is a pipeline of islands; pools
-are replicas of each other, however unlike. With C_r the seconds that stage r would take for all
-layers of a micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a
-pool of R stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
+batch is often trained sooner by fewer. A *pool* is a pipeline of islands; pools are replicas of
+each other, however unlike. With C_r the seconds that stage r would take for all layers of a
+micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a pool of R
+stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
 between two stages takes where that is longer (both, where messages are not hidden). Weight
 gradients that wait fill a part of the R - 1 turns in which stages are idle (Qi et al., Zero Bubble
 Pipeline Parallelism, section 2.3). Gradients of what several teams have are added up behind them.
@@ -137,11 +137,7 @@ def islands_of(slices: Slices, kind: int) -> list[Island]:
             for stages in range(1, min(teams, MOST_STAGES, slices.num_layers) + 1)
             if teams % stages == 0
         ]
-
-    def has_samples(island: Island) -> bool:
-        return stages_of((island,), slices)[0].teams <= batch
-
-    return sorted(found, key=lambda island: not has_samples(island))
+    return sorted(found, key=lambda island: stages_of((island,), slices)[0].teams > batch)
 
 
 def partitions(items: Sequence[int]) -> Iterator[Structure]:

@@ -169,11 +169,15 @@ class CompositionSearch:
 
     def returned(self) -> list[Composition]:
         """The best, and the best of other divisions: the referee may judge links differently."""
-        ranked = self.best(len(self.found))
+        found = (*self.best(2), *self._best_of_divisions(NUM_RETURNED))
+        return list(dict.fromkeys(found))[:NUM_RETURNED]
+
+    def _best_of_divisions(self, count: int) -> list[Composition]:
+        """The best composition of each of the best divisions of machines, best first."""
         of_division: dict[tuple[Pool, ...], Composition] = {}
-        for point in ranked:
+        for point in self.best(len(self.found)):
             of_division.setdefault(point.pools, point)
-        return list(dict.fromkeys((*ranked[:2], *of_division.values())))[:NUM_RETURNED]
+        return list(of_division.values())[:count]
 
     # --- estimates -------------------------------------------------------------------------------
 
@@ -217,12 +221,6 @@ class CompositionSearch:
         members = sizes[-1] if large else sizes[0]
         return next(island for island in options if island.members == members)
 
-    def _with_hosts(self, island: Island) -> Iterator[Island]:
-        """The same division of other numbers of hosts."""
-        for other in self.options[island.kind]:
-            if replace(other, hosts=island.hosts) == island != other:
-                yield other
-
     def _bounded(self, num_micro: int) -> int:
         """A power of two up to the batch; 1 if the model cannot be cut into micro-batches."""
         graph = self.evaluator.graph
@@ -245,8 +243,9 @@ class CompositionSearch:
                 return
 
     def _variables(self, point: Composition) -> list["_Vary"]:
-        places = [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
-        of_places = [each(self, *place) for place in places for each in (_ByIsland, _ByHosts)]
+        of_places = [
+            each(self, *place) for place in _places(point) for each in (_ByIsland, _ByHosts)
+        ]
         return [_ByMicro(self), _ByManner(self), *of_places]
 
     def _estimated(self, point: Composition) -> float:
@@ -344,9 +343,8 @@ class CompositionSearch:
         """A composition of one island on fewer and fewer hosts."""
         if [len(pool) for pool in point.pools] != [1]:
             return []
-        ((island,),) = point.pools
-        fewer = [other for other in self._with_hosts(island) if other.hosts < island.hosts]
-        return [replace(point, pools=((other,),)) for other in fewer]
+        most = point.pools[0][0].hosts
+        return [other for other in _ByHosts(self, 0, 0)(point) if other.pools[0][0].hosts < most]
 
     def _improves(self, other: Composition, point: Composition) -> bool:
         before, after = self.found.get(point), self.simulate(other)
@@ -503,23 +501,14 @@ class CompositionSearch:
         if self.spending.is_over:
             return False
         while not self.beside_best:
-            starts = (point for point in self._best_of_divisions() if point not in self.refined)
-            start = next(starts, None)
+            best = self._best_of_divisions(NUM_REFINED)
+            start = next((point for point in best if point not in self.refined), None)
             if start is None:
                 return False
             self.refined.add(start)
             self.beside_best = [point for point in self.beside(start) if point not in self.found]
         self.simulate(self.beside_best.pop(0))
         return True
-
-    def _best_of_divisions(self) -> list[Composition]:
-        """The best composition of each of the best divisions of machines, best first."""
-        of_division: dict[tuple[Pool, ...], Composition] = {}
-        for point in self.best(len(self.found)):
-            of_division.setdefault(point.pools, point)
-            if len(of_division) == NUM_REFINED:
-                break
-        return list(of_division.values())
 
     def beside(self, point: Composition) -> Iterator[Composition]:
         """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
@@ -544,7 +533,7 @@ class CompositionSearch:
 
     def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
         """The same with more or fewer hosts of one kind, and samples shared out again."""
-        for place in ((p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))):
+        for place in _places(point):
             for other in _ByHosts(self, *place)(point):
                 seconds, samples = self.estimator.shared_out(replace(other, samples=()))
                 if np.isfinite(seconds):
@@ -595,6 +584,11 @@ def _moved(point: Composition) -> Iterator[Composition]:
                     yield replace(point, layers=tuple(others))
 
 
+def _places(point: Composition) -> list[tuple[int, int]]:
+    """(pool, place in it) of every island."""
+    return [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
+
+
 class _Vary:
     """Variants of a composition in one respect."""
 
@@ -640,8 +634,10 @@ class _ByIsland(_Vary):
 
 class _ByHosts(_ByIsland):
     def __call__(self, point: Composition) -> Iterator[Composition]:
-        for other in self.search._with_hosts(point.pools[self.pool][self.place]):
-            yield self.with_island(point, other)
+        island = point.pools[self.pool][self.place]
+        for other in self.search.options[island.kind]:
+            if replace(other, hosts=island.hosts) == island != other:
+                yield self.with_island(point, other)
 
 
 _AGAIN = {

@@ -162,11 +162,11 @@ def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
     As many units as the batch has samples would be taken for the batch: then two units become one.
     """
     found = []
-    region = Region(graph, ops_of_groups(graph, groups))
     for way in shardings(graph, groups):
         rules = way.op_rules
         if way.units == graph.batch_size:
             split = {way.parameter: way.placement}
+            region = Region(graph, ops_of_groups(graph, groups))
             rules = follow_split(region, split, way.units // 2)
             if way.units % 2 or {op for op, _ in rules} != {op for op, _ in way.op_rules}:
                 continue
