@@ -74,15 +74,18 @@ def cut_division(
     own_begin, team_samples, team_begin = (np.zeros_like(own) for _ in range(3))
     team = np.full(num_devices, -1, np.int32)
     position = np.full(num_devices, -1, np.int32)
-    begin = np.zeros(len(own), np.int32)
-    for number, members in enumerate(division.all_teams):
-        total = own[:, members].sum(axis=1)
-        for place, device in enumerate(members):
-            own_begin[:, device] = begin + own[:, members[:place]].sum(axis=1)
-            team_begin[:, device] = begin
-            team_samples[:, device] = total
-            team[device], position[device] = number, place
-        begin += total
+    # Devices in the order in which they take samples: team after team, member after member.
+    teams = division.all_teams
+    sizes_of_teams = [len(members) for members in teams]
+    members = [device for each in teams for device in each]
+    number = np.repeat(np.arange(len(teams)), sizes_of_teams)
+    first = np.cumsum([0, *sizes_of_teams[:-1]])
+    taken = own[:, members]
+    begin = np.cumsum(taken, axis=1, dtype=np.int32) - taken
+    own_begin[:, members] = begin
+    team_begin[:, members] = begin[:, first[number]]
+    team_samples[:, members] = np.add.reduceat(taken, first, axis=1)[:, number]
+    team[members], position[members] = number, np.arange(len(members)) - first[number]
     return DivisionCut(own, own_begin, team_samples, team_begin, team, position)
 
 

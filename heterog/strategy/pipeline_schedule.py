@@ -11,7 +11,7 @@ caps.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from heterog.errors import StrategyError
@@ -148,11 +148,15 @@ def device_chunks(
     ((range(0, 2), range(3, 4)), (range(1, 3),))
     """
     found: list[list[range]] = [[] for _ in range(num_devices)]
-    for group, devices in enumerate(group_devices):
-        for device in devices:
+    # Most groups have the very devices of the one before them, so that a few runs are looked at.
+    num_groups = len(group_devices)
+    cuts = (g for g in range(1, num_groups) if group_devices[g] is not group_devices[g - 1])
+    starts = (group for group in chunk_starts if 0 <= group < num_groups)
+    for begin, end in pairwise(sorted({0, *cuts, *starts, num_groups})):
+        for device in group_devices[begin]:
             own = found[device]
-            if own and own[-1].stop == group and group not in chunk_starts:
-                own[-1] = range(own[-1].start, group + 1)
+            if own and own[-1].stop == begin and begin not in chunk_starts:
+                own[-1] = range(own[-1].start, end)
             else:
-                own.append(range(group, group + 1))
+                own.append(range(begin, end))
     return tuple(map(tuple, found))

@@ -423,7 +423,7 @@ class Strategy:
         devices = [decision.devices for decision in self.decisions]
         chunks = device_chunks(devices, cluster.num_devices, self.schedule.chunk_starts)
         samples = [[0] * self.num_micro_batches for _ in chunks]
-        for decision in self._distinct_decisions:
+        for decision in self._distinct_decisions if self.schedule.turns else ():
             cut = cut_division(
                 decision.division, cluster.num_devices, self.micro_batches, self.micro_sizes
             )

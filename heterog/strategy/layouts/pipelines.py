@@ -91,9 +91,10 @@ def strategy_of_pipelines(
 ) -> Strategy:
     """Make the strategy of some pipelines that train on one batch together.
 
+    Like every strategy it is checked when it is evaluated, which a search does with each.
+
     Raises:
-        StrategyError: a device is in two teams, the samples are not those of the batch, or the
-            schedule does not exist for these numbers.
+        StrategyError: a device is in two teams, or the schedule does not exist for these numbers.
     """
     used = [device for pipeline in pipelines for rank in pipeline.ranks for device in rank]
     if len(used) > len(set(used)):
@@ -102,7 +103,7 @@ def strategy_of_pipelines(
     decisions, rules = _decisions(graph, cluster, pipelines, manner)
     samples = _samples_of_devices(pipelines, cluster.num_devices)
     num_micro = max(len(pipeline.micro_batches) for pipeline in pipelines)
-    strategy = Strategy(
+    return Strategy(
         graph=graph.fingerprint,
         cluster=cluster.fingerprint(),
         decisions=decisions,
@@ -114,8 +115,6 @@ def strategy_of_pipelines(
         schedule=_schedule(pipelines, manner, cluster.num_devices),
         blocks=_blocks(graph, decisions) if any(each.recompute for each in decisions) else (),
     )
-    strategy.check(graph, cluster)
-    return strategy
 
 
 def _blocks(graph: OpGraph, decisions: Sequence[Decision]) -> tuple[int, ...]:

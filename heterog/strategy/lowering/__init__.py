@@ -39,7 +39,7 @@ from heterog.strategy.lowering.choice import ring_decision as ring_decision
 from heterog.strategy.lowering.encoding import encode_messages
 from heterog.strategy.lowering.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
-from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.scratch import Scratch, spans
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
 from heterog.strategy.lowering.stashed import source_stages as source_stages
 from heterog.strategy.lowering.stashed import stash_bytes as stash_bytes
@@ -106,6 +106,7 @@ def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> 
 
 def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
     """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
+    scratch = scratch._replace(span=spans(choice.member))
     num_devices, num_chunks = choice.turns.cap.shape
     if num_devices:  # the number of tokens depends on the choice
         scratch = scratch._replace(

@@ -41,7 +41,7 @@ def compute_op(
         return
     recut = tables.op_recut[op]
     units = tables.axis_units[tables.value_axis[first_value]] if recut > 0 else 0
-    for device in range(num_devices):
+    for device in range(scratch.span[plain, 0], scratch.span[plain, 1]):
         share = choice.shares[division, micro, device]
         if share == 0:
             continue

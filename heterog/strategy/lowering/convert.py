@@ -78,10 +78,11 @@ def convert(
 
 
 @helper
-def wait_for_inputs(tables: GraphTables, scratch: Scratch, reader: int) -> None:
+def wait_for_inputs(tables: GraphTables, choice: Choice, scratch: Scratch, reader: int) -> None:
     """Make what is made again for an op wait for an input that has come before it."""
-    for device in range(len(scratch.awaited)):
-        scratch.awaited[device] = -1
+    division = choice.division[tables.op_group[reader]]
+    scratch.awaited[:] = -1
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
             slot = tables.read_slot[entry]
             is_constant = tables.op_group[tables.value_op[tables.read_value[entry]]] < 0
@@ -100,9 +101,10 @@ def wait_for_gradients(
     Otherwise values would be gathered as soon as they are made, and kept whole until then.
     """
     row = choice.division[tables.op_group[reader]]
+    begin, end = scratch.span[row, 0], scratch.span[row, 1]
     row += len(choice.member) * tables.op_axis[reader]
-    for device in range(len(scratch.awaited)):
-        scratch.awaited[device] = -1
+    scratch.awaited[:] = -1
+    for device in range(begin, end):
         if choice.shares[row, micro, device] == 0:
             continue
         for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
@@ -581,8 +583,8 @@ def _gather_in_teams(
     """
     value = tables.slot_value[slot]
     teams = choice.teams
-    num_devices = choice.member.shape[1]
-    for first in range(num_devices):
+    begin, end = scratch.span[division, 0], scratch.span[division, 1]
+    for first in range(begin, end):
         channel = teams.gather_channel[division, first]
         samples = teams.samples[division, micro, first]
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
@@ -590,7 +592,7 @@ def _gather_in_teams(
         number = teams.number[division, first]
         # All of the team's, also where a member stands for others.
         total = samples if row == division else tables.axis_units[row // len(choice.member)]
-        largest = _largest_share(choice, row, micro, number)
+        largest = _largest_share(choice, scratch, row, micro, number)
         units = -1 if row == division else total
         if row == division:
             whole = bytes_of(tables, value, total, -1)
@@ -605,17 +607,17 @@ def _gather_in_teams(
         write_task(tape, _GATHER_VALUE, slot, -1, micro, samples, channel, size)
         set_units(tape, max(units, 0))
         if tables.slot_pass[slot] != ANY_PASS:
-            for device in range(num_devices):
+            for device in range(begin, end):
                 if teams.number[division, device] == number:
                     write_read(tape, scratch.awaited[device])
         _meet(choice, scratch, tape, slot, division, row, micro, number, whole)
 
 
 @helper
-def _largest_share(choice: Choice, row: int, micro: int, team: int) -> int:
+def _largest_share(choice: Choice, scratch: Scratch, row: int, micro: int, team: int) -> int:
     """The most samples or units of one member of a team: the size that padding gives to all."""
     division, largest = row % len(choice.member), 0
-    for device in range(choice.member.shape[1]):
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         if choice.teams.number[division, device] == team:
             largest = max(largest, choice.shares[row, micro, device])
     return largest
@@ -627,11 +629,11 @@ def _meet(
     team: int, size: float,
 ) -> None:  # fmt: skip
     """Write the collective begun last: it reads the members' parts and gives each the result."""
-    for device in range(choice.member.shape[1]):
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         is_member = choice.teams.number[division, device] == team
         if is_member and choice.shares[row, micro, device] > 0:
             write_read(tape, scratch.slot_buffer[slot, device])
-    for device in range(choice.member.shape[1]):
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         if choice.teams.number[division, device] == team:
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
 
@@ -683,8 +685,8 @@ def _reduce_in_teams(
     """Convert P to R inside each team: an all-reduce over its members."""
     value = tables.slot_value[slot]
     teams = choice.teams
-    num_devices = choice.member.shape[1]
-    for first in range(num_devices):
+    begin, end = scratch.span[division, 0], scratch.span[division, 1]
+    for first in range(begin, end):
         channel = teams.reduce_channel[division, first]
         samples = teams.samples[division, micro, first]
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
@@ -714,22 +716,23 @@ def scatter_in_teams(
         row: Row of its op, which tells the devices that have a part.
         micro: Number of the micro-batch.
     """
-    teams, num_devices = choice.teams, choice.member.shape[1]
+    teams = choice.teams
     division, axis = row % len(choice.member), tables.value_axis[value]
+    begin, end = scratch.span[division, 0], scratch.span[division, 1]
     slices = division + axis * len(choice.member)
-    for first in range(num_devices):
+    for first in range(begin, end):
         channel = teams.scatter_channel[division, first]
         samples = teams.samples[division, micro, first]
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
         number = teams.number[division, first]
-        largest = _largest_share(choice, slices, micro, number)
+        largest = _largest_share(choice, scratch, slices, micro, number)
         per_unit = tables.value_bytes_per_unit[value] * samples / tables.batch_size
         size = teams.size[division, first] * largest * per_unit
         write_task(tape, _SCATTER_VALUE, value, -1, micro, samples, channel, size)
         set_units(tape, tables.axis_units[axis])
         _read_made(choice, scratch, tape, value, row, micro, number)
-        for device in range(num_devices):
+        for device in range(begin, end):
             if teams.number[division, device] == number:
                 own = choice.shares[slices, micro, device] * per_unit
                 scratch.value_buffer[value, device] = write_buffer(tape, device, own)
@@ -755,24 +758,25 @@ def exchange_in_teams(
         row: Row of its op, which tells the boxes before.
         micro: Number of the micro-batch.
     """
-    teams, num_devices = choice.teams, choice.member.shape[1]
+    teams = choice.teams
     division, axis = row % len(choice.member), tables.value_axis[value]
+    begin, end = scratch.span[division, 0], scratch.span[division, 1]
     after = division + axis * len(choice.member)
     whole = tables.value_bytes_per_unit[value] * tables.axis_units[axis]
-    for first in range(num_devices):
+    for first in range(begin, end):
         channel = teams.exchange_channel[division, first]
         samples = teams.samples[division, micro, first]
         if teams.position[division, first] != 0 or channel < 0 or samples == 0:
             continue
         number, size = teams.number[division, first], teams.size[division, first]
-        piece = whole * _largest_part(tables, choice, row, micro, number)
-        piece *= _largest_part(tables, choice, after, micro, number)
+        piece = whole * _largest_part(tables, choice, scratch, row, micro, number)
+        piece *= _largest_part(tables, choice, scratch, after, micro, number)
         if row != division and after != division:
             piece *= samples / tables.batch_size
         write_task(tape, _EXCHANGE_VALUE, value, -1, micro, samples, channel, size * size * piece)
         set_units(tape, tables.axis_units[axis] if axis > 0 else 0)
         _read_made(choice, scratch, tape, value, row, micro, number)
-        for device in range(num_devices):
+        for device in range(begin, end):
             if teams.number[division, device] == number:
                 own = whole * choice.shares[after, micro, device] / tables.axis_units[axis]
                 if after != division:
@@ -785,17 +789,20 @@ def _read_made(
     choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int, micro: int, team: int
 ) -> None:
     """Let the collective begun last read what a team's members have just made of a value."""
-    number = choice.teams.number[row % len(choice.member)]
-    for device in range(choice.member.shape[1]):
+    division = row % len(choice.member)
+    number = choice.teams.number[division]
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
         if number[device] == team and choice.shares[row, micro, device] > 0:
             write_read(tape, scratch.value_buffer[value, device])
 
 
 @helper
-def _largest_part(tables: GraphTables, choice: Choice, row: int, micro: int, team: int) -> float:
+def _largest_part(
+    tables: GraphTables, choice: Choice, scratch: Scratch, row: int, micro: int, team: int
+) -> float:
     """The largest share of a member of a team, as a part of all units of the row's axis."""
     units = tables.axis_units[row // len(choice.member)]
-    return float(_largest_share(choice, row, micro, team) / units)
+    return float(_largest_share(choice, scratch, row, micro, team) / units)
 
 
 @helper

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.program import FloatArray, IntArray
@@ -13,6 +14,8 @@ from heterog.strategy.tables import Domain, GraphTables
 class Scratch(NamedTuple):
     """Working memory of the kernel."""
 
+    # First member of each division, and one after its last one: nobody else has work there.
+    span: IntArray  # [num_divisions, 2]
     value_buffer: IntArray  # local buffer of each value  # [num_values, num_devices]
     remade_buffer: IntArray  # of values made where they are read; see ``remake``
     slot_buffer: IntArray  # converted value of each slot  # [num_slots, num_devices]
@@ -59,6 +62,22 @@ class Scratch(NamedTuple):
     permit: IntArray  # tokens that the next op waits for  # [2, num_devices]
 
 
+def spans(member: npt.NDArray[np.bool_]) -> IntArray:
+    """First member of each division, and one after its last; 0 and 0 if there is none.
+
+    >>> spans(np.array([[False, True, True, False], [False] * 4])).tolist()
+    [[1, 3], [0, 0]]
+
+    Args:
+        member: Devices of each division.  # [num_divisions, num_devices]
+    """
+    num_devices = member.shape[1]
+    begin, behind = member.argmax(axis=1), member[:, ::-1].argmax(axis=1)
+    found = np.stack([begin, num_devices - behind], axis=1).astype(np.int32)
+    found[member.sum(axis=1) == 0] = 0
+    return found
+
+
 def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
     """Working memory for one graph and cluster."""
     num_parameters = len(tables.parameter_bytes)
@@ -69,6 +88,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         return np.empty((rows, num_devices), np.int32)
 
     return Scratch(
+        span=np.empty((0, 2), np.int32),  # it depends on the choice
         value_buffer=per_device(len(tables.value_op)),
         remade_buffer=per_device(len(tables.value_op)),
         slot_buffer=per_device(len(tables.slot_value)),

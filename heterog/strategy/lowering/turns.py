@@ -154,6 +154,9 @@ def turn_of(turns: Turns, tape: Tape, group: int, work: int, device: int, micro:
 @helper
 def take_turns(turns: Turns, tape: Tape, group: int, work: int, micro: int) -> None:
     """Set the turns of all tasks written from now on to a pass of a group."""
+    if turns.rule != AS_STATED:  # the same on all devices
+        tape.turn[:] = turn_of(turns, tape, group, work, 0, micro)
+        return
     for device in range(len(tape.turn)):
         tape.turn[device] = turn_of(turns, tape, group, work, device, micro)
 
@@ -210,11 +213,13 @@ def ask_permits(
         work: Pass of the op.
         number: Number of the micro-batch, counted through all steps.
     """
+    scratch.permit[:] = -1
+    if work != _FORWARD:
+        return
     num_micro = scratch.token.shape[2]
-    for device in range(scratch.permit.shape[1]):
-        scratch.permit[:, device] = -1
+    for device in range(len(shares)):
         chunk = turns.chunk[group, device]
-        if work != _FORWARD or shares[device] == 0 or scratch.entered[device, chunk] > number:
+        if shares[device] == 0 or scratch.entered[device, chunk] > number:
             continue
         scratch.entered[device, chunk] = number + 1
         begun = scratch.begun[device, chunk]

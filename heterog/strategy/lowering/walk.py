@@ -56,6 +56,9 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
     tape.counts[:] = 0
     tape.bucket[:] = -1
     scratch.next_ready_buffer[:] = -1
+    # Only members of a division are looked at from here on; the others have made nothing.
+    scratch.value_buffer[:] = -1
+    scratch.slot_buffer[:] = -1
     number_buckets(choice, scratch)
     has_slices, has_gathers = False, False
     for group in range(tables.num_groups):
@@ -71,7 +74,7 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
         _begin_step(scratch, has_slices)
         begin_turns(turns, scratch, tape, step)
         for micro in range(choice.num_micro):
-            scratch.value_buffer[:] = -1
+            _forget_values(tables, choice, scratch)
             scratch.slot_done[:] = 0
             scratch.awaited[:] = -1
             tape.turn[:] = micro
@@ -144,12 +147,30 @@ def _begin_step(scratch: Scratch, has_slices: bool) -> None:
 
 
 @helper
+def _forget_values(tables: GraphTables, choice: Choice, scratch: Scratch) -> None:
+    """Begin a micro-batch: reset which buffers hold values, where the last one can have made any.
+
+    Devices outside a division make none, and there may be hundreds of these.
+    """
+    for op in range(len(tables.op_id)):
+        division = choice.division[tables.op_group[op]]
+        begin, end = scratch.span[division, 0], scratch.span[division, 1]
+        for value in range(tables.value_start[op], tables.value_start[op + 1]):
+            scratch.value_buffer[value, begin:end] = -1
+    for parameter in range(len(tables.parameter_bytes)):  # which members of its group may receive
+        division = choice.division[tables.parameter_group[parameter]]
+        begin, end = scratch.span[division, 0], scratch.span[division, 1]
+        scratch.value_buffer[tables.parameter_gradient[parameter], begin:end] = -1
+
+
+@helper
 def _bring_inputs(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
     micro: int,
 ) -> None:  # fmt: skip
     """Convert the inputs of an op that have not been converted yet."""
     num_divisions = len(choice.member)
+    plain = division % num_divisions
     is_remade = False
     for is_late in range(2):
         for read in range(tables.read_start[op], tables.read_start[op + 1]):
@@ -165,11 +186,11 @@ def _bring_inputs(
             is_as_made = tables.slot_whole[slot] == 0 and not has_window(tables, slot)
             if source == division and is_as_made:
                 scratch.slot_done[slot] = 1
-                for device in range(choice.member.shape[1]):
+                for device in range(scratch.span[plain, 0], scratch.span[plain, 1]):
                     scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
                 continue
             if is_late == 1:
-                wait_for_inputs(tables, scratch, op)
+                wait_for_inputs(tables, choice, scratch, op)
             elif tables.slot_pass[slot] == BACKWARD_PASS:
                 wait_for_gradients(tables, choice, scratch, op, micro)
             convert(tables, choice, scratch, tape, slot, micro)
