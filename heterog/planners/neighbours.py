@@ -44,7 +44,7 @@ BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 # Part of the changes of rules that apply to some layers of a kind instead of all. Such a change
 # makes a new rule set, which costs time in proportion to the ops of the graph.
 _ONLY_SOME, _FEW_OPS = 0.75, 600
-_RESCHEDULED = 0.4  # part of the changes to micro-batches, if there are several
+_RESCHEDULED = 0.4  # part of the changes to micro-batches
 _TEAMED = 0.1  # part of all moves, if teams may pay
 _BY_STAGE = 0.5  # part of the changes to recomputation: whole layers of a whole run
 _OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO: another stage of it
@@ -285,7 +285,7 @@ class Neighbours:
         Or change the caps on how many are under way, or the time of weight gradients.
         """
         cut = state.micro_batches
-        if cut and self.rng.random() < _RESCHEDULED:
+        if self.rng.random() < _RESCHEDULED:
             return self._rescheduled(state)
         num_micro = len(cut[0]) if cut else 1
         if cut == self.space.micro_batches(num_micro):
@@ -318,9 +318,12 @@ class Neighbours:
         return is_cut_alike(cut, dict.fromkeys(used), batch)
 
     def _rescheduled(self, state: State) -> State:
-        """Change the cap of one or all devices, or the time of weight gradients."""
+        """Change the cap of one or all devices, or the time of weight gradients.
+
+        Without micro-batches only these can wait: for devices that wait for each other's values.
+        """
         num_devices, schedule = self.space.cluster.num_devices, state.schedule
-        kind = self.rng.random()
+        kind = self.rng.random() if state.micro_batches else 0.0
         if kind < 0.3:
             late = not schedule.splits_backward
             return replace(state, schedule=replace(schedule, splits_backward=late, turns=()))

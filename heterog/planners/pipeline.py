@@ -493,7 +493,7 @@ class _Enumeration(Enumeration[_Point]):
         if point.caps and point.num_micro > 1:
             num_devices = self.cluster.num_devices
             capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
-        return replace(capped, splits_backward=point.splits_backward and point.num_micro > 1)
+        return replace(capped, splits_backward=point.splits_backward)
 
 
 register(PipelineSearch())

@@ -48,6 +48,7 @@ class PipelineSchedule:
             missing entry, is no cap.
         splits_backward: Whether weight gradients of a micro-batch come after the gradients that
             other devices wait for: whenever a device would otherwise wait (or in stated turns).
+            Stages of a single micro-batch then make their weight gradients beside each other.
         turns: Turns of each device in order, with each micro-batch that has samples there and
             each chunk once for every pass; empty lets a device take the earliest micro-batch that
             can go on.

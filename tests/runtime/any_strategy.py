@@ -104,6 +104,8 @@ def features(graph: OpGraph, strategy: Strategy) -> list[str]:
         "blocks": bool(strategy.blocks) and any(each.recompute for each in decisions),
         "caps": any(map(any, schedule.in_flight)),
         "split backward": schedule.splits_backward,
+        "split backward of one micro-batch": schedule.splits_backward
+        and strategy.num_micro_batches == 1,
         "stated turns": bool(schedule.turns),
         "no samples": any(0 in each.shares for each in decisions),
         "no barrier": not strategy.step_barrier,
@@ -152,7 +154,7 @@ def _drawn(rng: Random, graph: OpGraph, num_devices: int) -> Strategy:
         strategy = replace(strategy, micro_batches=_table(rng, strategy, sizes, num_devices))
     if rng.random() < 0.3:
         strategy = with_random_blocks(rng, strategy)
-    if num_micro > 1 and rng.random() < 0.7:
+    if rng.random() < (0.7 if num_micro > 1 else 0.4):
         strategy = replace(strategy, schedule=_schedule(rng, strategy, num_devices))
     return strategy
 

@@ -27,6 +27,7 @@ RANKS = ((0,), (1,), (2,))
 
 def pipeline(graph: OpGraph, name: str, *, num_micro: int, recompute: bool = False) -> Strategy:
     """The groups of a graph cut evenly into the stages of a named schedule."""
+    assert num_micro > 1 or name == "split"
     num_groups = group_ops(graph).num_groups
     is_stated = name in ("1f1b", "interleaved", "zero_bubble_v", "dual_pipe_v")
     num_chunks = 2 if is_stated and name != "1f1b" else 1
@@ -50,7 +51,8 @@ def pipeline(graph: OpGraph, name: str, *, num_micro: int, recompute: bool = Fal
     ]
     counts = split_evenly(graph.batch_size, num_micro)
     idle = (0,) * num_micro
-    plain = strategy_of(graph, decisions, micro_batches=(counts, idle, idle), bucket_bytes=10**6)
+    micro_batches = (counts, idle, idle) if num_micro > 1 else ()
+    plain = strategy_of(graph, decisions, micro_batches=micro_batches, bucket_bytes=10**6)
     return replace(plain, schedule=schedule)
 
 
@@ -71,6 +73,19 @@ def test_schedules_train_alike(
     strategy = pipeline(graph, name, num_micro=BATCH - 2, recompute=recompute)
     path = tmp_path / "plan.json"
     plan_of(graph, strategy).save(path)
+    assert_same(ranks.run(train, model, SGD, str(path)), reference(model))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_weight_gradients_of_one_micro_batch_wait(
+    ranks: Ranks, tmp_path: Path, model: str
+) -> None:
+    """Stages work for each other first, and make their weight gradients beside each other."""
+    graph = graph_of(model)
+    plain = pipeline(graph, "split", num_micro=1)
+    path = tmp_path / "plan.json"
+    plan_of(graph, plain).save(path)
     assert_same(ranks.run(train, model, SGD, str(path)), reference(model))
 
 

@@ -503,7 +503,7 @@ def random_strategy(rng: Random, graph: OpGraph, cluster: Cluster) -> Strategy:
         bucket_bytes=rng.choice([0, 0, 100_000, 20_000_000]),
         step_barrier=rng.random() < 0.5,
     )
-    if num_micro == 1 or rng.random() < 0.4:
+    if rng.random() < (0.8 if num_micro == 1 else 0.4):
         return plain
     return replace(plain, schedule=random_schedule(rng, plain, count))
 

@@ -137,7 +137,10 @@ class Walk:
         self.num_micro = strategy.num_micro_batches
         self.reading = Reading(graph, strategy.op_rules, strategy.blocks)
         self.shares = Shares(self.reading, strategy, cluster.num_devices)
-        self.has_turns = not strategy.schedule.is_default and self.num_micro > 1
+        schedule = strategy.schedule
+        self.has_turns = schedule.splits_backward or (
+            not schedule.is_default and self.num_micro > 1
+        )
         self.tasks: list[Task] = []
         # Where the walk is.
         self.number = 0  # of the step

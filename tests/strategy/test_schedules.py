@@ -339,6 +339,19 @@ def test_split_weight_gradients_fill_the_bubble() -> None:
     assert filled - 3 * num_micro == pytest.approx(num_ranks - 1, abs=1e-3)
 
 
+def test_split_weight_gradients_of_one_micro_batch_run_beside_each_other() -> None:
+    """p stages: all p F and p B follow one another, but only the weights of the first one."""
+    num_ranks = 4
+    graph = stages_model([(1.0, 1.0, 1.0)] * num_ranks, 1, weights_first=True)
+    cluster = row_of(num_ranks)
+    ranks = [(rank,) for rank in range(num_ranks)]
+    plain = seconds_of(graph, cluster, pipeline_of(graph, cluster, ranks, PipelineSchedule()))
+    assert plain == pytest.approx(3 * num_ranks, abs=1e-3)
+    late = PipelineSchedule(splits_backward=True)
+    filled = seconds_of(graph, cluster, pipeline_of(graph, cluster, ranks, late))
+    assert filled == pytest.approx(2 * num_ranks + 1, abs=1e-3)
+
+
 def waits_for(
     decisions: Sequence[Decision], micro_batches: tuple[tuple[int, ...], ...], device: int
 ) -> dict[int, set[int]]:

@@ -201,7 +201,7 @@ class Estimator:
         if point.zero == 3:  # parameters are gathered again for every micro-batch
             gradients *= 0.5 + point.num_micro
         turn = max(each, messages) if point.hides_messages else each + messages
-        seconds = (point.num_micro + _idle(point) * (len(stages) - 1)) * turn + gradients
+        seconds = (point.num_micro + IDLE * (len(stages) - 1)) * turn + gradients
         # Those that do not fit by the estimate rank behind all that do, the leanest first.
         return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
 
@@ -260,11 +260,11 @@ class Estimator:
             longest = max(longest, messages) if point.hides_messages else longest + messages
             parts = np.array(counts) / self.slices.num_layers
             gradients = self._gradient_seconds(stages, parts, _kinds_beside(pool, point))
-            others = _idle(point) * float(each.sum() - each.max())
+            others = IDLE * float(each.sum() - each.max())
             took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
             slowest = max(slowest, took)
             layers.append(counts)
-        splits = point.num_micro > 1 and max(map(len, layers)) > 1
+        splits = max(map(len, layers)) > 1
         return slowest, replace(point, layers=tuple(layers), splits_backward=splits)
 
     def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
@@ -332,11 +332,6 @@ class Estimator:
             )
             slowest = max(slowest, 2.0 * size * float(part) / min(rate, *between, np.inf))
         return slowest
-
-
-def _idle(point: Composition) -> float:
-    """Part of a pipeline's idle turns that weight gradients, which need a next one, leave."""
-    return IDLE if point.num_micro > 1 else 1.0
 
 
 def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:

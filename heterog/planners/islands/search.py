@@ -55,6 +55,8 @@ NUM_CUT = 300
 """Number of estimated ones whose layers are cut: stages of few layers are never quite even."""
 NUM_REFINED = 3
 """Number of divisions whose best compositions are refined."""
+NUM_IN_STAGES = 2
+"""Number of ways to cut a kind's machines into stages that are simulated before estimates."""
 SCHEDULED_AFTER = 8
 """Number of compositions after which the one that other schedules may help most gets them."""
 NEARLY = 1.1
@@ -299,10 +301,12 @@ class CompositionSearch:
         return self.cuts[point]
 
     def _plain(self) -> Iterator[Composition]:
-        """Replicas on the machines of each kind, of the fastest kinds and of all, in one go.
+        """The batch in one go: on the machines of each kind, of the fastest kinds and of all.
 
-        They are hard to beat, and an estimate takes their gradients to be added up behind the
-        step, where data parallelism hides them.
+        Replicas are hard to beat, and an estimate takes their gradients to be added up behind the
+        step, where data parallelism hides them. Stages of a kind wait for each other's values, but
+        make their weight gradients beside each other: where ops are short, what each host has to
+        issue one after the other is what a step takes.
         """
         speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
         fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
@@ -311,6 +315,20 @@ class CompositionSearch:
             found = self._in_one_go(tuple((self._option(kind, large=False),) for kind in some))
             if found is not None and found[0] < OVERFLOWS:
                 yield found[1]
+            if len(some) == 1:
+                yield from self._in_stages(*some)
+
+    def _in_stages(self, kind: int) -> Iterator[Composition]:
+        """The most promising stages of devices of a kind that have the whole batch in one go."""
+        few = self._option(kind, large=False).members
+        found = [
+            self._in_one_go(((island,),))
+            for island in self.options[kind]
+            if island.stages > 1 and island.members == few
+        ]
+        fit = [each for each in found if each is not None and each[0] < OVERFLOWS]
+        for _, point in sorted(fit, key=lambda pair: pair[0])[:NUM_IN_STAGES]:
+            yield point
 
     def _in_one_go(self, pools: tuple[Pool, ...]) -> tuple[float, Composition] | None:
         """(estimated seconds, composition) of pools without micro-batches, if there is one."""
@@ -454,7 +472,7 @@ class CompositionSearch:
             step_barrier=self.problem.step_barrier,
         )
         strategy = strategy_of_pipelines(graph, cluster, pipelines, manner)
-        if strategy.num_micro_batches < 2 or point.in_a_v:
+        if point.in_a_v or not (point.splits_backward or strategy.num_micro_batches > 1):
             return strategy
         hidden = int(point.hides_messages)
         caps = [

@@ -73,7 +73,8 @@ def encode_turns(
         shares: Shares of each division along each axis; see ``Choice``.
     """
     num_micro, num_devices = shares.shape[1:]
-    if schedule.is_default or num_micro == 1:
+    # One micro-batch waits for no other, but its weight gradients may for the rest of it.
+    if schedule.is_default or (num_micro == 1 and not schedule.splits_backward):
         return NO_SCHEDULE
     chunks = device_chunks(group_devices, num_devices, schedule.chunk_starts)
     num_chunks = max(map(len, chunks))
