@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heterog.agents.finishing import PLAIN, SCHEDULES_TRIED, Finish, Finisher, moved_cuts
+from heterog.agents.finishing import (
+    PLAIN,
+    SCHEDULES_TRIED,
+    Finish,
+    Finisher,
+    Scheduled,
+    moved_cuts,
+)
 from heterog.agents.stages import kind_of
 from heterog.errors import StrategyError
 from heterog.planners.data_parallel import device_speeds
@@ -416,11 +423,14 @@ class Scorer:
                     yield replace(whole, num_micro=num_micro, finish=finish)
 
     def _scheduled(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
-        """Schedules of a row with micro-batches, and twice as many of these in a V."""
-        if whole.num_micro == 1:
-            return
-        for schedule in SCHEDULES_TRIED:
+        """Schedules of a row with its micro-batches, and weight gradients of all in one go.
+
+        What a single micro-batch leaves to the schedule is when its weight gradients are made.
+        """
+        for schedule in SCHEDULES_TRIED if whole.num_micro > 1 else ():
             yield replace(whole, finish=replace(whole.finish, schedule=schedule))
+        in_one_go = replace(whole.finish, schedule=Scheduled.SPLIT)
+        yield replace(whole, num_micro=1, finish=in_one_go)
 
     def candidates(self) -> list[tuple[Scored, bool]]:
         """The best strategies with their scores, and whether they are pipelines, best first."""
