@@ -213,7 +213,8 @@ def _axis(split: Split) -> str:
 
 def _micro_batches(decided: Decided, batch: int) -> str:
     if decided.num_micro_batches == 1:
-        return ""
+        late = _late_weights(decided.schedule)  # all that a schedule says of one micro-batch
+        return f"The batch goes through in one piece.{late}" if late else ""
     sizes = sorted(set(decided.micro_batch_sizes))
     about = " or ".join(str(size) for size in sizes)
     if len(sizes) > 3:
@@ -250,9 +251,14 @@ def _schedule(schedule: PipelineSchedule) -> str:
         said += f" A device holds at most {most} of them at a time, by its place in the pipeline."
     if schedule.turns:
         said += " Each device takes up their passes in an order of its own that the plan states."
-    if schedule.splits_backward:
-        said += " Gradients of weights are computed when a device would otherwise wait."
-    return said
+    return said + _late_weights(schedule)
+
+
+def _late_weights(schedule: PipelineSchedule) -> str:
+    """A sentence about when gradients of weights are made, with a space before it."""
+    if not schedule.splits_backward:
+        return ""
+    return " Gradients of weights are computed when a device would otherwise wait."
 
 
 def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:

@@ -31,6 +31,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import ChannelKind
 from heterog.strategy.lowering import lower
+from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import graph_tables
@@ -245,6 +246,15 @@ def test_micro_batches_may_be_uneven() -> None:
     text, counted = words(strategy_of(graph, TWO, BOTH, micro_batches=micro), graph)
     assert dict(counted.sizes[0]) == {0: 4, 1: 3, 2: 1}
     assert "The batch of 8 is cut into 3 micro-batches of 1 or 3 or 4 samples." in text
+
+
+def test_weight_gradients_that_wait_are_told_without_micro_batches_too() -> None:
+    graph = linear_chain(("a", "b"), batch_size=8)
+    stages = [Decision(devices=(device,), shares=(8,)) for device in range(2)]
+    plain = strategy_of(graph, TWO, stages)
+    assert "otherwise wait" not in words(plain, graph)[0]
+    late = replace(plain, schedule=PipelineSchedule(splits_backward=True))
+    assert "The batch goes through in one piece. Gradients of weights" in words(late, graph)[0]
 
 
 def test_groups_that_recompute_have_something_to_recompute() -> None:

@@ -5,10 +5,11 @@ for the slowest replica. Here every kind of machines is divided on its own (team
 as many layers as it is fast; kinds are stages of one pipeline, or replicas of each other with as
 many samples as they are fast: what Tangram, Sailor, HexiScale and AutoHet each have a part of.
 
-Divisions are found by descent on an estimate, one kind after another, for every way to put kinds
-into pools; layers are cut by dynamic programming; the best are simulated. Boundaries, samples and
-micro-batches of the very best so far are moved in between, for as long as that helps: this takes
-half of the time, so that a search that is cut short has done both.
+First of all each kind has the whole batch in one go, as replicas and in a few numbers of stages.
+Then divisions are found by descent on an estimate, one kind after another, for every way to put
+kinds into pools; layers are cut by dynamic programming; the best are simulated. Boundaries,
+samples and micro-batches of the very best so far are moved in between, for as long as that helps:
+this takes half of the time, so that a search that is cut short has done both.
 """
 
 import time
@@ -707,7 +708,8 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
     manner += " on each host" * point.copies_on_hosts
     manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
     manner += ", zero_bubble_v" * point.in_a_v
-    return f"{' | '.join(parts)}; {point.num_micro} micro-batches{manner}"
+    micro = f"{point.num_micro} micro-batches" if point.num_micro > 1 else "in one go"
+    return f"{' | '.join(parts)}; {micro}{manner}"
 
 
 register(Islands())
