@@ -200,7 +200,7 @@ def _grids(choice: Choice) -> list[IntArray]:
     """The grids of lanes and positions; empty if divisions have no common ones."""
     teams = choice.teams
     grids: list[IntArray] = []
-    grid_of: dict[int, int] = {}
+    grid_of = np.full(teams.number.shape[1], -1)
     for division in range(len(teams.number) - 1):  # the last one is of constants
         members = np.flatnonzero(teams.number[division] >= 0)
         size = int(teams.size[division, members[0]])
@@ -208,12 +208,11 @@ def _grids(choice: Choice) -> list[IntArray]:
             return []
         grid = np.empty((len(members) // size, size), np.int32)
         grid[teams.number[division, members], teams.position[division, members]] = members
-        known = {grid_of.get(int(device), -1) for device in members}
-        if known == {-1}:
-            for device in members:
-                grid_of[int(device)] = len(grids)
+        known = np.unique(grid_of[members]).tolist()
+        if known == [-1]:
+            grid_of[members] = len(grids)
             grids.append(grid)
-        elif len(known) > 1 or not np.array_equal(grids[known.pop()], grid):
+        elif len(known) > 1 or not np.array_equal(grids[known[0]], grid):
             return []
     num_lanes = gcd(*(len(grid) for grid in grids))
     if choice.num_slice_lanes >= 0:  # members of a slice group stay in one lane
@@ -242,17 +241,24 @@ class _Signatures:
 
     def of_lane(self, lane: int) -> tuple[object, ...]:
         """The parts that concern the devices of a lane, and which of them share a host."""
-        devices = self._lanes[lane]
-        numbers: dict[int, int] = {}
-        pattern = tuple(
-            numbers.setdefault(host, len(numbers)) for host in self._host[devices].tolist()
-        )
-        return pattern, self._class[devices].tobytes()
+        return self._first_there[lane].tobytes(), self._class[self._lanes[lane]].tobytes()
 
     def of_position(self, position: int) -> tuple[object, ...]:
         """The parts that concern the members at a position, and the number on their hosts."""
         devices = np.stack(self._grids)[..., position].ravel()
         return self._beside[..., position].tobytes(), self._class[devices].tobytes()
+
+    @cached_property
+    def _first_there(self) -> IntArray:
+        """Of each device of a lane, the place of the lane's first one on the same host.
+
+        # [num_lanes, devices of a lane]
+        """
+        num_lanes, size = self._lanes.shape
+        hosts = self._host[self._lanes] + self._cluster.num_hosts * np.arange(num_lanes)[:, None]
+        _, first, number = np.unique(hosts, return_index=True, return_inverse=True)
+        found: IntArray = (first[number] % size).reshape(num_lanes, size).astype(np.int32)
+        return found
 
     @cached_property
     def _beside(self) -> IntArray:
