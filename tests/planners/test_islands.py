@@ -179,7 +179,7 @@ def test_what_it_returns_is_legal_and_keeps_kinds_apart() -> None:
     problem = problem_of(MIXED, 60)
     result = Islands().plan(problem)
     assert result.candidates
-    assert "micro-batches" in result.note
+    assert "V100-16GB" in result.note
     for candidate in result.candidates:
         candidate.strategy.check(GRAPH, MIXED)
         assert problem.evaluator.evaluate(candidate.strategy, Order.FIFO).is_ok
