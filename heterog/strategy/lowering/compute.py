@@ -41,14 +41,16 @@ def compute_op(
         return
     recut = tables.op_recut[op]
     units = tables.axis_units[tables.value_axis[first_value]] if recut > 0 else 0
+    last_samples, part = tables.batch_size, 1.0  # of all samples, at the device before
     for device in range(scratch.span[plain, 0], scratch.span[plain, 1]):
         share = choice.shares[division, micro, device]
         if share == 0:
             continue
-        samples, part = share, 1.0
+        samples = share
         if axis > 0:  # on all samples of the team, and on the own units
             samples = choice.teams.samples[plain, micro, device]
-            part = samples / tables.batch_size
+            if samples != last_samples:
+                last_samples, part = samples, samples / tables.batch_size
         task = tape.tasks[number]
         task.kind = _COMPUTE
         task.turn = tape.turn[device]

@@ -78,16 +78,18 @@ def lower_kernel(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Ta
             scratch.slot_done[:] = 0
             scratch.awaited[:] = -1
             tape.turn[:] = micro
+            turns_group, turns_work = -2, -1  # whose turns devices have
             for op in range(len(tables.op_id)):
                 group = tables.op_group[op]
                 # The constant group is -1: the last entry.
                 division = choice.division[group] + num_divisions * tables.op_axis[op]
-                if has_turns:
-                    take_turns(turns, tape, group, work_of(tables, turns, op), micro)
+                work = work_of(tables, turns, op)
+                if has_turns and (group != turns_group or work != turns_work):
+                    take_turns(turns, tape, group, work, micro)
+                    turns_group, turns_work = group, work
                 if is_capped and group >= 0:
                     number = step * choice.num_micro + micro
                     shares = choice.shares[division, micro]
-                    work = work_of(tables, turns, op)
                     ask_permits(turns, scratch, shares, group, work, number)
                 _lower_op(tables, choice, scratch, tape, op, division, micro, has_gathers)
                 if tape.counts[OVERFLOW] != 0:
