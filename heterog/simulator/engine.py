@@ -73,8 +73,9 @@ class Timings(NamedTuple):
     finish: FloatArray
     rank: FloatArray  # upward; filled when the order or a limit asks for it
     priority: FloatArray
-    waiting_for: IntArray  # unfinished reads of each task
-    successor_start: IntArray
+    waiting_for: IntArray  # unfinished reads of each task that it waits for
+    awaited: IntArray  # the tasks that make these
+    successor_start: IntArray  # of each task: those that wait for it
     successor: IntArray
     is_local: npt.NDArray[np.bool_]  # only later ops of the same device read what it makes
     events: IntArray  # 2 task at its start, 2 task + 1 at its end: link and free tasks, in order
@@ -99,6 +100,7 @@ def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: i
         rank=np.empty(num_tasks),
         priority=np.empty(num_tasks),
         waiting_for=np.empty(num_tasks, np.int32),
+        awaited=np.empty(max(num_reads, 1), np.int32),
         successor_start=np.empty(num_tasks + 2, np.int32),
         successor=np.empty(max(num_reads, 1), np.int32),
         is_local=np.empty(num_tasks, np.bool_),
@@ -139,6 +141,7 @@ class Workspace(NamedTuple):
     ran: IntArray  # end of the ops in ``Timings.sequence`` that have run
     touched: IntArray  # devices to look at
     is_touched: npt.NDArray[np.bool_]
+    chain_of: IntArray  # of each task, -1 if it is no op
     chain_start: IntArray  # of the ops of each device and turn in ``Timings.chain``
     position: IntArray  # of the next op of each chain
     fresh: IntArray  # tasks that just got ready
@@ -167,6 +170,7 @@ def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
         ran=np.empty(num_devices, np.int32),
         touched=np.empty(num_devices, np.int32),
         is_touched=np.zeros(num_devices, np.bool_),
+        chain_of=np.empty(num_tasks, np.int32),
         chain_start=np.zeros(num_chains + 1, np.int32),
         position=np.empty(num_chains, np.int32),
         fresh=np.empty(num_tasks, np.int32),
@@ -313,56 +317,68 @@ def _prepare(
 ) -> None:
     """Fill the successor lists, the room of the queues, and the chains.
 
-    Chain ``device * num_turns + turn`` holds the ops of one turn of one device.
+    Chain ``device * num_turns + turn`` holds the ops of one turn of one device. What an op reads
+    of its own chain, or of an earlier one where turns are taken strictly in order, it does not
+    wait for: that is done whenever the op is next. Most reads are of this kind.
     """
     num_tasks = tape.counts[NUM_TASKS]
-    starts = timings.successor_start
+    starts, waiting_for, is_local = timings.successor_start, timings.waiting_for, timings.is_local
     starts[: num_tasks + 2] = 0
-    for task in range(num_tasks):
-        begin, end = tape.tasks[task].read_start, tape.tasks[task + 1].read_start
-        timings.waiting_for[task] = end - begin
-        is_chain = tape.tasks[task].kind < FIRST_FREE_KIND
-        timings.is_local[task] = is_chain
-        for read in range(begin, end):
-            maker = tape.buffers[tape.reads[read]].maker
-            starts[maker + 2] += 1
-            if not is_chain or tape.tasks[maker].device != tape.tasks[task].device:
-                timings.is_local[maker] = False
-    for task in range(num_tasks):
-        starts[task + 2] += starts[task + 1]
-    for task in range(num_tasks):
-        for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
-            maker = tape.buffers[tape.reads[read]].maker
-            timings.successor[starts[maker + 1]] = task
-            starts[maker + 1] += 1
     # Queue numbers: links first, then one per device for its free tasks.
     num_queues = prices.num_queues + num_devices
-    timings.queue_size[:num_queues] = 0
-    chain_start, position = work.chain_start, work.position
+    queue_size = timings.queue_size
+    queue_size[:num_queues] = 0
+    chain_of, chain_start, position = work.chain_of, work.chain_start, work.position
     num_turns = len(position) // num_devices
+    is_in_turn = tape.counts[IN_TURN] == 1
+    awaited, num_awaited = timings.awaited, 0
     for task in range(num_tasks):
-        kind = tape.tasks[task].kind
-        if kind >= FIRST_LINK_KIND:
-            timings.queue_size[prices.channel_queue[tape.tasks[task].channel]] += 1
-        elif kind >= FIRST_FREE_KIND:
-            timings.queue_size[prices.num_queues + tape.tasks[task].device] += 1
+        record = tape.tasks[task]
+        chain, first_done = -1, 0  # what chains from the one to the other make is done
+        if record.kind >= FIRST_LINK_KIND:
+            queue_size[prices.channel_queue[record.channel]] += 1
+        elif record.kind >= FIRST_FREE_KIND:
+            queue_size[prices.num_queues + record.device] += 1
         else:
-            chain_start[tape.tasks[task].device * num_turns + tape.tasks[task].turn + 1] += 1
+            chain = record.device * num_turns + record.turn
+            chain_start[chain + 1] += 1
+            first_done = record.device * num_turns if is_in_turn else chain
+        chain_of[task] = chain
+        is_local[task] = chain >= 0
+        already_awaited = num_awaited
+        for read in range(record.read_start, tape.tasks[task + 1].read_start):
+            maker = tape.buffers[tape.reads[read]].maker
+            if first_done <= chain_of[maker] <= chain:
+                continue
+            awaited[num_awaited] = maker
+            num_awaited += 1
+            starts[maker + 2] += 1
+            if chain < 0 or tape.tasks[maker].device != record.device:
+                is_local[maker] = False
+        waiting_for[task] = num_awaited - already_awaited
+    for task in range(num_tasks):
+        starts[task + 2] += starts[task + 1]
     total = 0
     for queue in range(num_queues):
         timings.queue_start[queue] = total
-        total += timings.queue_size[queue]
-        timings.queue_size[queue] = 0
+        total += queue_size[queue]
+        queue_size[queue] = 0
     for chain in range(num_devices * num_turns):
         chain_start[chain + 1] += chain_start[chain]
         position[chain] = chain_start[chain]
     for device in range(num_devices + 1):
         timings.sequence_start[device] = chain_start[device * num_turns]
+    num_awaited = 0
     for task in range(num_tasks):
-        if tape.tasks[task].kind < FIRST_FREE_KIND:
-            chain = tape.tasks[task].device * num_turns + tape.tasks[task].turn
+        chain = chain_of[task]
+        if chain >= 0:
             timings.chain[position[chain]] = task
             position[chain] += 1
+        for _ in range(waiting_for[task]):
+            maker = awaited[num_awaited]
+            num_awaited += 1
+            timings.successor[starts[maker + 1]] = task
+            starts[maker + 1] += 1
     for chain in range(num_devices * num_turns):
         position[chain] = chain_start[chain]
     for device in range(num_devices):
@@ -465,9 +481,11 @@ def _simulate_kernel(
     fresh = work.fresh
     num_fresh = 0
     for task in range(num_tasks):
-        if timings.waiting_for[task] == 0:
+        if timings.waiting_for[task] == 0 and work.chain_of[task] < 0:
             fresh[num_fresh] = task
             num_fresh += 1
+    for device in range(num_devices):
+        num_touched = touch(device, touched, is_touched, num_touched)
     while True:
         for index in range(num_fresh):
             task = fresh[index]

@@ -94,26 +94,28 @@ def _memory_kernel(
         is_running = False
         other = touching_start[device]
         last_other = touching_start[device + 1]
+        time = _time_of(timings, other, last_other)
         gone = 0.0  # bytes kept alive by the running op
         while op < last_op or other < last_other:
             take_op = op < last_op
-            if take_op and other < last_other:
-                event = touching[other]
+            if take_op:
                 task = timings.sequence[op]
-                time = timings.finish[event >> 1] if event & 1 else timings.start[event >> 1]
                 if is_running:
                     take_op = timings.finish[task] <= time
                 else:
                     take_op = timings.start[task] < time
             if take_op:
-                task = timings.sequence[op]
-                is_end = is_running
-                is_running = not is_running
+                is_start = not is_running
+                # Most ops start and end with nothing in between.
+                is_end = is_running or timings.finish[task] <= time
+                is_running = not is_end
                 op += 1 if is_end else 0
             else:
                 task = touching[other] >> 1
                 is_end = touching[other] & 1 == 1
+                is_start = not is_end
                 other += 1
+                time = _time_of(timings, other, last_other)
             made_end = begins[task + 1, 0]
             is_wide = not take_op and ascends[task, 0]
             made = begins[task, 0]
@@ -126,9 +128,9 @@ def _memory_kernel(
                     if is_wide:
                         break
                     continue
-                if not is_end:
+                if is_start:
                     live += buffer.num_bytes
-                elif alive[number] == 0:
+                if is_end and alive[number] == 0:
                     gone += buffer.num_bytes
             most = max(most, live)
             if is_end:
@@ -151,6 +153,15 @@ def _memory_kernel(
                 live -= gone
                 gone = 0.0
         peak[device] = most
+
+
+@helper
+def _time_of(timings: Timings, other: int, last_other: int) -> float:
+    """When an event in ``timings.touching`` happens; never, if it is behind the last one."""
+    if other >= last_other:
+        return np.inf
+    event = timings.touching[other]
+    return float(timings.finish[event >> 1] if event & 1 else timings.start[event >> 1])
 
 
 @helper

@@ -213,7 +213,7 @@ def _replay_kernel(
         server[task] = record.device
         if is_link:
             server[task] = num_devices + prices.channel_communicator[record.channel]
-        waiting_for[task] = tape.tasks[task + 1].read_start - record.read_start
+        waiting_for[task] = 0
         payload[task] = record.num_bytes
         position[server[task] + 1] += 1
         if is_link and prices.channel_loaded_s[record.channel] > 0.0:
@@ -222,6 +222,8 @@ def _replay_kernel(
             loaded[task] = max(seconds[task] - alone, 0.0)
         elif not is_link:
             left[record.device] += seconds[task]
+    for edge in range(successor_start[num_tasks]):
+        waiting_for[successor[edge]] += 1
     for index in range(num_servers):
         position[index + 1] += position[index]
         last[index] = position[index + 1]
