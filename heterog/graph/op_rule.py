@@ -23,8 +23,15 @@ class Scatter:
     units: int
 
 
+class _WithHash:
+    """The place of a hash that is computed once; it is no field, so copies and pickles lack it."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpRule:
+class OpRule(_WithHash):
     """How one op runs on its group's devices along one axis of ``units`` units.
 
     The units are divided among the devices of the group's decision in proportion to its shares
@@ -64,6 +71,15 @@ class OpRule:
     outputs: tuple[Placement, ...]
     units: int
     scatter: Scatter | None = None
+
+    def __hash__(self) -> int:
+        """The hash of all fields, computed once: searches look up sets of a thousand rules."""
+        try:
+            return self._hash
+        except AttributeError:
+            value = hash((self.inputs, self.outputs, self.units, self.scatter))
+            object.__setattr__(self, "_hash", value)
+            return value
 
 
 OpRules = tuple[tuple[int, OpRule], ...]
