@@ -103,6 +103,35 @@ def test_a_board_short_of_power_takes_what_the_energy_of_the_flops_takes() -> No
     assert model.seconds(frugal, few, num_bytes) == PLAIN.seconds(CHIP, few, num_bytes)
 
 
+def test_outputs_with_many_columns_take_longer_where_a_type_loses_there() -> None:
+    lossy = replace(PLAIN, wide_loss=2.0)
+    narrow, wide = (1, 2560, 1280, 4096), (1, 1280, 20000, 4096)
+    assert seconds(lossy, *narrow) == seconds(PLAIN, *narrow)
+    plain = seconds(PLAIN, *wide) - PLAIN.launch_s
+    assert seconds(lossy, *wide) - lossy.launch_s == pytest.approx(plain * (1.0 + 2.0 * 0.75))
+    # What counts is columns: rows may be as many as there are.
+    assert seconds(lossy, 1, 20000, 1280, 4096) == seconds(PLAIN, 1, 20000, 1280, 4096)
+
+
+def test_kernels_that_do_not_cut_the_depth_leave_multiprocessors_idle() -> None:
+    whole = replace(PLAIN, most_splits=1.0, least_rows=128.0)
+    assert seconds(whole, 1, 128, 16, 65536) == pytest.approx(
+        1e-6 + 2.0 * 128 * 16 * 65536 / 1e12  # one tile on one multiprocessor
+    )
+    # A tile of 128 rows for a single one.
+    assert seconds(whole, 1, 1, 16, 65536) == seconds(whole, 1, 128, 16, 65536)
+
+
+def test_a_result_stays_in_the_cache_where_it_has_room() -> None:
+    chip = replace(CHIP, cache_bytes=2e6)
+    cached = replace(PLAIN, cache_speedup=4.0)
+    sizes, num_bytes = np.array([[1.0, 8.0, 8.0, 8.0]]), np.array([5e6])
+    # Of the result 1 MB at most, half of the cache; of the factors 0.3 MB, 0.15 of it.
+    for result, quick in ((0.5e6, 0.5e6 + 0.3e6), (3e6, 1e6 + 0.3e6)):
+        took = cached.seconds(chip, sizes, num_bytes, np.array([result]))[0]
+        assert took == pytest.approx(1e-6 + (5e6 - quick * 0.75) / 1e12, rel=1e-3)
+
+
 def sustained(name: str, dtype: str) -> float:
     """FLOP/s of a large product, in share of the sheet's."""
     kind = device_type(name)

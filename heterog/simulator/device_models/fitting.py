@@ -4,7 +4,7 @@ Least squares of log(predicted / measured), so that a kernel of 5 us counts as m
 50 ms, with a loss that lets single outliers go (soft l1 beyond 10 %).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
@@ -20,18 +20,17 @@ from heterog.simulator.device_models.streams import StreamModel
 _OUTLIER = 0.1
 _STEP = 0.02
 """Step of the derivatives, in logarithms: waves make the seconds a staircase."""
-_PRODUCT_START = ProductModel(
-    launch_s=4e-6, efficiency=1.0, tile_loss=0.3, ramp=60.0, memory_efficiency=0.8,
-    cache_speedup=1.5, joules_per_flop=1.5e-11,
-)  # fmt: skip
-_PRODUCT_LEAST = ProductModel(
-    launch_s=5e-7, efficiency=0.2, tile_loss=1e-3, ramp=0.1, memory_efficiency=0.2,
-    cache_speedup=1.0, joules_per_flop=1e-14,
-)  # fmt: skip
-_PRODUCT_MOST = ProductModel(
-    launch_s=6e-5, efficiency=1.5, tile_loss=5.0, ramp=1000.0, memory_efficiency=1.1,
-    cache_speedup=10.0, joules_per_flop=1e-10,
-)  # fmt: skip
+_PRODUCT_BOUNDS = {
+    "launch_s": (5e-7, 4e-6, 6e-5),
+    "efficiency": (0.2, 1.0, 1.5),
+    "tile_loss": (1e-3, 0.3, 5.0),
+    "ramp": (0.1, 60.0, 1000.0),
+    "memory_efficiency": (0.2, 0.8, 1.1),
+    "cache_speedup": (1.0, 1.5, 10.0),
+    "joules_per_flop": (1e-14, 1.5e-11, 1e-10),
+    "wide_loss": (1e-3, 0.3, 10.0),
+}
+"""Least value, start, and largest value of each parameter of a product."""
 _STREAM_START = StreamModel(
     launch_s=5e-6, efficiency=0.7, long_row_efficiency=0.5, cached_share=0.05
 )
@@ -54,17 +53,20 @@ class MeasuredProducts:
         chip: Chip of the type, with the peak of the dtype.
         sizes: (batch, rows, columns, depth) of each row.  # [num_rows, 4]
         num_bytes: Bytes read and written.  # [num_rows]
+        result_bytes: Bytes of these that are written.  # [num_rows]
         seconds: Measured seconds.  # [num_rows]
     """
 
     chip: Chip
     sizes: FloatArray
     num_bytes: FloatArray
+    result_bytes: FloatArray
     seconds: FloatArray
 
     def log_errors(self, model: ProductModel) -> FloatArray:
         """log(predicted / measured) of each row.  # [num_rows]"""
-        return np.log(model.seconds(self.chip, self.sizes, self.num_bytes) / self.seconds)
+        told = model.seconds(self.chip, self.sizes, self.num_bytes, self.result_bytes)
+        return np.log(told / self.seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +91,48 @@ class MeasuredStreams:
         return np.log(predicted / self.seconds)
 
 
-def fit_products(
-    measured: Sequence[MeasuredProducts], joules_per_flop: float | None = None
-) -> ProductModel:
+def fit_products(measured: Sequence[MeasuredProducts], **held: float) -> ProductModel:
     """Product parameters that fit one type, or several together.
 
     Args:
         measured: Products of each type.
-        joules_per_flop: This parameter, where it is known: one type alone does not tell whether
-            its clock or the power of its board bounds large products.
+        **held: Parameters that are known. One type alone does not tell whether its clock or the
+            power of its board bounds large products (``joules_per_flop``).
     """
-    held = {} if joules_per_flop is None else {"joules_per_flop": joules_per_flop}
+    return _fit_products(measured, held)[0]
+
+
+def fit_products_of_one(
+    measured: Sequence[MeasuredProducts], least_gain: float = 0.25, **held: float
+) -> ProductModel:
+    """Product parameters of one type, slower with wide outputs where that explains much.
+
+    Args:
+        measured: Products of the type.
+        least_gain: Share by which ``wide_loss`` has to lower the sum of losses to be kept.
+        **held: Parameters that are known.
+    """
+    plain, cost = _fit_products(measured, {"wide_loss": 0.0, **held})
+    wide, cost_of_wide = _fit_products(measured, held)
+    return wide if cost_of_wide < (1.0 - least_gain) * cost else plain
+
+
+def _fit_products(
+    measured: Sequence[MeasuredProducts], held: Mapping[str, float]
+) -> tuple[ProductModel, float]:
+    """Parameters, and the sum of losses that they leave."""
+    bounds = {name: each for name, each in _PRODUCT_BOUNDS.items() if name not in held}
+    least, start, most = map(tuple, zip(*bounds.values(), strict=True))
 
     def model_of(parameters: Iterable[float]) -> ProductModel:
-        return replace(ProductModel(*parameters), **held)
+        return ProductModel(**dict(zip(bounds, parameters, strict=True)), **held)
 
     def log_errors(logarithms: FloatArray) -> FloatArray:
-        model = model_of(np.exp(logarithms))
+        model = model_of(np.exp(logarithms).tolist())
         return np.concatenate([each.log_errors(model) for each in measured])
 
-    bounds = (astuple(_PRODUCT_LEAST), astuple(_PRODUCT_MOST))
-    return model_of(_fit(log_errors, astuple(_PRODUCT_START), bounds).parameters)
+    found = _fit(log_errors, start, (least, most))
+    return model_of(found.parameters), found.cost
 
 
 def fit_streams(measured: Sequence[MeasuredStreams]) -> StreamModel:

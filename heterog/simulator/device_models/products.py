@@ -5,6 +5,7 @@ A kernel cuts the product into tiles of the output, and gives each multiprocesso
     compute = waves x 2 rows columns (k / splits + ramp) / (rate of a multiprocessor x intensity)
     waves = ceil(tiles x splits / multiprocessors)
     intensity = 1 / (1 + tile_loss x (128 / rows + 128 / columns))
+    compute grows by 1 + wide_loss x (1 - narrow / n) where the output has n > narrow columns
     power = FLOPs x joules of a FLOP / watts of the board
     memory = bytes / (bandwidth x memory_efficiency), less what the L2 cache holds
     seconds = launch + (max(compute, power)^3 + memory^3)^(1/3)
@@ -33,7 +34,12 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _SHORTEST_SPLIT = 128
 _DEPTH_STEP = 32
 _CACHED_SHARE = 0.15
-"""Share of the L2 cache that holds inputs already: of 0.15 and 0.5 the better on an L40S."""
+_CACHED_RESULT_SHARE = 0.5
+"""Shares of the L2 cache that hold factors already, and that take the result without writing it to
+memory: of 0.15 and 0.5 the better for each on an L40S."""
+_NARROW_COLUMNS = 5000.0
+"""Columns of an output up to which kernels keep their rate: about as many as all tiles have that
+run at a time. Beyond, each row of tiles reads the factor of the columns anew."""
 _SHARPNESS = 3.0
 """Overlap of compute and memory: 1 is one after the other, infinity all of it."""
 
@@ -53,6 +59,9 @@ class ProductModel:
         memory_efficiency: Share of the bandwidth that a large product reaches.
         cache_speedup: Factor by which the cache is faster than the memory.
         joules_per_flop: Energy of a board of 16 nm for a FLOP.
+        wide_loss: Extra time of an output with endlessly many columns, as a share.
+        most_splits: Most parts that kernels of this kind cut the depth into.
+        least_rows: Fewest rows of their tiles.
     """
 
     launch_s: float
@@ -62,20 +71,32 @@ class ProductModel:
     memory_efficiency: float
     cache_speedup: float
     joules_per_flop: float = 0.0
+    wide_loss: float = 0.0
+    most_splits: float = 32.0
+    least_rows: float = 16.0
 
-    def seconds(self, chip: Chip, sizes: FloatArray, num_bytes: FloatArray) -> FloatArray:
+    def seconds(
+        self,
+        chip: Chip,
+        sizes: FloatArray,
+        num_bytes: FloatArray,
+        result_bytes: FloatArray | None = None,
+    ) -> FloatArray:
         """Seconds of products.
 
         Args:
             chip: Chip where they run.
             sizes: (batch, rows, columns, depth) of each.  # [num_products, 4]
             num_bytes: Bytes that each reads and writes.  # [num_products]
+            result_bytes: Bytes of these that are written; by default as many as there are in
+                matrices of one dtype.  # [num_products]
 
         Returns:
             Seconds of each product.  # [num_products]
         """
         batch, rows, columns, depth = sizes.T[:, :, None]
-        tile_rows, tile_columns, splits = _WAYS.T
+        is_known = (_WAYS[:, 2] <= self.most_splits) & (_WAYS[:, 0] >= self.least_rows)
+        tile_rows, tile_columns, splits = _WAYS[is_known].T
         tiles = batch * np.ceil(rows / tile_rows) * np.ceil(columns / tile_columns) * splits
         waves = np.ceil(tiles / chip.multiprocessors)
         steps = np.ceil(depth / splits / _DEPTH_STEP) * _DEPTH_STEP + self.ramp
@@ -86,14 +107,26 @@ class ProductModel:
         # Partial sums are written in float32 and added up by a second kernel.
         added = batch * rows * columns * 4.0 * (splits + 1.0) / bandwidth + self.launch_s
         compute += np.where(splits > 1.0, added, 0.0)
+        compute *= 1.0 + self.wide_loss * np.maximum(0.0, 1.0 - _NARROW_COLUMNS / columns)
         is_too_short = (splits > 1.0) & (depth < _SHORTEST_SPLIT)
         fastest = np.where(is_too_short, np.inf, compute).min(axis=1)
         joules = 2.0 * sizes.prod(axis=1) * self.joules_per_flop * chip.energy
         fastest = np.maximum(fastest, joules / chip.board_w)
-        cached = np.minimum(1.0, _CACHED_SHARE * chip.cache_bytes / np.maximum(num_bytes, 1.0))
-        memory = num_bytes / bandwidth * (1.0 - cached * (1.0 - 1.0 / self.cache_speedup))
+        if result_bytes is None:
+            result_bytes = num_bytes * _share_of_result(sizes)
+        gain = 1.0 - 1.0 / self.cache_speedup
+        saved = gain * np.minimum(num_bytes - result_bytes, _CACHED_SHARE * chip.cache_bytes)
+        saved += gain * np.minimum(result_bytes, _CACHED_RESULT_SHARE * chip.cache_bytes)
+        memory = (num_bytes - saved) / bandwidth
         both = (fastest**_SHARPNESS + memory**_SHARPNESS) ** (1.0 / _SHARPNESS)
         return np.asarray(self.launch_s + both, np.float64)
+
+
+def _share_of_result(sizes: FloatArray) -> FloatArray:
+    """Elements of the result, as a share of those of all three matrices.  # [num_products]"""
+    _, rows, columns, depth = sizes.T
+    result = rows * columns
+    return np.asarray(result / (result + rows * depth + depth * columns))
 
 
 def product_bytes(sizes: FloatArray, input_bytes: float, output_bytes: float) -> FloatArray:
