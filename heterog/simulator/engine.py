@@ -317,45 +317,17 @@ def _prepare(
 ) -> None:
     """Fill the successor lists, the room of the queues, and the chains.
 
-    Chain ``device * num_turns + turn`` holds the ops of one turn of one device. What an op reads
-    of its own chain, or of an earlier one where turns are taken strictly in order, it does not
-    wait for: that is done whenever the op is next. Most reads are of this kind.
+    Chain ``device * num_turns + turn`` holds the ops of one turn of one device. Queues of links
+    come first, then one per device for its free tasks.
     """
     num_tasks = tape.counts[NUM_TASKS]
-    starts, waiting_for, is_local = timings.successor_start, timings.waiting_for, timings.is_local
-    starts[: num_tasks + 2] = 0
-    # Queue numbers: links first, then one per device for its free tasks.
     num_queues = prices.num_queues + num_devices
-    queue_size = timings.queue_size
-    queue_size[:num_queues] = 0
+    starts, queue_size = timings.successor_start, timings.queue_size
     chain_of, chain_start, position = work.chain_of, work.chain_start, work.position
     num_turns = len(position) // num_devices
-    is_in_turn = tape.counts[IN_TURN] == 1
-    awaited, num_awaited = timings.awaited, 0
-    for task in range(num_tasks):
-        record = tape.tasks[task]
-        chain, first_done = -1, 0  # what chains from the one to the other make is done
-        if record.kind >= FIRST_LINK_KIND:
-            queue_size[prices.channel_queue[record.channel]] += 1
-        elif record.kind >= FIRST_FREE_KIND:
-            queue_size[prices.num_queues + record.device] += 1
-        else:
-            chain = record.device * num_turns + record.turn
-            chain_start[chain + 1] += 1
-            first_done = record.device * num_turns if is_in_turn else chain
-        chain_of[task] = chain
-        is_local[task] = chain >= 0
-        already_awaited = num_awaited
-        for read in range(record.read_start, tape.tasks[task + 1].read_start):
-            maker = tape.buffers[tape.reads[read]].maker
-            if first_done <= chain_of[maker] <= chain:
-                continue
-            awaited[num_awaited] = maker
-            num_awaited += 1
-            starts[maker + 2] += 1
-            if chain < 0 or tape.tasks[maker].device != record.device:
-                is_local[maker] = False
-        waiting_for[task] = num_awaited - already_awaited
+    starts[: num_tasks + 2] = 0
+    queue_size[:num_queues] = 0
+    _count(tape, prices, timings, work, num_turns)
     for task in range(num_tasks):
         starts[task + 2] += starts[task + 1]
     total = 0
@@ -374,8 +346,8 @@ def _prepare(
         if chain >= 0:
             timings.chain[position[chain]] = task
             position[chain] += 1
-        for _ in range(waiting_for[task]):
-            maker = awaited[num_awaited]
+        for _ in range(timings.waiting_for[task]):
+            maker = timings.awaited[num_awaited]
             num_awaited += 1
             timings.successor[starts[maker + 1]] = task
             starts[maker + 1] += 1
@@ -383,6 +355,43 @@ def _prepare(
         position[chain] = chain_start[chain]
     for device in range(num_devices):
         work.ran[device] = timings.sequence_start[device]
+
+
+@helper
+def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_turns: int) -> None:
+    """Find what each task waits for; count these, the successors, and what queues and chains hold.
+
+    What an op reads of its own chain, or of an earlier one where turns are taken strictly in
+    order, it does not wait for: that is done whenever the op is next. Most reads are of this kind.
+    """
+    chain_of, chain_start = work.chain_of, work.chain_start
+    starts, is_local = timings.successor_start, timings.is_local
+    is_in_turn = tape.counts[IN_TURN] == 1
+    num_awaited = 0
+    for task in range(tape.counts[NUM_TASKS]):
+        record = tape.tasks[task]
+        chain, first_done = -1, 0  # what chains from the one to the other make is done
+        if record.kind >= FIRST_LINK_KIND:
+            timings.queue_size[prices.channel_queue[record.channel]] += 1
+        elif record.kind >= FIRST_FREE_KIND:
+            timings.queue_size[prices.num_queues + record.device] += 1
+        else:
+            chain = record.device * num_turns + record.turn
+            chain_start[chain + 1] += 1
+            first_done = record.device * num_turns if is_in_turn else chain
+        chain_of[task] = chain
+        is_local[task] = chain >= 0
+        already_awaited = num_awaited
+        for read in range(record.read_start, tape.tasks[task + 1].read_start):
+            maker = tape.buffers[tape.reads[read]].maker
+            if first_done <= chain_of[maker] <= chain:
+                continue
+            timings.awaited[num_awaited] = maker
+            num_awaited += 1
+            starts[maker + 2] += 1
+            if chain < 0 or tape.tasks[maker].device != record.device:
+                is_local[maker] = False
+        timings.waiting_for[task] = num_awaited - already_awaited
 
 
 @helper
