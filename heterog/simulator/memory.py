@@ -37,17 +37,30 @@ def buffer_lives(
     readers = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
     begin, end = start[makers], finish[makers]
     np.maximum.at(end, program.read_buffer, finish[readers])
-    for device in range(program.num_devices):
-        ops = np.flatnonzero((program.kind < FIRST_FREE_KIND) & (program.device == device))
-        if not len(ops):
+    all_ops = np.flatnonzero(program.kind < FIRST_FREE_KIND)
+    ops_of = of_each_device(program.device[all_ops], program.num_devices)
+    buffers_of = of_each_device(program.buffer_device, program.num_devices)
+    for own, mine in zip(ops_of, buffers_of, strict=True):
+        if not len(own):
             continue
+        ops = all_ops[own]
         ops = ops[np.lexsort((finish[ops], start[ops]))]
-        mine = np.flatnonzero(program.buffer_device == device)
         for times, op_times in ((begin, start), (end, finish)):
             running = ops[np.maximum(np.searchsorted(start[ops], times[mine]) - 1, 0)]
             is_running = (start[running] < times[mine]) & (times[mine] < finish[running])
             times[mine] = np.where(is_running, op_times[running], times[mine])
     return begin, end
+
+
+def of_each_device(device: IntArray, num_devices: int) -> list[npt.NDArray[np.intp]]:
+    """Places of the entries of each device, ascending; those of no device (-1) are left out.
+
+    >>> [places.tolist() for places in of_each_device(np.array([1, -1, 0, 1]), 2)]
+    [[2], [0, 3]]
+    """
+    order = np.argsort(device, kind="stable")
+    bounds = np.searchsorted(device[order], np.arange(num_devices + 1))
+    return np.split(order, bounds)[1:-1]
 
 
 def peak_memory(tape: Tape, timings: Timings, resident: FloatArray, peak: FloatArray) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.memory import buffer_lives
+from heterog.simulator.memory import buffer_lives, of_each_device
 from heterog.strategy.lowering import Choice, resident_bytes
 from heterog.strategy.program import LAST_OP_KIND, FloatArray, Program
 from heterog.strategy.strategy import Strategy
@@ -209,8 +209,10 @@ def _parts_at_peak(
     """Bytes of each kind and time, at the peak of each device, without margin."""
     begin, end = buffer_lives(program, start, finish)
     found = []
-    for device in range(program.num_devices):
-        mine = np.flatnonzero((program.buffer_device == device) & (program.buffer_bytes > 0.0))
+    sized = np.flatnonzero(program.buffer_bytes > 0.0)
+    of_device = of_each_device(program.buffer_device[sized], program.num_devices)
+    for device, own in enumerate(of_device):
+        mine = sized[own]
         sizes = program.buffer_bytes[mine]
         times = np.concatenate([begin[mine], end[mine]])
         changes = np.concatenate([sizes, -sizes])
