@@ -38,8 +38,9 @@ _CACHED_RESULT_SHARE = 0.5
 """Shares of the L2 cache that hold factors already, and that take the result without writing it to
 memory: of 0.15 and 0.5 the better for each on an L40S."""
 _NARROW_COLUMNS = 5000.0
-"""Columns of an output up to which kernels keep their rate: about as many as all tiles have that
-run at a time. Beyond, each row of tiles reads the factor of the columns anew."""
+"""Columns of an output up to which kernels keep their rate, on all types that were measured. What
+happens beyond was not looked into: tiles that run at a time may no longer span a row of tiles, so
+that the factor of the columns is read anew for each."""
 _SHARPNESS = 3.0
 """Overlap of compute and memory: 1 is one after the other, infinity all of it."""
 
