@@ -66,9 +66,7 @@ ROOMS = {
     "typer": ("cli/",),
     "pydantic": (
         "records.py",
-        "cluster/fields.py",
-        "cluster/pairs.py",
-        "cluster/spec.py",
+        "cluster/",
         "graph/serialize.py",
         "strategy/serialize.py",
         "simulator/calibration_files.py",
@@ -85,8 +83,6 @@ VENDOR_WORDS = re.compile(r"cuda|nccl|xccl|rocm|\bhip|\bxpu\b", re.IGNORECASE)
 VENDOR_ROOMS = {
     "runtime/accelerators.py": "the table of accelerators itself",
     "export/ranks.py": "the torch device that exported scripts of other launchers read",
-    "cluster/links.py": "the name of a published table of measured collectives",
-    "cluster/catalog.py": "sources and driver names of device types",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -274,6 +274,8 @@ def known_words() -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if len(node.value) < 60:
                     found |= set(re.findall(r"\w+", node.value))
+    for path in sorted((ROOT / "heterog").rglob("data/*.yaml")):
+        found |= set(re.findall(r"\w+", path.read_text()))
     return found
 
 

@@ -45,7 +45,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from heterog.cluster.catalog import device_type, device_type_names
+from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.fields import (
     MOST_BYTES,
     NOT_NEGATIVE,
@@ -61,7 +61,7 @@ from heterog.cluster.fields import (
     Spec,
     reading,
 )
-from heterog.cluster.links import INTRA_LINKS, intra_link, network_kind
+from heterog.cluster.links import intra_link, link_kinds, network_kind
 from heterog.cluster.pairs import PairsError, PairsSpec, pair_limits, pairs_record
 from heterog.cluster.prices import MAX_PRICE_PER_HOUR, HourlyPrices
 from heterog.cluster.topology import (
@@ -101,8 +101,7 @@ _PRESETS = resources.files("heterog.cluster") / "presets"
 _UNUSED_INTRA = Link(kind="loopback", bandwidth_bytes_per_s=10e9)
 _UNUSED_NIC_BYTES_PER_S = 1.25e9
 
-_CPU = device_type("CPU")
-
+_CPU = "CPU"
 MAX_FILE_BYTES = 1024**2
 """Size limit of a cluster file: a hundred times what one with 512 hosts takes."""
 
@@ -504,7 +503,7 @@ class _Builder:
             self._document.refuse(
                 (*here, "intra"),
                 "this field is required where a host has several devices; known names: "
-                f"{', '.join(INTRA_LINKS)}.",
+                f"{', '.join(each.name for each in link_kinds())}.",
             )
         if nic is None and self._num_hosts > 1:
             self._document.refuse(
@@ -577,7 +576,7 @@ class _Builder:
         except HeterogError as error:
             self._document.refuse((*here, "type"), str(error))
         kind = _overridden(base, entry)
-        if isinstance(entry.type, str) and base == _CPU and quota is not None:
+        if isinstance(entry.type, str) and base.name == _CPU and quota is not None:
             base, kind = _throttled(base, quota), _throttled(kind, quota)
         if entry.type_name is not None:
             kind = replace(kind, name=entry.type_name)
@@ -815,7 +814,7 @@ def _file_record(cluster: Cluster, path: Path) -> dict[str, Any]:
 
 def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
     host = cluster.hosts[host_index]
-    named = {link: name for name, link in INTRA_LINKS.items()}
+    named = {each.link: each.name for each in link_kinds()}
     intra: str | dict[str, Any] = named.get(
         host.intra,
         "",
@@ -870,10 +869,11 @@ def _device_records(cluster: Cluster, host_index: int) -> list[dict[str, Any]]:
 
 def _type_record(of_type: DeviceType, quota: float | None) -> str | dict[str, Any]:
     """A name of the catalogue if it loads as exactly this type, else all numbers."""
-    if quota is not None and of_type == _throttled(_CPU, quota):
-        return _CPU.name
-    is_listed = of_type.name in device_type_names() and of_type == device_type(of_type.name)
-    if is_listed and not (quota is not None and of_type == _CPU):
+    if quota is not None and of_type == _throttled(device_type(_CPU), quota):
+        return _CPU
+    listed = listed_type(of_type.name)
+    is_listed = listed is not None and of_type == listed.type
+    if is_listed and not (quota is not None and of_type.name == _CPU):
         return of_type.name
     return {
         "name": of_type.name,
