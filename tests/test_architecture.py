@@ -226,3 +226,25 @@ def test_root_links_lead_into_the_package() -> None:
     for name in ("simulator", "envs", "agents"):
         assert (root / name).is_symlink()
         assert (root / name).resolve() == PACKAGE / name
+
+
+def test_root_links_say_what_to_import() -> None:
+    script = """
+for name in ("simulator.evaluator", "envs", "agents.encoder"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+    __import__(f"heterog.{name.partition('.')[0]}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        f"'{name}' is a link to the folder of 'heterog.{name}'; import 'heterog.{name}'"
+        for name in ("simulator", "envs", "agents")
+    ]
