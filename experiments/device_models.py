@@ -29,10 +29,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-
-from heterog.cluster.catalog import device_type
-from heterog.simulator.device_models import parameters
-from heterog.simulator.device_models.fitting import (
+from kernel_fitting import (
     MeasuredProducts,
     MeasuredStreams,
     errors_of,
@@ -40,6 +37,9 @@ from heterog.simulator.device_models.fitting import (
     fit_products_of_one,
     fit_streams,
 )
+
+from heterog.cluster.catalog import device_type
+from heterog.simulator.device_models import parameters
 from heterog.simulator.device_models.parameters import ANY_TYPE, chip_of
 from heterog.simulator.device_models.products import product_bytes
 

@@ -7,7 +7,7 @@
 By default the held-out models on the held-out clusters. The first asks, for each pair, for the
 best of 1, 16 and 64 draws, how many draws do not fit, fine-tuning, ``agent+search`` and the four
 baselines of the paper, over ``auto`` without the policy. The second compares searches at equal
-evaluations (``heterog.agents.paired``), and is best given evaluations, so that a busy machine does
+evaluations (``paired_runs``), and is best given evaluations, so that a busy machine does
 not matter.
 
 Every row is appended to the file when it is there, and one that is there is not made again, so a
@@ -25,9 +25,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from heterog.agents.checkpoint import load_checkpoint
-from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
-from heterog.agents.paired import (
+from paired_runs import (
     ENUMERATION,
     LED,
     PLAIN,
@@ -36,6 +34,9 @@ from heterog.agents.paired import (
     evaluations_needed,
     paired_runs,
 )
+
+from heterog.agents.checkpoint import load_checkpoint
+from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
 from heterog.agents.planners import ask
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.agents.sources import captured

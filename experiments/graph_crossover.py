@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from torch import nn
+from vertex_cut import libra
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -24,7 +25,6 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.sparse_pattern import entry_shares, rows_received
-from heterog.graph.vertex_cut import libra
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
