@@ -49,7 +49,7 @@ from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy
 from heterog.cluster import Cluster
-from heterog.cluster.topology import MAX_DEVICES
+from heterog.cluster.validation import MAX_DEVICES
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.export import TARGETS, ExportError, make_export
 from heterog.fidelity.recorded import RecordedRun, read_runs

@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
+from heterog.cluster.execution import Sends
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Sends
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph

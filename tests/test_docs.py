@@ -27,7 +27,8 @@ from heterog.agents.encoder import ENCODERS
 from heterog.agents.proposals import NUM_SAMPLES
 from heterog.agents.sources import PIPELINED_PART
 from heterog.cli import app
-from heterog.cluster.spec import ClusterSpec, parse_cluster, preset_names
+from heterog.cluster.schema import ClusterSpec
+from heterog.cluster.spec import parse_cluster, preset_names
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange
 from heterog.envs.merging import MAX_BLOCKS

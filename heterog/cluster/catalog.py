@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from heterog.cluster.topology import DeviceType
+from heterog.cluster.hardware import DeviceType
 from heterog.errors import UnknownNameError
 from heterog.records import Record, Text
 from heterog.units import GIB

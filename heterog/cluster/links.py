@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from heterog.cluster.topology import Link
+from heterog.cluster.hardware import Link
 from heterog.errors import UnknownNameError
 from heterog.records import Record, Text
 from heterog.yaml_files import read_shipped

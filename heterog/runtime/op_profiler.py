@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link
+from heterog.cluster.hardware import Device, DeviceType, Host, Link
+from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep

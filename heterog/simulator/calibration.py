@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster, DeviceType
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE, Cluster
 from heterog.errors import ClusterError, InputFileError
 from heterog.files import MAX_JSON_BYTES, read_json, write_json
 from heterog.graph.batch_plan import batch_plan

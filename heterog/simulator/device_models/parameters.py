@@ -15,7 +15,7 @@ from importlib import resources
 from typing import Any, NamedTuple, TypeVar
 
 from heterog.cluster.catalog import ListedType, listed_type
-from heterog.cluster.topology import DeviceType
+from heterog.cluster.hardware import DeviceType
 from heterog.simulator.device_models.chip import Chip
 from heterog.simulator.device_models.collectives import CollectiveModel
 from heterog.simulator.device_models.products import ProductModel
@@ -216,7 +216,7 @@ def families_of(type_name: str) -> Mapping[str, Family]:
 
 
 def host_of(execution: str) -> Host:
-    """Host's seconds in a program that executes steps; see ``cluster.topology.Execution``."""
+    """Host's seconds in a program that executes steps; see ``cluster.execution.Execution``."""
     return _tables().hosts[execution]
 
 
