@@ -6,7 +6,8 @@ from pathlib import Path
 from heterog.cluster import Cluster
 from heterog.runtime.profiler import profile_cluster
 from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import Measurements, calibrate
+from heterog.simulator.calibration import calibrate
+from heterog.simulator.measurements import Measurements
 
 WORKLOADS = Path(__file__).with_name("calibration_workloads.py")
 CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")

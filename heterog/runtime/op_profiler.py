@@ -37,12 +37,7 @@ from heterog.runtime.masters import Masters
 from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import step_order
-from heterog.simulator.calibration import (
-    STEP,
-    OpMeasurement,
-    op_kind,
-    op_signature,
-)
+from heterog.simulator.measurements import STEP, OpMeasurement, op_kind, op_signature
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
