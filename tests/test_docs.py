@@ -186,10 +186,11 @@ def check_script(words: list[str]) -> None:
         path, rest = ROOT / words[0], words[1:]
     assert path.is_file(), f"there is no {path.name}"
     source = path.read_text()
-    modules = re.findall(r"from ((?:experiments|heterog)[\w.]*) import", source)
+    modules = re.findall(r"^from ([\w.]+) import", source, re.M)
     source += "".join(
         file.read_text()
-        for file in (ROOT / f"{module.replace('.', '/')}.py" for module in modules)
+        for folder in (ROOT, path.parent)
+        for file in (folder / f"{module.replace('.', '/')}.py" for module in modules)
         if file.is_file()
     )
     for option in (word for word in rest if word.startswith("-")):
