@@ -9,13 +9,12 @@ so that small differences between two runs are chance. With ``--grid``, ``pipett
 beside ``megatron_grid``, on a budget in evaluations, which can be had again.
 """
 
-import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
@@ -84,8 +83,7 @@ def beside_grid(graph: OpGraph, cluster: Cluster, seed: int) -> dict[str, object
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--budget", default="20s")
     parser.add_argument("--seeds", type=int, default=1, help="matrices for each model and cluster")
     parser.add_argument("--grid", action="store_true", help="pipette beside megatron_grid instead")
@@ -101,9 +99,8 @@ def main() -> None:
                 else:
                     found = both(graph, cluster, Budget.parse(arguments.budget), seed)
                 rows.append({"model": model, "cluster": name, "seed": seed} | found)
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
+                progress(json.dumps(rows[-1]))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -18,9 +18,10 @@ from typing import Any
 
 from deeppool_costs import Profile, ProfiledCosts, load_model
 from deeppool_models import Layer
+from deeppool_original import search_as_published
 
 from heterog.errors import HeterogError
-from heterog.planners.burst import fork_join, search, search_as_published
+from heterog.planners.burst import fork_join, search
 
 A100_BYTES_PER_US = 2.66e5
 A100_LATENCY_US = 240.0

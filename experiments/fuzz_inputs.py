@@ -49,7 +49,7 @@ from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoi
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy
 from heterog.cluster import Cluster
-from heterog.cluster.topology import MAX_DEVICES
+from heterog.cluster.validation import MAX_DEVICES
 from heterog.errors import HeterogError, HeterogWarning
 from heterog.export import TARGETS, ExportError, make_export
 from heterog.fidelity.recorded import RecordedRun, read_runs
@@ -66,19 +66,18 @@ from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_c
 from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
 from heterog.runtime.profiler import Journal
 from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import (
-    Calibration,
-    LinkMeasurement,
-    Measurements,
-    OpMeasurement,
-    calibrate,
-    op_kind,
-    op_signature,
-)
+from heterog.simulator.calibration import Calibration, calibrate
 from heterog.simulator.device_models.model import DeviceModels
 from heterog.simulator.device_models.parameters import InTraining
 from heterog.simulator.device_models.run_file import read_run_models, save_run_models
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.measurements import (
+    LinkMeasurement,
+    Measurements,
+    OpMeasurement,
+    op_kind,
+    op_signature,
+)
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import lower

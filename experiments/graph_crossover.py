@@ -10,13 +10,13 @@ features, parts of the scores are added up: an all-reduce of N C. Times are the 
 cuts, as DistGNN makes them, are counted beside them: 2 sum (clones - 1) rows for each product.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
+from rows import finish, script_parser
 from torch import nn
+from vertex_cut import libra
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -24,7 +24,6 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.sparse_pattern import entry_shares, rows_received
-from heterog.graph.vertex_cut import libra
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -131,17 +130,12 @@ def row(outside: float, widths: tuple[int, int, int], cluster: Cluster) -> dict[
 
 def main() -> None:
     """Measure all graphs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one indented JSON list")
+    parser = script_parser(__doc__)
     parser.add_argument("--gbit", type=float, default=NIC_GBIT_PER_S, help="of each host's NIC")
     arguments = parser.parse_args()
     cluster = cluster_of(arguments.gbit)
     rows = [row(outside, widths, cluster) for widths in WIDTHS for outside in OUTSIDE]
-    if arguments.json:
-        json.dump(rows, sys.stdout, indent=1)
-        return
-    for each in rows:
-        print(json.dumps(each))
+    finish(arguments, rows, map(json.dumps, rows))
 
 
 if __name__ == "__main__":

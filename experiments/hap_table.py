@@ -9,11 +9,10 @@ parallelism is the best of ``ev_ps``, ``ev_ar``, ``cp_ps``, ``cp_ar`` and ``ddp`
 devices; ``tuned_uniform``, which also chooses the machines, stands beside it.
 """
 
-import argparse
-import json
-import sys
 import time
 from typing import Any
+
+from rows import finish, progress, script_parser
 
 import heterog.planners.portfolio  # noqa: F401  registers the baselines
 from heterog.cluster import Cluster
@@ -101,8 +100,7 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     """Print the table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument(
@@ -118,15 +116,15 @@ def main() -> None:
     batch_size = sizes[size] if size in sizes else int(size)
     rows = []
     for model in arguments.models.split(","):
-        print(f"{model} ...", file=sys.stderr)
+        progress(f"{model} ...")
         rows.append(
             measure(model, batch_size, Budget.parse(arguments.budget), ablate=arguments.ablate)
         )
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
-        return
-    for row in rows:
-        print(", ".join(f"{name} {_cell(value)}" for name, value in row.items()))
+    finish(
+        arguments,
+        {"rows": rows},
+        (", ".join(f"{name} {_cell(value)}" for name, value in row.items()) for row in rows),
+    )
 
 
 if __name__ == "__main__":

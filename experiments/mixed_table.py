@@ -11,15 +11,14 @@ or with it (``--with-row``). ``--cpu-seconds`` counts budgets in seconds of this
 other work on the machine does not shorten searches.
 """
 
-import argparse
 import json
-import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rows import geometric_mean, progress, script_parser
 
 import heterog.planners.portfolio as portfolio
 from heterog.cluster import Cluster
@@ -94,7 +93,7 @@ def row_of(graph: OpGraph, cluster: Cluster, setting: Setting) -> dict[str, Any]
 
 def main() -> None:
     """Run the cases and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
     parser.add_argument("--method", default=portfolio.AUTO)
@@ -104,7 +103,6 @@ def main() -> None:
     parser.add_argument(
         "--cpu-seconds", action="store_true", help="budgets in this process's time"
     )
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows, pair = [], (options.against, options.method)
     setting = Setting(
@@ -118,13 +116,12 @@ def main() -> None:
         for cluster in options.clusters.split(","):
             row = row_of(graph, Cluster.load(cluster), setting)
             rows.append(row)
-            print(
+            progress(
                 f"{row['model']} on {cluster}: {row[pair[0]]} by {pair[0]}, {row[pair[1]]} by "
-                f"{row[f'{pair[1]}_by']}, gain {row['gain']} ({row[f'{pair[1]}_note']})",
-                file=sys.stderr,
+                f"{row[f'{pair[1]}_by']}, gain {row['gain']} ({row[f'{pair[1]}_note']})"
             )
     gains = [row["gain"] for row in rows if row["gain"]]
-    mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else None
+    mean = geometric_mean(gains) if gains else None
     if options.json:
         print(json.dumps({"rows": rows, "mean_gain": mean}, indent=1))
     elif mean is not None:

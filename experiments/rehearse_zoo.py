@@ -8,13 +8,12 @@ rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another me
 the same), beside capture_cpu_s, those that the model's capture took in the same run.
 """
 
-import argparse
-import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
@@ -65,11 +64,10 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rehearse and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(names()))
     parser.add_argument("--cluster", default="paper_8gpu")
     parser.add_argument("--budget", default="60e")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     import heterog.agents.planners  # noqa: F401  registers the policies as methods
 
@@ -80,12 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += found
         outcomes = Counter(row["outcome"] for row in found if row["is_rehearsed"])
         most = max(row["rehearsal_cpu_s"] for row in found)
-        print(f"{model}: rehearsed {dict(outcomes)}, at most {most} s", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"rows": rows}, indent=1))
-        return
-    for row in rows:
-        print("  ".join(str(value) for value in row.values()))
+        progress(f"{model}: rehearsed {dict(outcomes)}, at most {most} s")
+    finish(
+        options, {"rows": rows}, ("  ".join(str(value) for value in row.values()) for row in rows)
+    )
 
 
 if __name__ == "__main__":

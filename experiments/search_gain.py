@@ -6,12 +6,11 @@
 Rows of every method on ``paper_8gpu``, by the referee, as ``heterog compare`` prints them.
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+
+from rows import finish, progress, script_parser
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
 import heterog.agents.planners  # noqa: F401
@@ -54,12 +53,11 @@ def large() -> Iterator[tuple[OpGraph, Cluster]]:
 
 def main() -> None:
     """Compare on every pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("question", choices=("efficiency", "large"))
     parser.add_argument("--models", default=MODELS, help="for efficiency")
     parser.add_argument("--methods", default="auto")
     parser.add_argument("--budget", default="3000e")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     pairs = by_efficiency(arguments.models) if arguments.question == "efficiency" else large()
     rows: list[dict[str, Any]] = []
@@ -70,13 +68,11 @@ def main() -> None:
         rows += [row | {"efficiency": cluster.efficiency} for row in result.to_dicts()]
         last = rows[-1]
         shown = last["step_time_s"] and f"{last['step_time_s']:.4f} s"
-        print(
+        progress(
             f"{graph.name} batch {graph.batch_size} efficiency {cluster.efficiency}: "
-            f"{last['method']} ({last['picked_from']}) {last['outcome']} {shown}",
-            file=sys.stderr,
+            f"{last['method']} ({last['picked_from']}) {last['outcome']} {shown}"
         )
-    if arguments.json:
-        print(json.dumps({"budget": arguments.budget, "rows": rows}))
+    finish(arguments, {"budget": arguments.budget, "rows": rows})
 
 
 if __name__ == "__main__":

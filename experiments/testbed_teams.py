@@ -10,11 +10,7 @@ held, beside what was predicted. Plans are made with a calibration of the testbe
 workloads than these.
 """
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +20,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from testbed_calibration import calibrated
+from rows import finish, progress, script_parser
+from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 # Registers ``agent`` and ``agent+search``.
@@ -259,29 +256,20 @@ def told(row: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Measure every testbed and workload."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = script_parser(__doc__)
+    add_testbeds(parser, TESTBEDS, MODELS)
     parser.add_argument("--budget", default="1000e")
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.pairs)
         return
     rows = []
-    scratch = tempfile.TemporaryDirectory()
-    folder = Path(arguments.folder or scratch.name)
-    for testbed in arguments.testbeds.split(","):
-        cluster = calibrated(testbed, folder)
-        for model in arguments.models.split(","):
-            budget = Budget.parse(arguments.budget)
-            rows.append(measure(cluster, model, budget, arguments.pairs))
-            print("\n".join(told(rows[-1])), file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
+    for cluster, model in testbeds_and_models(arguments):
+        budget = Budget.parse(arguments.budget)
+        rows.append(measure(cluster, model, budget, arguments.pairs))
+        progress("\n".join(told(rows[-1])))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

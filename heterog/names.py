@@ -77,3 +77,22 @@ def shown(value: object) -> str:
         return f"a number of {value.bit_length()} bits"
     text = _BRIEF.repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def refuse_link(name: str, own: str) -> None:
+    """Refuse to import a package under the name of a link to its folder.
+
+    The top folder links to ``heterog/agents``, ``heterog/envs`` and ``heterog/simulator``. Python
+    would load such a folder a second time, as modules that know nothing of the first.
+
+    Args:
+        name: ``__name__`` of the package.
+        own: The name that it has in ``heterog``.
+
+    Raises:
+        ImportError: The names differ.
+    """
+    if name != own:
+        raise ImportError(
+            f"'{name}' is a link to the folder of '{own}'; import '{own}'", name=name
+        )

@@ -1,18 +1,36 @@
-"""YAML from outside: bounded before anything is built of it, every key once."""
+"""YAML from outside, bounded before anything is built of it, every key once; YAML that ships."""
 
 from collections.abc import Hashable
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from heterog.errors import InputFileError
-from heterog.records import field_name
+from heterog.records import Record, field_name, parse_record
 
 _MOST_EVENTS = 100_000
 _MOST_DEPTH = 32
 # libyaml's parser, if PyYAML was built with it: ten times as fast.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+_R = TypeVar("_R", bound=Record)
+
+
+def load_shipped(file: Traversable) -> Any:
+    """The value of a YAML file that ships with the package, which needs no bounds."""
+    return yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
+
+
+def read_shipped(file: Traversable, kind: type[_R]) -> _R:
+    """The record of a YAML file that ships with the package.
+
+    Raises:
+        InputFileError: a field is missing, unknown or wrong.
+    """
+    return parse_record(load_shipped(file), kind, file.name)
 
 
 def parse_yaml(text: str, path: Path, *, what: str, if_empty: str) -> tuple[yaml.Node, object]:

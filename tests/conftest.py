@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from hypothesis import settings
 
 from heterog.runtime.forks import rank_forks
 from tests.thorough import cases, leave_out
+
+# Tests of what experiments share; theirs come last, as some are called like packages.
+sys.path.append(str(Path(__file__).parents[1] / "experiments"))
 
 # Captures make millions of objects that are no garbage; looking for some took a fifteenth.
 gc.set_threshold(20_000, 20, 50)

@@ -66,9 +66,7 @@ ROOMS = {
     "typer": ("cli/",),
     "pydantic": (
         "records.py",
-        "cluster/fields.py",
-        "cluster/pairs.py",
-        "cluster/spec.py",
+        "cluster/",
         "graph/serialize.py",
         "strategy/serialize.py",
         "simulator/calibration_files.py",
@@ -85,8 +83,6 @@ VENDOR_WORDS = re.compile(r"cuda|nccl|xccl|rocm|\bhip|\bxpu\b", re.IGNORECASE)
 VENDOR_ROOMS = {
     "runtime/accelerators.py": "the table of accelerators itself",
     "export/ranks.py": "the torch device that exported scripts of other launchers read",
-    "cluster/links.py": "the name of a published table of measured collectives",
-    "cluster/catalog.py": "sources and driver names of device types",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -230,3 +226,25 @@ def test_root_links_lead_into_the_package() -> None:
     for name in ("simulator", "envs", "agents"):
         assert (root / name).is_symlink()
         assert (root / name).resolve() == PACKAGE / name
+
+
+def test_root_links_say_what_to_import() -> None:
+    script = """
+for name in ("simulator.evaluator", "envs", "agents.encoder"):
+    try:
+        __import__(name)
+    except ImportError as error:
+        print(error)
+    __import__(f"heterog.{name.partition('.')[0]}")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=PACKAGE.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        f"'{name}' is a link to the folder of 'heterog.{name}'; import 'heterog.{name}'"
+        for name in ("simulator", "envs", "agents")
+    ]

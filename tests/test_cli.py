@@ -532,7 +532,7 @@ def test_an_interrupted_profile_goes_on(
 def linked(folder: Path, *, cluster: bool) -> Path:
     """A file of measurements between the devices of a testbed."""
     from heterog.runtime.testbed import load_testbed
-    from heterog.simulator.calibration import LinkMeasurement, Measurements, OpMeasurement
+    from heterog.simulator.measurements import LinkMeasurement, Measurements, OpMeasurement
 
     lab = load_testbed("skew_both")
     ops = tuple(

@@ -27,7 +27,8 @@ from heterog.agents.encoder import ENCODERS
 from heterog.agents.proposals import NUM_SAMPLES
 from heterog.agents.sources import PIPELINED_PART
 from heterog.cli import app
-from heterog.cluster.spec import ClusterSpec, parse_cluster, preset_names
+from heterog.cluster.schema import ClusterSpec
+from heterog.cluster.spec import parse_cluster, preset_names
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange
 from heterog.envs.merging import MAX_BLOCKS
@@ -185,10 +186,11 @@ def check_script(words: list[str]) -> None:
         path, rest = ROOT / words[0], words[1:]
     assert path.is_file(), f"there is no {path.name}"
     source = path.read_text()
-    modules = re.findall(r"from ((?:experiments|heterog)[\w.]*) import", source)
+    modules = re.findall(r"^from ([\w.]+) import", source, re.M)
     source += "".join(
         file.read_text()
-        for file in (ROOT / f"{module.replace('.', '/')}.py" for module in modules)
+        for folder in (ROOT, path.parent)
+        for file in (folder / f"{module.replace('.', '/')}.py" for module in modules)
         if file.is_file()
     )
     for option in (word for word in rest if word.startswith("-")):
@@ -274,6 +276,8 @@ def known_words() -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if len(node.value) < 60:
                     found |= set(re.findall(r"\w+", node.value))
+    for path in sorted((ROOT / "heterog").rglob("data/*.yaml")):
+        found |= set(re.findall(r"\w+", path.read_text()))
     return found
 
 

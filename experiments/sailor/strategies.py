@@ -12,8 +12,8 @@ from pathlib import Path
 
 from heterog.cluster import Cluster
 from heterog.cluster.catalog import listed_type
+from heterog.cluster.hardware import Device
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Device
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly

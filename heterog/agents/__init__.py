@@ -1,1 +1,5 @@
 """Planners that learn."""
+
+from heterog.names import refuse_link
+
+refuse_link(__name__, "heterog.agents")

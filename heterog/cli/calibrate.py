@@ -11,7 +11,7 @@ from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
-    from heterog.simulator.calibration import Measurements
+    from heterog.simulator.measurements import Measurements
 
 
 def calibrate(
@@ -49,8 +49,9 @@ def calibrate(
         _calibrate_on_runs(runs, output, model=model, cluster=cluster, as_json=as_json)
         return
     assert measurements
-    from heterog.simulator.calibration import Measurements, link_error, merge
     from heterog.simulator.calibration import calibrate as fit
+    from heterog.simulator.calibration import link_error
+    from heterog.simulator.measurements import Measurements, merge
 
     measured = merge([Measurements.load(path) for path in measurements])
     target = load_cluster(cluster) if cluster else _measured_cluster(measured)

@@ -20,7 +20,7 @@ from heterog.errors import HeterogError
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from heterog.simulator.calibration import Measurements
+    from heterog.simulator.measurements import Measurements
 
 
 def profile(
@@ -80,7 +80,7 @@ def profile(
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime import profiler
-    from heterog.simulator.calibration import Measurements
+    from heterog.simulator.measurements import Measurements
 
     journal = output.with_name(f"{output.name}.partial")
     as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
@@ -159,7 +159,7 @@ def _local_type_name() -> str:
 
 
 def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
-    from heterog.simulator.calibration import STEP
+    from heterog.simulator.measurements import STEP
 
     types = sorted({row.device_type for row in measured.ops})
     models = sorted({row.model for row in measured.ops})

@@ -19,7 +19,8 @@ from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from heterog.cluster.fields import Bandwidth, Seconds, Spec
-from heterog.cluster.topology import Cluster, PairLimit
+from heterog.cluster.hardware import PairLimit
+from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.records import Name
 from heterog.units import parse_bandwidth

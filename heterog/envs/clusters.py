@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link
+from heterog.cluster.hardware import Device, DeviceType, Host, Link
+from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.roofline import Roofline
 from heterog.units import GIB

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
 
-from heterog.cluster.topology import Cluster, Device, Host, PairLimit
+from heterog.cluster.hardware import Device, Host, PairLimit
+from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops

@@ -3,7 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import ChannelSeconds, CostModel

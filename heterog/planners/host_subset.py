@@ -13,7 +13,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster, PairLimit
+from heterog.cluster.hardware import PairLimit
+from heterog.cluster.topology import Cluster
 from heterog.planners.objective import hosts_used
 from heterog.strategy.strategy import Decision, Strategy
 

@@ -15,7 +15,8 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from heterog.cluster.catalog import device_type, matching_types
-from heterog.cluster.topology import DTYPES, DeviceType
+from heterog.cluster.hardware import DTYPES, DeviceType
 from heterog.runtime.accelerators import (
     are_peers,
     computes_bfloat16,

@@ -12,9 +12,7 @@ from torch import Tensor
 from heterog.cluster.topology import Cluster
 from heterog.runtime.accelerators import is_accelerated, synchronize, wire_device
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.simulator.calibration import (
-    LinkMeasurement,
-)
+from heterog.simulator.measurements import LinkMeasurement
 from heterog.strategy.channels import ChannelKind
 
 PAYLOADS = (4 * 1024, 64 * 1024, 512 * 1024, 3 * 1024**2)

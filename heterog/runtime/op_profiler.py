@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heterog.cluster.topology import Cluster, Device, DeviceType, Host, Link
+from heterog.cluster.hardware import Device, DeviceType, Host, Link
+from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import CapturedStep
@@ -36,12 +37,7 @@ from heterog.runtime.masters import Masters
 from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.step_order import step_order
-from heterog.simulator.calibration import (
-    STEP,
-    OpMeasurement,
-    op_kind,
-    op_signature,
-)
+from heterog.simulator.measurements import STEP, OpMeasurement, op_kind, op_signature
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy

@@ -47,13 +47,13 @@ from heterog.runtime.op_profiler import profile_ops
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.rank import tell as tell_launcher
 from heterog.runtime.testbed import Testbed
-from heterog.simulator.calibration import (
+from heterog.simulator.calibration_files import LinkRecord, OpRecord
+from heterog.simulator.measurements import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
     link_measurement,
 )
-from heterog.simulator.calibration_files import LinkRecord, OpRecord
 from heterog.zoo import load_workload
 
 SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625)

@@ -36,8 +36,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Literal, TypeAlias
 
+from heterog.cluster.hardware import Host
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Cluster, Host
+from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, HeterogWarning, UnknownNameError
 from heterog.runtime.forks import fields_of_process
 

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.channels import Channel, ChannelKind, communicators
 from heterog.strategy.kernel_arguments import by_reference

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster, Sends
+from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.topology import Cluster, Sends
+from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Cluster
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold, channels_named, fold_choice, folds

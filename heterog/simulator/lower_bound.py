@@ -34,7 +34,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase

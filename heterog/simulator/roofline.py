@@ -10,7 +10,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster, DeviceType
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Curve, FloatArray, OpGraph
 from heterog.simulator.collectives import alpha_beta

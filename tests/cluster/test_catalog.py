@@ -1,9 +1,28 @@
+from importlib import resources
+from pathlib import Path
+
 import pytest
 
 from heterog.cluster import device_type, device_type_names
 from heterog.cluster.catalog import ListedType, listed_types
 from heterog.errors import UnknownNameError
 from heterog.units import GIB
+from heterog.yaml_files import load_shipped, parse_yaml
+
+
+@pytest.mark.parametrize("name", ["devices.yaml", "links.yaml"])
+def test_the_shipped_data_is_as_strict_as_files_from_outside(name: str) -> None:
+    file = resources.files("heterog.cluster") / "data" / name
+    _, value = parse_yaml(file.read_text(), Path(name), what="a data file", if_empty="")
+    assert value == load_shipped(file)
+
+
+def test_every_type_names_its_sheet_and_is_listed_once() -> None:
+    file = resources.files("heterog.cluster") / "data" / "devices.yaml"
+    names = [each["name"] for each in load_shipped(file)["types"]]
+    assert len(set(names)) == len(names)
+    assert tuple(names) == device_type_names()
+    assert all(each.type.source for each in listed_types())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from heterog.cluster.topology import PairLimit
+from heterog.cluster.hardware import PairLimit
 from heterog.envs.toy import chain_graph
 from heterog.errors import ClusterError, HeterogError
 from heterog.graph.grouping import group_ops

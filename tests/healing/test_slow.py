@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.topology import Cluster, Device, Host, Link
+from heterog.cluster.hardware import Device, Host, Link
+from heterog.cluster.topology import Cluster
 from heterog.graph.capture import capture
 from heterog.healing.busy import BusyClock
 from heterog.healing.job import HealingJob

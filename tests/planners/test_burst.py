@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from deeppool_original import search_as_published
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from heterog.planners.burst import (
     fork_join,
     layers_of,
     search,
-    search_as_published,
 )
 from tests.thorough import one_in
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from heterog.cluster import Cluster
-from heterog.cluster.topology import PairLimit
+from heterog.cluster.hardware import PairLimit
 from heterog.planners.communities import _greedy_path, _shortest_path, communities, in_best_order
 from heterog.planners.pipeline import stage_sequences
 from tests.simulator.builders import GBIT_PER_S, cluster_of

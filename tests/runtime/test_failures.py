@@ -15,7 +15,7 @@ import pytest
 from heterog.cli import main
 from heterog.cluster import Cluster
 from heterog.cluster.catalog import device_type
-from heterog.cluster.topology import Device, Host, Link
+from heterog.cluster.hardware import Device, Host, Link
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.planners.plan import make_plan

@@ -28,7 +28,7 @@ from heterog.runtime.profiler import (
     profile_local,
     remove_journal,
 )
-from heterog.simulator.calibration import LinkMeasurement, OpMeasurement, op_signature
+from heterog.simulator.measurements import LinkMeasurement, OpMeasurement, op_signature
 from heterog.zoo import load_workload
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import cluster_of

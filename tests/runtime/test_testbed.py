@@ -16,7 +16,8 @@ from typing import NoReturn
 import pytest
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.topology import Cluster, Device, Host, Link
+from heterog.cluster.hardware import Device, Host, Link
+from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogWarning, InputFileError, UnknownNameError
 from heterog.runtime import testbed as module
 from heterog.runtime.testbed import CpuController, Testbed, TestbedError, load_testbed

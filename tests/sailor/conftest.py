@@ -1,15 +1,12 @@
-"""Where Sailor's files are, and the package of experiments on the path."""
+"""Where Sailor's files are."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from sailor.inputs import Inputs, read_inputs
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"
-sys.path.insert(0, str(ROOT / "experiments"))
-
-from sailor.inputs import Inputs, read_inputs  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, PairLimit, device_type
-from heterog.cluster.topology import ROOFLINE, Sends
+from heterog.cluster.execution import Sends
+from heterog.cluster.topology import ROOFLINE
 from heterog.graph.axis_plan import axis_plan, crosses
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind

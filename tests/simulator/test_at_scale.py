@@ -9,7 +9,8 @@ import pytest
 
 import heterog.simulator.evaluator as evaluator_module
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import MAX_DEVICES, Cluster
+from heterog.cluster.topology import Cluster
+from heterog.cluster.validation import MAX_DEVICES
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.simulator.noise import Noise, draw_noise

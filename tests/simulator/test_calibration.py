@@ -16,23 +16,19 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import make_plan
 from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import (
-    Calibration,
+from heterog.simulator.calibration import Calibration, calibrate, extrapolated_by, link_error
+from heterog.simulator.collectives import alpha_beta
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.link_fits import fit_links
+from heterog.simulator.measurements import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
-    calibrate,
-    extrapolated_by,
-    fit_kind,
-    fit_links,
-    held_out_error,
-    link_error,
     merge,
     op_kind,
     op_signature,
 )
-from heterog.simulator.collectives import alpha_beta
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.op_fits import fit_kind, held_out_error
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy

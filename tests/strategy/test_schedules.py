@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster
-from heterog.cluster.topology import Link
+from heterog.cluster.hardware import Link
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S

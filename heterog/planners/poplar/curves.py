@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.topology import DeviceType
+from heterog.cluster.hardware import DeviceType
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.planners.data_parallel import device_speeds
 from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator

@@ -24,7 +24,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.topology import DeviceType
+from heterog.cluster.hardware import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import uniform_strategy

@@ -12,7 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterog.cluster.catalog import listed_type
-from heterog.cluster.topology import Cluster, DeviceType, Execution, Tf32
+from heterog.cluster.execution import Execution, Tf32
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.device_models.fusion.fused import fused_kernels

@@ -14,15 +14,14 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
-
 from heterog.cluster.catalog import ListedType, listed_type
-from heterog.cluster.topology import DeviceType
+from heterog.cluster.hardware import DeviceType
 from heterog.simulator.device_models.chip import Chip
 from heterog.simulator.device_models.collectives import CollectiveModel
 from heterog.simulator.device_models.products import ProductModel
 from heterog.simulator.device_models.streams import StreamModel
 from heterog.simulator.peak_errors import PeakErrors
+from heterog.yaml_files import load_shipped
 
 _T = TypeVar("_T")
 
@@ -217,7 +216,7 @@ def families_of(type_name: str) -> Mapping[str, Family]:
 
 
 def host_of(execution: str) -> Host:
-    """Host's seconds in a program that executes steps; see ``cluster.topology.Execution``."""
+    """Host's seconds in a program that executes steps; see ``cluster.execution.Execution``."""
     return _tables().hosts[execution]
 
 
@@ -273,8 +272,7 @@ def _is_same_chip(one: ListedType, other: ListedType) -> bool:
 
 @lru_cache(maxsize=1)
 def _tables() -> _Tables:
-    text = (resources.files("heterog.simulator.device_models") / "fitted.yaml").read_text("utf-8")
-    document = yaml.safe_load(text)
+    document = load_shipped(resources.files("heterog.simulator.device_models") / "fitted.yaml")
     families = {
         name: {type_name: _family(name, type_name, row) for type_name, row in by_type.items()}
         for name, by_type in document["families"].items()

@@ -4,8 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-
-from heterog.agents.paired import (
+from paired_runs import (
     ENUMERATION,
     LED,
     PLAIN,
@@ -14,6 +13,7 @@ from heterog.agents.paired import (
     evaluations_needed,
     paired_runs,
 )
+
 from tests.envs.cases import language_graph, mixed_cluster
 
 

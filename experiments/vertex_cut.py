@@ -2,8 +2,7 @@
 
 A node lives as a *clone* in every part that has one of its edges, and the sums of its clones are
 added to one of them (its root) and sent back. Rows of heterog's strategies have one owner instead,
-so this division is here only for comparison (``experiments/graph_crossover.py``), and is never
-run:
+so this division is here only for comparison (``graph_crossover.py``), and is never run:
 
     rows that travel for each product = 2 * sum over nodes of (clones - 1)
 """

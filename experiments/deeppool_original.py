@@ -1,7 +1,7 @@
-"""The dynamic program as its authors published it, defects included; see ``search`` for ours.
+"""DeepPool's dynamic program as published, with its defects; ``heterog.planners.burst`` is ours.
 
 Source: ``searchBestSplitsV3`` of seojinpark/DeepPool (MIT), the one behind Park et al., "Efficient
-Strong Scaling Through Burst Parallel Training" (MLSys 2022). What differs from ``search``:
+Strong Scaling Through Burst Parallel Training" (MLSys 2022). What differs from ours:
 
 - The amplification limit is checked on the layer *before* the one being placed, so never on the
   last one, and a choice above the limit is taken when its amplification is the least seen so far:

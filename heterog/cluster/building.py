@@ -1,0 +1,284 @@
+"""Makes the cluster that a cluster file describes."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from typing import TypeAlias
+
+from heterog.cluster.document import Document
+from heterog.cluster.execution import Execution, Sends, Tf32
+from heterog.cluster.hardware import Device, DeviceType, Host, Link, PairLimit
+from heterog.cluster.links import intra_link, link_kinds, network_kind
+from heterog.cluster.overrides import CPU, base_type, overridden, throttled
+from heterog.cluster.pairs import PairsError, pair_limits
+from heterog.cluster.prices import HourlyPrices
+from heterog.cluster.schema import ClusterSpec, DeviceSpec, HostSpec, LinkSpec, NicSpec
+from heterog.cluster.topology import SHIPPED_MODELS, Cluster
+from heterog.cluster.validation import MAX_DEVICES
+from heterog.errors import ClusterError, HeterogError, UnknownNameError
+from heterog.units import format_bytes
+
+# Stand for links that no route can use: inside a host of one device, and out of the only host.
+_UNUSED_INTRA = Link(kind="loopback", bandwidth_bytes_per_s=10e9)
+_UNUSED_NIC_BYTES_PER_S = 1.25e9
+_Location: TypeAlias = tuple[int | str, ...]
+
+
+def build_cluster(spec: ClusterSpec, document: Document) -> Cluster:
+    """The cluster that a file describes.
+
+    Raises:
+        InputFileError: Fields do not go together; names file, line and field.
+    """
+    return _Builder(spec, document).cluster()
+
+
+class _Builder:
+    """Makes the cluster that a spec describes."""
+
+    def __init__(self, spec: ClusterSpec, document: Document) -> None:
+        self._spec = spec
+        self._document = document
+        self._types: dict[str, DeviceType] = {}
+        self._listed: dict[str, list[str]] = {}  # names of types by what the file calls them
+        self._host_names: set[str] = set()
+        self._device_names: set[str] = set()
+        self._num_hosts = sum(h.count or 1 for h in spec.hosts)
+
+    def cluster(self) -> Cluster:
+        num_devices = sum(
+            (host.count or 1) * sum(entry.count for entry in host.devices)
+            for host in self._spec.hosts
+        )
+        if num_devices > MAX_DEVICES:
+            self._document.refuse(
+                ("hosts",),
+                f"{num_devices:,} devices are more than are planned for, {MAX_DEVICES:,}.",
+            )
+        hosts: list[Host] = []
+        devices: list[Device] = []
+        for position, spec in enumerate(self._spec.hosts):
+            here = ("hosts", position)
+            names = [spec.name]
+            if spec.count is not None:
+                names = [f"{spec.name}{i}" for i in range(spec.count)]
+            for name in names:
+                self._claim(self._host_names, "host", name, (*here, "name"))
+                devices += self._devices(spec, here, name, len(hosts))
+                hosts.append(self._host(spec, here, name))
+        try:
+            found = Cluster(
+                name=self._spec.name,
+                hosts=tuple(hosts),
+                devices=tuple(devices),
+                efficiency=self._spec.efficiency,
+                calibration=self._calibration(),
+                sends=Sends(self._spec.sends),
+                execution=Execution(self._spec.execution),
+                tf32=Tf32(self._spec.tf32),
+                pairs=self._pairs([host.name for host in hosts]),
+            )
+        except ClusterError as error:
+            self._document.refuse((), str(error))
+        return self._priced(found)
+
+    def _priced(self, cluster: Cluster) -> Cluster:
+        """Add the file's prices to the cluster; each of its hosts needs one."""
+        spec = self._spec.prices
+        if spec is None:
+            return cluster
+        known = {device.type.name for device in cluster.devices}
+        by_type: dict[str, float] = {}
+        for name, price in spec.device_hour.items():
+            if name not in known and name not in self._listed:
+                fault = f"no device is of type '{name}'; there are {', '.join(sorted(known))}."
+                self._document.refuse(("prices", "device_hour", name), fault)
+            # A type with other numbers has another name, but not another price.
+            by_type |= {each: price for each in self._listed.get(name, ()) if each not in by_type}
+        by_type |= {name: price for name, price in spec.device_hour.items() if name in known}
+        members = self._members()
+        by_host: dict[str, float] = {}
+        for name, price in spec.host_hour.items():
+            if name not in members:
+                fault = f"there is no host '{name}'; there are {', '.join(members)}."
+                self._document.refuse(("prices", "host_hour", name), fault)
+            # The price of a single host replaces that of all hosts that share its name.
+            own = {host: price for host in members[name]}
+            by_host = own | by_host if len(own) > 1 else by_host | own
+        try:
+            prices = HourlyPrices(currency=spec.currency, device_hour=by_type, host_hour=by_host)
+            priced = replace(cluster, prices=prices)
+            for host in range(cluster.num_hosts):
+                priced.host_price_per_s(host)
+        except ClusterError as error:
+            self._document.refuse(("prices",), str(error))
+        return priced
+
+    def _members(self) -> dict[str, list[str]]:
+        """Hosts by every name that the file may use: their own, or an entry's with a count."""
+        members: dict[str, list[str]] = {}
+        for spec in self._spec.hosts:
+            own = (
+                [spec.name]
+                if spec.count is None
+                else [f"{spec.name}{number}" for number in range(spec.count)]
+            )
+            members.update({name: [name] for name in own})
+            members.setdefault(spec.name, own)
+        return members
+
+    def _pairs(self, names: Sequence[str]) -> tuple[PairLimit, ...]:
+        positions: dict[str, list[int]] = {name: [at] for at, name in enumerate(names)}
+        first = 0
+        for spec in self._spec.hosts:
+            members = list(range(first, first + (spec.count or 1)))
+            positions.setdefault(spec.name, members)
+            first = members[-1] + 1
+        try:
+            return pair_limits(self._spec.pairs, positions, len(names), self._spec.efficiency)
+        except PairsError as error:
+            self._document.refuse(("pairs", *error.where), str(error))
+
+    def _claim(self, names: set[str], what: str, name: str, here: _Location) -> None:
+        if name in names:
+            fault = f"there is already a {what} '{name}'; give each its own name."
+            self._document.refuse(here, fault)
+        names.add(name)
+
+    def _calibration(self) -> str | None:
+        if self._spec.calibration in (None, *SHIPPED_MODELS):
+            return self._spec.calibration
+        path = os.path.abspath(self._document.path.parent / self._spec.calibration)
+        meant = re.sub(r"[\s_]+", "-", self._spec.calibration.strip().lower())
+        if meant in SHIPPED_MODELS and not os.path.exists(path):
+            self._document.refuse(
+                ("calibration",),
+                f"there is no file {path}; what ships is called '{meant}'.",
+            )
+        return path
+
+    def _host(self, spec: HostSpec, here: _Location, name: str) -> Host:
+        intra, nic = spec.intra, spec.nic
+        if isinstance(nic, str):
+            nic = NicSpec(kind=nic)
+        try:
+            link = _link(intra)
+        except UnknownNameError as error:
+            self._document.refuse((*here, "intra"), str(error))
+        if intra is None and sum(d.count for d in spec.devices) > 1:
+            self._document.refuse(
+                (*here, "intra"),
+                "this field is required where a host has several devices; known names: "
+                f"{', '.join(each.name for each in link_kinds())}.",
+            )
+        if nic is None and self._num_hosts > 1:
+            self._document.refuse(
+                (*here, "nic"), "this field is required where there are several hosts."
+            )
+        # A device with several of them to itself sends through them as through one.
+        num_ports = nic.count if nic else 1
+        num_nics = min(num_ports, sum(each.count for each in spec.devices))
+        return Host(
+            name=name,
+            nic_line_rate_bytes_per_s=self._line_rate(nic, here) * max(1.0, num_ports / num_nics),
+            num_nics=num_nics,
+            nic_latency_s=nic.latency if nic else 20e-6,
+            intra=link,
+            cpu_quota=spec.testbed.cpu_quota,
+        )
+
+    def _line_rate(self, nic: NicSpec | None, here: _Location) -> float:
+        if nic is None:
+            return _UNUSED_NIC_BYTES_PER_S
+        try:
+            port = nic.line_rate or network_kind(nic.kind or "").line_rate_bytes_per_s
+        except UnknownNameError as error:
+            self._document.refuse((*here, "nic"), str(error))
+        return port
+
+    def _devices(
+        self, spec: HostSpec, host_here: _Location, host: str, host_index: int
+    ) -> list[Device]:
+        devices: list[Device] = []
+        for number, entry in enumerate(spec.devices):
+            here = (*host_here, "devices", number)
+            names = entry.names
+            if names is None:
+                names = [f"{host}:{len(devices) + i}" for i in range(entry.count)]
+            elif len(names) != entry.count:
+                fault = f"{len(names)} names for a count of {entry.count}; write one per device."
+                self._document.refuse((*here, "names"), fault)
+            kind = self._type(entry, spec.testbed.cpu_quota, here)
+            usable = self._usable_memory(entry, kind, here)
+            for name in names:
+                self._claim(self._device_names, "device", name, (*here, "names"))
+                devices.append(
+                    Device(name=name, type=kind, host_index=host_index, usable_memory_bytes=usable)
+                )
+        return devices
+
+    def _usable_memory(self, entry: DeviceSpec, device_type: DeviceType, here: _Location) -> int:
+        size, reserved = device_type.memory_bytes, self._spec.reserved_memory
+        if entry.usable_memory is not None:
+            if entry.usable_memory > size:
+                self._document.refuse(
+                    (*here, "usable_memory"),
+                    f"{format_bytes(entry.usable_memory)} is more than the {format_bytes(size)} "
+                    f"of {device_type.name}; lower it.",
+                )
+            return entry.usable_memory
+        if reserved >= size:
+            self._document.refuse(
+                ("reserved_memory",),
+                f"{format_bytes(reserved)} leaves nothing of the {format_bytes(size)} of "
+                f"{device_type.name}; lower it or give that device its usable_memory.",
+            )
+        return size - reserved
+
+    def _type(self, entry: DeviceSpec, quota: float | None, here: _Location) -> DeviceType:
+        """The entry's type: with its overrides, then with the quota of a catalogue CPU."""
+        try:
+            base = base_type(entry)
+        except HeterogError as error:
+            self._document.refuse((*here, "type"), str(error))
+        kind = overridden(base, entry)
+        if isinstance(entry.type, str) and base.name == CPU and quota is not None:
+            base, kind = throttled(base, quota), throttled(kind, quota)
+        if entry.type_name is not None:
+            kind = replace(kind, name=entry.type_name)
+        elif kind != base:
+            kind = self._named(kind)
+        if self._types.setdefault(kind.name, kind) != kind:
+            self._document.refuse(
+                (*here, "type" if entry.type_name is None else "type_name"),
+                f"there is already a type '{kind.name}' with other numbers; give each its own "
+                "name.",
+            )
+        said = entry.type if isinstance(entry.type, str) else entry.type.name
+        self._listed.setdefault(said, []).append(kind.name)
+        return kind
+
+    def _named(self, device_type: DeviceType) -> DeviceType:
+        """Give the overridden type the first free name; an equal one shares its name."""
+        for number in count(1):
+            candidate = replace(
+                device_type, name=f"{device_type.name}-custom{number if number > 1 else ''}"
+            )
+            if self._types.get(candidate.name, candidate) == candidate:
+                return candidate
+        raise AssertionError("unreachable: count() does not end")
+
+
+def _link(spec: str | LinkSpec | None) -> Link:
+    if spec is None:
+        return _UNUSED_INTRA
+    if isinstance(spec, str):
+        return intra_link(spec)
+    return Link(
+        kind=spec.kind,
+        bandwidth_bytes_per_s=spec.bandwidth,
+        latency_s=spec.latency,
+        shared=spec.shared,
+    )

@@ -1,0 +1,233 @@
+"""Devices, hosts and links, and the limits between hosts.
+
+Rates are effective rates of one direction.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from heterog.cluster.checks import (
+    check_name,
+    check_not_negative,
+    check_positive,
+    check_share,
+    check_text,
+)
+from heterog.errors import ClusterError
+from heterog.names import shown
+from heterog.units import format_bytes
+
+DTYPES = ("float64", "float32", "float16", "bfloat16")
+
+
+class FrozenFlops(Mapping[str, float]):
+    """Peak FLOP/s by dtype name: a mapping that is hashable, ordered by dtype and picklable."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, peaks: Mapping[str, float]) -> None:
+        self._items = {dtype: float(peaks[dtype]) for dtype in sorted(peaks)}
+
+    def __getitem__(self, dtype: str) -> float:
+        return self._items[dtype]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._items.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceType:
+    """One kind of device and the numbers of its roofline.
+
+    Attributes:
+        name: Unique inside a cluster.
+        peak_flops_per_s: Peak by dtype name; "float32" (without TF32) is always there, another
+            dtype only where the hardware has it.
+        memory_bandwidth_bytes_per_s: Peak of the data sheet.
+        memory_bytes: Whole size; what a job may use is ``Device.usable_memory_bytes``.
+        source: Where the numbers come from.
+        compute_efficiency: Share of the peak FLOP/s that a large kernel reaches.
+        memory_efficiency: Share of the peak memory bandwidth that a large kernel reaches.
+        launch_overhead_s: Time of a kernel that does nothing.
+    """
+
+    name: str
+    peak_flops_per_s: Mapping[str, float]
+    memory_bandwidth_bytes_per_s: float
+    memory_bytes: int
+    source: str
+    compute_efficiency: float = 0.6
+    memory_efficiency: float = 0.75
+    launch_overhead_s: float = 10e-6
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "a device type")
+        check_text(self.source, f"the source of device type '{self.name}'")
+        what = f"device type '{self.name}'"
+        if "float32" not in self.peak_flops_per_s:
+            raise ClusterError(f"{what} has no peak FLOP/s for float32; every type needs one.")
+        for dtype, peak in self.peak_flops_per_s.items():
+            if dtype not in DTYPES:
+                raise ClusterError(
+                    f"{what} has a peak for unknown dtype {shown(dtype)}; "
+                    f"known: {', '.join(DTYPES)}."
+                )
+            check_positive(peak, f"peak FLOP/s ({dtype}) of {what}")
+        check_positive(self.memory_bandwidth_bytes_per_s, f"memory bandwidth of {what}")
+        check_positive(self.memory_bytes, f"memory size of {what}")
+        check_share(self.compute_efficiency, f"compute efficiency of {what}")
+        check_share(self.memory_efficiency, f"memory efficiency of {what}")
+        check_not_negative(self.launch_overhead_s, f"launch overhead of {what}")
+        object.__setattr__(self, "peak_flops_per_s", FrozenFlops(self.peak_flops_per_s))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {
+            "name": self.name,
+            "peak_flops_per_s": dict(self.peak_flops_per_s),
+            "memory_bandwidth_bytes_per_s": float(self.memory_bandwidth_bytes_per_s),
+            "memory_bytes": int(self.memory_bytes),
+            "source": self.source,
+            "compute_efficiency": float(self.compute_efficiency),
+            "memory_efficiency": float(self.memory_efficiency),
+            "launch_overhead_s": float(self.launch_overhead_s),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The link between the devices of one host.
+
+    Attributes:
+        kind: A word for people: "nvlink", "nvswitch", "pcie3", "pcie4", "loopback", ...
+        bandwidth_bytes_per_s: Effective rate per direction.
+        latency_s: Time of an empty transfer.
+        shared: False gives every device its own full-duplex port of that bandwidth; True is one
+            bus per host, which all transfers in both directions share.
+    """
+
+    kind: str
+    bandwidth_bytes_per_s: float
+    latency_s: float = 5e-6
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.kind, "a kind of link")
+        check_positive(self.bandwidth_bytes_per_s, f"bandwidth of link '{self.kind}'")
+        check_not_negative(self.latency_s, f"latency of link '{self.kind}'")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device of a cluster.
+
+    Attributes:
+        name: Unique in the cluster, for example "A:0".
+        type: Its kind.
+        host_index: Position of its host in ``Cluster.hosts``.
+        usable_memory_bytes: Memory size less what contexts and communication buffers take.
+    """
+
+    name: str
+    type: DeviceType
+    host_index: int
+    usable_memory_bytes: int
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "a device")
+        check_positive(self.usable_memory_bytes, f"usable memory of device '{self.name}'")
+        if self.usable_memory_bytes > self.type.memory_bytes:
+            raise ClusterError(
+                f"device '{self.name}' has {format_bytes(self.usable_memory_bytes)} of usable "
+                f"memory but its type '{self.type.name}' has only "
+                f"{format_bytes(self.type.memory_bytes)}; lower usable_memory."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One machine: its NICs (full duplex, shared by its devices) and its inner link.
+
+    Attributes:
+        name: Unique in the cluster.
+        nic_line_rate_bytes_per_s: Line rate of one NIC per direction; ``Cluster.efficiency`` of it
+            is usable.
+        num_nics: Number of NICs; neighbouring devices share one.
+        nic_latency_s: Time of an empty transfer to another host.
+        intra: The link between the devices of this host.
+        cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
+    """
+
+    name: str
+    nic_line_rate_bytes_per_s: float
+    num_nics: int = 1
+    nic_latency_s: float = 20e-6
+    intra: Link
+    cpu_quota: float | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "a host")
+        check_positive(self.nic_line_rate_bytes_per_s, f"NIC line rate of host '{self.name}'")
+        if self.num_nics < 1:
+            raise ClusterError(f"host '{self.name}' has {self.num_nics} NICs; it needs one.")
+        check_not_negative(self.nic_latency_s, f"NIC latency of host '{self.name}'")
+        if self.cpu_quota is not None:
+            check_share(self.cpu_quota, f"CPU quota of host '{self.name}'")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        nics = {"num_nics": int(self.num_nics)} if self.num_nics > 1 else {}
+        return {
+            "name": self.name,
+            "nic_line_rate_bytes_per_s": float(self.nic_line_rate_bytes_per_s),
+            **nics,
+            "nic_latency_s": float(self.nic_latency_s),
+            "intra": {
+                "kind": self.intra.kind,
+                "bandwidth_bytes_per_s": float(self.intra.bandwidth_bytes_per_s),
+                "latency_s": float(self.intra.latency_s),
+                "shared": self.intra.shared,
+            },
+            "cpu_quota": None if self.cpu_quota is None else float(self.cpu_quota),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairLimit:
+    """A limit that all transfers from some hosts to some others share besides their NICs.
+
+    Attributes:
+        sources: Positions in ``Cluster.hosts`` of the hosts that send.
+        targets: Positions of the hosts that receive; none is among ``sources``.
+        bandwidth_bytes_per_s: Effective rate of this direction, for all transfers together.
+        latency_s: Time of an empty transfer, if it is longer than that of the NICs.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it concerns more than one pair of hosts."""
+        return len(self.sources) > 1 or len(self.targets) > 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to JSON values."""
+        return {
+            "sources": list(map(int, self.sources)),
+            "targets": list(map(int, self.targets)),
+            "bandwidth_bytes_per_s": float(self.bandwidth_bytes_per_s),
+            "latency_s": float(self.latency_s),
+        }
