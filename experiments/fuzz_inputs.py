@@ -6,8 +6,8 @@ Makes a valid file of every kind that heterog reads, changes it (fields left out
 of other types; huge, negative and infinite numbers; texts with quotes and line ends; lists cut,
 shuffled and lengthened; bytes cut off, garbled and packed; bombs) and reads it in a process of its
 own with limits. What is refused has to be refused by one line. What is accepted is looked at again
-by code that shares nothing with the readers: indices, permutations, sums, simulated seconds. A kind
-of its own are calls of the command line with outputs of all kinds (``fuzzed_outputs``).
+by code that shares nothing with the readers: indices, permutations, sums, simulated seconds. Calls
+of the command line with outputs of all kinds are a kind, too (``fuzzed_outputs``).
 
 The worker is forked from a process that has imported everything, so a case takes milliseconds.
 """
@@ -768,10 +768,10 @@ def yaml_bomb(rng: random.Random) -> bytes:
 def change_file(rng: random.Random, kind: Kind, target: Path) -> str:
     """Write a changed file of a kind; says how it was changed."""
     source = rng.choice(kind.files)
-    if rng.random() < 0.02:
-        return odd_file(rng, target)
     if kind.form == "call":
         return make_case(rng, source, target)
+    if rng.random() < 0.02:
+        return odd_file(rng, target)
     if kind.form == "folder":
         return change_folder(rng, source, target)
     content = source.read_bytes()

@@ -14,9 +14,8 @@ from contextlib import chdir, suppress
 from itertools import pairwise
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 from heterog.cli import app
+from heterog.cli.streams import standard_streams
 from heterog.errors import HeterogError
 
 INPUTS = ("plan.json", "graph.json", "lab.yaml", "measurements.json", "m.py")
@@ -87,17 +86,18 @@ def make_call(folder: Path) -> tuple[Path, Snapshot, list[str]]:
     """
     call: list[str] = json.loads((folder / "call").read_text())
     before = seen(folder)
-    with chdir(folder):
-        done = CliRunner().invoke(app, call)
     options = {option for _, options in CALLS for option in options}
     outputs = [name for option, name in pairwise(call) if option in options]
-    error = done.exception
-    if error is None:
-        return folder, before, outputs
-    if isinstance(error, SystemExit):  # of typer, for arguments that are none
-        error = HeterogError(f"exit code {error.code}")
-    if isinstance(error, HeterogError):
-        assert seen(folder) == before, f"{call} was refused ({error}), but changed the folder"
+    try:
+        with chdir(folder), standard_streams():
+            app(call, prog_name="heterog")
+    except SystemExit as end:
+        if not end.code:
+            return folder, before, outputs
+        error = HeterogError(f"exit code {end.code}")  # of typer, for arguments that are none
+    except HeterogError as refusal:
+        error = refusal
+    assert seen(folder) == before, f"{call} was refused ({error}), but changed the folder"
     raise error
 
 
