@@ -34,7 +34,7 @@ from heterog.envs.clusters import ClusterRange
 from heterog.envs.merging import MAX_BLOCKS
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.envs.pair import CUT_WEIGHTS, PIPELINED
-from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
+from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP
 from heterog.envs.reward import BOUND
 from heterog.envs.spaces import Padding, pair_space
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
@@ -610,7 +610,6 @@ def test_the_data_sheet_of_an_environment_is_its_space(env: type[Any]) -> None:
     assert set(told) == set(space) - inherited
     assert told == {name: space[name] for name in told}
     assert f"observation version {OBSERVATION_VERSION}" in doc
-    register_envs()
     name = ONE_SHOT if env is StrategyOneShotEnv else STEP_BY_STEP
     assert f"{name.rpartition('-')[2]}: observation" in doc
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from heterog.planners.issue_order import Rehearse
     from heterog.planners.planner import Planner
 
-out = Console(width=100 if not sys.stdout.isatty() else None)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100)
 err = Console(stderr=True)
 
 ModelArgument = Annotated[

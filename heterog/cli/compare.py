@@ -34,6 +34,7 @@ from heterog.cli.interrupt import (
     stop_when_interrupted,
     termination_as_interrupt,
 )
+from heterog.cli.outputs import CSV
 from heterog.workers import HERE, Workers, is_asked_to_stop, open_workers
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ def compare(
     order: OrderOption = "best",
     no_step_barrier: NoBarrierOption = False,
     layout: LayoutOption = "",
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows there")] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="write the rows there"), CSV
+    ] = None,
     workers: WorkersOption = "1",
     as_json: JsonOption = False,
 ) -> None:
@@ -69,14 +72,12 @@ def compare(
     Every method gets the full budget. Workers take one model and cluster each; a budget in
     seconds is each worker's own time.
     """
-    from heterog.files import check_writable, write_atomically
+    from heterog.files import write_atomically
     from heterog.planners.compare import Question
     from heterog.planners.plan import parse_orders
     from heterog.planners.planner import Budget
     from heterog.report.tables import methods_table
 
-    if csv_file is not None:
-        check_writable(csv_file)
     question = Question(
         methods=tuple(method_names(methods)),
         budget=Budget.parse(budget),

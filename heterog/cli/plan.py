@@ -47,6 +47,7 @@ from heterog.cli.objective import (
     offers_lines,
     parse_aim,
 )
+from heterog.cli.outputs import HTML, JSON, not_replaced
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 from heterog.workers import open_seats
@@ -111,12 +112,14 @@ def plan(
     policy: PolicyOption = "",
     encoder: EncoderOption = "",
     workers: WorkersOption = "1",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json"), JSON] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
+        Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev"), JSON
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="plan.html, a page that explains the plan")
+        Path | None,
+        typer.Option("--report", help="plan.html, a page that explains the plan"),
+        HTML,
     ] = None,
     no_changes: Annotated[
         bool, typer.Option("--no-changes", help="do not simulate what buying something would save")
@@ -132,7 +135,6 @@ def plan(
     Prints the answer in at most 15 lines; --explain prints everything there is to say.
     """
     from heterog.explain.explanation import explain
-    from heterog.files import check_writable
     from heterog.planners.averaged import AVERAGE
     from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
@@ -152,9 +154,6 @@ def plan(
         raise HeterogError("--lossy with --background is not planned yet; ask for one of them.")
     if not slow_down >= 1.0:
         raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
-    for path in (output, trace, report):
-        if path is not None:
-            check_writable(path)
     parsed = Budget.parse(budget)
     parse_orders(order)
     methods = method_names(method)
@@ -167,6 +166,7 @@ def plan(
             "planned: ask for one of them."
         )
     target = load_cluster(cluster)
+    not_replaced(target.calibration, f"the calibration of {cluster}", output, trace, report)
     aim = parse_aim(objective)
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
     if aim != "time":

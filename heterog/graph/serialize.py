@@ -113,7 +113,7 @@ from heterog.graph.op_graph import (
     topological_order,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S, TensorRef
-from heterog.graph.sharding_rules import RULES
+from heterog.graph.sharding_rules import RULES, claims_checked
 from heterog.graph.sparse_pattern import MOST_COLUMNS, SparsePattern
 from heterog.names import shown
 from heterog.records import (
@@ -450,7 +450,8 @@ class _Reader:
             state = self.spec.optimizer_state_ratio
             read, written = size * (2.0 + state), size * (1.0 + state)
         else:
-            read, written = bytes_read_and_written(self._call(index))
+            with claims_checked(f"the args of {self._op(index)} do not fit its kind"):
+                read, written = bytes_read_and_written(self._call(index))
         return GraphOp(
             kind=self.kinds[index],
             args=self._args(index),
