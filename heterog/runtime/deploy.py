@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.stash_phases import stage_fault
+from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
@@ -97,6 +99,14 @@ class DeployedStep:
             raise StrategyError(
                 f"the plan was made for another step than '{workload.name}': {difference}."
             )
+        if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
+            raise StrategyError(
+                f"the plan does not suit the optimizer of '{workload.name}': {fault}. Plan again "
+                "with this workload."
+            )
+        if not plan.graph.scope.allows(graph.scope):  # it was planned by the optimizer's name
+            graph = replace(graph, seen_scope=plan.graph.scope)
+            self.captured = replace(self.captured, graph=graph)
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
         if program.hash != plan.program_hash:
             raise StrategyError(

@@ -137,8 +137,8 @@ def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
     """Refuse slices and micro-batches that the model does not allow."""
     if layout.zero and sizes.dp > 1 and not graph.updates_elementwise:
         raise LayoutError(
-            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
-            "to treat every element on its own; take zero=0."
+            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} "
+            f"{graph.scope.words}; take zero=0."
         )
     if refused := micro_batches_refused(graph, sizes.num_micro):
         raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
