@@ -258,7 +258,7 @@ def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
 
 def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
     # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
-    waits = layout.schedule_name == "1f1b" and (has_shared or layout.zero >= 2)
+    waits = has_shared or (layout.schedule_name == "1f1b" and layout.zero >= 2)
     return Manner(
         zero=layout.zero,
         recompute=layout.recompute,
@@ -283,6 +283,11 @@ def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[st
             f"{', '.join(shared)} shares a weight with a later stage: both parts run where the "
             "first one is (Megatron keeps a copy on each and sums their gradients)."
         )
+        if layout.schedule_name != "1f1b" and sizes.num_micro > 1:
+            remarks.append(
+                f"Inside a turn that would wait for later stages, so {layout.schedule_name} keeps "
+                "its micro-batches in flight here, but not its order of turns."
+            )
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         remarks.append(
             f"{sizes.dp} replicas in {sizes.dp_replicate} copies leave nothing to slice: each "
