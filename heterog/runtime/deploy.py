@@ -516,8 +516,9 @@ class DeployedStep:
             if owner == 0 or row in sliced:
                 continue
             self._bring(state, name, named[name].detach(), owner)
+        trained = {self._names[parameter] for _, parameter, _ in graph.updates}
         for name, owner in self.buffers.owners.items():
-            if owner and name in state and name not in named:
+            if owner and name in state and name not in trained:
                 self._bring(state, name, state[name], owner)
         pieces: dict[int, list[tuple[int, Tensor]]] = {}
         for bucket in self.part.buckets:
@@ -579,7 +580,9 @@ class DeployedStep:
         """Gather buffers that are updated in parts on their owner."""
         if not self.buffers.split:
             return
-        named = dict(self._model.named_buffers())
+        # Also frozen parameters, which the forward pass may write (a target network).
+        named = {name: value.detach() for name, value in self._model.named_parameters()}
+        named |= dict(self._model.named_buffers())
         for name, (place, spans, members) in self.buffers.split.items():
             owner = self.buffers.owners[name]
             own = named[name]
