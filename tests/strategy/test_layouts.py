@@ -167,7 +167,7 @@ def test_uneven_layers_need_a_word() -> None:
 
 
 def test_slices_need_an_elementwise_optimizer() -> None:
-    with pytest.raises(LayoutError, match="Adafactor is not known to treat every element"):
+    with pytest.raises(LayoutError, match="Adafactor looks at whole parameters"):
         placed("zero=1", graph_of(2, optimizer=torch.optim.Adafactor))
 
 
