@@ -20,6 +20,7 @@ from transformers import Trainer
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal
 from heterog.balance.loader import BalancedLoader
+from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
 
 UNCOUNTED = -100
@@ -72,6 +73,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # The Trainer fetches all batches of an update before it runs the first: steps are
         # followed here instead.
         loader.follower = _Nobody()
+        self.balancer.train_with(loader.share_sampler)
         return loader
 
     def get_batch_samples(
@@ -147,11 +149,14 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 class _Nobody:
     """A follower that ignores all steps."""
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, sampler: ShareSampler) -> None:
         """Do nothing."""
 
-    def begin_step(self, deal: Deal) -> None:
+    def begin_step(self, deal: Deal, sampler: ShareSampler) -> None:
         """Do nothing."""
 
-    def end_step(self) -> None:
+    def end_step(self, sampler: ShareSampler) -> None:
+        """Do nothing."""
+
+    def end_pass(self, sampler: ShareSampler) -> None:
         """Do nothing."""
