@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from heterog.balance.arguments import check_arguments, check_data
 from heterog.balance.clock import StepClock
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
@@ -21,10 +22,12 @@ from heterog.balance.micro_batches import (
     num_parts,
 )
 from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
+from heterog.balance.replicas import ReplicaCheck
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, check_shares
 from heterog.balance.start import Start, first_shares
 from heterog.balance.tokens import TokenBatches
+from heterog.balance.updates import watch_updates
 from heterog.balance.watching import watch_waits
 from heterog.balance.weights import StepWeights
 from heterog.runtime.accelerators import CPU
@@ -61,12 +64,15 @@ class Balancer:
         interval: Number of steps between measurements of all ranks, after which shares may change;
             0 keeps the first shares.
         dead_band: Least predicted gain of a change, as a fraction of the step time.
+        check_replicas: Whether ranks compare a few numbers about their weights now and then, which
+            differ where gradients are not averaged, or where a learning rate differs. Turn it off
+            for replicas that shall differ for a while (local SGD).
         writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
             warning, which Python shows on standard error.
 
     Raises:
-        BalanceError: shares, speeds or plan do not fit the ranks.
+        BalanceError: shares, speeds or plan do not fit the ranks; later, weights of ranks differ.
     """
 
     loader_type: type[BalancedLoader] = BalancedLoader
@@ -84,12 +90,17 @@ class Balancer:
         micro_batches: bool = False,
         interval: int = INTERVAL,
         dead_band: float = DEAD_BAND,
+        check_replicas: bool = True,
         writer: ScalarWriter | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
+        check_arguments(batch_size, writer)
         self.group = RankGroup()
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.weights = StepWeights(self.group)
+        watch_updates(self.weights, self.group)
+        self._check_replicas = check_replicas
+        self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
         self._fits: tuple[int | None, ...] | None = None
@@ -142,6 +153,7 @@ class Balancer:
             padded: Whether a rank's samples are padded to the longest of them.
             options: Other arguments of ``DataLoader``: ``num_workers``, ``collate_fn``, ...
         """
+        check_data(dataset, options)
         size = self.batch_size
         order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         batches: GlobalBatches
@@ -190,12 +202,17 @@ class Balancer:
 
     def begin_step(self, deal: Deal) -> None:
         """Called by a loader when the loop gets the batch of this deal."""
+        if self._replicas is None and self._check_replicas and self._model is not None:
+            self._replicas = ReplicaCheck(self._model, self.group)
         self._deal = deal
         self.weights.begin_step()
         self.weights.set(deal.samples[self.group.rank], sum(deal.samples))
 
     def end_step(self) -> None:
         """Called by a loader when the loop asks for the next batch."""
+        if self._replicas is not None:
+            with self.clock.waiting():
+                self._replicas.end_step()
         if self._follower is not None:
             self._follower.end_step(self.deal, self.share_sampler)
 
@@ -268,7 +285,12 @@ class Balancer:
             average_gradients(self._model, self.group)
 
     def mean_loss(self) -> float:
-        """The loss of the whole batch of this step; all ranks call it, after the backward pass."""
+        """The loss of the whole batch of this step; all ranks call it, after the backward pass.
+
+        Weighed losses of several backward passes add up, such as those of parts. Those that are
+        weighed after an optimizer's step, or after the last call, are a sum of their own: the loss
+        of a second optimizer, or of the next call of a closure (LBFGS).
+        """
         with self.clock.waiting():
             return self.weights.mean_loss()
 
