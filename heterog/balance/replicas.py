@@ -77,7 +77,9 @@ class ReplicaCheck:
             raise BalanceError(self._described(rank, apart[rank], way))
 
     def _described(self, rank: int, apart: float, way: float) -> str:
-        part = f"by {apart / way:.0%} of how far training has moved them" if way else "from the start"
+        part = (
+            f"by {apart / way:.0%} of how far training has moved them" if way else "from the start"
+        )
         begun = f"after step {self._num_steps} the weights of ranks 0 and {rank} differ {part}: "
         if any(isinstance(each, DistributedDataParallel) for each in self._model.modules()):
             return begun + (
