@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from heterog.balance.arguments import check_arguments, check_data
 from heterog.balance.batch_norms import BatchNorms
 from heterog.balance.clock import StepClock
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
@@ -24,10 +25,12 @@ from heterog.balance.micro_batches import (
 )
 from heterog.balance.open_steps import OpenSteps
 from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
+from heterog.balance.replicas import ReplicaCheck
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError, check_shares, scaled_shares
 from heterog.balance.start import Start, first_shares
 from heterog.balance.tokens import TokenBatches
+from heterog.balance.updates import watch_updates
 from heterog.balance.watching import watch_waits
 from heterog.balance.weights import StepWeights
 from heterog.runtime.accelerators import CPU
@@ -64,12 +67,15 @@ class Balancer:
         interval: Number of steps between measurements of all ranks, after which shares may change;
             0 keeps the first shares.
         dead_band: Least predicted gain of a change, as a fraction of the step time.
+        check_replicas: Whether ranks compare a few numbers about their weights now and then, which
+            differ where gradients are not averaged, or where a learning rate differs. Turn it off
+            for replicas that shall differ for a while (local SGD).
         writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
             warning, which Python shows on standard error.
 
     Raises:
-        BalanceError: shares, speeds or plan do not fit the ranks.
+        BalanceError: shares, speeds or plan do not fit the ranks; later, weights of ranks differ.
     """
 
     loader_type: type[BalancedLoader] = BalancedLoader
@@ -87,12 +93,17 @@ class Balancer:
         micro_batches: bool = False,
         interval: int = INTERVAL,
         dead_band: float = DEAD_BAND,
+        check_replicas: bool = True,
         writer: ScalarWriter | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
+        check_arguments(batch_size, writer)
         self.group = RankGroup()
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.weights = StepWeights(self.group)
+        watch_updates(self.weights, self.group)
+        self._check_replicas = check_replicas
+        self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
         self._fits: tuple[int | None, ...] | None = None
@@ -104,7 +115,6 @@ class Balancer:
         )
         self._interval, self._dead_band = interval, dead_band
         self._followers: WeakKeyDictionary[ShareSampler, SpeedFollower] = WeakKeyDictionary()
-        self._weights_of: WeakKeyDictionary[ShareSampler, StepWeights] = WeakKeyDictionary()
         self.clock = StepClock(CPU)
         self._model: nn.Module | None = None
         self._norms: BatchNorms | None = None
@@ -165,6 +175,7 @@ class Balancer:
             lengths=lengths,
             cost=cost,
             padded=padded,
+            **options,
         )
         return self.loader_type(dataset, self.sampler(batches), self, options)
 
@@ -178,9 +189,10 @@ class Balancer:
         lengths: Sequence[int] | None = None,
         cost: Callable[[int], float] | None = None,
         padded: bool = False,
-        **_: Any,
+        **options: Any,
     ) -> GlobalBatches:
         """The batches of a loader with these arguments, on whatever ranks."""
+        check_data(dataset, options)
         num_samples, size = checked_length(dataset), self.batch_size
         order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
         if lengths is not None:
@@ -203,7 +215,8 @@ class Balancer:
         if self._norms is not None:
             sampler.least = self._norms.least
         self._samplers.append(ref(sampler))
-        self._training = self._training or sampler
+        if self._training is None:
+            self._training = sampler
         return sampler
 
     def train_with(self, sampler: ShareSampler) -> None:
@@ -228,10 +241,13 @@ class Balancer:
 
     def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop gets the batch of this deal."""
-        sampler = sampler or self.share_sampler
+        if self._replicas is None and self._check_replicas and self._model is not None:
+            self._replicas = ReplicaCheck(self._model, self.group)
+        sampler = self.share_sampler if sampler is None else sampler
         sampler.begin_step(deal)
+        if self._open.is_inside:
+            self._open.current.outer_weights = self.weights.kept()
         self._open.begin(sampler, deal)
-        self.weights = self._weights_of.setdefault(sampler, StepWeights(self.group))
         self.weights.begin_step()
         own = deal.samples[self.group.rank]
         self.weights.set(own, sum(deal.samples))
@@ -240,7 +256,10 @@ class Balancer:
 
     def end_step(self, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop asks for the next batch."""
-        sampler = sampler or self.share_sampler
+        sampler = self.share_sampler if sampler is None else sampler
+        if self._replicas is not None and sampler is self._training:
+            with self.clock.waiting():
+                self._replicas.end_step()
         step = self._open.of(sampler)
         if step is None or not step.trains or not self._follows:
             return
@@ -258,7 +277,8 @@ class Balancer:
         is_empty = False
         if self._open.is_inside:
             outer = self._open.current
-            self.weights = self._weights_of[outer.sampler]
+            if outer.outer_weights is not None:
+                self.weights.restore(outer.outer_weights)
             is_empty = outer.deal.samples[self.group.rank] == 0
         if self._norms is not None:
             self._norms.begin_step(is_empty=is_empty)
@@ -286,11 +306,9 @@ class Balancer:
                 other.set_shares(shares, from_step=other.num_steps)
 
     def _existing_samplers(self) -> list[ShareSampler]:
-        found = [each() for each in self._samplers]
-        self._samplers = [
-            each for each, sampler in zip(self._samplers, found, strict=True) if sampler
-        ]
-        return [sampler for sampler in found if sampler is not None]
+        found = [(each, each()) for each in self._samplers]
+        self._samplers = [each for each, sampler in found if sampler is not None]
+        return [sampler for _, sampler in found if sampler is not None]
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -367,7 +385,12 @@ class Balancer:
             average_gradients(self._model, self.group)
 
     def mean_loss(self) -> float:
-        """The loss of the whole batch of this step; all ranks call it, after the backward pass."""
+        """The loss of the whole batch of this step; all ranks call it, after the backward pass.
+
+        Weighed losses of several backward passes add up, such as those of parts. Those that are
+        weighed after an optimizer's step, or after the last call, are a sum of their own: the loss
+        of a second optimizer, or of the next call of a closure (LBFGS).
+        """
         with self.clock.waiting():
             return self.weights.mean_loss()
 

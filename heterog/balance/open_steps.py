@@ -1,6 +1,7 @@
 """The steps that loops are in: one, or more where one loop runs inside another or beside it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from heterog.balance.dealing import Deal
 from heterog.balance.sampler import ShareSampler
@@ -17,6 +18,7 @@ class OpenStep:
         trains: Whether a loss of it was weighed for a backward pass.
         is_timed: Whether no other loop has run inside this step.
         is_left: Whether another loop has trained for several steps since.
+        outer_weights: Weights of this step's losses while another loop runs inside it.
     """
 
     sampler: ShareSampler
@@ -24,6 +26,7 @@ class OpenStep:
     trains: bool = False
     is_timed: bool = True
     is_left: bool = False
+    outer_weights: tuple[Any, ...] | None = None
 
 
 class OpenSteps:
