@@ -4,7 +4,8 @@
     trainer = Trainer(callbacks=[balancer], strategy="ddp", ...)
     trainer.fit(module, balancer.data(dataset), val_loader)
 
-It weighs what ``training_step`` returns. A module with manual optimization calls
+It weighs what ``training_step`` returns: a loss that is a mean over samples, or where it is one
+over labels ``{"loss": loss, "count": number_of_labels}``. A module with manual optimization calls
 ``weigh`` itself, before its manual backward pass.
 """
 
@@ -107,7 +108,8 @@ class LightningBalancer(Callback):
             if isinstance(result, Tensor):
                 return self.balancer.weigh(result)
             if isinstance(result, Mapping) and "loss" in result:
-                return {**result, "loss": self.balancer.weigh(result["loss"])}
+                loss = self.balancer.weigh(result["loss"], result.get("count"))
+                return {**result, "loss": loss}
             return result
 
         pl_module.training_step = weighed_step  # type: ignore[method-assign]
