@@ -4,14 +4,14 @@
     python experiments/loops_equal.py --only "Lightning/ragged end"
 
 Two ranks with shares of 14 and 2 samples train for ten batches over gloo: in plain loops with
-DistributedDataParallel and ``fully_shard``, with the Trainer, Accelerate and Lightning. One process
-trains with the whole batches in the same order, without this package: the stock Trainer for the
-Trainer, a plain PyTorch loop for the others. ``samples`` says whether each update has the same
-samples and learning rate, ``weights`` is the largest difference of weights after the last one,
-relative to the largest weight. A row is equal if the first holds and the second is at most 1e-5.
+DistributedDataParallel and ``fully_shard``, with the Trainer, Accelerate and Lightning. One
+process trains with the whole batches in the same order, without this package: the stock Trainer
+for the Trainer, a plain PyTorch loop for the others. ``samples`` says whether each update has the
+same samples and learning rate, ``weights`` is the largest difference of weights after the last
+one, relative to the largest weight. A row is equal if the first holds and the second is at most
+1e-5.
 
-``REFUSED`` lists beforehand what is not run, or raises an error, and why. Any other row that raises
-one has failed.
+``REFUSED`` lists beforehand what is not run, and why. A row that raises an error has failed.
 """
 
 import argparse
@@ -156,14 +156,14 @@ def _run(run: Run, case: Case, num_ranks: int, folder: Path) -> list[Any]:
     return [torch.load(folder / f"{rank}.out", weights_only=False) for rank in range(num_ranks)]
 
 
-def _be_rank(
-    run: Run, case: Case, rank: int, num_ranks: int, port: str, folder: Path
-) -> NoReturn:
+def _be_rank(run: Run, case: Case, rank: int, num_ranks: int, port: str, folder: Path) -> NoReturn:
     code = 1
     try:
         flags = os.O_WRONLY | os.O_CREAT
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(os.open(folder / f"{rank}.log", flags), 2)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
         if num_ranks > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0")

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import Tensor
+
+from heterog.balance.for_accelerate import AcceleratedBalancer
 from loops.cases import (
     BATCH,
     NUM_BATCHES,
@@ -20,9 +23,6 @@ from loops.cases import (
     make_schedule,
     weights_of,
 )
-from torch import Tensor
-
-from heterog.balance.for_accelerate import AcceleratedBalancer
 
 
 class Job:

@@ -120,7 +120,7 @@ class Net(nn.Module):
         logits = self.last(torch.tanh(self.first(x)))
         loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
         if loss.requires_grad:
-            loss.register_hook(lambda _: self._record.saw(ids))
+            loss.register_hook(lambda _: self._record.saw(ids))  # type: ignore[no-untyped-call]
         return {"loss": loss, "logits": logits}
 
 
@@ -213,7 +213,7 @@ def global_batches(case: Case, dataset: Samples) -> Iterator[tuple[int, dict[str
     """What one process trains with: the step in its pass and the batch; passes are epochs."""
     for epoch in range(NUM_BATCHES):
         order = torch.from_numpy(epoch_order(case.num_samples, SEED, epoch, shuffle=True))
-        for step, chosen in enumerate(order.split(BATCH)[: case.steps]):
+        for step, chosen in enumerate(torch.split(order, BATCH)[: case.steps]):
             yield step, default_collate([dataset[int(index)] for index in chosen])
 
 

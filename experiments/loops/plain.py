@@ -8,6 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import heterog
 from loops.cases import (
     BATCH,
     NUM_BATCHES,
@@ -24,13 +31,6 @@ from loops.cases import (
     make_schedule,
     weights_of,
 )
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-import heterog
 
 
 def alone(case: Case, record: Record, _: str) -> list[Tensor]:
@@ -43,14 +43,14 @@ def alone(case: Case, record: Record, _: str) -> list[Tensor]:
         if case.freeze_after and done == case.freeze_after:
             model.first.requires_grad_(False)
         found = model(**batch)
-        (found["loss"] / case.accumulate).backward()
+        torch.autograd.backward(found["loss"] / case.accumulate)
         if case.ends_update(step):
             optimizer.step()
             optimizer.zero_grad()
             if schedule is not None:
                 schedule.step()
         if case.optimizers == 2:
-            critic(found["logits"].detach()).backward()
+            torch.autograd.backward(critic(found["logits"].detach()))
             second.step()
             second.zero_grad()
     return weights_of(model, critic)
@@ -66,15 +66,14 @@ class Job:
         self.optimizer = make_optimizer(self.model)
         self.second = make_optimizer(self.second_model)
         self.schedule = make_schedule(case, self.optimizer)
-        self.balancer = heterog.Balancer(
-            self.model, batch_size=BATCH, shares=SHARES, interval=0
-        )
+        self.balancer = heterog.Balancer(self.model, batch_size=BATCH, shares=SHARES, interval=0)
         if case.validate_every:
             self.val = self.balancer.loader(Samples(case, 19, seed=2), shuffle=False)
         self.loader = self.balancer.loader(Samples(case, case.num_samples), seed=SEED)
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]:
+        """The models whose weights are compared."""
         return self.net, self.critic
 
     def save(self, path: Path) -> None:
@@ -143,14 +142,14 @@ def _train(job: Job, step: int, batch: Any, done: int) -> None:
         found = job.model(**batch)
         if case.validate_every and done % case.validate_every == 0:
             job.validate()
-        (balancer.weigh(found["loss"], count) / case.accumulate).backward()
+        torch.autograd.backward(balancer.weigh(found["loss"], count) / case.accumulate)
     if ends:
         job.optimizer.step()
         job.optimizer.zero_grad()
         if job.schedule is not None:
             job.schedule.step()
     if case.optimizers == 2:
-        balancer.weigh(job.second_model(found["logits"].detach())).backward()
+        torch.autograd.backward(balancer.weigh(job.second_model(found["logits"].detach())))
         job.second.step()
         job.second.zero_grad()
 
@@ -158,7 +157,8 @@ def _train(job: Job, step: int, batch: Any, done: int) -> None:
 def _wrapped(model: nn.Module, wrapper: str, case: Case) -> nn.Module:
     if wrapper == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=case.freeze_after > 0)
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
 
 
 @contextlib.contextmanager

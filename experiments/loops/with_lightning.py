@@ -5,6 +5,10 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from heterog.balance.for_lightning import LightningBalancer
 from loops.cases import (
     BATCH,
     NUM_BATCHES,
@@ -20,10 +24,6 @@ from loops.cases import (
     make_schedule,
     weights_of,
 )
-from torch import Tensor
-from torch.utils.data import DataLoader
-
-from heterog.balance.for_lightning import LightningBalancer
 
 
 class Module(LightningModule):
@@ -48,7 +48,7 @@ class Module(LightningModule):
             count = {"count": labels_that_count(batch)} if self.case.tokens else {}
             return {"loss": found["loss"], **count}
         losses = found["loss"], self.critic(found["logits"].detach())
-        for optimizer, loss in zip(self.optimizers(), losses, strict=True):  # type: ignore[arg-type]
+        for optimizer, loss in zip(self.optimizers(), losses, strict=True):
             self.manual_backward(self.balancer.weigh(loss))
             optimizer.step()
             optimizer.zero_grad()
@@ -74,8 +74,9 @@ def on_ranks(case: Case, record: Record, folder: str) -> list[Tensor]:
     """One fit, or two where a job resumes from its checkpoint."""
     path = None
     if case.resume_after:
-        every = {"every_n_train_steps": case.resume_after}
-        saving = ModelCheckpoint(dirpath=folder, filename="saved", **every)
+        saving = ModelCheckpoint(
+            dirpath=folder, filename="saved", every_n_train_steps=case.resume_after
+        )
         _fit(case, record, saving, num_updates=case.resume_after)
         path = str(Path(folder) / "saved.ckpt")
     module = _fit(case, record, num_updates=case.num_updates * case.optimizers, path=path)

@@ -3,6 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from heterog.balance.dealing import SampleBatches
+from heterog.balance.for_trainer import BalancedTrainer
 from loops.cases import (
     BATCH,
     RATE,
@@ -17,22 +24,13 @@ from loops.cases import (
     make_schedule,
     weights_of,
 )
-from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import BatchSampler, DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
-
-from heterog.balance.dealing import SampleBatches
-from heterog.balance.for_trainer import BalancedTrainer
 
 
 class _Order(BatchSampler):
     """Whole batches of the same samples as the ranks have together."""
 
     def __init__(self, num_samples: int) -> None:
-        self._batches = SampleBatches(
-            num_samples, BATCH, seed=SEED, shuffle=True, drop_last=False
-        )
+        self._batches = SampleBatches(num_samples, BATCH, seed=SEED, shuffle=True, drop_last=False)
         self._epoch = 0
 
     def __len__(self) -> int:
@@ -47,9 +45,9 @@ class _StockTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """A Trainer on one process; only the order of samples is not its own."""
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        order = _Order(len(self.train_dataset))  # type: ignore[arg-type]
+        order = _Order(len(self.train_dataset))
         return DataLoader(
-            self.train_dataset,  # type: ignore[arg-type]
+            self.train_dataset,
             batch_sampler=order,
             collate_fn=self.data_collator,
         )

@@ -321,11 +321,14 @@ class Balancer:
                 padding, say. All ranks give it or none; it costs one all-reduce of a number. One
                 may give 0 if its loss is finite, as that of ``cross_entropy`` is in the gradient.
         """
-        own_samples = self.deal.samples[self.group.rank]
+        step = self._open.current
         if loss.requires_grad:
+            inner, step = step, self._open.back_to_training()
+            if step is not inner and step.outer_weights is not None:
+                self.weights.restore(step.outer_weights)
             self._open.check_alone(self.group.rank)
         if count is not None:
-            own = count if own_samples else 0
+            own = count if step.deal.samples[self.group.rank] else 0
             with self.clock.waiting():
                 self.weights.set(*self.weights.exchange([own]))
         weighed = self.weights.weigh(loss)

@@ -45,10 +45,22 @@ class BalancedData:
         self._loader: BalancedLoader | None = None
         self._epoch = 0
 
+    batch_sampler = None  # asked for by Lightning
+
     @property
     def sampler(self) -> "BalancedData":
         """This object, of which Lightning sets the epoch."""
         return self
+
+    def _attach(self, trainer: Trainer) -> None:
+        """Be the training data of a fit that was given this as its ``datamodule``."""
+        connector = trainer._data_connector
+        model = connector._datahook_selector.model  # type: ignore[union-attr]
+        connector.attach_datamodule(model, None)
+        trainer.datamodule = None  # type: ignore[attr-defined]
+        connector.attach_dataloaders(model, train_dataloaders=self)
+
+    trainer = property(fset=_attach)  # which Lightning sets
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with this epoch."""
@@ -98,8 +110,20 @@ class LightningBalancer(Callback):
         return self.balancer.weigh(loss, count)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wrap the module's training step so that its loss is weighed."""
-        if stage != "fit" or not pl_module.automatic_optimization:
+        """Wrap the module's training step so that its loss is weighed.
+
+        Raises:
+            BalanceError: Lightning would put batches of its own in place of the shares.
+        """
+        if stage != "fit":
+            return
+        if trainer.overfit_batches:  # type: ignore[attr-defined]
+            raise BalanceError(
+                "with overfit_batches Lightning would make the batches. Give "
+                "balancer.data(torch.utils.data.Subset(dataset, range(n)), shuffle=False) the few "
+                "samples instead."
+            )
+        if not pl_module.automatic_optimization:
             return
         step = pl_module.training_step
 

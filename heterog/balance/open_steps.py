@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from heterog.balance.dealing import Deal
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
@@ -15,6 +17,7 @@ class OpenStep:
     Attributes:
         sampler: Sampler of the loop's loader.
         deal: How the batch is dealt.
+        has_gradients: Whether it began with gradients enabled, as no validation does.
         trains: Whether a loss of it was weighed for a backward pass.
         is_timed: Whether no other loop has run inside this step.
         is_left: Whether another loop has trained for several steps since.
@@ -23,6 +26,7 @@ class OpenStep:
 
     sampler: ShareSampler
     deal: Deal
+    has_gradients: bool
     trains: bool = False
     is_timed: bool = True
     is_left: bool = False
@@ -59,6 +63,13 @@ class OpenSteps:
         """Whether a loop is in a step."""
         return bool(self._steps)
 
+    def back_to_training(self) -> OpenStep:
+        """The step of a loss to train with: validation that began inside it is over."""
+        if any(step.has_gradients for step in self._steps):
+            while not self._steps[-1].has_gradients:
+                self._steps.pop()
+        return self.current
+
     def of(self, sampler: ShareSampler) -> OpenStep | None:
         """The step that the loop of a sampler is in."""
         return next((step for step in self._steps if step.sampler is sampler), None)
@@ -76,7 +87,9 @@ class OpenSteps:
             for step in self._steps[:index]:
                 step.is_left |= before.trains
             del self._steps[index]
-        self._steps.append(OpenStep(sampler=sampler, deal=deal))
+        self._steps.append(
+            OpenStep(sampler=sampler, deal=deal, has_gradients=torch.is_grad_enabled())
+        )
         self._has_begun = True
 
     def end_pass(self, sampler: ShareSampler) -> None:
@@ -92,7 +105,7 @@ class OpenSteps:
         parts = {
             (each.deal.samples[rank], sum(each.deal.samples))
             for each in self._steps
-            if not each.is_left
+            if each is self.current or (each.has_gradients and not each.is_left)
         }
         (own, total), *others = parts
         if any(own * each[1] != each[0] * total for each in others):
