@@ -14,11 +14,8 @@ FEW = [
     "sequence accumulated",
     "causal",
     "own tokens accumulated",
-    "own mask",
     "own loss",
-    "weighted",
     "refused: two means",
-    "refused: across",
 ]
 ALL: list[str] = []
 

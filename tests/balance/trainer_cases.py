@@ -10,21 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Dataset
-from transformers import (
-    BertConfig,
-    BertForQuestionAnswering,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    MixtralForCausalLM,
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 
 from heterog.balance.for_trainer import BalancedTrainer
 from heterog.balance.shares import BalanceError
@@ -157,12 +147,13 @@ class OwnLoss(BalancedTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def bert(kind: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: kind(BertConfig(**BERT, **options))
+def bert(kind: str, **options: Any) -> Callable[[], Any]:
+    """A model of Transformers, which imports each of its files where it is used."""
+    return lambda: getattr(transformers, kind)(transformers.BertConfig(**BERT, **options))
 
 
-def llama(kind: Any, **options: Any) -> Callable[[], Any]:
-    return lambda: kind(LlamaConfig(**LLAMA, **options))
+def llama(kind: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, kind)(transformers.LlamaConfig(**LLAMA, **options))
 
 
 def words(each: Tensor) -> dict[str, Any]:
@@ -186,42 +177,41 @@ def span(each: Tensor) -> dict[str, Any]:
 
 
 def mixtral() -> Any:
-    return MixtralForCausalLM(
-        MixtralConfig(**LLAMA, num_local_experts=4, output_router_logits=True)
-    )
+    options = {"num_local_experts": 4, "output_router_logits": True}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**LLAMA, **options))
 
 
 Case = tuple[Callable[[], Any], Callable[[Tensor], dict[str, Any]], dict[str, Any]]
-SEQUENCE = bert(BertForSequenceClassification, num_labels=2)
+SEQUENCE = llama("LlamaForSequenceClassification", num_labels=2)
 CASES: dict[str, Case] = {
     "sequence": (SEQUENCE, kind_of, {}),
     "sequence accumulated": (SEQUENCE, kind_of, {"gradient_accumulation_steps": 2}),
     "sequence smoothed": (SEQUENCE, kind_of, {"label_smoothing_factor": 0.1}),
-    "sequence llama": (llama(LlamaForSequenceClassification, num_labels=2), kind_of, {}),
+    "sequence bert": (bert("BertForSequenceClassification", num_labels=2), kind_of, {}),
     "tokens": (
-        bert(BertForTokenClassification, num_labels=2),
+        bert("BertForTokenClassification", num_labels=2),
         lambda each: {"labels": each % 2},
         {},
     ),
-    "causal": (llama(LlamaForCausalLM), words, {}),
-    "causal accumulated": (llama(LlamaForCausalLM), words, {"gradient_accumulation_steps": 2}),
+    "causal": (llama("LlamaForCausalLM"), words, {}),
+    "causal accumulated": (llama("LlamaForCausalLM"), words, {"gradient_accumulation_steps": 2}),
     "causal grouped": (
-        llama(LlamaForCausalLM),
+        llama("LlamaForCausalLM"),
         words,
         {"train_sampling_strategy": "group_by_length"},
     ),
-    "causal smoothed": (llama(LlamaForCausalLM), words, {"label_smoothing_factor": 0.1}),
-    "regression": (bert(BertForSequenceClassification, num_labels=1), number, {}),
+    "causal smoothed": (llama("LlamaForCausalLM"), words, {"label_smoothing_factor": 0.1}),
+    "regression": (bert("BertForSequenceClassification", num_labels=1), number, {}),
     "several labels": (
         bert(
-            BertForSequenceClassification,
+            "BertForSequenceClassification",
             num_labels=3,
             problem_type="multi_label_classification",
         ),
         several,
         {},
     ),
-    "question": (bert(BertForQuestionAnswering), span, {}),
+    "question": (bert("BertForQuestionAnswering"), span, {}),
     "own tokens": (lambda: Net(token_mean), words, {}),
     "own tokens accumulated": (
         lambda: Net(token_mean),
