@@ -125,6 +125,10 @@ class Balancer:
         """Set the model that is trained, once a framework has wrapped it."""
         self._model = model
         watch_waits(model, self.clock)
+        self.watch_norms(model)
+
+    def watch_norms(self, model: nn.Module) -> None:
+        """See to the BatchNorm of a model, which need not be wrapped yet; ``watch`` does it."""
         self._norms = BatchNorms(model)
         for sampler in self._existing_samplers():
             sampler.least = self._norms.least
@@ -282,6 +286,11 @@ class Balancer:
             is_empty = outer.deal.samples[self.group.rank] == 0
         if self._norms is not None:
             self._norms.begin_step(is_empty=is_empty)
+
+    def release_norms(self) -> None:
+        """Leave BatchNorm as it was, after the backward pass of a step that may be the last."""
+        if self._norms is not None:
+            self._norms.begin_step(is_empty=False)
 
     @property
     def _follows(self) -> bool:

@@ -22,26 +22,31 @@ _aten = torch.ops.aten
 
 @contextmanager
 def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Set a model's mode for the body; afterwards mode, buffers and generators are as before.
+    """Set a model's mode for the body; afterwards all is as it was before.
+
+    Modes, buffers, what modules keep in attributes (counters, say) and generators are set back.
 
     Args:
         model: The model.
         training: Whether it runs as in training, with fixed draws; else in evaluation mode.
     """
-    modes = [(module, module.training) for module in model.modules()]
+    kept = [(each, dict(vars(each)), dict(each._buffers)) for each in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    draws = FixedDraws() if training else nullcontext()  # type: ignore[no-untyped-call]
     with _same_generators(model):
         try:
             model.train(training)
-            for module, _ in modes:
+            for module, *_ in kept:
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.training = False
-            draws = FixedDraws() if training else nullcontext()  # type: ignore[no-untyped-call]
             with torch.no_grad(), draws:
                 yield
         finally:
-            for module, mode in modes:
-                module.training = mode
+            for module, attributes, named_buffers in kept:
+                vars(module).clear()
+                vars(module).update(attributes)
+                module._buffers.clear()
+                module._buffers.update(named_buffers)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

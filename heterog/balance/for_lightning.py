@@ -176,6 +176,10 @@ class LightningBalancer(Callback):
         if fit._data_fetcher is not None:
             fit._data_fetcher.length = len(combined)
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Leave the module as it was."""
+        self.balancer.release_norms()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state of an older checkpoint until there is a loader; newer ones load data."""
         self._to_load = state_dict or None

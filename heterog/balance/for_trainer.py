@@ -5,7 +5,7 @@
 
 Each step has as many samples as the Trainer's own, its batch size on each rank, only dealt in
 other shares. The update is that of a Trainer on one process with all of them: what the loss is a
-mean of is measured on the first batch, see ``loss_means``, and ranks are weighed by it. The loss
+mean of is measured on the first batch, see ``loss_probe``, and ranks are weighed by it. The loss
 that is logged is the global batch's.
 """
 
@@ -24,14 +24,8 @@ from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal
 from heterog.balance.fixed_draws import undisturbed
 from heterog.balance.loader import BalancedLoader
-from heterog.balance.loss_means import (
-    UNCOUNTED,
-    Batch,
-    CountOf,
-    LossMean,
-    Measurement,
-    measure,
-)
+from heterog.balance.loss_means import LossMean
+from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.trainer_arguments import check_trainer, loader_options, train_batches
 from heterog.runtime.accelerators import is_accelerated
@@ -87,6 +81,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # followed here instead.
         loader.follower = _Nobody()
         self.balancer.train_with(loader.share_sampler)
+        if self.model is not None:
+            self.balancer.watch_norms(self.model)
         return loader
 
     def get_batch_samples(
@@ -132,6 +128,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             loss: Tensor = super().training_step(*arguments, **options)
         finally:
             self._weight = None
+            self.balancer.release_norms()
         return loss
 
     def _weighed_loss(self, *arguments: Any, **options: Any) -> Any:
@@ -182,7 +179,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         """Relative difference that rounding makes in losses of the same samples."""
         parameters = list(model.parameters())
         if self.args.fp16 or self.args.bf16 or any(each.itemsize < 4 for each in parameters):
-            return 1e-2
+            return 2e-2
         return 1e-3 if any(map(is_accelerated, parameters)) else 1e-5  # TF32 has 10 bits
 
     def _num_skipped(self) -> int:

@@ -36,8 +36,8 @@ class ShareSampler(Sampler[list[int]]):
         shares: Units of each rank in a whole batch; by default equal ones.
 
     Attributes:
-        least: Least number of samples that a rank runs. With 2, for BatchNorm, no rank is dealt
-            exactly one sample where that is possible.
+        least: Least number of samples that a rank runs, from the next pass on. With 2, for
+            BatchNorm, no rank is dealt exactly one sample where that is possible.
 
     Raises:
         BalanceError: the shares do not fit the ranks or the batch.
@@ -58,7 +58,7 @@ class ShareSampler(Sampler[list[int]]):
         given = split_evenly(total, num_ranks) if shares is None else tuple(shares)
         # Steps of this epoch from which on shares hold, and the shares.
         self._in_force = [(0, check_shares(given, num_ranks, total))]
-        self.least = 1
+        self.least = self._least = 1
         self._epoch = 0
         self._start = 0
         self._drawn = 0
@@ -172,19 +172,19 @@ class ShareSampler(Sampler[list[int]]):
 
     def _cut(self, indices: IndexArray, step: int) -> list[IndexArray]:
         parts = self._batches.cut(indices, self.shares_at(step))
-        if self.least > 1 and any(len(part) == 1 for part in parts):
+        if self._least > 1 and any(len(part) == 1 for part in parts):
             counts = without_singles([len(part) for part in parts])
             parts = np.split(np.concatenate(parts), np.cumsum(counts)[:-1])
         return parts
 
     def _ran(self, part: IndexArray, indices: IndexArray) -> IndexArray:
         """What a rank runs with this part of a batch."""
-        return part if len(part) else indices[: self.least]
+        return part if len(part) else indices[: self._least]
 
     def __iter__(self) -> Iterator[list[int]]:
         # Nothing here may tell a second call from the first: loaders with workers ask for an
         # iterator twice and use the last.
-        self._drawn = self._start
+        self._drawn, self._least = self._start, self.least
         self._in_force = [(0, self.shares)]
         return self._dealt(self._epoch, self._start)
 
