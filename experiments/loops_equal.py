@@ -45,7 +45,6 @@ LOOPS: dict[str, tuple[Run, Run]] = {
 """How each loop runs on one process, and on ranks."""
 
 REFUSED = {
-    ("Trainer", "limited batches"): "a Trainer has no option that ends a pass early",
     ("Trainer", "two optimizers"): "a Trainer has one optimizer",
 }
 

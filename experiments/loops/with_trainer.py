@@ -12,6 +12,7 @@ from heterog.balance.dealing import SampleBatches
 from heterog.balance.for_trainer import BalancedTrainer
 from loops.cases import (
     BATCH,
+    NUM_BATCHES,
     RATE,
     SEED,
     SHARES,
@@ -53,8 +54,8 @@ class _StockTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         )
 
 
-class _Freezes(TrainerCallback):  # type: ignore[misc, unused-ignore]
-    """Freezes the first layer after some updates."""
+class _Interferes(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Freezes the first layer after some updates, or leaves each pass early."""
 
     def __init__(self, case: Case, net: Any) -> None:
         self._case, self._net = case, net
@@ -63,6 +64,9 @@ class _Freezes(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Called after an update."""
         if self._case.freeze_after == state.global_step:
             self._net.first.requires_grad_(False)
+        if self._case.limit:
+            control.should_epoch_stop = state.global_step % self._case.limit == 0
+            control.should_training_stop = state.global_step == NUM_BATCHES
 
 
 def alone(case: Case, record: Record, folder: str) -> list[Tensor]:
@@ -95,7 +99,8 @@ def _train(
         output_dir=folder,
         per_device_train_batch_size=BATCH // len(SHARES) if balanced else BATCH,
         gradient_accumulation_steps=case.accumulate,
-        max_steps=num_updates,
+        max_steps=-1 if case.limit else num_updates,
+        num_train_epochs=NUM_BATCHES if case.limit else 3,
         learning_rate=RATE,
         max_grad_norm=0,
         report_to=[],
@@ -117,7 +122,7 @@ def _train(
         "train_dataset": Samples(case, case.num_samples),
         "eval_dataset": Samples(case, 19, seed=2),
         "optimizers": (optimizer, schedule),
-        "callbacks": [_Freezes(case, net)],
+        "callbacks": [_Interferes(case, net)],
     }
     if balanced:
         trainer: Trainer = BalancedTrainer(**given, balance={"shares": SHARES, "interval": 0})
