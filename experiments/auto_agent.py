@@ -44,7 +44,8 @@ def row_of(graph: OpGraph, cluster: str, seed: int, budget: Budget) -> dict[str,
     inside = next(row for row in rows if row.method == "agent")
     evaluator = Evaluator(graph, Cluster.load(cluster))
     evaluator.warm_up()
-    agent, problem = planner_by_name("agent"), Problem(evaluator=evaluator, budget=budget)
+    problem = Problem(evaluator=evaluator, budget=budget, clock=time.process_time)
+    agent = planner_by_name("agent")
     agent.prepare(evaluator)  # type: ignore[attr-defined]
     alone = run_method(agent, problem)
     return {

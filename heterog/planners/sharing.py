@@ -118,7 +118,7 @@ class Shares:
     def _run(self, planner: Planner, part: Budget) -> float:
         """Let a method spend a part; return the seconds that it took."""
         contender, seeds = self._contenders[planner.name], tuple(self._candidates)
-        part = self._enough(planner, part)
+        part = self._part_of(planner, part)
         self._progress(planner.name, 0.0, math.inf)
         problem = replace(
             self._asked,
@@ -138,11 +138,17 @@ class Shares:
         self._keep(contender, part, (row, spending.seconds))
         return spending.seconds
 
-    def _enough(self, planner: Planner, part: Budget) -> Budget:
-        """The part, or more for an answer that is whole or not begun, where so much is left."""
-        needs: Callable[[Problem], float] | None = getattr(planner, "whole_s", None)
-        if needs is None or part.seconds is None:
+    def _part_of(self, planner: Planner, part: Budget) -> Budget:
+        """The part, or less if the method takes no more, or what a whole answer takes.
+
+        More only where so much is left.
+        """
+        if part.seconds is None:
             return part
+        most_s = getattr(planner, "most_part", 1.0) * (self._asked.budget.seconds or math.inf)
+        needs: Callable[[Problem], float] | None = getattr(planner, "whole_s", None)
+        if needs is None:
+            return Budget(seconds=min(part.seconds, most_s))
         memory = self._contenders[planner.name].memory
         needed_s = needs(replace(self._asked, memory=memory)) / (1.0 - JUDGED_PART)
         most_s = WHOLE_PART * self._left_s
@@ -228,7 +234,7 @@ class SharesTogether(Shares):
                     [
                         (
                             planner,
-                            self._enough(
+                            self._part_of(
                                 planner, whole.part(share / self._times(planner, num_seats))
                             ),
                         )
@@ -271,7 +277,7 @@ class SharesTogether(Shares):
         contender = next_of([each for name, each in seat.items() if name in names])
         if contender is None:
             return []
-        return [(contender.planner, self._enough(contender.planner, part))]
+        return [(contender.planner, self._part_of(contender.planner, part))]
 
     def _take(self, parts: Sequence[Sequence[tuple[Planner, Budget]]]) -> None:
         """Take a turn on all seats; rows are joined in the order of the seats."""
