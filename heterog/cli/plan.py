@@ -407,7 +407,7 @@ def _title(found: Any) -> str:
 
 def _verdict(found: Any) -> str:
     """A few sentences: the winner, its gain, and how stable that is."""
-    from heterog.planners.stability import DATA_PARALLEL
+    from heterog.planners.stability import DATA_PARALLEL, REFERENCES
 
     if found.step_time_s is None:
         return f"No method fits. The nearest is {found.method}: {found.shortage}."
@@ -422,6 +422,7 @@ def _verdict(found: Any) -> str:
             text += f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
         text += "."
     simple = found.gains[0] if found.gains else None
-    if simple is not None and found.method not in DATA_PARALLEL and simple.speedup < 1.01:
+    is_simple = found.method in (*DATA_PARALLEL, *REFERENCES)
+    if simple is not None and not is_simple and simple.speedup < 1.01:
         text += f" That is within 1 % of data parallelism: prefer the simpler {simple.over}."
     return text

@@ -9,6 +9,7 @@
   of micro-batches that fits.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,12 +18,14 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
 from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 TRANSFERS_PER_S = 50_000
 """Pushes and pulls that the referee simulates in a second, if all share a few links."""
+NEARLY_BEST = 1.1
+"""Step time over the best one's, by the engine, up to which the referee may still prefer one."""
 PATIENCE = 2.0
 """Most budgets that a baseline may take; one that would take longer is not begun."""
 
@@ -82,6 +85,53 @@ def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int,
         load[server] += sizes[parameter]
         homes[parameter] = server
     return tuple(homes)
+
+
+class Trials:
+    """Judges strategies in every order by the engine, and keeps the best; for enumerations.
+
+    What a lower bound or a part of a simulation shows to be far behind the best is given up.
+
+    Args:
+        problem: The planner's problem.
+
+    Attributes:
+        spending: What has been spent of its budget.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.spending = problem.spend()
+        self._evaluator = problem.evaluator
+        self._begin_s = time.perf_counter()
+        self._tried: list[tuple[tuple[float, float], Strategy, Order]] = []
+        self._best_s = math.inf
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of a step above which a strategy is given up."""
+        return NEARLY_BEST * self._best_s
+
+    def judge(self, strategy: Strategy) -> Evaluation | None:
+        """The evaluation in the best order; ``None`` if the strategy was given up."""
+        choice = self._evaluator.encode(strategy)
+        if self._evaluator.floor_s(choice) > self.limit_s:
+            return None
+        found = self._evaluator.evaluate_orders(choice, tuple(Order), self.limit_s)
+        kept = [each for each in found if each.outcome != Outcome.GIVEN_UP]
+        self._tried += [(each.preference, strategy, each.order) for each in kept]
+        self._best_s = min([self._best_s, *(each.step_time_s for each in kept if each.is_ok)])
+        return min(kept, key=lambda each: each.preference, default=None)
+
+    def result(self, count: int) -> PlanResult:
+        """The best strategies, each in its own order."""
+        ranked = sorted(self._tried, key=lambda each: each[0])[:count]
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=each, orders=(order,)) for _, each, order in ranked
+            ),
+            num_evaluations=self.spending.evaluations,
+            search_seconds=time.perf_counter() - self._begin_s,
+        )
 
 
 class DataParallel:

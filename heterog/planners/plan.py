@@ -46,7 +46,7 @@ from heterog.planners.portfolio import (
 from heterog.planners.promise import Promise
 from heterog.planners.seeds import SeedPlanner
 from heterog.planners.sharing import Progress
-from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
+from heterog.planners.stability import Gain, gain, reference_of
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.engine import Order
@@ -187,16 +187,15 @@ class Plan:
 
     @property
     def gains(self) -> tuple[Gain, ...]:
-        """Speed-ups over the best data parallelism and over ``tuned_uniform``, with their spread.
+        """Speed-up over the row of ``reference_of``, with its spread.
 
         Empty where the plan or the other does not fit, or the method was not asked for.
         """
         winner = next(row for row in self.rows if row.method == self.method)
-        tuned = [row for row in self.rows if row.method == TUNED_UNIFORM and row.step_time_s]
-        others = [best_data_parallel(self.rows), *tuned]
-        if winner.step_time_s is None:
+        other = reference_of(self.rows)
+        if winner.step_time_s is None or other is None:
             return ()
-        return tuple(gain(winner, row) for row in others if row is not None)
+        return (gain(winner, other),)
 
     @property
     def gain_over_given(self) -> Gain | None:

@@ -420,7 +420,10 @@ class Planner(Protocol):
         gets a problem with the same ``memory`` again. One with a method ``joins_auto(graph,
         cluster)`` can tell ``auto`` not to ask it, one whose ``comes_last`` is true runs after all
         others, and one whose ``is_random`` is true finds other strategies with another seed, so
-        that several workers may run it.
+        that several workers may run it. One with a method ``whole_s(problem)`` has answers that
+        are whole or not begun, and says how many seconds one takes: among others it gets so many
+        or, if its budget is shorter, says that it has not begun. One with a number ``most_part``
+        takes no more than that part of a budget in seconds that several share.
         """
 
 

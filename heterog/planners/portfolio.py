@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 
+import heterog.planners.best_ddp
 import heterog.planners.data_parallel
 import heterog.planners.deeppool
 import heterog.planners.hap
@@ -51,7 +52,7 @@ from heterog.planners.planner import (
 )
 from heterog.planners.promise import Promise
 from heterog.planners.sharing import Progress, Shares, SharesTogether, comes_last, resumes
-from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
+from heterog.planners.stability import reference_of
 from heterog.planners.together import Question, Together, can_be_sent
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
@@ -208,12 +209,12 @@ def with_noise(
 ) -> list[MethodRow]:
     """The rows, with seconds under noise for those between which a gain is quoted.
 
-    These are the winner, the best data parallelism, ``tuned_uniform`` and a given layout, as far
-    as they fit. If the spending is over before all of them are done, none gets any: gains are
-    then quoted without a range.
+    These are the winner, the row of ``reference_of`` and a given layout, as far as they fit. If
+    the spending is over before all of them are done, none gets any: gains are then quoted without
+    a range.
     """
-    quoted = [best_row(rows, rank), best_data_parallel(rows)]
-    quoted += [row for row in rows if row.method in (TUNED_UNIFORM, GIVEN)]
+    quoted = [best_row(rows, rank), reference_of(rows)]
+    quoted += [row for row in rows if row.method == GIVEN]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
     with spending.limits() if spending is not None else nullcontext():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import heterog.agents.planners
 from heterog import Workload
 from heterog.agents.checkpoint import (
     load_checkpoint,
@@ -32,6 +34,7 @@ from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem, planner_by_name
 from heterog.planners.portfolio import run_methods
+from heterog.planners.promise import Promise
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync
@@ -186,6 +189,87 @@ def test_auto_asks_the_policies() -> None:
         ("agent", "zero_shot"), ("agent+search", "search")
     ]  # fmt: skip
     assert all(row.outcome == "ok" for row in rows)
+
+
+class Clock:
+    """Seconds that pass only when something is simulated at the op level."""
+
+    def __init__(self, evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        run = evaluator._run
+
+        def counted(*arguments: object, **keywords: object) -> tuple[float, bool]:
+            self.now_s += 0.015
+            return run(*arguments, **keywords)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(evaluator, "_run", counted)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_an_answer_that_was_cut_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = language_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    clock = Clock(evaluator, monkeypatch)
+    asked = Problem(evaluator=evaluator, budget=Budget(seconds=0.1), clock=clock)
+    cut = ask("heldout", asked)
+    assert not cut.is_whole
+    whole = ask("heldout", replace(asked, budget=Budget(seconds=100.0)))
+    assert whole.is_whole
+    assert whole.num_evaluations > cut.num_evaluations
+    again = ask("heldout", asked)  # as ``agent+search`` does
+    assert (again.candidates, again.num_evaluations) == (whole.candidates, 0)
+
+
+def test_an_answer_goes_on_with_further_draws() -> None:
+    pair = language_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    asked = [Problem(evaluator=evaluator, budget=Budget(evaluations=400)) for _ in range(2)]
+    agent = Agent("heldout")
+    first, second, third = (agent.plan(asked[0]) for _ in range(3))
+    best = [
+        min(evaluator.referee(each.strategy, each.orders[0]).step_time_s for each in some)
+        for some in (first.candidates, second.candidates, third.candidates)
+    ]
+    assert best == sorted(best, reverse=True)
+    assert first.candidates == agent.plan(asked[1]).candidates
+    assert 0 < second.num_evaluations <= 406
+    assert second.candidates == agent.plan(asked[1]).candidates  # always the same
+
+
+@pytest.mark.parametrize("answer_s", [3.0, 30.0])
+def test_among_others_an_answer_is_whole_or_not_begun(
+    answer_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = language_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    clock = Clock(evaluator, monkeypatch)
+    whole = Agent().plan(replace(problem(), evaluator=evaluator, budget=Budget(seconds=1e3)))
+    monkeypatch.setattr(heterog.agents.planners, "_answer_s", lambda _: answer_s)
+    monkeypatch.setattr(heterog.agents.planners, "_proposed", WeakKeyDictionary())
+    budget = Budget(seconds=20.0)
+    rows = run_methods(
+        evaluator,
+        ["agent", "agent+search", "two_segment"],
+        budget=budget,
+        promise=Promise(budget, clock=clock),
+    )
+    found = {row.method: row for row in rows}
+    assert clock.now_s <= 20.0 * 1.1
+    if answer_s > 20.0:
+        for name in ("agent", "agent+search"):
+            assert found[name].candidate is None
+            assert "takes about" in found[name].shortage
+    else:
+        seconds = [
+            evaluator.referee(each.strategy, each.orders[0]).step_time_s
+            for each in whole.candidates
+        ]
+        assert found["agent"].step_time_s is not None
+        assert found["agent"].step_time_s <= min(seconds) * (1.0 + 1e-9)
+        assert found["agent"].num_evaluations >= whole.num_evaluations
+        assert found["agent+search"].candidate is not None
 
 
 def test_fine_tuning_improves_on_an_untrained_policy() -> None:
