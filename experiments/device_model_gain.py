@@ -27,7 +27,7 @@ from heterog.cluster.topology import DEVICE_MODELS, ROOFLINE
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO
+from heterog.planners.registry import AUTO
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

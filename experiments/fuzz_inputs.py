@@ -44,7 +44,6 @@ import torch
 import yaml
 from torch import nn
 
-import heterog.agents.planners  # noqa: F401  registers the methods
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy

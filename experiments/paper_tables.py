@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from heterog.agents.planners import use_policy
+from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO, best_row, run_methods
+from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import AUTO, Methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -51,7 +52,9 @@ def graph_of(model: str, cluster: str, folder: Path | None) -> OpGraph:
     return graph if cluster != LARGE else captured(model, folder, graph.batch_size * 3 // 2)
 
 
-def measure(graph: OpGraph, cluster: Cluster, budget: Budget, seed: int) -> dict[str, Any]:
+def measure(
+    graph: OpGraph, cluster: Cluster, known: Methods, budget: Budget, seed: int
+) -> dict[str, Any]:
     """The row of one model on one cluster."""
     begin = time.perf_counter()
 
@@ -61,7 +64,7 @@ def measure(graph: OpGraph, cluster: Cluster, budget: Budget, seed: int) -> dict
             print(f"  {spent:6.1f} s {method}", file=sys.stderr, flush=True)
 
     evaluator = Evaluator(graph, cluster)
-    rows = run_methods(evaluator, [AUTO], budget=budget, seed=seed, progress=progress)
+    rows = run_methods(evaluator, [AUTO], known=known, budget=budget, seed=seed, progress=progress)
     best = best_row(rows)
     by_name = {row.method: row for row in rows}
     fifo = None
@@ -164,7 +167,7 @@ def main() -> None:
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    use_policy(arguments.policy)
+    known = default_methods(arguments.policy)
     budget, clusters = Budget.parse(arguments.budget), arguments.clusters.split(",")
     rows: list[dict[str, Any]] = []
     if arguments.output is not None and arguments.output.is_file():
@@ -176,7 +179,7 @@ def main() -> None:
                 continue
             print(f"{model} on {cluster}", file=sys.stderr, flush=True)
             graph = graph_of(model, cluster, arguments.graphs)
-            rows.append(measure(graph, Cluster.load(cluster), budget, arguments.seed))
+            rows.append(measure(graph, Cluster.load(cluster), known, budget, arguments.seed))
             if arguments.output is not None:
                 with arguments.output.open("a") as file:
                     file.write(json.dumps(rows[-1]) + "\n")

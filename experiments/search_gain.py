@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -65,7 +65,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for graph, cluster in pairs:
         result = compare_methods(
-            graph, cluster, arguments.methods.split(","), budget=Budget.parse(arguments.budget)
+            graph,
+            cluster,
+            arguments.methods.split(","),
+            known=default_methods(),
+            budget=Budget.parse(arguments.budget),
         )
         rows += [row | {"efficiency": cluster.efficiency} for row in result.to_dicts()]
         last = rows[-1]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
@@ -49,7 +49,7 @@ def tuned_decision(
     )
 
 
-class TunedUniform:
+class TunedUniform(Planner):
     """One tuned decision for every group; see the module docstring."""
 
     name = "tuned_uniform"
@@ -90,6 +90,3 @@ def _strategies(problem: Problem) -> Iterator[Strategy]:
                 bucket_bytes=bucket_bytes,
                 step_barrier=problem.step_barrier,
             )
-
-
-register(TunedUniform())
