@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.simulator.evaluator import Evaluator
 
@@ -36,6 +36,7 @@ def row_of(graph: OpGraph, cluster: str, seed: int, budget: Budget) -> dict[str,
     rows = run_methods(
         Evaluator(graph, Cluster.load(cluster)),
         ["auto"],
+        known=default_methods(),
         budget=budget,
         seed=seed,
         clock=time.process_time,
@@ -45,8 +46,8 @@ def row_of(graph: OpGraph, cluster: str, seed: int, budget: Budget) -> dict[str,
     evaluator = Evaluator(graph, Cluster.load(cluster))
     evaluator.warm_up()
     problem = Problem(evaluator=evaluator, budget=budget, clock=time.process_time)
-    agent = planner_by_name("agent")
-    agent.prepare(evaluator)  # type: ignore[attr-defined]
+    agent = default_methods()["agent"]
+    agent.prepare(evaluator)
     alone = run_method(agent, problem)
     return {
         "auto_s": best.step_time_s,

@@ -21,8 +21,9 @@ from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -75,7 +76,7 @@ def beside_grid(graph: OpGraph, cluster: Cluster, seed: int) -> dict[str, object
         problem = Problem(
             evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=EVALUATIONS), seed=seed
         )
-        found = run_method(planner_by_name(method), problem)
+        found = run_method(built_in_methods()[method], problem)
         row[f"{method}_s"] = found.step_time_s
         row[f"{method}_evaluations"] = found.num_evaluations
     return row

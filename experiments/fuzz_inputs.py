@@ -46,7 +46,6 @@ import yaml
 from fuzzed_outputs import check_call, make_call, make_case
 from torch import nn
 
-import heterog.agents.planners  # noqa: F401  registers the methods
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy

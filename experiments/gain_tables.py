@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.planners.compare import compare_methods
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO
+from heterog.planners.registry import AUTO
 from heterog.planners.stability import DATA_PARALLEL, REFERENCES
 
 MODELS = (
@@ -93,6 +93,7 @@ def make_rows(
                 graph,
                 load_cluster(cluster, arguments.calibration),
                 arguments.methods.split(","),
+                known=default_methods(),
                 budget=Budget.parse(arguments.budget),
                 step_barrier=barrier,
             )

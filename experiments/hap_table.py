@@ -14,12 +14,12 @@ from typing import Any
 
 from rows import finish, progress, script_parser
 
-import heterog.planners.portfolio  # noqa: F401  registers the baselines
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.hap import Hap, Ingredients
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem
+from heterog.planners.registry import built_in_methods
 from heterog.planners.spmd.prices import PADDED_ONLY
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
@@ -55,11 +55,11 @@ def measure(model: str, batch_size: int | None, budget: Budget, *, ablate: bool)
         return run_method(planner, problem)
 
     begin_s = time.process_time()
-    first = planner_by_name("hap").plan(problem)
+    first = built_in_methods()["hap"].plan(problem)
     cpu_seconds = time.process_time() - begin_s
-    hap = run(planner_by_name("hap"))
-    baseline = best_of([run(planner_by_name(name)) for name in DATA_PARALLEL])
-    tuned = run(planner_by_name("tuned_uniform"))
+    hap = run(built_in_methods()["hap"])
+    baseline = best_of([run(built_in_methods()[name]) for name in DATA_PARALLEL])
+    tuned = run(built_in_methods()["tuned_uniform"])
     row: dict[str, Any] = {
         "model": model,
         "cluster": CLUSTER,

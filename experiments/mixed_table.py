@@ -26,7 +26,8 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Problem, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Problem
+from heterog.planners.registry import AUTO, built_in_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -64,10 +65,10 @@ class Setting:
 def asked(method: str, setting: Setting, graph: OpGraph, cluster: Cluster) -> MethodRow:
     """What a method finds on its own; ``auto`` asks all methods, as a rule but the other one."""
     evaluator = Evaluator(graph, cluster)
-    if method != portfolio.AUTO:
+    if method != AUTO:
         evaluator.warm_up()
         problem = Problem(evaluator=evaluator, budget=setting.budget, clock=setting.clock)
-        return run_method(planner_by_name(method), problem)
+        return run_method(built_in_methods()[method], problem)
     without = () if setting.with_row else setting.pair[:1]
     rows = portfolio.run_methods(
         evaluator, [method], budget=setting.budget, without=without, clock=setting.clock
@@ -96,7 +97,7 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--method", default=portfolio.AUTO)
+    parser.add_argument("--method", default=AUTO)
     parser.add_argument("--against", default="megatron_grid")
     parser.add_argument("--budget", default="20s", help="of each method on each case")
     parser.add_argument("--with-row", action="store_true", help="auto asks the other one, too")

@@ -18,12 +18,13 @@ from typing import Any
 
 from rows import keep_row, progress, read_rows, script_parser, teller
 
-from heterog.agents.planners import use_policy
+from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO, best_row, run_methods
+from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import AUTO, Methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -50,10 +51,12 @@ def graph_of(model: str, cluster: str, folder: Path | None) -> OpGraph:
     return graph if cluster != LARGE else captured(model, folder, graph.batch_size * 3 // 2)
 
 
-def measure(graph: OpGraph, cluster: Cluster, budget: Budget, seed: int) -> dict[str, Any]:
+def measure(
+    graph: OpGraph, cluster: Cluster, known: Methods, budget: Budget, seed: int
+) -> dict[str, Any]:
     """The row of one model on one cluster."""
     evaluator = Evaluator(graph, cluster)
-    rows = run_methods(evaluator, [AUTO], budget=budget, seed=seed, progress=teller())
+    rows = run_methods(evaluator, [AUTO], known=known, budget=budget, seed=seed, progress=teller())
     best = best_row(rows)
     by_name = {row.method: row for row in rows}
     fifo = None
@@ -153,7 +156,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
     arguments = parser.parse_args()
-    use_policy(arguments.policy)
+    known = default_methods(arguments.policy)
     budget, clusters = Budget.parse(arguments.budget), arguments.clusters.split(",")
     rows = read_rows(arguments.output)
     done = {(row["model"], row["cluster"], row["budget"], row["seed"]) for row in rows}
@@ -163,7 +166,7 @@ def main() -> None:
                 continue
             progress(f"{model} on {cluster}")
             graph = graph_of(model, cluster, arguments.graphs)
-            rows.append(measure(graph, Cluster.load(cluster), budget, arguments.seed))
+            rows.append(measure(graph, Cluster.load(cluster), known, budget, arguments.seed))
             keep_row(arguments.output, rows[-1])
     if arguments.json:
         print(json.dumps({"policy": arguments.policy, "rows": rows}, indent=2))

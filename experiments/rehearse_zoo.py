@@ -15,11 +15,12 @@ from typing import Any
 
 from rows import finish, progress, script_parser
 
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
 from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
-from heterog.planners.planner import Budget, planners
+from heterog.planners.planner import Budget
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload, names
@@ -39,8 +40,10 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
         took[strategy] = issued.program.num_tasks, time.process_time() - begin
         return why
 
-    methods = [planner.name for planner in planners()]
-    found = compare_methods(captured.graph, cluster, methods, budget=budget).rehearsed(timed)
+    methods = default_methods()
+    found = compare_methods(
+        captured.graph, cluster, methods.names, known=methods, budget=budget
+    ).rehearsed(timed)
     rows = []
     for row in found.rows:
         known = row.candidate is not None and row.candidate.strategy in took
@@ -69,7 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cluster", default="paper_8gpu")
     parser.add_argument("--budget", default="60e")
     options = parser.parse_args(arguments)
-    import heterog.agents.planners  # noqa: F401  registers the policies as methods
 
     cluster, budget = Cluster.load(options.cluster), Budget.parse(options.budget)
     rows: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from typing import Any
 from rows import finish, progress, script_parser
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -63,7 +63,11 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for graph, cluster in pairs:
         result = compare_methods(
-            graph, cluster, arguments.methods.split(","), budget=Budget.parse(arguments.budget)
+            graph,
+            cluster,
+            arguments.methods.split(","),
+            known=default_methods(),
+            budget=Budget.parse(arguments.budget),
         )
         rows += [row | {"efficiency": cluster.efficiency} for row in result.to_dicts()]
         last = rows[-1]

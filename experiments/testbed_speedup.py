@@ -23,7 +23,7 @@ from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch.nn.parallel import DistributedDataParallel
 
 # Registers ``agent`` and ``agent+search``.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
@@ -87,7 +87,7 @@ def measure(
     """Plan, then run all contenders on the testbed."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
     plans = {
-        name: make_plan(graph, cluster, methods=(name,), budget=budget)
+        name: make_plan(graph, cluster, methods=(name,), known=default_methods(), budget=budget)
         for name in (asked, TUNED, DDP)
     }
     plan = plans[asked]

@@ -25,13 +25,13 @@ from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 # Registers ``agent`` and ``agent+search``.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.planners import hap, pipeline, teams
 from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem, planners
+from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.peak_memory import peak_bytes
@@ -73,7 +73,7 @@ def has_teams(strategy: Strategy) -> bool:
     return any(len(team) > 1 for each in strategy.decisions for team in each.teams)
 
 
-class Stated:
+class Stated(Planner):
     """A strategy as a method.
 
     Args:
@@ -97,7 +97,7 @@ class Stated:
         )
 
 
-class TeamedPipeline:
+class TeamedPipeline(Planner):
     """Pipelines whose stages all have teams inside hosts."""
 
     name = "teamed_pipeline"
@@ -127,7 +127,8 @@ def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
 
     The budget is each method's, not divided among them.
     """
-    rows = run_methods(evaluator, [each.name for each in planners()], budget=budget)
+    known = default_methods()
+    rows = run_methods(evaluator, known.names, known=known, budget=budget)
     found = {"auto": best_row(rows)}
     problem = Problem(evaluator=evaluator, budget=budget)
     teamed = [
@@ -138,8 +139,10 @@ def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
     if teamed:
         found["teams"] = best_row(teamed)
     with no_teams():
-        named = [each.name for each in planners() if each.name != GRID]
-        plain = run_methods(Evaluator(evaluator.graph, evaluator.cluster), named, budget=budget)
+        named = [name for name in known.names if name != GRID]
+        plain = run_methods(
+            Evaluator(evaluator.graph, evaluator.cluster), named, known=known, budget=budget
+        )
     found["no_teams"] = best_row(plain)
     found[GRID] = next(row for row in rows if row.method == GRID)
     seen: set[Strategy] = set()

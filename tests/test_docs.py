@@ -24,6 +24,7 @@ from heterog import __version__
 from heterog.agents.checkpoint import load_checkpoint, shipped_policies
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.encoder import ENCODERS
+from heterog.agents.planners import default_methods
 from heterog.agents.proposals import NUM_SAMPLES
 from heterog.agents.sources import PIPELINED_PART
 from heterog.cli import app
@@ -43,7 +44,6 @@ from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.graph.sharding_rules.table import RULES
 from heterog.planners.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
-from heterog.planners.planner import planners
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds
@@ -158,7 +158,7 @@ def named_values(words: list[str]) -> Iterator[tuple[str, str]]:
 @cache
 def known_values() -> dict[str, set[str]]:
     clusters = {*preset_names(), *shipped_testbeds(), "generated"}
-    methods = {"auto", *(planner.name for planner in planners())}
+    methods = {"auto", *(planner.name for planner in default_methods())}
     return {
         "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),
         "--method": methods, "--methods": methods, "--models": set(zoo_names()),
@@ -576,7 +576,7 @@ def test_the_methods_of_the_page_are_those_of_the_registry() -> None:
         if line[:3] == "| `"
     ]
     described = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert sorted(described) == sorted(planner.name for planner in planners())
+    assert sorted(described) == sorted(planner.name for planner in default_methods())
 
 
 def test_the_guide_lists_targets_testbeds_and_shares() -> None:

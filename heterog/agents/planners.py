@@ -8,7 +8,7 @@ methods an answer is whole or not begun: ``auto`` gives it the seconds that it t
 ``agent+search`` gives the same proposals to local search as seeds, and lets its moves use parts of
 further draws, so that the policy's probabilities order them.
 
-Importing this registers both; torch is imported when one is asked to plan.
+torch is imported when one is asked to plan.
 """
 
 import time
@@ -18,13 +18,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-# The other methods are registered before, because searches that start from their results run last.
-import heterog.planners.portfolio  # noqa: F401
-
-# isort: split
 from heterog.agents.proposals import NUM_SAMPLES, Proposals, Proposed
 from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, PlanResult, Problem, register
+from heterog.planners.planner import Budget, Planner, PlanResult, Problem
+from heterog.planners.registry import Methods, built_in_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
@@ -133,12 +130,12 @@ def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
 
 
-class Agent:
+class Agent(Planner):
     """A policy's own answer; see the module docstring.
 
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
-        name: Name under which it is registered.
+        name: Name of the method.
         num_samples: Number of draws, the greedy one included.
     """
 
@@ -183,12 +180,12 @@ class Agent:
         )
 
 
-class AgentSearch:
+class AgentSearch(Planner):
     """Local search that a policy leads; see the module docstring.
 
     Args:
         policy: Name of a shipped policy, or a file.
-        name: Name under which it is registered.
+        name: Name of the method.
     """
 
     stage = "search"
@@ -270,8 +267,8 @@ def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
     return Budget(seconds=max(budget.seconds - seconds, 1e-3))
 
 
-def use_policy(policy: str) -> None:
-    """Make ``agent`` and ``agent+search`` use another policy.
+def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
+    """The two methods that ask a policy.
 
     Args:
         policy: Name of a shipped policy, or a file; one that is not the default is loaded now, so
@@ -279,9 +276,9 @@ def use_policy(policy: str) -> None:
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)
-    register(Agent(policy))
-    register(AgentSearch(policy))
+    return Agent(policy), AgentSearch(policy)
 
 
-register(Agent())
-register(AgentSearch())
+def default_methods(policy: str = DEFAULT_POLICY) -> Methods:
+    """All methods of this package, and the two that ask a policy."""
+    return built_in_methods().having(*policy_methods(policy))

@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +22,8 @@ from heterog.cli.common import (
     WorkersOption,
     load_cluster,
     load_layout,
+    load_methods,
     loaded_models,
-    method_names,
     out,
     print_json,
     progress_line,
@@ -78,8 +79,10 @@ def compare(
     from heterog.planners.planner import Budget
     from heterog.report.tables import methods_table
 
+    names, known = load_methods(methods)
     question = Question(
-        methods=tuple(method_names(methods)),
+        methods=tuple(names),
+        known=known,
         budget=Budget.parse(budget),
         seed=seed,
         step_barrier=not no_step_barrier,
@@ -110,7 +113,7 @@ def compare(
             return
         everything = list(cases())
         with stop_when_interrupted(crew.stop) as stop, progress_line(as_json) as progress:
-            asked = question, methods
+            asked = replace(question, known=None), methods
             pairs = [(graph, target) for graph, target, _ in everything]
             for done, result in enumerate(crew.map(_compare, asked, pairs), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
@@ -150,8 +153,8 @@ def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> 
     from heterog.planners.planner import Stop
 
     question, methods = asked
-    method_names(methods)  # a worker is another process, which knows none of them yet
-    return question.ask(*pair, stop=Stop(is_asked_to_stop))
+    known = load_methods(methods)[1]  # of a user's file: their code cannot be sent
+    return replace(question, known=known).ask(*pair, stop=Stop(is_asked_to_stop))
 
 
 def _csv(documents: list[dict[str, Any]]) -> str:

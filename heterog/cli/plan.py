@@ -24,14 +24,13 @@ from heterog.cli.common import (
     load_asynchronous,
     load_cluster,
     load_layout,
+    load_methods,
     load_model,
     load_model_graph,
-    method_names,
     out,
     print_json,
     progress_line,
     settled,
-    use_agents,
 )
 from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
 from heterog.cli.library import NoLibraryOption, library_remark, open_library, warn
@@ -156,8 +155,7 @@ def plan(
         raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
     parsed = Budget.parse(budget)
     parse_orders(order)
-    methods = method_names(method)
-    use_agents(policy, encoder, methods)
+    methods, known = load_methods(method, policy, encoder)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
     if codec is not None and averaged is not None and averaged.name != AVERAGE:
@@ -202,6 +200,7 @@ def plan(
             evaluator=evaluator,
             promise=promise,
             methods=methods,
+            known=known,
             budget=parsed,
             seed=seed,
             order=order,

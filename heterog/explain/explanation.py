@@ -17,7 +17,8 @@ from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop
+from heterog.planners.registry import built_in_methods
 from heterog.planners.sharing import Progress
 from heterog.planners.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
@@ -335,7 +336,7 @@ def _with_baselines(
         problem = replace(problem, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
     if stop is not None:
         problem = replace(problem, stop=stop)
-    return rows + [run_method(planner_by_name(name), problem) for name in missing]
+    return rows + [run_method(built_in_methods()[name], problem) for name in missing]
 
 
 def _uses_several(row: MethodRow) -> bool:

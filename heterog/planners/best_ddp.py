@@ -22,7 +22,7 @@ from heterog.planners.data_parallel import (
     device_speeds,
     uniform_strategy,
 )
-from heterog.planners.planner import PlanResult, Problem, register
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
@@ -45,7 +45,7 @@ class Replicas(NamedTuple):
     shares: tuple[int, ...]
 
 
-class BestDataParallel:
+class BestDataParallel(Planner):
     """The best data parallelism; see the module docstring."""
 
     name = "best_ddp"
@@ -199,6 +199,3 @@ def class_sets(cluster: Cluster) -> list[tuple[int, ...]]:
         for chosen in combinations(classes.values(), size)
     )
     return list(islice(sets, MOST_SETS))
-
-
-register(BestDataParallel())

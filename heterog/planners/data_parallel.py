@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
-from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import split_evenly, split_in_proportion
@@ -134,7 +134,7 @@ class Trials:
         )
 
 
-class DataParallel:
+class DataParallel(Planner):
     """Replicas on all devices, one decision for the whole model."""
 
     stage = "baseline"
@@ -178,7 +178,7 @@ class DataParallel:
             yield uniform_strategy(evaluator, decision, step_barrier=problem.step_barrier)
 
 
-class DistributedDataParallel:
+class DistributedDataParallel(Planner):
     """PyTorch's DDP: even shares and buckets, with or without gradient accumulation."""
 
     stage = "baseline"
@@ -262,9 +262,11 @@ def _ranked_variants(
     )
 
 
-register(DataParallel("ev_ps", proportional=False, by_server=True))
-register(DataParallel("ev_ar", proportional=False, by_server=False))
-register(DataParallel("cp_ps", proportional=True, by_server=True))
-register(DataParallel("cp_ar", proportional=True, by_server=False))
-register(DistributedDataParallel("ddp", accumulate=False))
-register(DistributedDataParallel("ddp_accumulate", accumulate=True))
+DATA_PARALLEL_METHODS = (
+    DataParallel("ev_ps", proportional=False, by_server=True),
+    DataParallel("ev_ar", proportional=False, by_server=False),
+    DataParallel("cp_ps", proportional=True, by_server=True),
+    DataParallel("cp_ar", proportional=True, by_server=False),
+    DistributedDataParallel("ddp", accumulate=False),
+    DistributedDataParallel("ddp_accumulate", accumulate=True),
+)

@@ -44,6 +44,7 @@ from heterog.planners.portfolio import (
     with_noise,
 )
 from heterog.planners.promise import Promise
+from heterog.planners.registry import AUTO, Methods, built_in_methods
 from heterog.planners.seeds import SeedPlanner
 from heterog.planners.sharing import Progress
 from heterog.planners.stability import Gain, gain, reference_of
@@ -475,7 +476,8 @@ def make_plan(
     graph: OpGraph,
     cluster: Cluster,
     *,
-    methods: Sequence[str] = ("auto",),
+    methods: Sequence[str] = (AUTO,),
+    known: Methods | None = None,
     budget: Budget | str = "30s",
     seed: int = 0,
     order: str = BEST,
@@ -500,6 +502,8 @@ def make_plan(
         graph: The captured step.
         cluster: Devices and links.
         methods: Names of planners; ``auto`` runs all of them.
+        known: Methods that the names are looked up in; those of this package without a policy by
+            default.
         budget: Limit such as ``"30s"`` for all of it, or ``"5000e"`` (evaluations) for the search.
         seed: Seed of everything random.
         order: Name of the one order that searching methods may use; ``best`` allows all.
@@ -538,6 +542,7 @@ def make_plan(
     begin = time.perf_counter()
     asked = Asked(
         methods=methods,
+        known=known or built_in_methods(),
         seed=seed,
         step_barrier=step_barrier,
         orders=parse_orders(order),
@@ -585,6 +590,7 @@ def _searched(
     rows = run_methods(
         evaluator,
         asked.methods,
+        known=asked.known,
         budget=budget,
         seed=asked.seed,
         step_barrier=asked.step_barrier,

@@ -9,7 +9,7 @@ from heterog.planners.judging import JUDGED_PART, run_method
 from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Problem, Purse, Stop
 from heterog.planners.promise import Promise
 from heterog.planners.rounds import STARVED, Contender, next_of
-from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal, is_random
+from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal
 
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""
@@ -66,7 +66,7 @@ class Shares:
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
             if is_baseline:  # what others leave over goes to those that can use it
-                stage.sort(key=resumes)
+                stage.sort(key=lambda each: each.resumes)
             part = self._first_part(is_baseline)
             whole = _whole(budget, is_baseline, self._left_s)
             purse = Purse(whole.part(part), len(stage))
@@ -83,7 +83,7 @@ class Shares:
 
         Those that come last run after the others, on what these have found.
         """
-        last = [planner for planner in planners if comes_last(planner)]
+        last = [planner for planner in planners if planner.comes_last]
         contenders = [self._contenders[each.name] for each in planners if each not in last]
         budget_s = self._asked.budget.seconds or 0.0
         least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
@@ -145,12 +145,12 @@ class Shares:
         """
         if part.seconds is None:
             return part
-        most_s = getattr(planner, "most_part", 1.0) * (self._asked.budget.seconds or math.inf)
-        needs: Callable[[Problem], float] | None = getattr(planner, "whole_s", None)
-        if needs is None:
-            return Budget(seconds=min(part.seconds, most_s))
         memory = self._contenders[planner.name].memory
-        needed_s = needs(replace(self._asked, memory=memory)) / (1.0 - JUDGED_PART)
+        whole_s = planner.whole_s(replace(self._asked, memory=memory))
+        if not whole_s:
+            most_s = planner.most_part * (self._asked.budget.seconds or math.inf)
+            return Budget(seconds=min(part.seconds, most_s))
+        needed_s = whole_s / (1.0 - JUDGED_PART)
         most_s = WHOLE_PART * self._left_s
         if part.seconds >= needed_s or most_s < needed_s:
             return part
@@ -247,7 +247,7 @@ class SharesTogether(Shares):
 
     def go_on(self, planners: Sequence[Planner]) -> None:
         """Let every seat resume its own methods; after each round all know the best plans."""
-        last = [planner for planner in planners if comes_last(planner)]
+        last = [planner for planner in planners if planner.comes_last]
         rest = {planner.name for planner in planners if planner not in last}
         budget_s = self._asked.budget.seconds or 0.0
         least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
@@ -267,7 +267,7 @@ class SharesTogether(Shares):
 
     def _times(self, planner: Planner, num_seats: int) -> int:
         """Number of seats that divide a method's evaluations among them."""
-        is_divided = is_random(planner) and self._asked.budget.seconds is None
+        is_divided = planner.is_random and self._asked.budget.seconds is None
         return num_seats if is_divided else 1
 
     def _next(
@@ -331,16 +331,6 @@ def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
     if is_baselines:
         return budget.part(BASELINE_PART)
     return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
-
-
-def resumes(planner: Planner) -> bool:
-    """Whether a method goes on where it was when it is asked again."""
-    return bool(getattr(planner, "resumes", False))
-
-
-def comes_last(planner: Planner) -> bool:
-    """Whether a method only improves what the others have found."""
-    return bool(getattr(planner, "comes_last", False))
 
 
 def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:

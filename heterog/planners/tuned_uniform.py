@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import Trials, device_speeds, uniform_strategy
-from heterog.planners.planner import PlanResult, Problem, register
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_in_proportion
@@ -47,7 +47,7 @@ def tuned_decision(
     )
 
 
-class TunedUniform:
+class TunedUniform(Planner):
     """One tuned decision for every group; see the module docstring."""
 
     name = "tuned_uniform"
@@ -73,6 +73,3 @@ def _strategies(problem: Problem) -> Iterator[Strategy]:
                 bucket_bytes=bucket_bytes,
                 step_barrier=problem.step_barrier,
             )
-
-
-register(TunedUniform())

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -22,7 +20,7 @@ from heterog.agents.checkpoint import (
 )
 from heterog.agents.config import PolicyConfig
 from heterog.agents.finetune import FineTuned
-from heterog.agents.planners import Agent, AgentSearch, ask
+from heterog.agents.planners import Agent, AgentSearch, ask, default_methods
 from heterog.agents.policy import Policy, draw, rule_of_thumb, score_pairs
 from heterog.agents.proposals import rescore
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
@@ -32,9 +30,10 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_methods
 from heterog.planners.promise import Promise
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync
@@ -51,7 +50,7 @@ def problem(budget: str = "400e", seed: int = 0) -> Problem:
 
 
 def test_the_agent_answers_within_64_draws_and_repeats_itself() -> None:
-    agent = planner_by_name("agent")
+    agent = default_methods()["agent"]
     first, second = agent.plan(problem()), agent.plan(problem())
     assert first.candidates == second.candidates
     assert 1 <= len(first.candidates) <= 4
@@ -67,7 +66,7 @@ def test_the_agent_answers_within_64_draws_and_repeats_itself() -> None:
 @pytest.mark.parametrize("name", ["agent", "agent+search"])
 @pytest.mark.parametrize("budget", ["1e", "30e", "150e"])
 def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
-    result = planner_by_name(name).plan(problem(budget))
+    result = default_methods()[name].plan(problem(budget))
     assert result.candidates
     allowed = int(budget[:-1])
     assert result.num_evaluations <= max(allowed, 1) + 6  # a draw, its re-scoring, a first state
@@ -75,7 +74,7 @@ def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
 
 def test_what_the_referee_has_judged_is_not_asked_again_and_the_same() -> None:
     asked = problem("60s")
-    found = planner_by_name("agent").plan(asked).candidates
+    found = default_methods()["agent"].plan(asked).candidates
     assert found
     for candidate in found:
         again = asked.evaluator.referee(candidate.strategy, candidate.orders[0])
@@ -183,6 +182,7 @@ def test_auto_asks_the_policies() -> None:
     rows = run_methods(
         Evaluator(pair.graph, pair.cluster),
         ["agent", "agent+search"],
+        known=default_methods(),
         budget=Budget(evaluations=90),
     )
     assert [(row.method, row.stage) for row in rows] == [
@@ -334,12 +334,9 @@ def test_the_examples_of_the_research_page_run() -> None:
     assert len(blocks) >= 6
     for block in blocks:
         exec(compile(block, "docs/research.md", "exec"), names)
-    thumb = planner_by_name("thumb")
-    assert thumb.plan(problem()).candidates
     from heterog.agents.encoder import ENCODERS
-    from heterog.planners import planner
 
-    del ENCODERS["features"], planner._REGISTRY["thumb"]
+    del ENCODERS["features"]
 
 
 @pytest.mark.usefixtures("few_validation_pairs")
@@ -429,13 +426,16 @@ def test_training_that_is_interrupted_keeps_the_best(
 
 
 def test_searches_that_start_from_the_others_run_last() -> None:
-    """Whatever is imported first: ``auto`` gives them what the others found, and their rest."""
-    code = (
-        "import heterog.agents.planners; from heterog.planners.planner import planners; "
-        "print([p.name for p in planners()][-2:])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['local_search', 'agent+search']"
+    """``auto`` gives them what the others found, and their rest."""
+    assert default_methods().names[-2:] == ("local_search", "agent+search")
+
+
+def test_asking_for_a_policy_changes_nothing_for_others() -> None:
+    before = default_methods()
+    other = default_methods("heldout")
+    assert [each.policy for each in other if isinstance(each, Agent)] == ["heldout"]
+    assert [each.policy for each in before if isinstance(each, Agent)] == ["default"]
+    assert "agent" not in built_in_methods().names
 
 
 def test_fine_tuning_keeps_what_zero_shot_had() -> None:

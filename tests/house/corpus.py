@@ -45,7 +45,15 @@ NUM_STRATEGIES = 50
 """Of each of the four pairs."""
 PLANNED = (("mobilenet_v2", "paper_8gpu"), ("bert_base", "mixed_16"))
 METHODS = (
-    *("auto", "cp_ar", "tuned_uniform", "two_segment", "pipeline", "local_search", "megatron_grid"),
+    *(
+        "auto",
+        "cp_ar",
+        "tuned_uniform",
+        "two_segment",
+        "pipeline",
+        "local_search",
+        "megatron_grid",
+    ),
     *("islands", "hap", "agent"),
 )
 RUNS = ("ev_ar", "ev_ps", "cp_ar", "cp_ps", "ddp", "model_parallel", "pipeline", "local_search")

@@ -144,9 +144,9 @@ def deployment() -> Walk:
     with tempfile.TemporaryDirectory() as folder:
         cluster, path = Path(folder) / "alone.yaml", Path(folder) / "plan.json"
         cluster.write_text(ALONE)
-        heterog.plan(
-            workload, heterog.Cluster.load(cluster), method="cp_ar", budget="5e"
-        ).save(path)
+        heterog.plan(workload, heterog.Cluster.load(cluster), method="cp_ar", budget="5e").save(
+            path
+        )
         join(30.0)
         with walking() as walk:
             step = heterog.deploy(workload, heterog.load_plan(path))
