@@ -32,7 +32,7 @@ APART = 24
 """Launches of each kernel with a pause before."""
 PAUSE_S = 0.04
 HELD_CYCLES = 2_000_000
-"""Cycles for which the GPU waits before a launch: one millisecond, longer than any launch takes."""
+"""Cycles for which the GPU waits before a launch: a millisecond, longer than any launch takes."""
 
 
 @dataclass

@@ -3,8 +3,8 @@
     python -m tests.house.corpus record corpus.json
     python -m tests.house.corpus compare corpus.json
 
-200 random strategies (program hash, step time, peaks, by engine and referee), 20 plans with budgets
-in evaluations, 10 runs of five steps on three ranks. Everything is compared bit by bit, so record
+200 random strategies (program hash, step time, peaks, by engine and referee), 20 plans with
+budgets in evaluations, 10 runs of five steps on three ranks. Everything is compared bit by bit, so record
 and compare on the same machine with the same packages.
 """
 
@@ -45,16 +45,8 @@ NUM_STRATEGIES = 50
 """Of each of the four pairs."""
 PLANNED = (("mobilenet_v2", "paper_8gpu"), ("bert_base", "mixed_16"))
 METHODS = (
-    *(
-        "auto",
-        "cp_ar",
-        "tuned_uniform",
-        "two_segment",
-        "pipeline",
-        "local_search",
-        "megatron_grid",
-    ),
-    *("islands", "hap", "agent"),
+    *("auto", "cp_ar", "tuned_uniform", "two_segment", "pipeline", "local_search"),
+    *("megatron_grid", "islands", "hap", "agent"),
 )
 RUNS = ("ev_ar", "ev_ps", "cp_ar", "cp_ps", "ddp", "model_parallel", "pipeline", "local_search")
 RUNS_OF_AGENT = ("agent", "auto")
