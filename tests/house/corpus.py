@@ -4,8 +4,8 @@
     python -m tests.house.corpus compare corpus.json
 
 200 random strategies (program hash, step time, peaks, by engine and referee), 20 plans with
-budgets in evaluations, 10 runs of five steps on three ranks. Everything is compared bit by bit, so record
-and compare on the same machine with the same packages.
+budgets in evaluations, 10 runs of five steps on three ranks. Everything is compared bit by bit,
+so record and compare on the same machine with the same packages.
 """
 
 import argparse
