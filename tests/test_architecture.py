@@ -54,7 +54,7 @@ ROOMS = {
         "local_losses.py",
         *("zoo/", "runtime/", "balance/", "agents/", "healing/"),
     ),
-    "transformers": ("zoo/", "balance/for_trainer.py"),
+    "transformers": ("zoo/", "balance/for_trainer"),
     "accelerate": ("balance/for_accelerate.py",),
     "lightning": ("balance/for_lightning.py",),
     "torch_geometric": ("agents/",),

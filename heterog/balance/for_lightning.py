@@ -174,7 +174,8 @@ class LightningBalancer(Callback):
             _parse_num_batches(RunningStage.TRAINING, len(each), trainer.limit_train_batches)
             for each in combined.flattened
         ]
-        length = min(combined.limits) if "min" in combined._mode else max(combined.limits)
+        shortest_ends = combined._mode == "min_size"
+        length = min(combined.limits) if shortest_ends else max(combined.limits)
         fit.max_batches = length
         if fit._data_fetcher is not None:
             fit._data_fetcher.length = int(length)

@@ -23,11 +23,11 @@ from transformers import Trainer
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal
 from heterog.balance.fixed_draws import undisturbed
+from heterog.balance.for_trainer_arguments import check_trainer, loader_options, train_batches
 from heterog.balance.loader import BalancedLoader
 from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.trainer_arguments import check_trainer, loader_options, train_batches
 from heterog.runtime.accelerators import is_accelerated
 
 

@@ -21,6 +21,8 @@ from heterog.balance.loss_probe import (
 from heterog.balance.shares import BalanceError
 
 _SAME_WEIGHT = 1e-6
+_CLEARLY = 5.0
+"""Times the difference of the best kind that another must have to be ruled out by it."""
 _MEASURED_AGAIN = (2, 4, 8)
 """Updates: the first batch may have labels of one class only, or a term may begin later."""
 
@@ -129,14 +131,10 @@ class LossMean:
             counts = {name: self._counts[name] for name in self._open if name != NUM_ITEMS}
             own = measured(batch, self._label_names, counts, masked=masked, training=training)
             found.append(own)
-            bits = [float(own.agrees(name)) for name in self._open] if own.tells else []
-            bits = [float(own.tells), *bits, *[1.0] * (MOST_CANDIDATES - len(bits))]
-            told = [each for each in self._group.gather(bits) if each[0]]
-            left = [
-                name
-                for index, name in enumerate(self._open, 1)
-                if all(each[index] for each in told)
-            ]
+            apart = [own.difference(name) for name in self._open] if own.tells else []
+            apart += [0.0] * (MOST_CANDIDATES - len(apart))
+            told = [each[1:] for each in self._group.gather([own.tells, *apart]) if each[0]]
+            left = self._left(told, own.tolerance)
             if told and left:
                 self._open = left
                 return
@@ -147,6 +145,15 @@ class LossMean:
                 return
         best = max(found, key=lambda each: (each.tells, not any(map(each.agrees, self._open))))
         raise BalanceError(_unclear(str(best)))
+
+    def _left(self, told: Sequence[Sequence[float]], tolerance: float) -> list[str]:
+        """What agrees with differences on all ranks, and not far worse than the best of it."""
+        worst = {
+            name: max((each[index] for each in told), default=0.0)
+            for index, name in enumerate(self._open)
+        }
+        most = min(tolerance, max(_CLEARLY * min(worst.values()), tolerance / 10))
+        return [name for name, apart in worst.items() if apart <= most]
 
     def _by_kind(
         self, batches: Sequence[Batch], has_data: Sequence[Sequence[bool]]

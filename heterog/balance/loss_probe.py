@@ -120,22 +120,27 @@ class Measurement:
         one, other = self.counts[kind]
         return (one * first + other * rest) / (one + other) if one + other else math.nan
 
-    def agrees(self, kind: str) -> bool:
-        """Whether the loss may be of this kind."""
+    def difference(self, kind: str) -> float:
+        """Relative difference from what is expected of this kind, beyond rounding of float32."""
         doubled = self.whole if self.doubled is None else self.doubled
         # These two are of the same samples, so the same kernels ran.
-        is_divided = self._alike(2 * doubled, self.whole, _SAME_KERNELS)
-        if not is_divided and not self._alike(doubled, self.whole, _SAME_KERNELS):
-            return False
+        is_divided = self._apart(2 * doubled, self.whole) <= _SAME_KERNELS
+        if not is_divided and self._apart(doubled, self.whole) > _SAME_KERNELS:
+            return math.inf
         if is_divided and kind != NUM_ITEMS:
-            return False
+            return math.inf
         if self.parts is None:
-            return is_divided
-        return self._alike(self.expected(kind), self.whole, self.tolerance)
+            return 0.0 if is_divided else math.inf
+        found = self._apart(self.expected(kind), self.whole)
+        return math.inf if math.isnan(found) else found
 
-    def _alike(self, one: float, other: float, tolerance: float) -> bool:
+    def agrees(self, kind: str) -> bool:
+        """Whether the loss may be of this kind."""
+        return self.difference(kind) <= self.tolerance
+
+    def _apart(self, one: float, other: float) -> float:
         largest = max(abs(self.whole), *map(abs, self.parts or (0.0,)))
-        return abs(one - other) <= tolerance * largest + _ROUNDING
+        return max(0.0, abs(one - other) - _ROUNDING) / largest if largest else 0.0
 
     @property
     def tells(self) -> bool:
