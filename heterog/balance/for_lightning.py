@@ -168,13 +168,17 @@ class LightningBalancer(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell Lightning the length of this epoch; batches of tokens are not always as many."""
         fit, combined = trainer.fit_loop, _combined(trainer)
+        if not all(hasattr(each, "__len__") for each in combined.flattened):
+            return
         combined.limits = [
             _parse_num_batches(RunningStage.TRAINING, len(each), trainer.limit_train_batches)
             for each in combined.flattened
         ]
-        fit.max_batches = len(combined)
+        shortest_ends = combined._mode == "min_size"
+        length = min(combined.limits) if shortest_ends else max(combined.limits)
+        fit.max_batches = length
         if fit._data_fetcher is not None:
-            fit._data_fetcher.length = len(combined)
+            fit._data_fetcher.length = int(length)
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Leave the module as it was."""

@@ -103,19 +103,24 @@ class Module(LightningModule):
 
 module, data = Module(), Numbered()
 balancer = LightningBalancer(batch_size=12, shares=SHARES, interval=0)
+lengths = [1 + index * index * 11 % 13 for index in range(len(data))]
+batches = balancer.balancer.global_batches(data, lengths=lengths)
+counts = [batches.num_steps(epoch) for epoch in range(2)]
 given = [
     {"train_dataloaders": balancer.data(data), "val_dataloaders": balancer.data(data, seed=1)},
     {"datamodule": balancer.data(data)},
+    {"train_dataloaders": balancer.data(data, lengths=lengths)},
 ]
-for options in given:
+for options, limit in zip(given, (4, 4, 1.0)):
     trainer = Trainer(
         accelerator="cpu", devices=WORLD, strategy="ddp" if WORLD > 1 else "auto", max_epochs=2,
         callbacks=[balancer], logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, limit_train_batches=4,
+        enable_progress_bar=False, enable_model_summary=False, limit_train_batches=limit,
     )
     trainer.fit(module, **options)
 seen = module.seen
-assert seen[:8] == seen[8:] and len(seen) == 16, seen  # every fit begins with the first epoch
+assert seen[:8] == seen[8:16]  # every fit begins with the first epoch
+assert len(seen[16:]) == sum(counts) and counts[0] < counts[1], counts
 assert seen[:4] != seen[4:8]
 assert module.num_validated >= 1
 model = module.net
