@@ -16,6 +16,7 @@ from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
+from heterog.balance.label_means import check_mean_over_samples
 from heterog.balance.loader import BalancedLoader
 from heterog.balance.micro_batches import (
     cut_batch,
@@ -32,7 +33,7 @@ from heterog.balance.start import Start, first_shares
 from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import watch_updates
 from heterog.balance.watching import watch_waits
-from heterog.balance.weights import StepWeights
+from heterog.balance.weights import StepWeights, check_loss
 from heterog.runtime.accelerators import CPU
 
 
@@ -329,7 +330,12 @@ class Balancer:
             count: Number of items that the loss is a mean over, if not samples: labels without
                 padding, say. All ranks give it or none; it costs one all-reduce of a number. One
                 may give 0 if its loss is finite, as that of ``cross_entropy`` is in the gradient.
+
+        Raises:
+            BalanceError: it is no tensor of one element, or a mean over labels of which some do
+                not count, without a count.
         """
+        check_loss(loss)
         step = self._open.current
         if loss.requires_grad:
             inner, step = step, self._open.back_to_training()
@@ -340,6 +346,8 @@ class Balancer:
             own = count if step.deal.samples[self.group.rank] else 0
             with self.clock.waiting():
                 self.weights.set(*self.weights.exchange([own]))
+        elif self.group.num_ranks > 1 and self.weights.looks_at_mean(loss):
+            check_mean_over_samples(loss)
         weighed = self.weights.weigh(loss)
         self.time_backward(weighed)
         return weighed

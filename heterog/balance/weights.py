@@ -50,6 +50,16 @@ class StepWeights:
         """Go on with a step."""
         self._count, self._total, self._seen, self._is_complete = kept
 
+    def looks_at_mean(self, loss: Tensor) -> bool:
+        """Whether to look at what a loss that is weighed by samples is a mean over.
+
+        Always on a CPU; elsewhere the first times and now and then, as it waits for the device.
+        """
+        if isinstance(self._total, Tensor) or not self._count or not loss.requires_grad:
+            return False
+        number = self.num_weighed
+        return loss.device.type == "cpu" or number & (number - 1) == 0 or number % 64 == 0
+
     def end_update(self) -> None:
         """Called after an optimizer's step: losses that are weighed from now on are others."""
         self._is_complete = True
@@ -67,21 +77,7 @@ class StepWeights:
         return [*own, self._group.add_up(torch.stack(own).sum())]
 
     def weigh(self, loss: Tensor) -> Tensor:
-        """Weigh a loss, to begin the backward pass with.
-
-        Raises:
-            BalanceError: it is no tensor of one element.
-        """
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = (
-                f"a loss of shape {tuple(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else f"{type(loss).__name__} {loss!r}"
-            )
-            raise BalanceError(
-                f"weigh() got {what}: give it the mean over this rank's samples, a tensor of one "
-                "element that backward() can begin from."
-            )
+        """Weigh a loss, to begin the backward pass with."""
         if self._is_complete:
             self.begin_step()
         self.num_weighed += 1
@@ -111,3 +107,21 @@ class StepWeights:
         self._is_complete = True
         own = torch.stack(self._seen).sum() if self._seen else torch.zeros(1, dtype=torch.float64)
         return float(self._group.add_up(own.reshape(())))
+
+
+def check_loss(loss: object) -> None:
+    """Check that a backward pass can begin from a loss.
+
+    Raises:
+        BalanceError: it is no tensor of one element.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = (
+            f"a loss of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"{type(loss).__name__} {loss!r}"
+        )
+        raise BalanceError(
+            f"weigh() got {what}: give it the mean over this rank's samples, a tensor of one "
+            "element that backward() can begin from."
+        )
