@@ -108,14 +108,8 @@ class DeployedStep:
             raise StrategyError(
                 f"the plan was made for another step than '{workload.name}': {difference}."
             )
-        if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
-            raise StrategyError(
-                f"the plan does not suit the optimizer of '{workload.name}': {fault}. Plan again "
-                "with this workload."
-            )
-        if not plan.graph.scope.allows(graph.scope):  # it was planned by the optimizer's name
-            graph = replace(graph, seen_scope=plan.graph.scope)
-            self.captured = replace(self.captured, graph=graph)
+        self.captured = _for_optimizer(self.captured, plan, workload.name)
+        graph = self.captured.graph
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
         if program.hash != plan.program_hash:
             raise StrategyError(
@@ -719,6 +713,23 @@ def _check_world(plan: Plan) -> None:
             f"the plan is for {plan.cluster.num_devices} devices of '{plan.cluster.name}', but "
             f"{ranks} ranks are running; start one rank per device."
         )
+
+
+def _for_optimizer(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
+    """The captured step, with the plan's word on an optimizer that was planned by its name.
+
+    Raises:
+        StrategyError: the optimizer would train otherwise under the plan.
+    """
+    graph = captured.graph
+    if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
+        raise StrategyError(
+            f"the plan does not suit the optimizer of '{name}': {fault}. Plan again with this "
+            "workload."
+        )
+    if plan.graph.scope.allows(graph.scope):
+        return captured
+    return replace(captured, graph=replace(graph, seen_scope=plan.graph.scope))
 
 
 def _check_masters(strategy: Strategy, workload: Workload) -> None:
