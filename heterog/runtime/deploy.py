@@ -101,14 +101,7 @@ class DeployedStep:
         _check_world(plan)
         plan.require_written()
         _check_masters(plan.strategy, workload)
-        self.captured = captured or capture_step(workload)
-        graph = self.captured.graph
-        difference = plan.graph.describe_difference(graph)
-        if difference is not None:
-            raise StrategyError(
-                f"the plan was made for another step than '{workload.name}': {difference}."
-            )
-        self.captured = _for_optimizer(self.captured, plan, workload.name)
+        self.captured = _as_planned(captured or capture_step(workload), plan, workload.name)
         graph = self.captured.graph
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
         if program.hash != plan.program_hash:
@@ -715,13 +708,16 @@ def _check_world(plan: Plan) -> None:
         )
 
 
-def _for_optimizer(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
+def _as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
     """The captured step, with the plan's word on an optimizer that was planned by its name.
 
     Raises:
-        StrategyError: the optimizer would train otherwise under the plan.
+        StrategyError: it is another step, or its optimizer would train otherwise under the plan.
     """
     graph = captured.graph
+    difference = plan.graph.describe_difference(graph)
+    if difference is not None:
+        raise StrategyError(f"the plan was made for another step than '{name}': {difference}.")
     if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
         raise StrategyError(
             f"the plan does not suit the optimizer of '{name}': {fault}. Plan again with this "
