@@ -44,6 +44,7 @@ ROOMS = {
             "graph/capture.py",
             "graph/inserting.py",
             "graph/one_sample.py",
+            "graph/optimizer_probe.py",
             "graph/parameter_groups.py",
             "graph/scalar_indices.py",
             "graph/static_shapes.py",

@@ -101,21 +101,8 @@ class DeployedStep:
         _check_world(plan)
         plan.require_written()
         _check_masters(plan.strategy, workload)
-        self.captured = captured or capture_step(workload)
+        self.captured = _as_planned(captured or capture_step(workload), plan, workload.name)
         graph = self.captured.graph
-        difference = plan.graph.describe_difference(graph)
-        if difference is not None:
-            raise StrategyError(
-                f"the plan was made for another step than '{workload.name}': {difference}."
-            )
-        if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
-            raise StrategyError(
-                f"the plan does not suit the optimizer of '{workload.name}': {fault}. Plan again "
-                "with this workload."
-            )
-        if not plan.graph.scope.allows(graph.scope):  # it was planned by the optimizer's name
-            graph = replace(graph, seen_scope=plan.graph.scope)
-            self.captured = replace(self.captured, graph=graph)
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
         if program.hash != plan.program_hash:
             raise StrategyError(
@@ -719,6 +706,26 @@ def _check_world(plan: Plan) -> None:
             f"the plan is for {plan.cluster.num_devices} devices of '{plan.cluster.name}', but "
             f"{ranks} ranks are running; start one rank per device."
         )
+
+
+def _as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
+    """The captured step, with the plan's word on an optimizer that was planned by its name.
+
+    Raises:
+        StrategyError: it is another step, or its optimizer would train otherwise under the plan.
+    """
+    graph = captured.graph
+    difference = plan.graph.describe_difference(graph)
+    if difference is not None:
+        raise StrategyError(f"the plan was made for another step than '{name}': {difference}.")
+    if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
+        raise StrategyError(
+            f"the plan does not suit the optimizer of '{name}': {fault}. Plan again with this "
+            "workload."
+        )
+    if plan.graph.scope.allows(graph.scope):
+        return captured
+    return replace(captured, graph=replace(graph, seen_scope=plan.graph.scope))
 
 
 def _check_masters(strategy: Strategy, workload: Workload) -> None:
