@@ -33,10 +33,12 @@ from tests.graph.questions import (
     chooses,
     computes_with_the_number,
     converts,
+    goes_on_where_something_is_finite,
     keeps_the_answer,
     keeps_the_number,
     lets_torch_raise,
     loops,
+    mends_what_is_not_finite,
     prints,
     raises_after_a_choice,
     raises_between_bounds,
@@ -128,6 +130,19 @@ def test_a_failed_check_names_the_line_that_asked() -> None:
         RuntimeError, match=r"questions.py:\d+ \(`if not .*\.all\(\): raise`\) does not"
     ):
         step.module(*Asking(raises_if_not_all).parameters(), x, torch.zeros(8, 4).double())
+
+
+def test_a_branch_that_mends_what_is_not_finite_is_taken_for_one_that_raises() -> None:
+    step = step_of(mends_what_is_not_finite)
+    state = list(Asking(mends_what_is_not_finite).parameters())
+    target = torch.zeros(8, 4, dtype=torch.float64)
+    step.module(*state, torch.ones(8, 3).long(), target)
+    with pytest.raises(
+        RuntimeError, match=r"\(`if not torch.isfinite\(made\).all\(\):`\) does not"
+    ):
+        step.module(*state, torch.zeros(8, 3).long(), target)
+    with pytest.raises(CaptureError, match="values decide there"):
+        step_of(goes_on_where_something_is_finite)
 
 
 def test_questions_about_activations_and_gradients_change_no_gradient() -> None:
