@@ -308,6 +308,27 @@ _WAYS_OUT = (
         "pass the number of nodes or graphs where it is counted otherwise (size, dim_size, "
         "num_nodes), and drop nodes or edges from the data, not in the model.",
     ),
+    *(
+        (
+            f"/transformers/models/{name}/",
+            "which tokens attend to all others is such a value, and no setting of this model "
+            "leaves the question out. A model whose config has a sliding_window (Mistral, Gemma) "
+            "attends to neighbours as well, and can be planned.",
+        )
+        for name in ("longformer", "led")
+    ),
+    (
+        "/transformers/models/videomae/",
+        "a mask as an index gives as many patches as it has truths. Where all samples keep as "
+        "many, pass the places of these and take them with torch.gather, in a copy of the "
+        "embeddings and of the loss; VideoMAEForVideoClassification masks nothing.",
+    ),
+    (
+        "/transformers/models/autoformer/",
+        "by how many steps a series is delayed is such a value, and no setting of this model "
+        "leaves the question out. TimeSeriesTransformer with encoder_layerdrop and "
+        "decoder_layerdrop of 0 can be planned.",
+    ),
     (
         "/transformers/",
         "choose eager attention or dense experts in the model's config, leave out what masks or "
@@ -351,6 +372,8 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     op = getattr(error, "func", None)
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
         return _WAYS_OUT_OF_OP[op._schema.name]
+    if any("/nn/modules/batchnorm.py" in each.filename for each in _torchs_frames(error)):
+        return _OF_BATCH_NORM
     line = (frame.line or "") if frame else ""
     if isinstance(error, DataDependentOutputException):
         for words, advice in _WAYS_OUT_OF_STATEMENT.items():
@@ -364,6 +387,18 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
         "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
         "torch.where or a product with the mask usually does the same."
     )
+
+
+_OF_BATCH_NORM = (
+    "BatchNorm with momentum=None divides by the number of steps, which is such a value. Give it "
+    "a momentum (0.1 is torch's own), for a moving average instead of the mean over all steps."
+)
+
+
+def _torchs_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of torch's modules in which an error came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [each for each in frames if "/torch/nn/" in each.filename.replace("\\", "/")]
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -202,3 +202,19 @@ def test_a_question_of_a_library_below_is_left_to_torch() -> None:
 
     with pytest.raises(CaptureError, match="depends on tensor values"):
         step_of(asks_a_lists_question)
+
+
+def test_layers_that_are_never_left_out_ask_nothing() -> None:
+    def left_out(rate: float) -> Question:
+        def question(x: torch.Tensor) -> None:
+            if torch.rand([]) < rate:
+                x.add_(1)
+
+        return question
+
+    kinds = [op.kind for op in step_of(left_out(0.0)).graph.ops]
+    assert "add_.Tensor" not in kinds
+    assert CHECK not in kinds
+    step_of(left_out(1.0))
+    with pytest.raises(CaptureError, match="no LayerDrop"):
+        step_of(left_out(0.1))
