@@ -15,8 +15,8 @@ from heterog import cli
 from heterog.errors import InputFileError
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
-from heterog.planners.plan import make_plan
 from heterog.zoo import load_workload
+from tests.planners.asking import make_plan
 from tests.thorough import THOROUGH, one_in
 
 MODEL = """

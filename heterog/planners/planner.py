@@ -290,6 +290,8 @@ class PlanResult:
     note: str = ""
 
 
+Progress = Callable[[str, float, float], None]
+"""Function called with (method, fraction of its budget spent, best seconds so far)."""
 Search = TypeVar("Search")
 _RESUMED = "resumed"
 
@@ -398,6 +400,15 @@ class MethodRow:
     def preference(self) -> tuple[float, float]:
         """Sort key, as ``Evaluation.preference``; smaller is better."""
         return self.overflow_bytes, self.step_time_s or 0.0
+
+
+Rank = Callable[[MethodRow], tuple[float, ...]]
+"""Function from a method's row to a few numbers; the row with the smallest is the best."""
+
+
+def by_time(row: MethodRow) -> tuple[float, ...]:
+    """Rank by the shortest step among those that fit; by nearness to fitting if none does."""
+    return row.preference
 
 
 STAGES = ("baseline", "zero_shot", "search")

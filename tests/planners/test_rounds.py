@@ -16,9 +16,8 @@ from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.planners.issue_order import sends_by_op
 from heterog.planners.judging import run_method
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_methods
 from heterog.planners.registry import built_in_methods
 from heterog.planners.rounds import FADES, Contender, next_of
 from heterog.report.answer import brief_answer
@@ -26,6 +25,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import LAST_OP_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.space import MAX_DEVICE_SETS, device_sets
+from tests.planners.asking import make_plan, run_methods
 from tests.planners.test_budget import clocked
 from tests.planners.test_planners import graph as mlp
 from tests.simulator.builders import random_case
