@@ -77,7 +77,7 @@ class Quality:
         data_parallel: Name of the best method of data parallelism, ``""`` if none fits: the row
             that gains are quoted over, or one as people run it if that suffices.
         data_parallel_s: Its seconds per step.
-        suffices: Whether data parallelism as people run it is within 1 % of the best that is known.
+        suffices: Whether data parallelism as people run it is within 1 % of the best known.
     """
 
     data_parallel: str

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from heterog.errors import BudgetError, UnknownNameError
 from heterog.names import name_fault
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
@@ -290,6 +290,7 @@ class PlanResult:
 
 
 Search = TypeVar("Search")
+Point = TypeVar("Point")
 _RESUMED = "resumed"
 
 
@@ -456,6 +457,11 @@ def planner_by_name(name: str) -> Planner:
 def planners() -> Iterator[Planner]:
     """All registered planners: baselines, policies, searches; each in order of registration."""
     yield from sorted(_REGISTRY.values(), key=lambda planner: STAGES.index(planner.stage))
+
+
+def without_too_large(found: dict[Point, Evaluation]) -> dict[Point, Evaluation]:
+    """Evaluations that hold in a longer round, too, in which larger programs are simulated."""
+    return {point: each for point, each in found.items() if each.outcome != Outcome.TOO_LARGE}
 
 
 def best_of(evaluations: list[Evaluation]) -> int:
