@@ -117,7 +117,7 @@ def test_plan_prints_one_document_and_writes_whole_files(
     assert PLAN_FIELDS <= set(document)
     assert document["outcome"] == "ok"
     assert document["method"] != "auto"
-    assert {gain["over"] for gain in document["gains"]} >= {"tuned_uniform"}
+    assert {gain["over"] for gain in document["gains"]} <= {"best_ddp", "tuned_uniform"}
     assert all(gain["low"] <= gain["speedup"] <= gain["high"] for gain in document["gains"])
     assert document["explanation"]["recommendation"]
     assert len(document["peak_memory_bytes"]) == 8

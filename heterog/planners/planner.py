@@ -12,7 +12,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
@@ -293,6 +293,7 @@ class PlanResult:
 Progress = Callable[[str, float, float], None]
 """Function called with (method, fraction of its budget spent, best seconds so far)."""
 Search = TypeVar("Search")
+Point = TypeVar("Point")
 _RESUMED = "resumed"
 
 
@@ -456,6 +457,11 @@ class Planner(Protocol):
         begun.
         """
         return 0.0
+
+
+def without_too_large(found: dict[Point, Evaluation]) -> dict[Point, Evaluation]:
+    """Evaluations that hold in a longer round, too, in which larger programs are simulated."""
+    return {point: each for point, each in found.items() if each.outcome != Outcome.TOO_LARGE}
 
 
 def best_of(evaluations: list[Evaluation]) -> int:

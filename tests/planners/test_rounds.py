@@ -105,6 +105,19 @@ def test_an_enumeration_goes_on_where_it_was(method: str) -> None:
     assert best <= once.step_time_s * 1.02
 
 
+@pytest.mark.parametrize("method", ["two_segment", "pipeline", "megatron_grid", "islands"])
+def test_what_was_too_large_in_a_short_round_is_tried_in_a_longer_one(method: str) -> None:
+    evaluator = Evaluator(mlp(), Cluster.load("paper_8gpu"))
+    evaluator.most_tasks = 1
+    short = Problem(evaluator=evaluator, budget=Budget(evaluations=20))
+    planner = planner_by_name(method)
+    planner.plan(short)
+    evaluator.most_tasks = math.inf
+    longer = replace(short, budget=Budget(evaluations=60))
+    anew = planner.plan(replace(longer, memory={}))
+    assert planner.plan(longer).candidates[0] == anew.candidates[0]
+
+
 def test_local_search_goes_on_and_takes_up_what_others_found() -> None:
     evaluator, clock = clocked(1.0)
     planner = built_in_methods()["local_search"]
