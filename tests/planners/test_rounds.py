@@ -110,7 +110,7 @@ def test_what_was_too_large_in_a_short_round_is_tried_in_a_longer_one(method: st
     evaluator = Evaluator(mlp(), Cluster.load("paper_8gpu"))
     evaluator.most_tasks = 1
     short = Problem(evaluator=evaluator, budget=Budget(evaluations=20))
-    planner = planner_by_name(method)
+    planner = built_in_methods()[method]
     planner.plan(short)
     evaluator.most_tasks = math.inf
     longer = replace(short, budget=Budget(evaluations=60))

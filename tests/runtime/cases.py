@@ -249,8 +249,10 @@ class Penalty(OwnLoss):
 class Scheduled(OwnLoss):
     """A weight that follows the number of the step, which is an input of it."""
 
-    def forward(self, tokens: Tensor, step: Tensor, labels: Tensor) -> Tensor:
-        logits = self.model(tokens)
+    def forward(  # type: ignore[override]
+        self, tokens: Tensor, step: Tensor, labels: Tensor
+    ) -> Tensor:
+        logits: Tensor = self.model(tokens)
         weight = torch.where(step < 1, 0.0, 0.1 * step)
         return functional.cross_entropy(logits, labels.flatten()) + weight * logits.square().mean()
 
