@@ -4,8 +4,8 @@
     python experiments/endings.py --models vgg19 --methods pipeline --json
 
 For strategies of unlike methods: seconds to rehearse the plan, to find its lower bound and
-describe it, to write it and to explain it, and what ``heterog.planners.promise`` expects from the
-numbers of turns and of ops.
+describe it, to write it and to explain it, and what ``heterog.planners.allotment`` expects from
+the numbers of turns and of ops.
 """
 
 import tempfile
@@ -18,16 +18,16 @@ from rows import finish, progress, script_parser
 
 from heterog.cli.common import load_cluster, load_model, settled
 from heterog.explain.explanation import explain
-from heterog.planners.issue_order import IssuedSteps, Rehearse
-from heterog.planners.plan import plan_from_rows
-from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import run_methods
-from heterog.planners.promise import (
+from heterog.planners.allotment import (
     EXPLANATION_S,
     REHEARSAL_OP_S,
     REHEARSAL_S,
     WRITING_OP_S,
 )
+from heterog.planners.issue_order import IssuedSteps, Rehearse
+from heterog.planners.plan import plan_from_rows
+from heterog.planners.planner import Budget, MethodRow
+from heterog.planners.portfolio import run_methods
 from heterog.planners.request import Request
 from heterog.simulator.evaluator import Evaluator
 

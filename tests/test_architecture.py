@@ -254,3 +254,29 @@ for name in ("simulator.evaluator", "envs", "agents.encoder"):
         f"'{name}' is a link to the folder of 'heterog.{name}'; import 'heterog.{name}'"
         for name in ("simulator", "envs", "agents")
     ]
+
+
+GIVEN_UP = ("Asked", "Pen", "Promise", "Purse", "Told", "Whole", "_Desk")
+"""Names of classes that were no word of this field; docs/glossary.md has those that are."""
+
+
+def test_classes_are_named_by_words_of_the_field() -> None:
+    names = [
+        (path.relative_to(PACKAGE), node.name)
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not [each for each in names if each[1] in GIVEN_UP]
+
+
+def test_importing_a_method_adds_it_nowhere() -> None:
+    """What ``auto`` runs does not depend on imports: ``Methods`` is a value."""
+    code = (
+        "import heterog.planners.plan\n"
+        "from heterog.planners.registry import built_in_methods\n"
+        "before = built_in_methods().names\n"
+        "import heterog.api, heterog.agents.planners\n"
+        "assert built_in_methods().names == before\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -77,7 +77,7 @@ _WORST = math.inf, math.inf
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Whole:
+class StepSettings:
     """Settings of the whole step.
 
     Attributes:
@@ -96,7 +96,7 @@ class Whole:
     finish: Finish = PLAIN
 
 
-def _orders(whole: Whole, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
+def _orders(whole: StepSettings, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
     """Orders to score in: by rank; first in, first out before it with micro-batches.
 
     By rank, every micro-batch's forward pass comes before the first backward pass: up to a fifth
@@ -127,9 +127,9 @@ class Scorer:
         )
         self._num_tasks = 0
         self._num_evaluations = 0
-        self._scored: dict[tuple[bytes, Whole], Preference] = {}
-        self._judged: dict[tuple[bytes, Whole, Order], Preference] = {}
-        self._found: dict[tuple[bytes, Whole, Order], Evaluation] = {}  # of those that fit
+        self._scored: dict[tuple[bytes, StepSettings], Preference] = {}
+        self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}
+        self._found: dict[tuple[bytes, StepSettings, Order], Evaluation] = {}  # of those that fit
         self._kinds = kinds_worth_trying(evaluator.graph)
         self._recomputing = {
             keeps: np.array(
@@ -159,7 +159,7 @@ class Scorer:
     def search(
         self,
         rows: IntArray,
-        ways: Sequence[tuple[IntArray, Whole]] = (),
+        ways: Sequence[tuple[IntArray, StepSettings]] = (),
     ) -> None:
         """Score the first rows, and other rows with given settings; vary the best."""
         count = NUM_RESCORED
@@ -168,7 +168,7 @@ class Scorer:
             count = max(min(count, int(left) // len(BUCKETS)), 1)
         for row in self.pair.groups(rows[:count]):
             for bucket_bytes in BUCKETS:
-                self.score(row, Whole(bucket_bytes, self.pair.num_micro))
+                self.score(row, StepSettings(bucket_bytes, self.pair.num_micro))
         for row, whole in ways:
             if self._num_tasks < MOST_TASKS / 2:  # the rest is for varying them
                 self.score(self.pair.groups(row), whole)
@@ -178,7 +178,7 @@ class Scorer:
         for row, whole in self._worth_finishing():
             self.finish(row, whole)
 
-    def score(self, row: IntArray, whole: Whole, best: Preference = _WORST) -> Preference:
+    def score(self, row: IntArray, whole: StepSettings, best: Preference = _WORST) -> Preference:
         """(bytes missing, seconds); infinitely many if it is surely slower than the best.
 
         Nothing more is simulated once the budget is spent.
@@ -210,7 +210,7 @@ class Scorer:
         self._num_tasks += len(orders) * problem.evaluator.num_tasks
         return self._scored[key]
 
-    def _choice(self, row: IntArray, whole: Whole) -> Choice | None:
+    def _choice(self, row: IntArray, whole: StepSettings) -> Choice | None:
         """What the evaluator is asked; ``None`` if the row has no such schedule."""
         evaluator = self._problem.evaluator
         made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
@@ -225,7 +225,7 @@ class Scorer:
             schedule=made.schedule,
         )._replace(rule_set=made.rule_number)
 
-    def _preference(self, found: Evaluation, whole: Whole) -> Preference:
+    def _preference(self, found: Evaluation, whole: StepSettings) -> Preference:
         """An evaluation's preference; as if it did not fit if it recomputes and hardly fits."""
         if whole.recompute > 0.0 and found.outcome == Outcome.OK:
             filled = found.peak_memory_bytes / self.pair.memory.usable_bytes
@@ -238,7 +238,7 @@ class Scorer:
     def judge(
         self,
         row: IntArray,
-        whole: Whole,
+        whole: StepSettings,
         order: Order,
         best: Preference = _WORST,
     ) -> Preference:
@@ -279,13 +279,13 @@ class Scorer:
     def refine(self) -> None:
         """Refine the best judged rows, by the referee's judgement."""
         self._most_tasks = self._num_tasks + MOST_REFINED_TASKS
-        starts: dict[object, tuple[IntArray, Whole, Order]] = {}
+        starts: dict[object, tuple[IntArray, StepSettings, Order]] = {}
         for row, whole, order in self._judged_in_order(len(self._judged)):
             starts.setdefault(self._kind(row), (row, whole, order))
         for row, whole, order in list(starts.values())[:NUM_REFINED]:
             self._refine(row, whole, order)
 
-    def _refine(self, row: IntArray, whole: Whole, order: Order) -> None:
+    def _refine(self, row: IntArray, whole: StepSettings, order: Order) -> None:
         """Move a row's cuts, then try more and fewer micro-batches, and move them again."""
         row, best = self._move_cuts(
             row, FINE_STEPS, lambda other, best: self.judge(other, whole, order, best)
@@ -325,7 +325,7 @@ class Scorer:
                         break
         return row, best
 
-    def _judged_in_order(self, count: int) -> list[tuple[IntArray, Whole, Order]]:
+    def _judged_in_order(self, count: int) -> list[tuple[IntArray, StepSettings, Order]]:
         """The best rows and settings that the referee has judged, best first."""
         keys = sorted(self._judged, key=lambda key: (self._judged[key], key))
         return [(np.frombuffer(row, np.int32), whole, order) for row, whole, order in keys[:count]]
@@ -333,17 +333,17 @@ class Scorer:
     def ensure(self, rows: IntArray) -> None:
         """Make sure of a result even if there was no time to score any of the rows."""
         if not self._scored:
-            whole = Whole(num_micro=self.pair.num_micro)
+            whole = StepSettings(num_micro=self.pair.num_micro)
             self._scored[self.pair.groups(rows[0]).tobytes(), whole] = _WORST
 
-    def best(self, count: int) -> list[tuple[IntArray, Whole]]:
+    def best(self, count: int) -> list[tuple[IntArray, StepSettings]]:
         """The best so far, best first."""
         keys = sorted(self._scored, key=lambda key: (self._scored[key], key))
         return [(np.frombuffer(row, np.int32), whole) for row, whole in keys[:count]]
 
-    def best_rows(self, count: int) -> list[tuple[IntArray, Whole]]:
+    def best_rows(self, count: int) -> list[tuple[IntArray, StepSettings]]:
         """The best different rows so far, each in its best way, best first."""
-        first: dict[object, tuple[IntArray, Whole]] = {}
+        first: dict[object, tuple[IntArray, StepSettings]] = {}
         for row, whole in self.best(len(self._scored)):
             first.setdefault(self._kind(row), (row, whole))
             if len(first) == count:
@@ -355,7 +355,7 @@ class Scorer:
         starts = np.flatnonzero(np.diff(row, prepend=-1))
         return (*starts.tolist(), *kind_of(self.pair, row[starts]))
 
-    def _worth_finishing(self) -> list[tuple[IntArray, Whole]]:
+    def _worth_finishing(self) -> list[tuple[IntArray, StepSettings]]:
         """The best pipelined rows, also behind rows of one stage, unless they are far behind.
 
         Rows of one stage are left as they are: data parallelism hides what teams would save.
@@ -373,7 +373,7 @@ class Scorer:
         member = self.pair.observer.member
         return bool((member[row[1:]] != member[row[:-1]]).any())
 
-    def vary(self, row: IntArray, whole: Whole) -> None:
+    def vary(self, row: IntArray, whole: StepSettings) -> None:
         """Try other settings of the whole step."""
         best = self._saved(row, whole, self.score(row, whole))
         for num_micro in MICRO_BATCHES:
@@ -386,7 +386,7 @@ class Scorer:
                 return
             best = self._saved(row, cut, min(best, found))
 
-    def _saved(self, row: IntArray, whole: Whole, best: Preference) -> Preference:
+    def _saved(self, row: IntArray, whole: StepSettings, best: Preference) -> Preference:
         """The score, or that with as few blocks recomputing as it takes to fit, if better.
 
         Where all of them suffice, all of them are also tried with less to make again.
@@ -410,7 +410,7 @@ class Scorer:
                 break
         return best
 
-    def finish(self, row: IntArray, whole: Whole) -> None:
+    def finish(self, row: IntArray, whole: StepSettings) -> None:
         """Try teams, schedules and places of the cuts of a pipeline, each from the best so far."""
         best = self.score(row, whole)
         if best[0] == np.inf:
@@ -422,7 +422,7 @@ class Scorer:
                     best, whole = found, other
         self._move_cuts(row, COARSE_STEPS, lambda other, best: self.score(other, whole, best))
 
-    def _in_teams(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
+    def _in_teams(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
         """Teams of every size, whose micro-batches may be small."""
         for size in self._finisher.sizes:
             for num_micro in (whole.num_micro, 2 * whole.num_micro):
@@ -430,7 +430,7 @@ class Scorer:
                     finish = replace(whole.finish, team_size=size)
                     yield replace(whole, num_micro=num_micro, finish=finish)
 
-    def _scheduled(self, row: IntArray, whole: Whole) -> Iterator[Whole]:
+    def _scheduled(self, row: IntArray, whole: StepSettings) -> Iterator[StepSettings]:
         """Schedules of a row with its micro-batches, and weight gradients of all in one go.
 
         What a single micro-batch leaves to the schedule is when its weight gradients are made.
@@ -456,7 +456,7 @@ class Scorer:
             for score, row, whole, order in found
         ]
 
-    def _candidate(self, row: IntArray, whole: Whole, order: Order) -> Candidate:
+    def _candidate(self, row: IntArray, whole: StepSettings, order: Order) -> Candidate:
         made = self._finisher.finished(self._candidates(row, whole), whole.finish, whole.num_micro)
         assert made is not None
         strategy = self._space.decode(
@@ -474,7 +474,7 @@ class Scorer:
             judged = self._found.get((np.asarray(row, np.int32).tobytes(), whole, order))
         return Candidate(strategy=plain, orders=orders, judged=judged)
 
-    def _candidates(self, row: IntArray, whole: Whole) -> IntArray:
+    def _candidates(self, row: IntArray, whole: StepSettings) -> IntArray:
         """Number of every group's decision in the space, in teams of one."""
         blocks = self.pair.observer.cheapest_to_recompute
         blocks = blocks[: round(whole.recompute * self.pair.num_blocks)]

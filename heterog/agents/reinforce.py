@@ -96,7 +96,7 @@ class Reinforce:
         samples_per_pair: K, number of strategies drawn for each pair.
         entropy_nats: Entropy of whole strategies at the start and at the end of training.
         reward: Reward of a scored row.
-        score_ahead: Function that may score a step's rows elsewhere; see ``scoring.Scorer``.
+        score_ahead: Function that may score a step's rows elsewhere; see ``scoring.PairScorer``.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ _MOST_KEPT = 256
 """Number of pairs that a worker keeps ready."""
 
 
-class Scorer:
+class PairScorer:
     """Scores rows of a source's pairs; each pair then knows the scores of its rows.
 
     Args:

@@ -23,7 +23,7 @@ from heterog.agents.graph_data import PairBatch
 from heterog.agents.imitation import Example, Imitation, make_examples
 from heterog.agents.policy import Policy, on_one_thread
 from heterog.agents.reinforce import PairState, Reinforce, ReinforceStep
-from heterog.agents.scoring import Scorer
+from heterog.agents.scoring import PairScorer
 from heterog.agents.sources import PairSource
 from heterog.agents.validation import Validation
 from heterog.envs.pair import Pair
@@ -113,7 +113,7 @@ class Trainer:
             config.samples_per_pair,
             config.entropy_nats,
             reward=reward,
-            score_ahead=Scorer(workers, source),
+            score_ahead=PairScorer(workers, source),
         )
         self.step = 0
         self.num_evaluations = 0

@@ -127,7 +127,7 @@ def _crew_of_several(
     Raises:
         HeterogError: the plan has no such host, or the job failed.
     """
-    from heterog.healing.crew import Told
+    from heterog.healing.crew import RankArguments
     from heterog.healing.host import HostProcess
     from heterog.healing.rendezvous import Rendezvous, own_host
     from heterog.healing.several import SeveralHosts
@@ -137,7 +137,7 @@ def _crew_of_several(
     names = [each.name for each in loaded.cluster.hosts]
     name = names[own_host(host, names)]
     save = given["save"]
-    told = Told(
+    told = RankArguments(
         model=given["model"],
         sources=tuple(given["sources"]),
         timeout_s=given["timeout_s"],

@@ -134,11 +134,11 @@ def plan(
     Prints the answer in at most 15 lines; --explain prints everything there is to say.
     """
     from heterog.explain.explanation import explain
+    from heterog.planners.allotment import Allotment
     from heterog.planners.averaged import AVERAGE
     from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
-    from heterog.planners.promise import Promise
     from heterog.planners.request import Request, Session
     from heterog.report.answer import answer, brief_answer
     from heterog.report.html import write_report
@@ -200,7 +200,7 @@ def plan(
         seeds=None if lookup is None else lookup.seeds,
         asynchronous=averaged,
     )
-    promise = Promise(
+    allotment = Allotment(
         parsed, is_explained=True, with_changes=not no_changes, started_s=time.process_time
     )
     with (
@@ -209,7 +209,7 @@ def plan(
         stop_when_interrupted(seats.stop if seats else lambda: None) as stop,
         progress_line(as_json) as progress,
     ):
-        session = Session(progress=progress, stop=stop, promise=promise, seats=seats)
+        session = Session(progress=progress, stop=stop, allotment=allotment, seats=seats)
         found = make_plan(request, session, evaluator=evaluator, rehearse=rehearse)
         if library is not None and found.strategy.inexact is None:
             warn(library.keep(found, evaluator))
@@ -238,7 +238,7 @@ def plan(
                 changes=not (no_changes or stop.is_requested),
                 progress=progress,
                 stop=stop,
-                seconds=None if parsed.seconds is None else promise.changes_s,
+                seconds=None if parsed.seconds is None else allotment.changes_s,
             )
     if report is not None:
         write_report(report, found, explanation=explanation)

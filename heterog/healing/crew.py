@@ -18,7 +18,7 @@ RANK_MODULE = "heterog.healing.rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RankArguments:
     """Arguments of the user that every rank gets.
 
     Attributes:
@@ -113,7 +113,7 @@ class LocalCrew:
     def __init__(
         self,
         cluster: Cluster,
-        told: Told,
+        told: RankArguments,
         wrap: Wrap = lambda device, command: command,
         environment: Callable[[int], Mapping[str, str]] = lambda device: {},
     ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
-from heterog.healing.crew import Told
+from heterog.healing.crew import RankArguments
 from heterog.healing.journal import JournalReader
 from heterog.healing.keepers import KeeperPlace, start_keeper, with_package
 from heterog.healing.rendezvous import Rendezvous, interface_of
@@ -55,7 +55,7 @@ _CONNECT_S = 300.0
 class _Generation:
     """The ranks of one generation on this machine, and their files."""
 
-    def __init__(self, folder: Path, told: Told, order: Header, address: str) -> None:
+    def __init__(self, folder: Path, told: RankArguments, order: Header, address: str) -> None:
         self.number = int(order["generation"])
         self._folder = folder
         self.assignment, self.stop = self._path("assignment.json"), self._path("stop")
@@ -148,7 +148,7 @@ class HostProcess:
         rendezvous: Rendezvous,
         host: str,
         program: str,
-        told: Told,
+        told: RankArguments,
         *,
         connect_s: float = _CONNECT_S,
     ) -> None:
@@ -313,10 +313,10 @@ def main() -> None:
     parser.add_argument("--rendezvous", required=True)
     parser.add_argument("--host", required=True)
     parser.add_argument("--program", required=True)
-    parser.add_argument("--told", required=True, help="fields of Told, as JSON")
+    parser.add_argument("--told", required=True, help="fields of RankArguments, as JSON")
     given = parser.parse_args()
     fields = json.loads(given.told)
-    told = Told(**{**fields, "sources": tuple(fields["sources"])})
+    told = RankArguments(**{**fields, "sources": tuple(fields["sources"])})
     try:
         HostProcess(Rendezvous.parse(given.rendezvous), given.host, given.program, told).run()
     except HeterogError as error:

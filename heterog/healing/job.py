@@ -18,7 +18,7 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.crew import Crew, LocalCrew, Told
+from heterog.healing.crew import Crew, LocalCrew, RankArguments
 from heterog.healing.keepers import Keepers
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.snapshots import Moment
@@ -135,7 +135,7 @@ class HealingJob:
         self._source = model or trusted_source(self._plan.graph.source, sources, str(plan))
         if save is not None:
             check_save_folder(save)
-        told = Told(
+        told = RankArguments(
             model=model,
             sources=tuple(sources),
             timeout_s=timeout_s,

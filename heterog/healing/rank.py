@@ -46,7 +46,7 @@ throttled process first runs at full speed and then stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class RankOptions:
     """Command-line arguments of a rank.
 
     Attributes:
@@ -76,7 +76,7 @@ class HealingRank:
         told: The command-line arguments.
     """
 
-    def __init__(self, assignment: Assignment, told: Told) -> None:
+    def __init__(self, assignment: Assignment, told: RankOptions) -> None:
         self._assignment, self._told = assignment, told
         plan = load_plan(assignment.plan)
         source = told.model or trusted_source(plan.graph.source, told.sources, "the plan")
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--allow-nonfinite", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    told = Told(
+    told = RankOptions(
         model=given.model,
         sources=tuple(given.source),
         timeout_s=given.timeout,

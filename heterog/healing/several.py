@@ -21,7 +21,7 @@ from pathlib import Path
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import Told
+from heterog.healing.crew import RankArguments
 from heterog.healing.journal import Event
 from heterog.healing.keepers import KeeperPlace, with_package
 from heterog.healing.rendezvous import TOKEN, Rendezvous
@@ -129,7 +129,7 @@ class SeveralHosts:
         program: str,
         listening: socket.socket,
         rendezvous: Rendezvous,
-        told: Told,
+        told: RankArguments,
         *,
         own: Sequence[str] = (),
         say: Callable[[str], None] = lambda text: None,

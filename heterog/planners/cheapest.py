@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
+from heterog.planners.allotment import Allotment
 from heterog.planners.host_sets import ranked_host_sets
 from heterog.planners.host_subset import HostSubset
 from heterog.planners.objective import hosts_used, rent_per_s
 from heterog.planners.planner import Budget, Candidate, MethodRow
 from heterog.planners.portfolio import prepare, run_methods
-from heterog.planners.promise import Promise
 from heterog.planners.registry import AUTO
 from heterog.planners.request import Request, Session
 from heterog.planners.seeds import SeedPlanner
@@ -72,12 +72,12 @@ class CheapestSearch:
         self._evaluators: dict[tuple[int, ...], Evaluator] = {}
         self._found: list[tuple[HostSubset, MethodRow]] = []
 
-    def run(self, budget: Budget, promise: Promise) -> list[MethodRow]:
+    def run(self, budget: Budget, allotment: Allotment) -> list[MethodRow]:
         """Search until the budget is over; one row per method, the best by the objective."""
         named = self._request.methods
         wanted = [each for each in self._request.known if AUTO in named or each.name in named]
         prepare(self._evaluator, wanted, self._session)
-        promise.begin()
+        allotment.begin()
         everything = tuple(range(self._evaluator.cluster.num_hosts))
         sets = [
             each.hosts for each in ranked_host_sets(self._evaluator) if each.hosts != everything
@@ -86,7 +86,7 @@ class CheapestSearch:
         if budget.seconds is None:
             parts = [budget, *[budget.part(1.0 / max(len(sets), 1))] * len(sets)]
         else:
-            whole_s = promise.search_s(())
+            whole_s = allotment.search_s(())
             sets = sets[: max(int(SETS_PART * whole_s / LEAST_SET_S), 1)]
             each_s = SETS_PART * whole_s / max(len(sets), 1)
             first_s = WHOLE_PART * whole_s if sets else whole_s
@@ -101,7 +101,7 @@ class CheapestSearch:
             if not (self._session.stop.is_requested or self._is_hopeless(hosts)):
                 self._search(hosts, part)
         if budget.seconds is not None and sets:
-            self._go_on(promise, LEAST_SET_S)
+            self._go_on(allotment, LEAST_SET_S)
         return self._rows()
 
     def offers(self) -> tuple[Offer, ...]:
@@ -148,12 +148,12 @@ class CheapestSearch:
             replace(
                 session,
                 progress=progress,
-                promise=None if part.seconds is None else Promise(part),
+                allotment=None if part.seconds is None else Allotment(part),
             ),
         )
         self._found += [(subset, row) for row in rows]
 
-    def _go_on(self, promise: Promise, least_s: float) -> None:
+    def _go_on(self, allotment: Allotment, least_s: float) -> None:
         """Spend what is left of a budget in seconds on the hosts of the best plan."""
         able = [pair for pair in self._found if pair[1].candidate is not None]
         if not able or self._session.stop.is_requested:
@@ -161,7 +161,7 @@ class CheapestSearch:
         subset, best = min(able, key=lambda pair: self._rank(*pair))
         assert best.candidate is not None
         strategy = subset.lifted(best.candidate.strategy)
-        left_s = promise.search_s([replace(best.candidate, strategy=strategy)])
+        left_s = allotment.search_s([replace(best.candidate, strategy=strategy)])
         used = _used(subset, best)
         if left_s >= least_s:
             self._search(used, Budget(seconds=left_s))

@@ -5,6 +5,7 @@ from typing import Any
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.allotment import NOISE_PART
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan import cost_per_step, row_to_dict
 from heterog.planners.planner import Budget, MethodRow, Spending, Stop
@@ -16,7 +17,6 @@ from heterog.planners.portfolio import (
     use_op_rules,
     with_noise,
 )
-from heterog.planners.promise import NOISE_PART
 from heterog.planners.registry import AUTO
 from heterog.planners.request import Request, Session
 from heterog.simulator.cost_model import CostModel

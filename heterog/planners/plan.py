@@ -23,6 +23,7 @@ from heterog.files import write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
+from heterog.planners.allotment import Allotment
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.cheapest import CheapestSearch, Offer, offers_of_rows
 from heterog.planners.cost import Cost, cost_of
@@ -50,7 +51,6 @@ from heterog.planners.portfolio import (
     use_op_rules,
     with_noise,
 )
-from heterog.planners.promise import Promise
 from heterog.planners.request import Request, Session
 from heterog.planners.stability import Gain, gain, reference_of
 from heterog.simulator.device_models.parameters import shipped_peak_errors
@@ -499,9 +499,9 @@ def make_plan(
     """
     session = session or Session()
     evaluator = evaluator or Evaluator(request.graph, request.cluster, request.cost_model)
-    promise = session.promise or Promise(request.budget)
+    allotment = session.allotment or Allotment(request.budget)
     issued = IssuedSteps(evaluator)
-    promise.follow(
+    allotment.follow(
         issued,
         is_rehearsed=rehearse is not None,
         # Its long part is kept, with and without rules of single ops.
@@ -509,8 +509,8 @@ def make_plan(
     )
     history = SearchHistory(evaluator, session.progress)
     begin = time.perf_counter()
-    told = replace(session, progress=history.tell, promise=promise)
-    rows, offers = _searched(evaluator, request, told, promise)
+    told = replace(session, progress=history.tell, allotment=allotment)
+    rows, offers = _searched(evaluator, request, told, allotment)
     if request.asynchronous is not None:
         row = _asynchronous_row(evaluator, request.asynchronous, request, session, rows)
         rows = [*rows, row]
@@ -518,7 +518,7 @@ def make_plan(
     rank = request.objective.rank(evaluator.cluster)
     if rehearse is not None:
         session.progress("rehearsal", 0.0, math.inf)
-        spending = _spending(evaluator, promise.rehearsal_s, promise)
+        spending = _spending(evaluator, allotment.rehearsal_s, allotment)
         rows = rehearsed(issued, rows, rehearse, spending=spending, rank=rank)
     plan = plan_from_rows(
         evaluator,
@@ -526,7 +526,7 @@ def make_plan(
         budget=str(request.budget),
         seed=request.seed,
         search_seconds=search_seconds,
-        noise=_spending(evaluator, promise.noise_s, promise, session.stop),
+        noise=_spending(evaluator, allotment.noise_s, allotment, session.stop),
         issued=issued,
         rank=rank,
     )
@@ -539,13 +539,13 @@ def make_plan(
 
 
 def _searched(
-    evaluator: Evaluator, request: Request, session: Session, promise: Promise
+    evaluator: Evaluator, request: Request, session: Session, allotment: Allotment
 ) -> tuple[list[MethodRow], tuple[Offer, ...]]:
     """Rows of all methods, and the trades of time for money that were found in the search."""
     if not request.objective.is_time:
         request.objective.require_prices(evaluator.cluster)
         search = CheapestSearch(evaluator, request, session)
-        return search.run(request.budget, promise), search.offers()
+        return search.run(request.budget, allotment), search.offers()
     rows = run_methods(evaluator, request, session)
     has_prices = evaluator.cluster.prices is not None
     return rows, offers_of_rows(rows, evaluator.cluster) if has_prices else ()
@@ -572,12 +572,12 @@ def _asynchronous_row(
 
 
 def _spending(
-    evaluator: Evaluator, seconds: float, promise: Promise, stop: Stop | None = None
+    evaluator: Evaluator, seconds: float, allotment: Allotment, stop: Stop | None = None
 ) -> Spending:
     """A limit of some seconds from now on; no limit if they are infinite."""
     endless = Budget(evaluations=_NO_LIMIT)
     budget = endless if math.isinf(seconds) else Budget(seconds=seconds)
-    return Spending(budget, evaluator, stop=stop, clock=promise.clock)
+    return Spending(budget, evaluator, stop=stop, clock=allotment.clock)
 
 
 def plan_from_rows(

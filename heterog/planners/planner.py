@@ -204,22 +204,22 @@ class Spending:
             self._evaluator.poll = outer
 
 
-class Purse:
+class BudgetSplit:
     """Divides a budget among searches that run one after another.
 
     Each gets an equal part, whatever ran before it. Later searches share what one leaves over;
     overspending is not taken from them, unless time is up before they had their parts.
 
-    >>> purse = Purse(Budget(evaluations=30), 3)
-    >>> purse.next_part()
+    >>> split = BudgetSplit(Budget(evaluations=30), 3)
+    >>> split.next_part()
     Budget(seconds=None, evaluations=10)
-    >>> purse.settle(4)
-    >>> purse.next_part()
+    >>> split.settle(4)
+    >>> split.next_part()
     Budget(seconds=None, evaluations=13)
-    >>> purse.settle(20)
-    >>> purse.next_part()
+    >>> split.settle(20)
+    >>> split.next_part()
     Budget(seconds=None, evaluations=13)
-    >>> late = Purse(Budget(seconds=30.0), 3)
+    >>> late = BudgetSplit(Budget(seconds=30.0), 3)
     >>> late.next_part(left_s=18.0)
     Budget(seconds=6.0, evaluations=None)
     """

@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 
 from heterog.errors import StrategyError
+from heterog.planners.allotment import Allotment
 from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import under_noise
@@ -27,7 +28,6 @@ from heterog.planners.planner import (
     Spending,
     by_time,
 )
-from heterog.planners.promise import Promise
 from heterog.planners.registry import AUTO, Methods
 from heterog.planners.request import Request, Session
 from heterog.planners.sharing import Shares, SharesTogether
@@ -51,9 +51,9 @@ def run_methods(
 
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
     seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
-    rest, except what ``promise`` keeps back: ``FIRST_ROUND`` of it in equal parts (``Purse``), the
-    rest in rounds where it pays (``rounds``). A budget in evaluations is divided among the
-    searches in equal parts; baselines do not count.
+    rest, except what ``allotment`` keeps back: ``FIRST_ROUND`` of it in equal parts
+    (``BudgetSplit``), the rest in rounds where it pays (``rounds``). A budget in evaluations is
+    divided among the searches in equal parts; baselines do not count.
 
     Args:
         evaluator: Evaluator of the request's graph and cluster.
@@ -73,13 +73,13 @@ def run_methods(
     prepare(evaluator, running, session)
     budget, searching = request.budget, any(each.stage == "search" for each in chosen)
     is_shared = AUTO in request.methods or (
-        session.promise is not None and budget.seconds is not None
+        session.allotment is not None and budget.seconds is not None
     )
-    promise = session.promise or Promise(budget, clock=session.clock)
+    allotment = session.allotment or Allotment(budget, clock=session.clock)
     together = None
     if session.seats is not None and is_shared:
         together = _seated(session.seats, evaluator, request, running, session.progress)
-    promise.begin()
+    allotment.begin()
     asked = Problem(
         evaluator=evaluator,
         budget=budget,
@@ -87,11 +87,11 @@ def run_methods(
         step_barrier=request.step_barrier,
         orders=request.orders,
         stop=session.stop,
-        clock=promise.clock,
+        clock=allotment.clock,
     )
-    shares = Shares(asked, running, promise, session.progress)
+    shares = Shares(asked, running, allotment, session.progress)
     if together is not None:
-        shares = SharesTogether(asked, running, promise, session.progress, together)
+        shares = SharesTogether(asked, running, allotment, session.progress, together)
     if is_shared:
         shares.divide()
         if budget.seconds is not None and searching:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.allotment import Allotment
 from heterog.planners.objective import FASTEST, Objective
 from heterog.planners.planner import Budget, Planner, Progress, Stop
-from heterog.planners.promise import Promise
 from heterog.planners.registry import AUTO, Methods, built_in_methods
 from heterog.planners.seeds import SeedPlanner
 from heterog.simulator.cost_model import CostModel
@@ -27,7 +27,7 @@ class Request:
         known: Methods that the names are looked up in; those of this package without a policy by
             default.
         budget: Limit of the search. In seconds it is for all of an answer, but for what is
-            imported and compiled; see ``Promise``.
+            imported and compiled; see ``Allotment``.
         seed: Seed of everything random.
         step_barrier: Whether a step ends with all updates.
         orders: Orders that searching methods may choose from.
@@ -63,7 +63,7 @@ class Session:
         progress: Function that gets every method's progress.
         stop: Switch that ends the search early; the plan is then the best so far.
         clock: Function that returns the seconds by which a budget in seconds is kept.
-        promise: What else a budget in seconds is for; all methods then share it by its clock,
+        allotment: What else a budget in seconds is for; all methods then share it by its clock,
             even without ``auto``.
         seats: Workers that keep their state, which then run the methods that share a budget,
             several at a time; see ``planners.together``.
@@ -72,5 +72,5 @@ class Session:
     progress: Progress = lambda method, fraction, best: None
     stop: Stop = field(default_factory=Stop)
     clock: Callable[[], float] = time.perf_counter
-    promise: Promise | None = None
+    allotment: Allotment | None = None
     seats: Seats | None = None

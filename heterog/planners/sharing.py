@@ -4,19 +4,19 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from heterog.planners.allotment import Allotment
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import JUDGED_PART, run_method
 from heterog.planners.planner import (
     Budget,
+    BudgetSplit,
     Candidate,
     MethodRow,
     Planner,
     Problem,
     Progress,
-    Purse,
     Stop,
 )
-from heterog.planners.promise import Promise
 from heterog.planners.rounds import STARVED, Contender, next_of
 from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal
 
@@ -47,17 +47,21 @@ class Shares:
     Args:
         asked: Problem of all methods, with the budget of all.
         running: Methods in the order in which they run.
-        promise: What else the budget is for.
+        allotment: What else the budget is for.
         progress: Function that gets every method's progress.
     """
 
     def __init__(
-        self, asked: Problem, running: Sequence[Planner], promise: Promise, progress: Progress
+        self,
+        asked: Problem,
+        running: Sequence[Planner],
+        allotment: Allotment,
+        progress: Progress,
     ) -> None:
         self.rows: dict[str, MethodRow] = {}
         self._asked = asked
         self._running = running
-        self._promise = promise
+        self._allotment = allotment
         self._progress = progress
         self._contenders = {planner.name: Contender(planner=planner) for planner in running}
 
@@ -68,7 +72,7 @@ class Shares:
                 self._run(planner, self._asked.budget)
 
     def divide(self) -> None:
-        """Give baselines equal shares of one part and searches of another; see ``Purse``."""
+        """Give baselines equal shares of one part and searches of another; see ``BudgetSplit``."""
         budget = self._asked.budget
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
@@ -76,14 +80,14 @@ class Shares:
                 stage.sort(key=lambda each: each.resumes)
             part = self._first_part(is_baseline)
             whole = _whole(budget, is_baseline, self._left_s)
-            purse = Purse(whole.part(part), len(stage))
+            split = BudgetSplit(whole.part(part), len(stage))
             for planner in stage:
                 if self._is_stopped:
                     return
                 left_s = math.inf if is_baseline else part * self._left_s
-                seconds = self._run(planner, purse.next_part(left_s))
+                seconds = self._run(planner, split.next_part(left_s))
                 evaluations = self.rows[planner.name].num_evaluations
-                purse.settle(evaluations if budget.seconds is None else seconds)
+                split.settle(evaluations if budget.seconds is None else seconds)
 
     def go_on(self, planners: Sequence[Planner]) -> None:
         """Let some methods resume with the seconds that are left; see ``rounds``.
@@ -120,7 +124,7 @@ class Shares:
 
     @property
     def _left_s(self) -> float:
-        return self._promise.search_s(self._candidates)
+        return self._allotment.search_s(self._candidates)
 
     def _run(self, planner: Planner, part: Budget) -> float:
         """Let a method spend a part; return the seconds that it took."""
@@ -196,7 +200,7 @@ class SharesTogether(Shares):
     Args:
         asked: Problem of all methods, with the budget of all.
         running: Methods in the order in which they run.
-        promise: What else the budget is for.
+        allotment: What else the budget is for.
         progress: Function that gets every method's progress.
         together: Seats that run the methods.
     """
@@ -205,11 +209,11 @@ class SharesTogether(Shares):
         self,
         asked: Problem,
         running: Sequence[Planner],
-        promise: Promise,
+        allotment: Allotment,
         progress: Progress,
         together: Together,
     ) -> None:
-        super().__init__(asked, running, promise, progress)
+        super().__init__(asked, running, allotment, progress)
         self._together = together
         dealt = deal([each for each in running if can_be_sent(each)], together.num_seats)
         self._seats = [

@@ -7,7 +7,7 @@ the step before it has ended: T = T_local + T_average / H. Passes over memory ar
 
 from collections.abc import Sequence
 
-from heterog.simulator.small_tape import Pen
+from heterog.simulator.small_tape import TapeWriter
 from heterog.strategy.averaged_buckets import AveragedBucket
 from heterog.strategy.averaging import Averaging
 from heterog.strategy.averaging_passes import passes_after, passes_before, times_moved
@@ -38,22 +38,23 @@ def averaging_tape(
         num_devices: Number of devices of the cluster.
     """
     num_tasks = sum(4 * len(bucket.devices) + 1 for bucket in buckets)
-    pen = Pen(num_tasks, num_parameters, num_devices)
+    writer = TapeWriter(num_tasks, num_parameters, num_devices)
     made = [
-        _written_messages(pen, averaging, number, bucket) for number, bucket in enumerate(buckets)
+        _written_messages(writer, averaging, number, bucket)
+        for number, bucket in enumerate(buckets)
     ]
     tokens = [
-        _written_sum(pen, channels, number, bucket, reads)
+        _written_sum(writer, channels, number, bucket, reads)
         for number, (bucket, reads) in enumerate(zip(buckets, made, strict=True))
     ]
     for number, (bucket, token) in enumerate(zip(buckets, tokens, strict=True)):
-        _write_end(pen, averaging, number, bucket, token)
-    pen.end()
-    return pen.tape
+        _write_end(writer, averaging, number, bucket, token)
+    writer.end()
+    return writer.tape
 
 
 def _written_messages(
-    pen: Pen, averaging: Averaging, number: int, bucket: AveragedBucket
+    writer: TapeWriter, averaging: Averaging, number: int, bucket: AveragedBucket
 ) -> list[int]:
     """Passes that fill a bucket, encoded where it has a codec; returns what they make."""
     size, made = bucket.num_bytes, []
@@ -61,15 +62,19 @@ def _written_messages(
         sends = bucket.rule is None or device in bucket.senders
         passes = passes_before(averaging, has_codec=bucket.rule is not None, sends=sends)
         if passes:
-            made.append(pen.write(TaskKind.FLATTEN, number, device, size * times_moved(passes)))
+            made.append(writer.write(TaskKind.FLATTEN, number, device, size * times_moved(passes)))
         if sends and bucket.rule is not None:
             cost = size * encode_bytes(bucket.rule)
-            made[-1] = pen.write(TaskKind.ENCODE, number, device, cost, reads=[made[-1]])
+            made[-1] = writer.write(TaskKind.ENCODE, number, device, cost, reads=[made[-1]])
     return made
 
 
 def _written_sum(
-    pen: Pen, channels: ChannelTable, number: int, bucket: AveragedBucket, reads: Sequence[int]
+    writer: TapeWriter,
+    channels: ChannelTable,
+    number: int,
+    bucket: AveragedBucket,
+    reads: Sequence[int],
 ) -> int:
     """The all-reduce of a bucket, or the all-gather of its messages; returns what it makes."""
     kind, channel, size = TaskKind.ALL_REDUCE, -1, bucket.num_bytes
@@ -79,11 +84,11 @@ def _written_sum(
         kind, size = TaskKind.ALL_GATHER, bucket.message_bytes * len(bucket.senders)
         sends = tuple(int(device in bucket.senders) for device in bucket.devices)
         channel = channels.all_gather(bucket.devices, sends)
-    return pen.write(kind, number, -1, size, channel=channel, reads=reads)
+    return writer.write(kind, number, -1, size, channel=channel, reads=reads)
 
 
 def _write_end(
-    pen: Pen, averaging: Averaging, number: int, bucket: AveragedBucket, token: int
+    writer: TapeWriter, averaging: Averaging, number: int, bucket: AveragedBucket, token: int
 ) -> None:
     """What all replicas do with what has come: decode it, and take over the result."""
     size = bucket.num_bytes
@@ -95,5 +100,5 @@ def _write_end(
         read = token
         if bucket.rule is not None:
             decoded = size * len(bucket.senders) * DECODE_BYTES[bucket.rule.codec.kind]
-            read = pen.write(TaskKind.DECODE_SUM, number, device, decoded, reads=[token])
-        pen.write(TaskKind.FLATTEN, number, device, cost, reads=[read])
+            read = writer.write(TaskKind.DECODE_SUM, number, device, decoded, reads=[token])
+        writer.write(TaskKind.FLATTEN, number, device, cost, reads=[read])

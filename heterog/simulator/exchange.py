@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from heterog.simulator.small_tape import Pen
+from heterog.simulator.small_tape import TapeWriter
 from heterog.strategy.asynchronous import Traffic
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering.tape import Tape
@@ -21,17 +21,19 @@ def push_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTa
         channels: Table of the cluster's channels.
     """
     num_devices = channels.cluster.num_devices
-    pen = Pen(sum(2 + len(each.rows) for each in traffic), len(sizes), num_devices)
+    writer = TapeWriter(sum(2 + len(each.rows) for each in traffic), len(sizes), num_devices)
     for number, (device, server, rows) in enumerate(traffic):
         size = float(sizes[list(rows)].sum())
-        there = pen.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * size)
+        there = writer.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * size)
         if device != server:
             channel = device * num_devices + server
-            there = pen.write(TaskKind.PUSH, rows[0], server, size, channel=channel, reads=[there])
+            there = writer.write(
+                TaskKind.PUSH, rows[0], server, size, channel=channel, reads=[there]
+            )
         for row in rows:
-            pen.write(TaskKind.UPDATE, row, server, 0.0, reads=[there])
-    pen.end()
-    return pen.tape
+            writer.write(TaskKind.UPDATE, row, server, 0.0, reads=[there])
+    writer.end()
+    return writer.tape
 
 
 def pull_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTable) -> Tape:
@@ -43,13 +45,15 @@ def pull_tape(traffic: Sequence[Traffic], sizes: FloatArray, channels: ChannelTa
         channels: Table of the cluster's channels.
     """
     num_devices = channels.cluster.num_devices
-    pen = Pen(3 * len(traffic), len(sizes), num_devices)
+    writer = TapeWriter(3 * len(traffic), len(sizes), num_devices)
     for number, (device, server, rows) in enumerate(traffic):
         size = float(sizes[list(rows)].sum())
-        there = pen.write(TaskKind.FLATTEN, number, server, _READ_AND_WRITTEN * size)
+        there = writer.write(TaskKind.FLATTEN, number, server, _READ_AND_WRITTEN * size)
         if device != server:
             channel = server * num_devices + device
-            there = pen.write(TaskKind.PULL, rows[0], device, size, channel=channel, reads=[there])
-        pen.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * size, reads=[there])
-    pen.end()
-    return pen.tape
+            there = writer.write(
+                TaskKind.PULL, rows[0], device, size, channel=channel, reads=[there]
+            )
+        writer.write(TaskKind.FLATTEN, number, device, _READ_AND_WRITTEN * size, reads=[there])
+    writer.end()
+    return writer.tape

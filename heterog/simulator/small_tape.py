@@ -12,7 +12,7 @@ from heterog.strategy.lowering.tape import (
 from heterog.strategy.program import TaskKind
 
 
-class Pen:
+class TapeWriter:
     """Writes tasks without the compiled helpers, whose compilation these few do not repay.
 
     Args:

@@ -28,10 +28,10 @@ from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import Pair
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.planners.allotment import Allotment
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.promise import Promise
 from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
@@ -253,7 +253,7 @@ def test_among_others_an_answer_is_whole_or_not_begun(
         evaluator,
         ["agent", "agent+search", "two_segment"],
         budget=budget,
-        promise=Promise(budget, clock=clock),
+        allotment=Allotment(budget, clock=clock),
     )
     found = {row.method: row for row in rows}
     assert clock.now_s <= 20.0 * 1.1

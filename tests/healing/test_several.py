@@ -15,7 +15,7 @@ import pytest
 
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import Told
+from heterog.healing.crew import RankArguments
 from heterog.healing.host import HostProcess
 from heterog.healing.rendezvous import TOKEN, Rendezvous, own_host
 from heterog.healing.several import SeveralHosts
@@ -77,7 +77,7 @@ def test_a_host_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
 class Hosts:
     """Real processes of ``heterog.healing.host``, all on this machine."""
 
-    def __init__(self, place: Rendezvous, out: Path, told: Told) -> None:
+    def __init__(self, place: Rendezvous, out: Path, told: RankArguments) -> None:
         self._place, self._out, self._told = place, out, told
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
@@ -111,7 +111,7 @@ def started(
 
     def start(model: str) -> tuple[SeveralHosts, Hosts, list[str]]:
         said: list[str] = []
-        told = Told(model=model, timeout_s=60.0)
+        told = RankArguments(model=model, timeout_s=60.0)
         listening = place.listen()
         assert listening is not None
         crew = SeveralHosts(
@@ -215,7 +215,7 @@ def test_who_may_not_join_is_told_why_and_an_error_of_a_rank_reaches_all(
         (other, "A", "p", "does not know this job's secret; set the same HETEROG_TOKEN"),
     ):
         with pytest.raises(HeterogError, match=why):
-            HostProcess(where, host, program, Told()).run()
+            HostProcess(where, host, program, RankArguments()).run()
     with pytest.raises(
         LaunchError, match=r"rank 1 failed with exit code 1.*it has failed"
     ) as failed:
@@ -230,7 +230,7 @@ def test_who_may_not_join_is_told_why_and_an_error_of_a_rank_reaches_all(
 def test_who_does_not_come_is_named(place: Rendezvous, tmp_path: Path) -> None:
     listening = place.listen()
     assert listening is not None
-    crew = SeveralHosts(cluster_of(*DEVICES), "p", listening, place, Told(), join_s=0.1)
+    crew = SeveralHosts(cluster_of(*DEVICES), "p", listening, place, RankArguments(), join_s=0.1)
     with pytest.raises(HeterogError, match=r"A, B, C did not join within 0\.1 s; run the same"):
         crew.open(tmp_path, "")
     crew.close("")

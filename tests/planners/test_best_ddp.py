@@ -12,11 +12,11 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.planners.allotment import Allotment
 from heterog.planners.best_ddp import BUCKETS, BestDataParallel, class_sets
 from heterog.planners.data_parallel import balanced_homes, device_speeds, uniform_strategy
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.promise import Promise
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
@@ -115,8 +115,8 @@ def test_classes_are_hosts_that_are_alike() -> None:
 def test_it_takes_a_twentieth_of_a_budget_that_methods_share() -> None:
     evaluator, clock = clocked(0.05)
     budget = Budget(seconds=20.0)
-    promise = Promise(budget, clock=clock)
-    rows = run_methods(evaluator, ["best_ddp", "two_segment"], budget=budget, promise=promise)
+    allotment = Allotment(budget, clock=clock)
+    rows = run_methods(evaluator, ["best_ddp", "two_segment"], budget=budget, allotment=allotment)
     row = next(row for row in rows if row.method == "best_ddp")
     assert row.step_time_s is not None
     assert 0.0 < row.search_seconds <= 0.05 * 20.0 * 1.2

@@ -23,12 +23,12 @@ from heterog.planners.judging import run_method
 from heterog.planners.local_search import LocalSearch
 from heterog.planners.planner import (
     Budget,
+    BudgetSplit,
     Candidate,
     MethodRow,
     Planner,
     PlanResult,
     Problem,
-    Purse,
     Spending,
     Stop,
     TimeUp,
@@ -100,21 +100,21 @@ def unrolled_lstm() -> OpGraph:
 
 
 def test_a_search_gets_its_part_whatever_ran_before_it() -> None:
-    purse = Purse(Budget(seconds=40.0), 4)
+    split = BudgetSplit(Budget(seconds=40.0), 4)
     given = []
     for spent in (100.0, 0.0, 10.0, 10.0):  # ten times too much, nothing, all of it
-        given.append(purse.next_part().seconds)
-        purse.settle(spent)
+        given.append(split.next_part().seconds)
+        split.settle(spent)
     assert given == pytest.approx([10.0, 10.0, 15.0, 20.0])
 
 
 def test_what_is_left_over_is_all_that_is_shared() -> None:
-    purse = Purse(Budget(evaluations=1000), 5)
+    split = BudgetSplit(Budget(evaluations=1000), 5)
     for _ in range(5):
-        part = purse.next_part().evaluations
+        part = split.next_part().evaluations
         assert part is not None
         assert part >= 200
-        purse.settle(0)
+        split.settle(0)
     assert part == 1000
 
 
@@ -275,13 +275,13 @@ def test_a_method_that_overspends_takes_nothing_from_the_others() -> None:
             return PlanResult(candidates=(), num_evaluations=0, search_seconds=100.0)
 
     evaluator, clock = clocked(0.01)
-    purse = Purse(Budget(seconds=10.0), 2)
+    split = BudgetSplit(Budget(seconds=10.0), 2)
     parts = []
     for planner in (Greedy(), LocalSearch()):
-        problem = Problem(evaluator=evaluator, budget=purse.next_part(), clock=clock)
+        problem = Problem(evaluator=evaluator, budget=split.next_part(), clock=clock)
         parts.append(problem.budget.seconds)
         row = run_method(planner, problem)
-        purse.settle(row.search_seconds)
+        split.settle(row.search_seconds)
     assert parts == [5.0, 5.0]
     assert row.num_evaluations > 100
 

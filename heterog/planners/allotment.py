@@ -21,7 +21,7 @@ from heterog.planners.planner import Budget, Candidate
 NOISE_PART = 0.08
 """Part of a budget in seconds for the draws of noise that ranges of gains come from."""
 LATE = 0.1
-"""Part of a budget by which an answer may be late in the schedule; the promise is twice that."""
+"""Part of a budget by which an answer may be late in the schedule; the limit is twice that."""
 _LATEST = 0.17
 """The same for rehearsal and noise: an answer a little later is better than one with a plan that
 was not rehearsed."""
@@ -49,7 +49,7 @@ _COMPARISON_S = 2e-5
 part of a budget does not suffice for one."""
 
 
-class Promise:
+class Allotment:
     """The seconds left of a budget, by purpose; infinite under a budget in evaluations.
 
     Until ``follow`` is called, only draws of noise come after the searches.

@@ -10,10 +10,7 @@ import pytest
 
 import heterog.planners.issue_order as issue_order
 from heterog.graph.capture import capture_step
-from heterog.planners.issue_order import IssuedStep, IssuedSteps, issued_step
-from heterog.planners.planner import Budget, Candidate, MethodRow, Purse, Spending, TimeUp
-from heterog.planners.portfolio import UNPLAYED
-from heterog.planners.promise import (
+from heterog.planners.allotment import (
     EXPLANATION_S,
     LAST_S,
     LATE,
@@ -23,8 +20,11 @@ from heterog.planners.promise import (
     REHEARSAL_OP_S,
     REHEARSAL_S,
     WRITING_OP_S,
-    Promise,
+    Allotment,
 )
+from heterog.planners.issue_order import IssuedStep, IssuedSteps, issued_step
+from heterog.planners.planner import Budget, BudgetSplit, Candidate, MethodRow, Spending, TimeUp
+from heterog.planners.portfolio import UNPLAYED
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import FIRST_LINK_KIND
@@ -51,10 +51,10 @@ def many_turns(patch: pytest.MonkeyPatch, number: int) -> None:
 def test_a_command_s_start_takes_at_most_a_tenth() -> None:
     _, clock = clocked(0.01)
     for started_s, taken_s in ((0.0, 0.0), (0.7, 0.7), (25.0, 1.0)):
-        promise = Promise(Budget(seconds=10.0), clock=clock, started_s=lambda s=started_s: s)  # type: ignore[misc]
-        promise.begin()
-        assert promise.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART) - taken_s)
-    endless = Promise(Budget(evaluations=3), clock=clock, started_s=lambda: 25.0)
+        allotment = Allotment(Budget(seconds=10.0), clock=clock, started_s=lambda s=started_s: s)  # type: ignore[misc]
+        allotment.begin()
+        assert allotment.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART) - taken_s)
+    endless = Allotment(Budget(evaluations=3), clock=clock, started_s=lambda: 25.0)
     endless.begin()
     assert math.isinf(endless.search_s([]))
 
@@ -65,16 +65,16 @@ def test_what_follows_is_kept_back_by_turns_and_ops(monkeypatch: pytest.MonkeyPa
     num_ops, turns = evaluator.graph.num_ops, 60_000
     many_turns(monkeypatch, turns)
     for is_explained, is_rehearsed in ((True, True), (False, True), (True, False)):
-        promise = Promise(Budget(seconds=10.0), is_explained=is_explained, clock=clock)
-        assert promise.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART))
-        promise.follow(IssuedSteps(evaluator), is_rehearsed=is_rehearsed)
+        allotment = Allotment(Budget(seconds=10.0), is_explained=is_explained, clock=clock)
+        assert allotment.search_s([]) == pytest.approx(10.0 * (1.0 - NOISE_PART))
+        allotment.follow(IssuedSteps(evaluator), is_rehearsed=is_rehearsed)
         clock.now_s += 1.0
-        left_s = promise.search_s([found])  # 0.01 s for the order, as one simulation makes it
+        left_s = allotment.search_s([found])  # 0.01 s for the order, as one simulation makes it
         follows_s = (turns * REHEARSAL_S + num_ops * REHEARSAL_OP_S) * is_rehearsed
         follows_s += turns * NOISE_S
         follows_s += (turns * EXPLANATION_S + num_ops * WRITING_OP_S + LAST_S) * is_explained
         assert left_s == pytest.approx(10.0 - 1.0 - 0.01 - max(follows_s - 10.0 * LATE, 0.0))
-        again_s = promise.search_s([found])
+        again_s = allotment.search_s([found])
         assert again_s == pytest.approx(left_s), "the order is made once"
 
 
@@ -88,9 +88,11 @@ def test_time_is_kept_for_what_buying_would_save_if_it_suffices_for_one_thing(
     for budget_s in (2.0, 5.0):
         for with_changes in (False, True):
             budget = Budget(seconds=budget_s)
-            promise = Promise(budget, is_explained=True, with_changes=with_changes, clock=clock)
-            promise.follow(IssuedSteps(evaluator), is_rehearsed=True)
-            left.append(promise.search_s([found]))
+            allotment = Allotment(
+                budget, is_explained=True, with_changes=with_changes, clock=clock
+            )
+            allotment.follow(IssuedSteps(evaluator), is_rehearsed=True)
+            left.append(allotment.search_s([found]))
     assert left[0] == pytest.approx(left[1])  # 0.16 s are less than 15,000 times 2e-5 s
     assert left[3] == pytest.approx(left[2] - 0.4)
 
@@ -115,40 +117,40 @@ def test_what_is_needed_whichever_strategy_wins_is_done_first_and_counts() -> No
     def work() -> None:
         clock.now_s += 2.0
 
-    promise = Promise(Budget(seconds=10.0), clock=clock)
-    promise.follow(IssuedSteps(evaluator), is_rehearsed=True, ahead=work)
-    before_s = promise.search_s([])
-    promise.begin()
-    assert promise.search_s([]) == pytest.approx(before_s - 2.0)
+    allotment = Allotment(Budget(seconds=10.0), clock=clock)
+    allotment.follow(IssuedSteps(evaluator), is_rehearsed=True, ahead=work)
+    before_s = allotment.search_s([])
+    allotment.begin()
+    assert allotment.search_s([]) == pytest.approx(before_s - 2.0)
 
 
 def test_searches_keep_a_part_however_long_the_rest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator, clock = clocked(1.0)
     many_turns(monkeypatch, 10_000_000)
-    promise = Promise(Budget(seconds=10.0), is_explained=True, clock=clock)
-    promise.follow(IssuedSteps(evaluator), is_rehearsed=True)
+    allotment = Allotment(Budget(seconds=10.0), is_explained=True, clock=clock)
+    allotment.follow(IssuedSteps(evaluator), is_rehearsed=True)
     found = best_of(evaluator)
-    promise.begin()
-    assert promise.search_s([found]) == pytest.approx(10.0 * (1.0 - MOST_KEPT) - 1.0)
+    allotment.begin()
+    assert allotment.search_s([found]) == pytest.approx(10.0 * (1.0 - MOST_KEPT) - 1.0)
     clock.now_s += 100.0
-    for seconds in (promise.rehearsal_s, promise.noise_s, promise.changes_s):
+    for seconds in (allotment.rehearsal_s, allotment.noise_s, allotment.changes_s):
         assert 0.0 < seconds < 0.01
 
 
 def test_a_budget_in_evaluations_keeps_nothing_back() -> None:
-    promise = Promise(Budget(evaluations=5), is_explained=True)
-    assert math.isinf(promise.search_s([]))
-    assert math.isinf(promise.rehearsal_s)
+    allotment = Allotment(Budget(evaluations=5), is_explained=True)
+    assert math.isinf(allotment.search_s([]))
+    assert math.isinf(allotment.rehearsal_s)
 
 
 def test_searches_share_what_is_left_where_one_took_too_long() -> None:
-    purse = Purse(Budget(seconds=40.0), 4)
-    assert purse.next_part(40.0).seconds == pytest.approx(10.0)
-    purse.settle(22.0)
-    assert purse.next_part(18.0).seconds == pytest.approx(6.0)
-    purse.settle(6.0)
+    split = BudgetSplit(Budget(seconds=40.0), 4)
+    assert split.next_part(40.0).seconds == pytest.approx(10.0)
+    split.settle(22.0)
+    assert split.next_part(18.0).seconds == pytest.approx(6.0)
+    split.settle(6.0)
     # Not less than half of an equal part, whatever was spent before.
-    assert purse.next_part(1.0).seconds == pytest.approx(5.0)
+    assert split.next_part(1.0).seconds == pytest.approx(5.0)
 
 
 def test_named_methods_share_the_seconds_of_a_plan() -> None:
@@ -158,7 +160,7 @@ def test_named_methods_share_the_seconds_of_a_plan() -> None:
         evaluator,
         ["local_search", "two_segment"],
         budget=Budget(seconds=20.0),
-        promise=Promise(Budget(seconds=20.0), clock=clock),
+        allotment=Allotment(Budget(seconds=20.0), clock=clock),
     )
     assert 10.0 < clock.now_s <= 20.0 * 1.05
 
@@ -180,7 +182,7 @@ def slow_plan(seconds: float) -> MethodRow:
         budget=budget,
         evaluator=evaluator,
         rehearse=rehearse,
-        promise=Promise(budget, clock=clock),
+        allotment=Allotment(budget, clock=clock),
     )
     row = next(row for row in plan.rows if row.method == plan.method)
     assert plan.outcome == "ok"
@@ -224,6 +226,6 @@ def test_a_rehearsal_on_ranks_ends_when_it_is_asked_to() -> None:
 def test_an_answer_under_a_long_budget_is_a_few_seconds_late_at_most() -> None:
     now = [0.0]
     for seconds in (10.0, 60.0, 3600.0):
-        promise = Promise(Budget(seconds=seconds), clock=lambda: now[0])
-        promise.begin()
-        assert promise.noise_s == pytest.approx(seconds + min(0.17 * seconds, 6.0))
+        allotment = Allotment(Budget(seconds=seconds), clock=lambda: now[0])
+        allotment.begin()
+        assert allotment.noise_s == pytest.approx(seconds + min(0.17 * seconds, 6.0))
