@@ -9,7 +9,7 @@ import pytest
 
 import heterog
 from website import command_pages, gallery, reference, stage
-from website.claims import FOLDER, PAGES, Claim, anchor, load_claims, made_pages
+from website.claims import FOLDER, PAGES, Claim, anchor, load_claims, made_pages, notebook_page
 from website.pictures import FOLDER as PICTURES
 from website.pictures import PICTURES as DRAWN
 
@@ -20,7 +20,7 @@ CLAIMS = load_claims()
 
 def notebook_section(heading: str) -> str:
     """Text of the lab notebook below a heading, up to the next one."""
-    text = (ROOT / "docs" / "results.md").read_text()
+    text = notebook_page(heading).read_text()
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     assert found, f"the notebook has no section '{heading}'"
     return " ".join(found[1].split())
@@ -147,9 +147,9 @@ def test_a_page_is_staged(text: str, staged: str) -> None:
 
 
 def test_links_of_pages_at_the_root_lead_to_the_same_pages() -> None:
-    text = "[a](docs/balance.md), [b](docs/results.md#device-models)"
+    text = "[a](docs/balance.md), [b](docs/notebook/device-models.md#kernels)"
     staged = stage.staged_text(text, ROOT / "CHANGELOG.md", "changelog.md")
-    assert staged == "[a](balance.md), [b](results.md#device-models)"
+    assert staged == "[a](balance.md), [b](notebook/device-models.md#kernels)"
 
 
 def test_a_link_to_nothing_is_named() -> None:
