@@ -125,13 +125,13 @@ def test_a_silent_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_page_is_reached() -> None:
     assert not stage.unlisted((ROOT / "mkdocs.yml").read_text())
-    assert "guide.md" in stage.unlisted("nav:\n  - Other guide: for/other-guide.md\n")
+    assert "start.md" in stage.unlisted("nav:\n  - Other start: for/other-start.md\n")
 
 
 @pytest.mark.parametrize(
     ("text", "staged"),
     [
-        ("[a](guide.md#running-a-plan)", "[a](guide.md#running-a-plan)"),
+        ("[a](guide/running.md#running-a-plan)", "[a](guide/running.md#running-a-plan)"),
         ("[a](../ARCHITECTURE.md)", "[a](architecture.md)"),
         ("[a](../README.md#what-to-trust)", "[a](index.md#what-to-trust)"),
         ("[a](../heterog/api.py)", "a"),
