@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from heterog.runtime.loss_scale import LossScale
     from heterog.strategy.strategy import Strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Balancer",
     "Cluster",
