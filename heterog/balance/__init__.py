@@ -1,6 +1,15 @@
 """Unequal GPUs in the training loop you have: shares, a sampler and exact weights.
 
 ``Balancer`` is what a loop uses; the other names are its parts, for loops with special needs.
+
+- ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
+  are for frameworks, ``elastic`` lets ranks train alone and merges them.
+- ``shares`` says how much of a batch each rank gets, ``start`` what it begins with; ``dealing``,
+  ``sampler``, ``loader`` and ``tokens`` deal the samples, ``micro_batches`` cuts a rank's part.
+- ``weights`` and ``gradients`` make the update that of one process.
+- ``clock`` measures what a rank computes between its waits (``watching`` finds these), ``speeds``
+  fits it, ``rebalancing`` decides when shares change and ``following`` changes them. ``group`` are
+  the ranks of the job.
 """
 
 from heterog.balance.balancer import Balancer
