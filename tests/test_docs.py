@@ -640,6 +640,7 @@ def test_the_layers_of_the_page_are_those_that_are_held() -> None:
     }
     missing = {name for name in packages if f"**`{name}`**" not in text_of("ARCHITECTURE.md")}
     assert not missing, f"ARCHITECTURE.md says nothing of {sorted(missing)}"
+    assert len(text.split()) <= 750, "ARCHITECTURE.md is one page; a package's docstring has more"
 
 
 # --- examples ------------------------------------------------------------------------------------
