@@ -137,6 +137,7 @@ def test_every_page_is_reached() -> None:
         ("[a](../heterog/api.py)", "a"),
         ("[a](https://example.org)", "[a](https://example.org)"),
         ("`[a](../heterog/api.py)`", "`[a](../heterog/api.py)`"),
+        ("    code\n\n[a](../heterog/api.py)", "    code\n\na"),
         ("- a\n  - b", "- a\n    - b"),
         ("Numbers:\n| a |\n|---|\n", "Numbers:\n\n| a |\n|---|\n"),
         ("```python\nx = [a](b)\n  - y\n```\n", "```python\nx = [a](b)\n  - y\n```\n"),
