@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Packages, or parts of them, of which little or nothing is ever imported.
 RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|setuptools|pygments|mypyc?
 
-.PHONY: setup bytecode demo browser test test-all lint types docs docs-serve check format clean
+.PHONY: setup bytecode demo browser test test-all lint types docs docs-serve check check-oldest format clean
 
 setup: $(KERNELS)
 
@@ -81,9 +81,23 @@ check:
 	$(MAKE) --jobs 2 setup browser lint types docs bytecode
 	$(MAKE) test
 
+# The oldest versions that pyproject.toml allows, of all but torch, in a folder of their own: what a
+# person has who installs into an environment that is there. Outside CI, as it takes long to install.
+OLDEST := .venv-oldest
+OLDEST_TESTS := tests/envs tests/agents tests/cluster tests/graph tests/report tests/simulator \
+	tests/test_cli.py tests/test_cli_listing.py tests/test_cli_outputs.py
+check-oldest: pyproject.toml
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) tests/oldest.py > $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
+	$(OLDEST)/bin/python -m pip install $(PIP_OPTIONS) -c $(OLDEST)/oldest.txt -e ".[zoo]" \
+		"pytest>=8.3" "pytest-xdist>=3.6" "hypothesis>=6.115"
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not thorough and not distributed" \
+		$(OLDEST_TESTS)
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) build *.egg-info plan.json plan.html trace.json
+	rm -rf $(VENV) $(OLDEST) build *.egg-info plan.json plan.html trace.json

@@ -18,17 +18,16 @@ do on the same speeds is added by its own simulation.
 """
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from testbed_calibration import calibrated
+from rows import finish, progress, script_parser
+from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch import Tensor
 
@@ -186,18 +185,14 @@ def told(row: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Measure every testbed and model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = script_parser(__doc__)
+    add_testbeds(parser, TESTBEDS, MODELS)
     parser.add_argument("--words", default="average=8", help="as for --asynchronous")
     parser.add_argument("--lossy", default="", help="codecs for what is averaged, with blanks")
     parser.add_argument("--predict-averages", action="store_true")
     parser.add_argument("--budget", default="300e")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300, help="trained for the losses")
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.windows, arguments.steps)
@@ -210,15 +205,10 @@ def main() -> None:
                 print(f"{Path(testbed).stem:13} {model:5} {seconds}")
         return
     rows = []
-    scratch = tempfile.TemporaryDirectory()
-    folder = Path(arguments.folder or scratch.name)
-    for testbed in arguments.testbeds.split(","):
-        cluster = calibrated(testbed, folder)
-        for model in arguments.models.split(","):
-            rows.append(measure(cluster, model, arguments))
-            print("\n".join(told(rows[-1])), file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
+    for cluster, model in testbeds_and_models(arguments):
+        rows.append(measure(cluster, model, arguments))
+        progress("\n".join(told(rows[-1])))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ that islands average. Told is the mean loss of the last eight steps, over the sa
 islands. No clock is in it: two runs give the same numbers.
 """
 
-import argparse
-import json
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from local_ranks import result_of_ranks
+from rows import finish, script_parser
 from torch import Tensor, nn
 
 from heterog import Workload
@@ -177,8 +176,7 @@ def train(
 
 def main() -> None:
     """Train both models with every plan."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rate", type=float, default=_RATE)
     parser.add_argument("--models", default="gpt,conv")
@@ -197,8 +195,7 @@ def main() -> None:
             rows.append({"model": model, "row": row, "loss": last, "losses": found})
             if not arguments.json:
                 print(f"{model:5} {row:45} {last:.4f}")
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=1))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

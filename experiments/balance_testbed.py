@@ -19,8 +19,6 @@ gives large buffers back and gets them again in each step, with which the same s
 quarter longer in some runs than in others; ``--default-allocator`` leaves it so.
 """
 
-import argparse
-import json
 import re
 import statistics
 import string
@@ -28,6 +26,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -143,8 +143,7 @@ def measure(
 
 def main() -> None:
     """Measure every script."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--scripts", default=",".join(SCRIPTS))
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
@@ -167,15 +166,12 @@ def main() -> None:
                 {} if arguments.default_allocator else KEEPS_MEMORY,
             )
             rows.append(row)
-            print(
+            progress(
                 f"{testbed:13} {script:14} {row['plain_epoch_s']:.2f} -> "
                 f"{row['balanced_epoch_s']:.2f} s: {row['speedup']:.2f}x of "
-                f"{row['perfect']:.2f}x ({row['ratio_to_perfect']:.0%})",
-                file=sys.stderr,
-                flush=True,
+                f"{row['perfect']:.2f}x ({row['ratio_to_perfect']:.0%})"
             )
-    if arguments.json:
-        print(json.dumps(rows, indent=1))
+    finish(arguments, rows)
 
 
 if __name__ == "__main__":

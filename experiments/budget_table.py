@@ -14,7 +14,6 @@ With ``--cpu`` every clock, that of the budget, too, counts CPU seconds of the p
 that nobody else uses would show.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,6 +24,8 @@ import time
 import venv
 from pathlib import Path
 from typing import Any
+
+from rows import progress, script_parser
 
 ROOT = Path(__file__).parents[1]
 MODELS = "vgg19,bert_base,bert_large_24l,resnet200"
@@ -133,7 +134,7 @@ def table(models: list[str], budgets: list[float], *, in_cpu: bool) -> list[dict
                 for cached in (folder / "site").rglob("*.nb[ic]"):
                     cached.unlink()
                 for call in ("first", "second"):
-                    print(f"{model}, {budget_s:g} s, {call} call", file=sys.stderr)
+                    progress(f"{model}, {budget_s:g} s, {call} call")
                     known = {"model": model, "budget_s": budget_s, "call": call}
                     found = plan_once(python, folder, model, budget_s, in_cpu=in_cpu)
                     rows.append(known | found)
@@ -142,11 +143,10 @@ def table(models: list[str], budgets: list[float], *, in_cpu: bool) -> list[dict
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=MODELS)
     parser.add_argument("--budgets", default=BUDGETS, help="seconds, with commas")
     parser.add_argument("--cpu", action="store_true", help="count CPU seconds of the process")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = table(
         arguments.models.split(","),

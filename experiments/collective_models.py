@@ -9,8 +9,6 @@ keep the links of the cluster file: how fast their collectives are depends on ho
 wired.
 """
 
-import argparse
-import json
 import statistics
 from collections import defaultdict
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 from device_models import read, rounded, write_section
+from rows import finish, script_parser
 from scipy.optimize import least_squares
 
 from heterog.cluster.catalog import device_type
@@ -94,9 +93,8 @@ def repeated(fitted: list[dict[str, str]], tested: list[dict[str, str]]) -> Floa
 
 def main() -> None:
     """Fit, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     grouped: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
@@ -126,13 +124,16 @@ def main() -> None:
             )
     if arguments.write:
         write_section("collectives", document)
-    if arguments.json:
-        print(json.dumps({"rows": told, "parameters": document}, indent=2))
-        return
-    for each in told:
-        print(f"{each['type']:10} {each['operation']:15} {each['rows']:4} rows, median "
-              f"{each['median']:.1%}, p90 {each['p90']:.1%}; p90 of another measurement "
-              f"{each['measured_again_p90']:.1%}")  # fmt: skip
+    finish(
+        arguments,
+        {"rows": told, "parameters": document},
+        (
+            f"{each['type']:10} {each['operation']:15} {each['rows']:4} rows, median "
+            f"{each['median']:.1%}, p90 {each['p90']:.1%}; p90 of another measurement "
+            f"{each['measured_again_p90']:.1%}"
+            for each in told
+        ),
+    )
 
 
 if __name__ == "__main__":

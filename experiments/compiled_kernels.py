@@ -11,7 +11,6 @@ Inductor's scheduler hands over its kernels once it has fused them (its option
 ``pretended_gpu``. Dynamo cuts some models into several graphs, each with its own numbers.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from rows import script_parser
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -210,8 +210,7 @@ def kernel_row(name: str, workload: Workload, *, on_gpu: bool) -> dict[str, Any]
 
 def main() -> None:
     """Print a row for each model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--gpu", action="store_true", help="schedule for an A100, compile nothing")
     parser.add_argument("--speed", action="store_true", help="predict eager and compiled steps")
     parser.add_argument("--models", default="", help="by commas; name:batch for one of the zoo")

@@ -17,9 +17,7 @@ also on the other measurement of the same hosts: an order is only worth what is 
 the job runs. ``--slow 3`` makes so many pairs ten times as slow, as a bad cable would.
 """
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from large_models import gpt_6b
+from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
@@ -206,9 +205,8 @@ class Case:
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of the matrix")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--graph", type=Path, help="a captured step, instead of GPT-3 6.7B")
     parser.add_argument("--layouts", default=" ".join(LAYOUTS))
     parser.add_argument("--slow", type=int, default=0, help="pairs that are ten times as slow")
@@ -233,9 +231,8 @@ def main() -> None:
             )
             row = case.row(arguments.random)
             rows.append({"measurement": number, "slow_pairs": arguments.slow} | row)
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
+            progress(json.dumps(rows[-1]))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -9,21 +9,21 @@ so that small differences between two runs are chance. With ``--grid``, ``pipett
 beside ``megatron_grid``, on a budget in evaluations, which can be had again.
 """
 
-import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -76,7 +76,7 @@ def beside_grid(graph: OpGraph, cluster: Cluster, seed: int) -> dict[str, object
         problem = Problem(
             evaluator=Evaluator(graph, cluster), budget=Budget(evaluations=EVALUATIONS), seed=seed
         )
-        found = run_method(planner_by_name(method), problem)
+        found = run_method(built_in_methods()[method], problem)
         row[f"{method}_s"] = found.step_time_s
         row[f"{method}_evaluations"] = found.num_evaluations
     return row
@@ -84,8 +84,7 @@ def beside_grid(graph: OpGraph, cluster: Cluster, seed: int) -> dict[str, object
 
 def main() -> None:
     """Print the rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--budget", default="20s")
     parser.add_argument("--seeds", type=int, default=1, help="matrices for each model and cluster")
     parser.add_argument("--grid", action="store_true", help="pipette beside megatron_grid instead")
@@ -101,9 +100,8 @@ def main() -> None:
                 else:
                     found = both(graph, cluster, Budget.parse(arguments.budget), seed)
                 rows.append({"model": model, "cluster": name, "seed": seed} | found)
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows}))
+                progress(json.dumps(rows[-1]))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ switching is free; the background sends nothing; GPUs are busy during an all-red
 profiles' table; op by op they may compute); the plan with the highest throughput counts.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -28,6 +27,7 @@ from typing import Any
 import numpy as np
 from deeppool_costs import Profile, ProfiledCosts, load_model
 from deeppool_models import Layer
+from rows import progress, script_parser
 
 from heterog.cli.common import load_model_graph
 from heterog.cluster import Cluster
@@ -214,16 +214,15 @@ def best_of_cases(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = script_parser(__doc__)
     parser.add_argument("--profiles", type=Path, help="folder of DeepPool's *.prof files")
     parser.add_argument("--no-simulation", action="store_true", help="profiles only")
-    parser.add_argument("--json", action="store_true", help="print one document")
     arguments = parser.parse_args()
     try:
         rows = list(profiled_rows(arguments.profiles)) if arguments.profiles else []
         rows += [] if arguments.no_simulation else list(simulated_rows())
     except HeterogError as error:
-        print(f"error: {error}", file=sys.stderr)
+        progress(f"error: {error}")
         return 2
     chosen = best_of_cases(rows)
     for row in rows:

@@ -14,12 +14,10 @@ Seconds of 8-bit products are those of the stack: the activations are scaled to 
 kernel of its own that reads 2 bytes an element and writes 1.
 """
 
-import argparse
 import csv
 import gzip
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -37,6 +35,7 @@ from kernel_fitting import (
     fit_products_of_one,
     fit_streams,
 )
+from rows import progress, script_parser
 
 from heterog.cluster.catalog import device_type
 from heterog.simulator.device_models import parameters
@@ -154,7 +153,7 @@ def fit_family(
               for kind, rows in by_type.items()}  # fmt: skip
     found, left_out = [], []
     for kind in by_type:
-        print(f"{name}, {kind}", file=sys.stderr, flush=True)
+        progress(f"{name}, {kind}")
         model = (fit_one or fit)([fitted[kind]])
         others = fit([each for other, each in fitted.items() if other != kind])
         unseen = np.concatenate([each.log_errors(others) for each in (fitted[kind], tested[kind])])
@@ -224,9 +223,8 @@ def write_section(name: str, section: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """Fit, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     rows = fit_all(arguments.data)

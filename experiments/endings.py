@@ -8,14 +8,13 @@ describe it, to write it and to explain it, and what ``heterog.planners.promise`
 numbers of turns and of ops.
 """
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from rows import finish, progress, script_parser
 
 from heterog.cli.common import load_cluster, load_model, settled
 from heterog.explain.explanation import explain
@@ -78,15 +77,14 @@ def ending_of(evaluator: Evaluator, row: MethodRow, rehearse: Rehearse) -> dict[
 
 def main() -> None:
     """Print a row for each model and method."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=MODELS, help="names, with commas")
     parser.add_argument("--methods", default=METHODS, help="names, with commas")
     parser.add_argument("--cluster", default="paper_8gpu")
-    parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     rows = []
     for model in asked.models.split(","):
-        print(model, file=sys.stderr)
+        progress(model)
         graph, rehearse = load_model(model, None)
         assert rehearse is not None
         evaluator = Evaluator(graph, load_cluster(asked.cluster))
@@ -99,11 +97,11 @@ def main() -> None:
                 for row in found
                 if row.candidate is not None
             ]
-    if asked.json:
-        print(json.dumps({"rows": rows}, indent=1))
-        return
-    for each in rows:
-        print(" ".join(f"{key}={value}" for key, value in each.items()))
+    finish(
+        asked,
+        {"rows": rows},
+        (" ".join(f"{key}={value}" for key, value in each.items()) for each in rows),
+    )
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ summary as one document.
 
 import argparse
 import json
-import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from paired_runs import (
     evaluations_needed,
     paired_runs,
 )
+from rows import geometric_mean, keep_row, progress, read_rows, script_parser, teller
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
@@ -49,46 +48,14 @@ PAPER_BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
 OF_POLICY = ("agent_greedy", "agent_16", "agent", "agent_finetuned", "agent+search")
 
 
-def read_rows(path: Path | None) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines; none if it is not there, or its last line was cut off."""
-    if path is None or not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            print(f"{path}: skipped a line that was cut off", file=sys.stderr)
-    return rows
-
-
-def append(path: Path | None, row: dict[str, Any]) -> None:
-    """Add a row to a file of JSON lines."""
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
 def chosen(arguments: argparse.Namespace) -> Iterator[tuple[OpGraph, Cluster]]:
     """The models on the clusters, each model captured when it comes."""
     clusters = [Cluster.load(name) for name in arguments.clusters.split(",")]
     for model in arguments.models.split(","):
-        print(f"capture {model}", file=sys.stderr, flush=True)
+        progress(f"capture {model}")
         graph = captured(model, arguments.graphs)
         for cluster in clusters:
             yield graph, cluster
-
-
-def teller() -> Callable[[str, float, float], None]:
-    """Prints when a method begins."""
-    begin = time.perf_counter()
-
-    def tell(method: str, fraction: float, best: float) -> None:
-        if fraction == 0.0:
-            spent = time.perf_counter() - begin
-            print(f"  {spent:6.1f} s {method}", file=sys.stderr, flush=True)
-
-    return tell
 
 
 def evaluate_pair(
@@ -159,12 +126,6 @@ def ratio(value: float | None, reference: float | None) -> float | None:
     return None if value is None or reference is None else value / reference
 
 
-def geometric_mean(values: list[float | None]) -> float | None:
-    """Of those that there are."""
-    logs = [math.log(value) for value in values if value is not None]
-    return math.exp(sum(logs) / len(logs)) if logs else None
-
-
 def shown(value: float | None) -> str:
     """Three digits, or that it does not fit."""
     return "OOM" if value is None else f"{value:.3f}"
@@ -185,7 +146,7 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
             ),
         } | {
             name: {
-                "geometric_mean": geometric_mean(values),
+                "geometric_mean": geometric_mean(value for value in values if value is not None),
                 "most": max((value for value in values if value is not None), default=None),
                 "do_not_fit": sum(value is None for value in values),
             }
@@ -268,12 +229,10 @@ def run_paired(arguments: argparse.Namespace) -> list[Run]:
     )
     for run in new:
         runs.append(run)
-        append(arguments.output, run.to_dict())
-        print(
+        keep_row(arguments.output, run.to_dict())
+        progress(
             f"{time.perf_counter() - begin:8.1f} s seed {run.seed} {run.budget:>5}e {run.model} "
-            f"on {run.cluster}: {run.method} {run.policy} {shown(run.step_time_s)} s",
-            file=sys.stderr,
-            flush=True,
+            f"on {run.cluster}: {run.method} {run.policy} {shown(run.step_time_s)} s"
         )
     return runs
 
@@ -292,7 +251,7 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for policy in arguments.policy.split(","):
             if (policy, graph.name, cluster.name, *asked) in done:
                 continue
-            print(f"{policy}: {graph.name} on {cluster.name}", file=sys.stderr, flush=True)
+            progress(f"{policy}: {graph.name} on {cluster.name}")
             searched = searched or long_search(
                 Evaluator(graph, cluster),
                 budget=Budget.parse(arguments.budget),
@@ -301,15 +260,13 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 clock=time.process_time if arguments.cpu_seconds else time.perf_counter,
             )
             rows.append(evaluate_pair(arguments, policy, graph, cluster, searched))
-            append(arguments.output, rows[-1])
+            keep_row(arguments.output, rows[-1])
     return rows
 
 
 def main() -> None:
     """Evaluate, or compare searches, and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--policy", default="heldout", help="names or files with commas")
     parser.add_argument("--models", default=",".join(HELD_OUT_MODELS))
     parser.add_argument("--clusters", default=",".join(HELD_OUT_CLUSTERS))
@@ -326,7 +283,6 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
     parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
-    parser.add_argument("--json", action="store_true", help="the summary as one document")
     arguments = parser.parse_args()
     holds_runs = any("method" in row for row in read_rows(arguments.output))
     if arguments.paired or (arguments.summary and holds_runs):

@@ -6,7 +6,8 @@ Makes a valid file of every kind that heterog reads, changes it (fields left out
 of other types; huge, negative and infinite numbers; texts with quotes and line ends; lists cut,
 shuffled and lengthened; bytes cut off, garbled and packed; bombs) and reads it in a process of its
 own with limits. What is refused has to be refused by one line. What is accepted is looked at again
-by code that shares nothing with the readers: indices, permutations, sums, simulated seconds.
+by code that shares nothing with the readers: indices, permutations, sums, simulated seconds. Calls
+of the command line with outputs of all kinds are a kind, too (``fuzzed_outputs``).
 
 The worker is forked from a process that has imported everything, so a case takes milliseconds.
 """
@@ -42,9 +43,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 import torch
 import yaml
+from fuzzed_outputs import check_call, make_call, make_case
 from torch import nn
 
-import heterog.agents.planners  # noqa: F401  registers the methods
 from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.policy import Policy
@@ -58,6 +59,7 @@ from heterog.graph import serialize
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict, load_graph, save_graph
+from heterog.graph.sharding_rules import RULES
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan, load_plan, make_plan
 from heterog.report.html import report_html
@@ -246,7 +248,7 @@ class Kind:
         files: valid ones.
         read: reads a path; what comes back is checked.
         check: says what is wrong with what was accepted; empty if nothing.
-        form: ``json``, ``yaml``, ``lines``, ``torch`` or ``folder``.
+        form: ``json``, ``yaml``, ``lines``, ``torch`` or ``folder``; ``call`` of the command line.
         weight: how often it is drawn.
     """
 
@@ -276,6 +278,7 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
         if number == 1:
             plan = plan.with_background(small_graph(4), 1.2)
         plan.save(folder / f"plan{number}.json")
+        plan.save(folder / "plan.json")
         plans.append(folder / f"plan{number}.json")
     found = measurements(graph, cluster)
     found.save(folder / "measurements.json")
@@ -288,6 +291,7 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
         'gpt2,16,lab.yaml,"tp=2,dp=2",0.412,9126805504,small\n'
         "graph.json.gz,,lab.yaml,pp=4,3.87e-1,,\n"
     )
+    (folder / "m.py").write_text("import torch\n")
     journal = Journal(folder / "rank0.jsonl", "a V100")
     journal.add("one", found.ops[:4])
     journal.add("two", found.links[:2])
@@ -377,6 +381,14 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
             check=check_checkpoint,
             form="folder",
             weight=2,
+        ),
+        Kind(
+            name="outputs",
+            files=(folder,),
+            read=make_call,
+            check=check_call,
+            form="call",
+            weight=3,
         ),
     )
 
@@ -640,6 +652,36 @@ def change_value(rng: random.Random, document: Any) -> Any:
     return document
 
 
+def change_op(rng: random.Random, document: Any) -> Any:
+    """One change of an op in a graph: its kind, the names of its arguments, its tensors.
+
+    What comes out is of the right types, but no rule of that kind has seen its like.
+    """
+    graph: Any = document.get("graph", document) if isinstance(document, dict) else None
+    ops: Any = graph.get("ops") if isinstance(graph, dict) else None
+    if not isinstance(ops, dict) or not ops.get("args"):
+        return change_value(rng, document)
+    with contextlib.suppress(KeyError, IndexError, TypeError, ValueError):  # changed before
+        index = rng.randrange(len(ops["args"]))
+        args, inputs = ops["args"][index], ops["inputs"][index]
+        match rng.randrange(6):
+            case 0 if args:
+                other = rng.choice([each for each in ops["args"] if each])
+                args[rng.choice([*other, "selfx"])] = args.pop(rng.choice(list(args)))
+            case 1 if args:
+                args.pop(rng.choice(list(args)))
+            case 2:
+                ops["kind"][index] = rng.choice([*ops["kind"], *RULES])
+            case 3:
+                graph["kinds"][rng.randrange(len(graph["kinds"]))] = rng.choice([*RULES])
+            case 4 if inputs:
+                _change_list(rng, inputs)
+            case _:
+                shape = rng.choice(graph["tensors"]["shape"])
+                _change_list(rng, shape)
+    return document
+
+
 def _change_list(rng: random.Random, values: list[Any]) -> None:
     index = rng.randrange(len(values))
     match rng.randrange(6):
@@ -724,6 +766,8 @@ def yaml_bomb(rng: random.Random) -> bytes:
 def change_file(rng: random.Random, kind: Kind, target: Path) -> str:
     """Write a changed file of a kind; says how it was changed."""
     source = rng.choice(kind.files)
+    if kind.form == "call":
+        return make_case(rng, source, target)
     if rng.random() < 0.02:
         return odd_file(rng, target)
     if kind.form == "folder":
@@ -766,7 +810,8 @@ def change_file(rng: random.Random, kind: Kind, target: Path) -> str:
         return "values"
     document = json.loads(text)
     for _ in range(times):
-        document = change_value(rng, document)
+        changes_op = kind.name in ("graph", "plan") and rng.random() < 0.3
+        document = (change_op if changes_op else change_value)(rng, document)
     changed_content = to_json(rng, document)
     target.write_bytes(gzip.compress(changed_content) if packed else changed_content)
     return "values"
@@ -957,7 +1002,7 @@ def run(cases: int, seed: int, *, tell: Callable[[int], None]) -> list[Verdict]:
         packed_policy(100 * 2**20)
         for kind in kinds:
             for path in kind.files:
-                if kind.form != "lines" and (problem := kind.check(kind.read(path))):
+                if kind.form not in ("lines", "call") and (problem := kind.check(kind.read(path))):
                     raise SystemExit(f"{path} is valid, but was judged: {problem}")
         begin = 0
         while begin < cases:

@@ -7,7 +7,6 @@ known of the GPU. ``rows`` has one entry a case: seconds and peak memory, measur
 and device seconds by family of kernels.
 """
 
-import argparse
 import gzip
 import json
 import statistics
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, workload_of
+from rows import finish, script_parser
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.execution import Execution
@@ -144,10 +144,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Compare all rows."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("steps", type=Path, nargs="+")
     parser.add_argument("--only", default="")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = []
     for path in arguments.steps:
@@ -167,7 +166,7 @@ def main() -> None:
         "in_intervals": sum(each["in_interval"] for each in rows),
         "peak_median": statistics.median(peaks),
     }
-    print(json.dumps({"summary": summary, "rows": rows}) if arguments.json else summary)
+    finish(arguments, {"summary": summary, "rows": rows}, [summary])
 
 
 def print_row(row: Mapping[str, Any]) -> None:

@@ -16,7 +16,6 @@ import gc
 import json
 import multiprocessing
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
+from rows import progress
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -241,7 +241,7 @@ def measured(cases: Sequence[Case], budget_s: float) -> Iterator[dict[str, Any]]
     begin = time.perf_counter()
     for case in cases:
         if time.perf_counter() - begin > budget_s:
-            print(f"no time left for {case}", file=sys.stderr)
+            progress(f"no time left for {case}")
             continue
         try:
             yield measure(case)

@@ -10,12 +10,11 @@ features, parts of the scores are added up: an all-reduce of N C. Times are the 
 cuts, as DistGNN makes them, are counted beside them: 2 sum (clones - 1) rows for each product.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
+from rows import finish, script_parser
 from torch import nn
 from vertex_cut import libra
 
@@ -131,17 +130,12 @@ def row(outside: float, widths: tuple[int, int, int], cluster: Cluster) -> dict[
 
 def main() -> None:
     """Measure all graphs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print one indented JSON list")
+    parser = script_parser(__doc__)
     parser.add_argument("--gbit", type=float, default=NIC_GBIT_PER_S, help="of each host's NIC")
     arguments = parser.parse_args()
     cluster = cluster_of(arguments.gbit)
     rows = [row(outside, widths, cluster) for widths in WIDTHS for outside in OUTSIDE]
-    if arguments.json:
-        json.dump(rows, sys.stdout, indent=1)
-        return
-    for each in rows:
-        print(json.dumps(each))
+    finish(arguments, rows, map(json.dumps, rows))
 
 
 if __name__ == "__main__":

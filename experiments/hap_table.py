@@ -9,18 +9,17 @@ parallelism is the best of ``ev_ps``, ``ev_ar``, ``cp_ps``, ``cp_ar`` and ``ddp`
 devices; ``tuned_uniform``, which also chooses the machines, stands beside it.
 """
 
-import argparse
-import json
-import sys
 import time
 from typing import Any
 
-import heterog.planners.portfolio  # noqa: F401  registers the baselines
+from rows import finish, progress, script_parser
+
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.hap import Hap, Ingredients
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem
+from heterog.planners.registry import built_in_methods
 from heterog.planners.spmd.prices import PADDED_ONLY
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
@@ -56,11 +55,11 @@ def measure(model: str, batch_size: int | None, budget: Budget, *, ablate: bool)
         return run_method(planner, problem)
 
     begin_s = time.process_time()
-    first = planner_by_name("hap").plan(problem)
+    first = built_in_methods()["hap"].plan(problem)
     cpu_seconds = time.process_time() - begin_s
-    hap = run(planner_by_name("hap"))
-    baseline = best_of([run(planner_by_name(name)) for name in DATA_PARALLEL])
-    tuned = run(planner_by_name("tuned_uniform"))
+    hap = run(built_in_methods()["hap"])
+    baseline = best_of([run(built_in_methods()[name]) for name in DATA_PARALLEL])
+    tuned = run(built_in_methods()["tuned_uniform"])
     row: dict[str, Any] = {
         "model": model,
         "cluster": CLUSTER,
@@ -101,8 +100,7 @@ def _cell(value: object) -> str:
 
 def main() -> None:
     """Print the table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--budget", default="30s")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument(
@@ -118,15 +116,15 @@ def main() -> None:
     batch_size = sizes[size] if size in sizes else int(size)
     rows = []
     for model in arguments.models.split(","):
-        print(f"{model} ...", file=sys.stderr)
+        progress(f"{model} ...")
         rows.append(
             measure(model, batch_size, Budget.parse(arguments.budget), ablate=arguments.ablate)
         )
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
-        return
-    for row in rows:
-        print(", ".join(f"{name} {_cell(value)}" for name, value in row.items()))
+    finish(
+        arguments,
+        {"rows": rows},
+        (", ".join(f"{name} {_cell(value)}" for name, value in row.items()) for row in rows),
+    )
 
 
 if __name__ == "__main__":

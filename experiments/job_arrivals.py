@@ -10,13 +10,12 @@ seeds; ``--learn`` trains a policy of PPO for each seed on episodes of its own a
 episodes of the baselines.
 """
 
-import argparse
-import json
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+
+from rows import finish, progress, script_parser
 
 from heterog.agents.job_ppo import play, train_jobs
 from heterog.cluster import Cluster
@@ -106,7 +105,7 @@ def learned_row(
 
         def tell(done: int, accepted: float, seed: int = seed) -> None:
             if done % 8192 == 0:
-                print(f"seed {seed}: {done} decisions, {accepted:.3f} accepted", file=sys.stderr)
+                progress(f"seed {seed}: {done} decisions, {accepted:.3f} accepted")
 
         # Environments draw episodes from 0 to 2^31 by the seed; the tests are 0, 1, 2, ...
         model = train_jobs(make_env, decisions, seed=seed, report=tell)
@@ -129,8 +128,7 @@ def _row(name: str, deadlines: str, rates: list[float]) -> dict[str, object]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--deadlines", default=",".join(DEADLINES))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--learn", type=int, default=0, help="decisions to learn from; 0: none")
@@ -148,12 +146,15 @@ def main() -> None:
             rows.append(learned_row(make, deadlines, arguments.seeds, arguments.learn))
     if arguments.cluster:  # nothing was recorded there
         rows = [{**row, "recorded": None} for row in rows]
-    if arguments.json:
-        print(json.dumps({"rows": rows, "recorded": RECORDED}, indent=2))
-        return
-    for row in rows:
-        recorded = f"{row['recorded']:.4f}" if row["recorded"] is not None else "-"
-        print(f"{row['deadlines']} {row['method']:12} {row['blocking_rate']:.4f} {recorded}")
+    finish(
+        arguments,
+        {"rows": rows, "recorded": RECORDED},
+        (
+            f"{row['deadlines']} {row['method']:12} {row['blocking_rate']:.4f} "
+            + ("-" if row["recorded"] is None else f"{row['recorded']:.4f}")
+            for row in rows
+        ),
+    )
 
 
 if __name__ == "__main__":

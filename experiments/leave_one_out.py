@@ -9,14 +9,13 @@ never within the time (the paper: 21 to 48 minutes pre-trained, 82 to 245 from s
 A model's row is appended to the file when it is there, and one that is there is not made again.
 """
 
-import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import keep_row, progress, read_rows, script_parser
 
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.finetune import FineTuned
@@ -44,11 +43,7 @@ def told(model: str) -> Report:
         if fraction < 1.0 and now - last.get(stage, -1e9) < 5.0:
             return
         last[stage] = now
-        print(
-            f"{model}: {now - begin:7.1f} s {stage} {fraction:4.0%} {text}",
-            file=sys.stderr,
-            flush=True,
-        )
+        progress(f"{model}: {now - begin:7.1f} s {stage} {fraction:4.0%} {text}")
 
     return report
 
@@ -121,7 +116,7 @@ def leave_out(
 
 def main() -> None:
     """Leave each model out once."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default="vgg19,resnet50,bert_base,gpt2,transformer_6l")
     parser.add_argument("--cluster", default="paper_8gpu")
     parser.add_argument("--pairs", type=int, default=120)
@@ -131,23 +126,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", default="1", help="processes, ray, or ray:N")
     parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
-    parser.add_argument("--json", action="store_true", help="print the rows as one document")
     arguments = parser.parse_args()
     names = arguments.models.split(",")
     if len(names) < 2:
         parser.error("leaving one out needs two models or more.")
     graphs = []
     for name in names:
-        print(f"capture {name}", file=sys.stderr, flush=True)
+        progress(f"capture {name}")
         graphs.append(captured(name, arguments.graphs))
     cluster = Cluster.load(arguments.cluster)
     config = TrainingConfig(
         num_pairs=arguments.pairs, num_steps=arguments.steps, seed=arguments.seed
     )
     budget = Budget.parse(arguments.finetune)
-    rows: list[dict[str, Any]] = []
-    if arguments.output is not None and arguments.output.is_file():
-        rows = [json.loads(line) for line in arguments.output.read_text().splitlines()]
+    rows = read_rows(arguments.output)
     made = {(row["model"], row["cluster"], row["seed"], row["budget"]) for row in rows}
     with open_workers(arguments.workers) as workers:
         for graph in graphs:
@@ -155,9 +147,7 @@ def main() -> None:
                 continue
             others = [other for other in graphs if other is not graph]
             rows.append(leave_out(graph, others, cluster, config, budget, workers))
-            if arguments.output is not None:
-                with arguments.output.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            keep_row(arguments.output, rows[-1])
     if arguments.json:
         print(json.dumps({"rows": rows}, indent=1))
         return

@@ -35,10 +35,8 @@ root mean square r, K kinds and P parameters, one more row is off by
 and the spread is what that has beyond the spread of the device and its kernels.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
@@ -54,6 +52,7 @@ from published_runs import (
     few_layer_terms,
     read_rows,
 )
+from rows import progress, script_parser
 from scipy.optimize import least_squares
 
 from heterog.cluster.execution import Execution
@@ -296,7 +295,7 @@ def regime(name: str, rows: Sequence[Row], predictor: Predictor) -> dict[str, An
     )
     fitted_rows = one_of_each(outside)
     parameters = fit(outside, predictor)
-    print(f"{name}: {parameters}", file=sys.stderr, flush=True)
+    progress(f"{name}: {parameters}")
     measured = seconds_of(inside)
     found = {
         "on_rows_fitted": (fitted_rows, predictor.predicted_s(fitted_rows, parameters)),
@@ -336,11 +335,10 @@ def to_ship(rows: Sequence[Row], predictor: Predictor) -> dict[str, Any]:
 
 def main() -> None:
     """Leave each regime out once."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--only", default="", help="regimes that begin so")
     parser.add_argument("--ship", action="store_true", help="fit what ships, leaving nothing out")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows = read_rows(arguments.data / "vtrain_one_node.csv")
     predictor = Predictor()

@@ -15,7 +15,6 @@ ranks of plain processes; data parallelism and a pipeline.
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rows import finish, progress, script_parser
 from testbed_calibration import calibrated
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch import Tensor, nn
@@ -314,9 +314,8 @@ def serve_losses(folder: Path, model: str, num_steps: int) -> None:
 
 def main() -> None:
     """Do what is asked for."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("what", choices=("cost", "steps", "losses"))
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--testbeds", default=f"skew_network,{SLOW}")
     parser.add_argument("--models", default="", help="by default two that suit what is asked")
     parser.add_argument("--budget", default="300e")
@@ -346,8 +345,8 @@ def main() -> None:
             cluster = calibrated(testbed, kept)
             for model in models:
                 rows.append(measure(cluster, model, arguments.budget, arguments.rounds))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({"rows": rows}, indent=2) if arguments.json else "\n".join(map(str, rows)))
+                progress(json.dumps(rows[-1]))
+    finish(arguments, {"rows": rows}, rows)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ or with it (``--with-row``). ``--cpu-seconds`` counts budgets in seconds of this
 other work on the machine does not shorten searches.
 """
 
-import argparse
 import json
-import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from rows import geometric_mean, progress, script_parser
 
 import heterog.planners.portfolio as portfolio
 from heterog.cluster import Cluster
@@ -27,7 +26,8 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Problem, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Problem
+from heterog.planners.registry import AUTO, built_in_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -65,10 +65,10 @@ class Setting:
 def asked(method: str, setting: Setting, graph: OpGraph, cluster: Cluster) -> MethodRow:
     """What a method finds on its own; ``auto`` asks all methods, as a rule but the other one."""
     evaluator = Evaluator(graph, cluster)
-    if method != portfolio.AUTO:
+    if method != AUTO:
         evaluator.warm_up()
         problem = Problem(evaluator=evaluator, budget=setting.budget, clock=setting.clock)
-        return run_method(planner_by_name(method), problem)
+        return run_method(built_in_methods()[method], problem)
     without = () if setting.with_row else setting.pair[:1]
     rows = portfolio.run_methods(
         evaluator, [method], budget=setting.budget, without=without, clock=setting.clock
@@ -94,17 +94,16 @@ def row_of(graph: OpGraph, cluster: Cluster, setting: Setting) -> dict[str, Any]
 
 def main() -> None:
     """Run the cases and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--method", default=portfolio.AUTO)
+    parser.add_argument("--method", default=AUTO)
     parser.add_argument("--against", default="megatron_grid")
     parser.add_argument("--budget", default="20s", help="of each method on each case")
     parser.add_argument("--with-row", action="store_true", help="auto asks the other one, too")
     parser.add_argument(
         "--cpu-seconds", action="store_true", help="budgets in this process's time"
     )
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows, pair = [], (options.against, options.method)
     setting = Setting(
@@ -118,13 +117,12 @@ def main() -> None:
         for cluster in options.clusters.split(","):
             row = row_of(graph, Cluster.load(cluster), setting)
             rows.append(row)
-            print(
+            progress(
                 f"{row['model']} on {cluster}: {row[pair[0]]} by {pair[0]}, {row[pair[1]]} by "
-                f"{row[f'{pair[1]}_by']}, gain {row['gain']} ({row[f'{pair[1]}_note']})",
-                file=sys.stderr,
+                f"{row[f'{pair[1]}_by']}, gain {row['gain']} ({row[f'{pair[1]}_note']})"
             )
     gains = [row["gain"] for row in rows if row["gain"]]
-    mean = math.exp(sum(map(math.log, gains)) / len(gains)) if gains else None
+    mean = geometric_mean(gains) if gains else None
     if options.json:
         print(json.dumps({"rows": rows, "mean_gain": mean}, indent=1))
     elif mean is not None:

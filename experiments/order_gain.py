@@ -9,14 +9,13 @@ order (or takes the strategy of the other in its best order) against the same se
 A searched strategy in an order that it was not made for would overstate the gain.
 """
 
-import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gain_tables
+from rows import finish, progress, script_parser
 
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -86,11 +85,10 @@ def measure(
 
 def main() -> None:
     """Measure every model."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--budget", default="2000e")
     parser.add_argument("--paper", type=Path, help="a JSON file with table 7 of the paper")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     paper = {}
     if arguments.paper is not None:
@@ -105,9 +103,8 @@ def main() -> None:
                 rows.append(row | {"gain": gain, "paper_gain": paper.get(MODELS.get(model, ""))})
                 shown = "does not fit" if gain is None else f"{gain:.3f}x"
                 barrier = "barrier" if step_barrier else "no barrier"
-                print(f"{model} {row['strategy']} {barrier}: {shown}", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps({"cluster": CLUSTER, "budget": arguments.budget, "rows": rows}))
+                progress(f"{model} {row['strategy']} {barrier}: {shown}")
+    finish(arguments, {"cluster": CLUSTER, "budget": arguments.budget, "rows": rows})
 
 
 if __name__ == "__main__":

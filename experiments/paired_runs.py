@@ -66,7 +66,7 @@ class Run:
         return asdict(self)
 
 
-class EnumerationSearch:
+class EnumerationSearch(Planner):
     """``two_segment`` for at most half of the budget, then ``local_search`` from what it found."""
 
     name = ENUMERATION

@@ -12,19 +12,19 @@ our strategy in its own order and in FIFO. In brackets the paper's numbers.
 A row is appended to the file when it is there, and one that is there is not made again.
 """
 
-import argparse
 import json
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
-from heterog.agents.planners import use_policy
+from rows import keep_row, progress, read_rows, script_parser, teller
+
+from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO, best_row, run_methods
+from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import AUTO, Methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -51,17 +51,12 @@ def graph_of(model: str, cluster: str, folder: Path | None) -> OpGraph:
     return graph if cluster != LARGE else captured(model, folder, graph.batch_size * 3 // 2)
 
 
-def measure(graph: OpGraph, cluster: Cluster, budget: Budget, seed: int) -> dict[str, Any]:
+def measure(
+    graph: OpGraph, cluster: Cluster, known: Methods, budget: Budget, seed: int
+) -> dict[str, Any]:
     """The row of one model on one cluster."""
-    begin = time.perf_counter()
-
-    def progress(method: str, fraction: float, best: float) -> None:
-        if fraction == 0.0:
-            spent = time.perf_counter() - begin
-            print(f"  {spent:6.1f} s {method}", file=sys.stderr, flush=True)
-
     evaluator = Evaluator(graph, cluster)
-    rows = run_methods(evaluator, [AUTO], budget=budget, seed=seed, progress=progress)
+    rows = run_methods(evaluator, [AUTO], known=known, budget=budget, seed=seed, progress=teller())
     best = best_row(rows)
     by_name = {row.method: row for row in rows}
     fifo = None
@@ -150,9 +145,7 @@ def name_in_paper(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure what is not in the file yet; print the tables, or JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = script_parser(__doc__)
     parser.add_argument("--budget", default="20s", help="of auto, divided among its searches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", default=",".join(MODELS))
@@ -162,24 +155,19 @@ def main() -> None:
     parser.add_argument("--paper", type=Path, help="the paper's tables as JSON")
     parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    use_policy(arguments.policy)
+    known = default_methods(arguments.policy)
     budget, clusters = Budget.parse(arguments.budget), arguments.clusters.split(",")
-    rows: list[dict[str, Any]] = []
-    if arguments.output is not None and arguments.output.is_file():
-        rows = [json.loads(line) for line in arguments.output.read_text().splitlines()]
+    rows = read_rows(arguments.output)
     done = {(row["model"], row["cluster"], row["budget"], row["seed"]) for row in rows}
     for model in [] if arguments.summary else arguments.models.split(","):
         for cluster in clusters:
             if (model, cluster, str(budget), arguments.seed) in done:
                 continue
-            print(f"{model} on {cluster}", file=sys.stderr, flush=True)
+            progress(f"{model} on {cluster}")
             graph = graph_of(model, cluster, arguments.graphs)
-            rows.append(measure(graph, Cluster.load(cluster), budget, arguments.seed))
-            if arguments.output is not None:
-                with arguments.output.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+            rows.append(measure(graph, Cluster.load(cluster), known, budget, arguments.seed))
+            keep_row(arguments.output, rows[-1])
     if arguments.json:
         print(json.dumps({"policy": arguments.policy, "rows": rows}, indent=2))
         return

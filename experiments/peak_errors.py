@@ -13,16 +13,15 @@ Several runs of the test differ in their number of replicas only, and have nearl
 the errors of each kind of pipeline are alike, so that the test says less than its number of runs.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import published_layouts as layouts
 import published_runs
+from rows import progress, script_parser
 from scipy.stats import binomtest
 
 from heterog.simulator.device_models.parameters import shipped_peak_errors
@@ -71,9 +70,10 @@ def peaks_of(path: Path) -> list[Peak]:
             predicted_bytes=each.predicted_bytes - reserved,
         )
         found.append(peak)
-        print(f"{peak.name}: measured {peak.measured_bytes / 1e9:.2f} GB, predicted "
-              f"{peak.predicted_bytes / 1e9:.2f} ({peak.log_error:+.3f})",
-              file=sys.stderr, flush=True)  # fmt: skip
+        progress(
+            f"{peak.name}: measured {peak.measured_bytes / 1e9:.2f} GB, predicted "
+            f"{peak.predicted_bytes / 1e9:.2f} ({peak.log_error:+.3f})"
+        )
     return found
 
 
@@ -95,9 +95,8 @@ def held(errors: PeakErrors, peaks: Sequence[Peak]) -> int:
 
 def main() -> None:
     """Fit to the runs on few nodes, test on the others, and print both."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     peaks = peaks_of(arguments.data / FILE)
     few = [peak for peak in peaks if peak.num_nodes <= _FITTED_NODES]

@@ -11,8 +11,6 @@ other workloads than these.
 """
 
 import argparse
-import json
-import math
 import statistics
 import sys
 import tempfile
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import finish, geometric_mean, progress, script_parser
 from testbed_calibration import calibrated
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
@@ -134,8 +133,7 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """Calibrate, plan, measure, compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--testbed", default="skew_compute")
     parser.add_argument("--cases", default=",".join(f"{name}:{size}" for name, size in CASES))
     parser.add_argument("--budget", default="40e")
@@ -157,16 +155,17 @@ def main() -> int:
                 found = measure(cluster, model, int(batch_size), budget, arguments.pairs)
                 rows += found
                 for row in found:
-                    print(line(row), file=sys.stderr, flush=True)
+                    progress(line(row))
     except HeterogError as error:
-        print(f"error: {error}", file=sys.stderr)
+        progress(f"error: {error}")
         return 2
     gains = [row["gain"] for row in rows]
-    mean = math.exp(statistics.fmean(map(math.log, gains)))
-    if arguments.json:
-        print(json.dumps({"geometric_mean": mean, "least": min(gains), "rows": rows}, indent=2))
-    else:
-        print(f"geometric mean {mean:.2f}x, least {min(gains):.2f}x")
+    mean = geometric_mean(gains)
+    finish(
+        arguments,
+        {"geometric_mean": mean, "least": min(gains), "rows": rows},
+        [f"geometric mean {mean:.2f}x, least {min(gains):.2f}x"],
+    )
     return 0
 
 

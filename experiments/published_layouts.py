@@ -18,10 +18,8 @@ embedding where one device holds both; in a team or a pipeline there are two tab
 gradients Megatron-LM sums and we do not.
 """
 
-import argparse
 import csv
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +32,7 @@ import layout_oracle as oracle
 import numpy as np
 import torch
 import transformers
+from rows import finish, progress, script_parser
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -827,7 +826,7 @@ def judge(run: Run, most_tasks: float, sends: Sends = Sends.OVERLAPPED) -> dict[
 
 def main() -> None:
     """Judge every row of the files."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--vtrain", type=Path, help="CSV with vTrain's columns")
     parser.add_argument("--sailor", type=Path, help="JSON with Sailor's fields")
     parser.add_argument("--only", default="", help="texts that rows' layouts have, with ; between")
@@ -842,7 +841,6 @@ def main() -> None:
     parser.add_argument(
         "--sends", default="overlapped", choices=list(map(str, Sends)), help="of who executed"
     )
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     runs = vtrain_rows(arguments.vtrain) if arguments.vtrain else []
     runs += sailor_rows(arguments.sailor) if arguments.sailor else []
@@ -858,7 +856,7 @@ def main() -> None:
         said = row["problem"] or "  ".join(
             f"{name} {each['off']:.2%}" for name, each in row["compared"].items()
         )
-        print(f"{number}/{len(chosen)} {run.name} {run.layout}: {said}", file=sys.stderr)
+        progress(f"{number}/{len(chosen)} {run.name} {run.layout}: {said}")
     document = {
         "rows": rows,
         "num_rows": len(rows),
@@ -867,11 +865,14 @@ def main() -> None:
         "extended": sum(len(row.get("lowered_micro_batches", ())) > 1 for row in rows),
         "tolerance": TOLERANCE,
     }
-    if arguments.json:
-        print(json.dumps(document, indent=2))
-    else:
-        print(f"{len(rows)} rows, expressible {document['expressible']:.3f}, "
-              f"agreeing {document['agreeing']:.3f}")  # fmt: skip
+    finish(
+        arguments,
+        document,
+        [
+            f"{len(rows)} rows, expressible {document['expressible']:.3f}, "
+            f"agreeing {document['agreeing']:.3f}"
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -37,10 +37,8 @@ autograd copies five times more (``published_layouts.masked_in_place``).
 is in its steady state, each further one takes what the last one took.
 """
 
-import argparse
 import csv
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -52,6 +50,7 @@ import published_layouts as layouts
 import published_mpt as mpt
 import torch
 import transformers
+from rows import progress, script_parser
 from torch import Tensor
 from torch.nn import functional
 
@@ -140,7 +139,7 @@ def one_gpu(path: Path) -> Iterable[Compared]:
     for row in read_rows(path):
         model, _, sequence, batch, *layout = row["run"].split("-")
         if model not in _SIZES:
-            print(f"{row['run']}: left out", file=sys.stderr)
+            progress(f"{row['run']}: left out")
             continue
         graph = _step(model, int(sequence), int(batch))
         kind = device_type(row["device"]).name
@@ -422,7 +421,7 @@ def sources(
 
 def main() -> None:
     """Predict every run of the files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--split", default="test", help="of the files that have splits")
     parser.add_argument("--every", type=int, default=1, help="one of so many of vTrain's rows")
@@ -432,7 +431,6 @@ def main() -> None:
         help="vTrain's rows on one node by two models with fewer layers, in a straight line",
     )
     parser.add_argument("--only", default="", help="families that begin so")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     families: dict[str, list[Compared]] = defaultdict(list)
     for source in sources(
@@ -442,8 +440,10 @@ def main() -> None:
             if not run.family.startswith(arguments.only):
                 break
             families[run.family].append(run)
-            print(f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
-                  f"({run.error:+.0%})", file=sys.stderr, flush=True)  # fmt: skip
+            progress(
+                f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
+                f"({run.error:+.0%})"
+            )
     found = [family_errors(name, runs) for name, runs in sorted(families.items())]
     one = [run for name, runs in families.items() if name.startswith("one GPU") for run in runs]
     every = [run for runs in families.values() for run in runs]

@@ -8,19 +8,19 @@ rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another me
 the same), beside capture_cpu_s, those that the model's capture took in the same run.
 """
 
-import argparse
-import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rows import finish, progress, script_parser
+
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
 from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
-from heterog.planners.planner import Budget, planners
+from heterog.planners.planner import Budget
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload, names
@@ -40,8 +40,10 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
         took[strategy] = issued.program.num_tasks, time.process_time() - begin
         return why
 
-    methods = [planner.name for planner in planners()]
-    found = compare_methods(captured.graph, cluster, methods, budget=budget).rehearsed(timed)
+    methods = default_methods()
+    found = compare_methods(
+        captured.graph, cluster, methods.names, known=methods, budget=budget
+    ).rehearsed(timed)
     rows = []
     for row in found.rows:
         known = row.candidate is not None and row.candidate.strategy in took
@@ -65,13 +67,11 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rehearse and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(names()))
     parser.add_argument("--cluster", default="paper_8gpu")
     parser.add_argument("--budget", default="60e")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
-    import heterog.agents.planners  # noqa: F401  registers the policies as methods
 
     cluster, budget = Cluster.load(options.cluster), Budget.parse(options.budget)
     rows: list[dict[str, Any]] = []
@@ -80,12 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += found
         outcomes = Counter(row["outcome"] for row in found if row["is_rehearsed"])
         most = max(row["rehearsal_cpu_s"] for row in found)
-        print(f"{model}: rehearsed {dict(outcomes)}, at most {most} s", file=sys.stderr)
-    if options.json:
-        print(json.dumps({"rows": rows}, indent=1))
-        return
-    for row in rows:
-        print("  ".join(str(value) for value in row.values()))
+        progress(f"{model}: rehearsed {dict(outcomes)}, at most {most} s")
+    finish(
+        options, {"rows": rows}, ("  ".join(str(value) for value in row.values()) for row in rows)
+    )
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ can say with at most so many stages is left out as soon as what it takes at leas
 update, is not below our plan's time. Where nothing is left but that plan, none is faster.
 """
 
-import argparse
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from rows import finish, progress, script_parser
 from sailor.exhaustive import Survivor, plans_below
 from sailor.inputs import Inputs, read_inputs
 from sailor.tables import Tables
@@ -51,12 +51,11 @@ def bound_of(row: dict[str, Any], inputs: Inputs, most_stages: int) -> dict[str,
 
 def main() -> int:
     """Bound the settings of a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
     parser.add_argument("--table", type=Path, required=True, help="output of sailor_table.py")
     parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
     parser.add_argument("--stages", type=int, default=3, help="the most that plans have")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     try:
@@ -65,12 +64,11 @@ def main() -> int:
             is_wanted = not options.only or row["setting"] in options.only.split(";")
             if row["method"] == METHOD and is_wanted:
                 rows.append(bound_of(row, inputs, options.stages))
-                print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                progress(json.dumps(rows[-1]))
     except HeterogError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps({"rows": rows}, indent=1))
+    finish(options, {"rows": rows})
     return 0
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from published_layouts import Model, graph_of
+from rows import finish, script_parser
 from sailor.inputs import Inputs, read_inputs
 from sailor.plan import read_plan
 from sailor.strategies import cluster_of, strategy_of
@@ -98,13 +99,12 @@ def rows_of(
 
 def main() -> int:
     """Judge the plans of a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
     parser.add_argument("--table", type=Path, required=True, help="output of sailor_table.py")
     parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
     parser.add_argument("--budget", default="60s", help="of auto; empty leaves it out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
         inputs = read_inputs(options.data)
@@ -117,8 +117,7 @@ def main() -> int:
     except HeterogError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps({"rows": found}, indent=1))
+    finish(options, {"rows": found})
     return 0
 
 

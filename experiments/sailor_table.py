@@ -10,8 +10,6 @@ numbers of replicas, ZeRO-1); and one of these that also fits by what real runs 
 hold.
 """
 
-import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from rows import finish, progress, script_parser
 from sailor.even import best_even
 from sailor.inputs import ZONE, Inputs, read_inputs
 from sailor.plan import Plan, Replica, Stage, written
@@ -203,13 +202,12 @@ def rows_of(
 
 def main() -> int:
     """Search and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
     parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
     parser.add_argument("--seconds", type=float, default=60.0, help="limit of each search")
     parser.add_argument("--evaluations", type=int, default=300_000, help="limit of each search")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     names = options.only.split(";") if options.only else list(SETTINGS)
     unknown = [name for name in names if name not in SETTINGS]
@@ -222,12 +220,11 @@ def main() -> int:
         for name in names:
             for row in rows_of(name, SETTINGS[name], inputs, limit, options.seed):
                 rows.append(row)
-                print(_line(row), file=sys.stderr)
+                progress(_line(row))
     except HeterogError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.json:
-        print(json.dumps({"seed": options.seed, "rows": rows}, indent=1))
+    finish(options, {"seed": options.seed, "rows": rows})
     return 0
 
 

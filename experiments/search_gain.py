@@ -6,15 +6,14 @@
 Rows of every method on ``paper_8gpu``, by the referee, as ``heterog compare`` prints them.
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from rows import finish, progress, script_parser
+
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
@@ -54,29 +53,30 @@ def large() -> Iterator[tuple[OpGraph, Cluster]]:
 
 def main() -> None:
     """Compare on every pair."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script_parser(__doc__)
     parser.add_argument("question", choices=("efficiency", "large"))
     parser.add_argument("--models", default=MODELS, help="for efficiency")
     parser.add_argument("--methods", default="auto")
     parser.add_argument("--budget", default="3000e")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     pairs = by_efficiency(arguments.models) if arguments.question == "efficiency" else large()
     rows: list[dict[str, Any]] = []
     for graph, cluster in pairs:
         result = compare_methods(
-            graph, cluster, arguments.methods.split(","), budget=Budget.parse(arguments.budget)
+            graph,
+            cluster,
+            arguments.methods.split(","),
+            known=default_methods(),
+            budget=Budget.parse(arguments.budget),
         )
         rows += [row | {"efficiency": cluster.efficiency} for row in result.to_dicts()]
         last = rows[-1]
         shown = last["step_time_s"] and f"{last['step_time_s']:.4f} s"
-        print(
+        progress(
             f"{graph.name} batch {graph.batch_size} efficiency {cluster.efficiency}: "
-            f"{last['method']} ({last['picked_from']}) {last['outcome']} {shown}",
-            file=sys.stderr,
+            f"{last['method']} ({last['picked_from']}) {last['outcome']} {shown}"
         )
-    if arguments.json:
-        print(json.dumps({"budget": arguments.budget, "rows": rows}))
+    finish(arguments, {"budget": arguments.budget, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -7,11 +7,7 @@ each workload of ``testbed_workloads.py``, none of which was calibrated on, are 
 in turn on the testbed: median of the steps, and the most bytes that each rank's allocator held.
 """
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,8 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from rows import finish, progress, script_parser
 from scipy.stats import spearmanr
-from testbed_calibration import calibrated
+from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 from heterog.cluster import Cluster
@@ -132,35 +129,27 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Calibrate, predict, measure, compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = script_parser(__doc__)
+    add_testbeds(parser, TESTBEDS, MODELS)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     methods = arguments.methods.split(",")
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, methods, arguments.steps)
         return
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(arguments.folder or name)
-        for testbed in arguments.testbeds.split(","):
-            cluster = calibrated(testbed, folder)
-            for model in arguments.models.split(","):
-                found = measure(cluster, model, methods, arguments.steps)
-                rows += found
-                for row in found:
-                    print(line(row), file=sys.stderr, flush=True)
+    for cluster, model in testbeds_and_models(arguments):
+        found = measure(cluster, model, methods, arguments.steps)
+        rows += found
+        for row in found:
+            progress(line(row))
     result = summary(rows)
-    if arguments.json:
-        print(json.dumps({**result, "rows": rows}, indent=2))
-    else:
-        for key, value in result.items():
-            print(f"{key:25} {value:.3f}")
+    finish(
+        arguments,
+        {**result, "rows": rows},
+        (f"{key:25} {value:.3f}" for key, value in result.items()),
+    )
 
 
 if __name__ == "__main__":

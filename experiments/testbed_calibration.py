@@ -1,5 +1,8 @@
 """Testbeds with calibrations of their own, for the experiments that run on them."""
 
+import argparse
+import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,3 +41,23 @@ def calibrated(testbed: str, folder: Path) -> Cluster:
             measured = replace(measured, ops=ops)
         calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
     return replace(cluster, calibration=str(path))
+
+
+def add_testbeds(
+    parser: argparse.ArgumentParser, testbeds: Iterable[str], models: Iterable[str]
+) -> None:
+    """Arguments of a script that measures models on testbeds, on ranks that it starts itself."""
+    parser.add_argument("--testbeds", default=",".join(testbeds))
+    parser.add_argument("--models", default=",".join(models))
+    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+
+
+def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, str]]:
+    """Every testbed, calibrated, with every model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(asked.folder or scratch)
+        for testbed in asked.testbeds.split(","):
+            cluster = calibrated(testbed, folder)
+            for model in asked.models.split(","):
+                yield cluster, model

@@ -9,12 +9,7 @@ the CPU quotas. Measured, not simulated, with the predicted gains beside. Plans 
 calibration of the testbed, on other workloads than these.
 """
 
-import argparse
-import json
-import math
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from testbed_calibration import calibrated
+from rows import finish, geometric_mean, progress, script_parser
+from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch.nn.parallel import DistributedDataParallel
 
 # Registers ``agent`` and ``agent+search``.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
@@ -91,7 +87,7 @@ def measure(
     """Plan, then run all contenders on the testbed."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
     plans = {
-        name: make_plan(graph, cluster, methods=(name,), budget=budget)
+        name: make_plan(graph, cluster, methods=(name,), known=default_methods(), budget=budget)
         for name in (asked, TUNED, DDP)
     }
     plan = plans[asked]
@@ -120,15 +116,11 @@ def measure(
 
 def main() -> None:
     """Measure every testbed and workload."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = script_parser(__doc__)
+    add_testbeds(parser, TESTBEDS, MODELS)
     parser.add_argument("--method", default="auto", help="whose plan is compared")
     parser.add_argument("--budget", default="4000e")
     parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.pairs < _RARELY:
         parser.error(f"--pairs {arguments.pairs}: proportional DDP runs once in {_RARELY} rounds")
@@ -138,33 +130,28 @@ def main() -> None:
     if arguments.method in (TUNED, DDP):
         parser.error(f"{arguments.method} is measured anyway; ask for another method's plan.")
     rows = []
-    scratch = tempfile.TemporaryDirectory()
-    folder = Path(arguments.folder or scratch.name)
-    for testbed in arguments.testbeds.split(","):
-        cluster = calibrated(testbed, folder)
-        for model in arguments.models.split(","):
-            row = measure(cluster, model, arguments.method, arguments.budget, arguments.pairs)
-            rows.append(row)
-            print(
-                f"{testbed:13} {model:8} {row['method']:15} {row['step_time_s']:.3f} s "
-                f"(predicted {row['predicted_step_time_s']:.3f}), DDP "
-                f"{row['ddp_step_time_s']:.3f}, proportional "
-                f"{row['proportional_ddp_step_time_s']:.3f}, tuned uniform "
-                f"{row['tuned_uniform_step_time_s']:.3f}: "
-                f"{row['speedup_over_ddp']:.2f}x over DDP, "
-                f"{row['speedup_over_tuned_uniform']:.2f}x over that",
-                file=sys.stderr,
-                flush=True,
-            )
+    for cluster, model in testbeds_and_models(arguments):
+        row = measure(cluster, model, arguments.method, arguments.budget, arguments.pairs)
+        rows.append(row)
+        progress(
+            f"{cluster.name:13} {model:8} {row['method']:15} {row['step_time_s']:.3f} s "
+            f"(predicted {row['predicted_step_time_s']:.3f}), DDP "
+            f"{row['ddp_step_time_s']:.3f}, proportional "
+            f"{row['proportional_ddp_step_time_s']:.3f}, tuned uniform "
+            f"{row['tuned_uniform_step_time_s']:.3f}: "
+            f"{row['speedup_over_ddp']:.2f}x over DDP, "
+            f"{row['speedup_over_tuned_uniform']:.2f}x over that"
+        )
     means = {}
     for other in ("ddp", TUNED):
         gains = [row[f"speedup_over_{other}"] for row in rows]
-        means[f"geometric_mean_over_{other}"] = math.exp(statistics.fmean(map(math.log, gains)))
+        means[f"geometric_mean_over_{other}"] = geometric_mean(gains)
         means[f"least_over_{other}"] = min(gains)
-    if arguments.json:
-        print(json.dumps({"rows": rows, **means}, indent=2))
-    else:
-        print(", ".join(f"{name} {value:.2f}x" for name, value in means.items()))
+    finish(
+        arguments,
+        {"rows": rows, **means},
+        [", ".join(f"{name} {value:.2f}x" for name, value in means.items())],
+    )
 
 
 if __name__ == "__main__":

@@ -10,11 +10,7 @@ held, beside what was predicted. Plans are made with a calibration of the testbe
 workloads than these.
 """
 
-import argparse
-import json
 import statistics
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,17 +20,18 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from testbed_calibration import calibrated
+from rows import finish, progress, script_parser
+from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 # Registers ``agent`` and ``agent+search``.
-import heterog.agents.planners  # noqa: F401
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.planners import hap, pipeline, teams
 from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow, PlanResult, Problem, planners
+from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.peak_memory import peak_bytes
@@ -76,7 +73,7 @@ def has_teams(strategy: Strategy) -> bool:
     return any(len(team) > 1 for each in strategy.decisions for team in each.teams)
 
 
-class Stated:
+class Stated(Planner):
     """A strategy as a method.
 
     Args:
@@ -100,7 +97,7 @@ class Stated:
         )
 
 
-class TeamedPipeline:
+class TeamedPipeline(Planner):
     """Pipelines whose stages all have teams inside hosts."""
 
     name = "teamed_pipeline"
@@ -130,7 +127,8 @@ def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
 
     The budget is each method's, not divided among them.
     """
-    rows = run_methods(evaluator, [each.name for each in planners()], budget=budget)
+    known = default_methods()
+    rows = run_methods(evaluator, known.names, known=known, budget=budget)
     found = {"auto": best_row(rows)}
     problem = Problem(evaluator=evaluator, budget=budget)
     teamed = [
@@ -141,8 +139,10 @@ def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
     if teamed:
         found["teams"] = best_row(teamed)
     with no_teams():
-        named = [each.name for each in planners() if each.name != GRID]
-        plain = run_methods(Evaluator(evaluator.graph, evaluator.cluster), named, budget=budget)
+        named = [name for name in known.names if name != GRID]
+        plain = run_methods(
+            Evaluator(evaluator.graph, evaluator.cluster), named, known=known, budget=budget
+        )
     found["no_teams"] = best_row(plain)
     found[GRID] = next(row for row in rows if row.method == GRID)
     seen: set[Strategy] = set()
@@ -259,29 +259,20 @@ def told(row: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Measure every testbed and workload."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--testbeds", default=",".join(TESTBEDS))
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser = script_parser(__doc__)
+    add_testbeds(parser, TESTBEDS, MODELS)
     parser.add_argument("--budget", default="1000e")
     parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_folder:
         serve(Path(arguments.rank_folder), arguments.models, arguments.pairs)
         return
     rows = []
-    scratch = tempfile.TemporaryDirectory()
-    folder = Path(arguments.folder or scratch.name)
-    for testbed in arguments.testbeds.split(","):
-        cluster = calibrated(testbed, folder)
-        for model in arguments.models.split(","):
-            budget = Budget.parse(arguments.budget)
-            rows.append(measure(cluster, model, budget, arguments.pairs))
-            print("\n".join(told(rows[-1])), file=sys.stderr, flush=True)
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
+    for cluster, model in testbeds_and_models(arguments):
+        budget = Budget.parse(arguments.budget)
+        rows.append(measure(cluster, model, budget, arguments.pairs))
+        progress("\n".join(told(rows[-1])))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

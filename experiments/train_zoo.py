@@ -9,9 +9,10 @@ on one core, the capture of the models included; ``--graphs DIR`` keeps the capt
 """
 
 import argparse
-import sys
 import time
 from pathlib import Path
+
+from rows import progress
 
 from heterog.agents.checkpoint import save_checkpoint
 from heterog.agents.config import Algorithm, TrainingConfig
@@ -51,7 +52,7 @@ def main() -> None:
         clusters += TRAINING_CLUSTERS
     graphs = []
     for model in models:
-        print(f"capture {model.rpartition('/')[2]}", file=sys.stderr, flush=True)
+        progress(f"capture {model.rpartition('/')[2]}")
         graphs.append(captured(model, arguments.graphs))
     given, generated = parse_clusters(clusters)
     config = TrainingConfig(
@@ -63,8 +64,7 @@ def main() -> None:
     begin = time.perf_counter()
 
     def report(stage: str, fraction: float, text: str) -> None:
-        print(f"{time.perf_counter() - begin:7.1f} s {stage} {fraction:4.0%} {text}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        progress(f"{time.perf_counter() - begin:7.1f} s {stage} {fraction:4.0%} {text}")
 
     with open_workers(arguments.workers) as workers:
         result = Trainer(

@@ -8,14 +8,13 @@ ships. ``DIR`` holds ``mpt_fsdp.csv``. Printed beside what ships, with the mean 
 after on these very rows; ``published_runs.py`` has the rows that were not fitted.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import published_mpt as mpt
+from rows import progress, script_parser
 
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.simulator.device_models.model import DeviceModels
@@ -43,7 +42,7 @@ def cases_of(path: Path, cards: tuple[str, ...], every: int) -> list[Case]:
         cases.append(
             Case(graph=graph, cluster=row.cluster, strategy=strategy, measured_s=row.measured_s)
         )
-        print(f"{number + 1}: {row.name}", file=sys.stderr, flush=True)
+        progress(f"{number + 1}: {row.name}")
     return cases
 
 
@@ -71,10 +70,9 @@ def fitted(path: Path, cards: tuple[str, ...], every: int) -> dict[str, Any]:
 
 def main() -> None:
     """Fit and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--every", type=int, default=1, help="take each so-many-th row")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     found = [fitted(arguments.data / "mpt_fsdp.csv", cards, arguments.every) for cards in TOGETHER]
     if arguments.json:

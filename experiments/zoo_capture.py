@@ -3,10 +3,10 @@
 python experiments/zoo_capture.py --json
 """
 
-import argparse
-import json
 import time
 from collections import Counter
+
+from rows import finish, script_parser
 
 from heterog.cli.capture import graph_summary
 from heterog.graph.batch_plan import batch_plan
@@ -29,8 +29,7 @@ def conversions(graph: OpGraph) -> dict[str, int]:
 
 def main() -> None:
     """Capture every model and print one row each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(__doc__)
     parser.add_argument("--models", default=",".join(names()))
     arguments = parser.parse_args()
     rows = []
@@ -52,8 +51,7 @@ def main() -> None:
                 f"{seconds:5.1f} s {row['ops_without_rule'] or ''} {row['conversions']}",
                 flush=True,
             )
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
+    finish(arguments, {"rows": rows})
 
 
 if __name__ == "__main__":

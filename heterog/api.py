@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
-from heterog.agents.planners import DEFAULT_POLICY, LEARNED, use_policy
+from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
 from heterog.cluster import Cluster
 from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture_step
@@ -14,7 +14,7 @@ from heterog.planners.issue_order import Rehearse
 from heterog.planners.objective import FASTEST, Objective
 from heterog.planners.plan import BEST, Plan, make_plan
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO
+from heterog.planners.registry import AUTO
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.layouts.layout import Layout, Recompute
 
@@ -52,7 +52,7 @@ def plan(
         rehearsed: played through on all ranks, without data.
     """
     graph, rehearse = _captured(workload)
-    use_policy(policy)
+    known = default_methods(policy)
     methods = method.split(",") if isinstance(method, str) else method
     if policy != DEFAULT_POLICY and not {AUTO, *LEARNED} & set(methods):
         warnings.warn(
@@ -65,6 +65,7 @@ def plan(
         graph,
         cluster,
         methods=methods,
+        known=known,
         budget=budget,
         seed=seed,
         order=order,

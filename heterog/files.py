@@ -27,41 +27,95 @@ _CONTAINER_BYTES, _TEXT_BYTES, _VALUE_BYTES = 96, 72, 40
 
 
 def check_writable(path: str | Path) -> Path:
-    """The path, if a file can be written there: checked before long work, not after it.
+    """The path of a file that can be written, links followed: checked before long work.
 
     Raises:
-        InputFileError: the folder is missing or not writable, or the path is a folder.
+        InputFileError: it exists and is no regular file (a folder, a device, a pipe), its folder
+            is missing, or the system refuses.
     """
-    target = Path(path)
-    folder = target.parent
-    if target.is_dir():
-        raise InputFileError(f"cannot write {target}: it is a folder; name a file in it.")
-    if not folder.is_dir():
-        raise InputFileError(f"cannot write {target}: the folder {folder} does not exist.")
-    if not os.access(folder, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        raise InputFileError(f"cannot write {target}: permission denied.")
+    target, status = _existing(path)
+    if status is not None and stat.S_ISDIR(status.st_mode):
+        raise InputFileError(f"cannot write {path}: it is a folder; name a file in it.")
+    if status is not None and not stat.S_ISREG(status.st_mode):
+        raise InputFileError(
+            f"cannot write {path}: it is not a regular file, but "
+            f"{_NO_FILE.get(stat.S_IFMT(status.st_mode), 'something else')}; name a new file."
+        )
+    _check_folder_of(path, target, status)
     return target
+
+
+def check_folder_writable(path: str | Path, *, makes_parents: bool = False) -> Path:
+    """The path of a folder, there or new, in which files can be written.
+
+    Args:
+        path: Path of the folder.
+        makes_parents: Whether folders above it are made, too.
+
+    Raises:
+        InputFileError: it exists and is no folder, the folder above it is missing, or the system
+            refuses.
+    """
+    target, status = _existing(path)
+    if status is not None and not stat.S_ISDIR(status.st_mode):
+        raise InputFileError(f"cannot write {path}: it is a file; name a folder.")
+    if status is None and makes_parents:
+        while not os.path.lexists(target.parent):
+            target = target.parent
+    _check_folder_of(path, target, status)
+    return target
+
+
+_NO_FILE = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+
+def _existing(path: str | Path) -> tuple[Path, os.stat_result | None]:
+    """The path with links followed, and what is there, if anything."""
+    try:
+        # Not the path as given: what is written then replaces the file, not a link to it.
+        target = Path(os.path.realpath(path))
+        try:
+            return target, target.stat()
+        except FileNotFoundError:
+            return target, None
+    except OSError as error:
+        raise cannot_write(path, error, 0) from error
+    except ValueError as error:  # a zero byte
+        raise InputFileError(f"cannot write {str(path)!r}: {error}.") from error
+
+
+def _check_folder_of(path: str | Path, target: Path, status: os.stat_result | None) -> None:
+    if not target.parent.is_dir():
+        what = "is not a folder" if target.parent.exists() else "does not exist"
+        raise InputFileError(f"cannot write {path}: the folder {Path(path).parent} {what}.")
+    places = [target.parent, target] if status is not None else [target.parent]
+    if not all(os.access(place, os.W_OK) for place in places):
+        raise InputFileError(f"cannot write {path}: permission denied.")
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Write a file beside its place and move it there, so that no reader sees half of it.
 
+    A file that is replaced keeps its permissions; of a link, what it leads to is replaced.
+
     Raises:
-        InputFileError: the system refuses.
+        InputFileError: the path is no file that can be written, or the system refuses.
     """
     target = check_writable(path)
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644
+        # A short name: that of the file itself may be as long as names can be.
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".heterog-")
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
-            os.chmod(name, 0o644)
+            os.chmod(name, mode)
             os.replace(name, target)
         except BaseException:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise cannot_write(target, error, len(content)) from error
+        raise cannot_write(path, error, len(content)) from error
 
 
 def cannot_write(path: str | Path, error: OSError, num_bytes: int) -> InputFileError:

@@ -9,7 +9,6 @@ import pytest
 from typer.testing import CliRunner
 
 import heterog
-from heterog.agents.planners import use_policy
 from heterog.cli import app
 from heterog.cli.healing import heal_options
 from heterog.envs.toy import chain_graph, toy_cluster
@@ -60,7 +59,6 @@ def test_options_of_healing_need_it(options: dict[str, Any], text: str) -> None:
 def test_a_policy_that_no_method_asks_warns() -> None:
     with pytest.warns(HeterogWarning, match=r"policy 'heldout' has no effect on ddp; only agent"):
         heterog.plan(chain_graph(), toy_cluster(), method="ddp", budget="5e", policy="heldout")
-    use_policy("default")
 
 
 def test_under_torchrun_the_cluster_names_device_types(

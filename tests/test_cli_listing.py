@@ -13,13 +13,13 @@ import pytest
 import heterog
 import heterog.agents.planners
 from heterog import cli
+from heterog.agents.planners import default_methods
 from heterog.cli import completion
 from heterog.cluster import Cluster, device_type_names, preset_names
 from heterog.cluster.links import intra_link, network_kind
 from heterog.export import TARGETS
 from heterog.planners.methods import METHODS
 from heterog.planners.plan import BEST
-from heterog.planners.planner import planners
 from heterog.runtime.testbed import shipped_testbeds
 from heterog.simulator.engine import Order
 from heterog.zoo import names
@@ -50,7 +50,7 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
 def test_methods_lists_what_is_registered(run: Run) -> None:
     """The planners themselves are slow to import, so the table could go its own way."""
     assert {note.name: note.stage for note in METHODS} == {"auto": "all"} | {
-        planner.name: planner.stage for planner in planners()
+        planner.name: planner.stage for planner in default_methods()
     }
     assert [row["name"] for row in document(run, "methods")] == [note.name for note in METHODS]
     text = run("methods")

@@ -24,6 +24,7 @@ from heterog import __version__
 from heterog.agents.checkpoint import load_checkpoint, shipped_policies
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.encoder import ENCODERS
+from heterog.agents.planners import default_methods
 from heterog.agents.proposals import NUM_SAMPLES
 from heterog.agents.sources import PIPELINED_PART
 from heterog.cli import app
@@ -34,7 +35,7 @@ from heterog.envs.clusters import ClusterRange
 from heterog.envs.merging import MAX_BLOCKS
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.envs.pair import CUT_WEIGHTS, PIPELINED
-from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
+from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP
 from heterog.envs.reward import BOUND
 from heterog.envs.spaces import Padding, pair_space
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
@@ -42,7 +43,6 @@ from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.planners.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
-from heterog.planners.planner import planners
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds
@@ -157,7 +157,7 @@ def named_values(words: list[str]) -> Iterator[tuple[str, str]]:
 @cache
 def known_values() -> dict[str, set[str]]:
     clusters = {*preset_names(), *shipped_testbeds(), "generated"}
-    methods = {"auto", *(planner.name for planner in planners())}
+    methods = {"auto", *(planner.name for planner in default_methods())}
     return {
         "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),
         "--method": methods, "--methods": methods, "--models": set(zoo_names()),
@@ -185,10 +185,11 @@ def check_script(words: list[str]) -> None:
         path, rest = ROOT / words[0], words[1:]
     assert path.is_file(), f"there is no {path.name}"
     source = path.read_text()
-    modules = re.findall(r"from ((?:experiments|heterog)[\w.]*) import", source)
+    modules = re.findall(r"^from ([\w.]+) import", source, re.M)
     source += "".join(
         file.read_text()
-        for file in (ROOT / f"{module.replace('.', '/')}.py" for module in modules)
+        for folder in (ROOT, path.parent)
+        for file in (folder / f"{module.replace('.', '/')}.py" for module in modules)
         if file.is_file()
     )
     for option in (word for word in rest if word.startswith("-")):
@@ -567,14 +568,14 @@ def test_the_methods_of_the_page_are_those_of_the_registry() -> None:
         if line[:3] == "| `"
     ]
     described = [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
-    assert sorted(described) == sorted(planner.name for planner in planners())
+    assert sorted(described) == sorted(planner.name for planner in default_methods())
 
 
 def test_the_guide_lists_targets_testbeds_and_shares() -> None:
     for target in TARGETS:
         assert f"| `{target}` |" in flat("docs/guide/exporting.md")
-    running = flat("docs/guide/running.md")
-    said = re.search(r"((?:`skew_\w+`,? (?:and )?)+)[^.;]*come with the package", running)
+    testbeds = flat("docs/guide/checkpoints.md")
+    said = re.search(r"((?:`skew_\w+`,? (?:and )?)+)[^.;]*come with the package", testbeds)
     assert said
     assert sorted(re.findall(r"`(\w+)`", said[1])) == sorted(shipped_testbeds())
     words = {1.0: "whole", 0.5: "half", 0.25: "quarter", 0.125: "eighth", 0.0625: "sixteenth"}
@@ -608,7 +609,6 @@ def test_the_data_sheet_of_an_environment_is_its_space(env: type[Any]) -> None:
     assert set(told) == set(space) - inherited
     assert told == {name: space[name] for name in told}
     assert f"observation version {OBSERVATION_VERSION}" in doc
-    register_envs()
     name = ONE_SHOT if env is StrategyOneShotEnv else STEP_BY_STEP
     assert f"{name.rpartition('-')[2]}: observation" in doc
 

@@ -15,6 +15,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "reference" / "command-line.md"
 HEAD = """# Command line
 
 `--help` after a command prints the same. Errors in what you give are one line and exit code 2.
+Files that are written are regular files or new ones, and none that the same call reads.
 """
 
 

@@ -16,8 +16,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import Comparison
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Planner, Problem, planners
-from heterog.planners.portfolio import AUTO, best_row, run_methods
+from heterog.planners.planner import Budget, MethodRow, Planner, Problem
+from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import AUTO, built_in_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
@@ -44,13 +45,12 @@ def long_search(
         clock: Function that returns the seconds by which a budget in seconds is kept.
     """
     # A policy's proposals must not be among the seeds of the searches that it is compared with.
-    learned = [p.name for p in planners() if isinstance(p, Agent | AgentSearch)]
     rows = run_methods(
         evaluator,
         [AUTO],
+        known=built_in_methods(),
         budget=budget,
         seed=seed,
-        without=learned,
         progress=progress,
         clock=clock,
     )

@@ -22,7 +22,7 @@ from heterog.agents.proposals import propose, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.planners.planner import Budget, PlanResult, Problem, Spending
+from heterog.planners.planner import Budget, Planner, PlanResult, Problem, Spending
 from heterog.strategy.program import IntArray
 
 _NUM_SAMPLES = 24
@@ -32,7 +32,7 @@ _SEARCH_EVALUATIONS = _SEARCH_EVERY * _NUM_SAMPLES
 _NUM_KEPT = 8
 
 
-class FineTuned:
+class FineTuned(Planner):
     """A policy, fine-tuned on the problem's pair for a budget of its own.
 
     Args:

@@ -112,13 +112,11 @@ def _orders(whole: Whole, allowed: tuple[Order, ...]) -> tuple[Order, ...]:
 class Scorer:
     """Scores rows at the op level, under any settings of the whole step."""
 
-    def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
+    def __init__(self, problem: Problem, pair: "Pair") -> None:
         evaluator = problem.evaluator
         self._problem = problem
         self.pair = pair
-        self._left = math.inf
-        if problem.budget.evaluations is not None:
-            self._left = max(problem.budget.evaluations - spent, 1)
+        self._most_evaluations = math.inf
         self._space = StrategySpace(
             evaluator.graph,
             evaluator.cluster,
@@ -146,6 +144,13 @@ class Scorer:
         self._most_tasks = MOST_TASKS
         self._finisher = Finisher(evaluator, self._space)
 
+    def begin(self, problem: Problem, spent: int) -> None:
+        """Begin to score rows with a budget, of which some evaluations are spent already."""
+        self._problem, self._num_tasks, self._most_tasks = problem, 0, MOST_TASKS
+        if problem.budget.evaluations is not None:
+            left = max(problem.budget.evaluations - spent, 1)
+            self._most_evaluations = self._num_evaluations + left
+
     @property
     def num_evaluations(self) -> int:
         """Evaluations so far: one for each order of a row and settings of the whole step."""
@@ -158,8 +163,9 @@ class Scorer:
     ) -> None:
         """Score the first rows, and other rows with given settings; vary the best."""
         count = NUM_RESCORED
-        if self._left < math.inf:
-            count = max(min(count, int(self._left) // len(BUCKETS)), 1)
+        left = self._most_evaluations - self._num_evaluations
+        if left < math.inf:
+            count = max(min(count, int(left) // len(BUCKETS)), 1)
         for row in self.pair.groups(rows[:count]):
             for bucket_bytes in BUCKETS:
                 self.score(row, Whole(bucket_bytes, self.pair.num_micro))
@@ -181,7 +187,9 @@ class Scorer:
         if key in self._scored:
             return self._scored[key]
         orders = _orders(whole, self._problem.orders)
-        is_spent = bool(self._scored) and self._num_evaluations + len(orders) > self._left
+        is_spent = (
+            bool(self._scored) and self._num_evaluations + len(orders) > self._most_evaluations
+        )
         if is_spent or self._num_tasks > self._most_tasks:
             return _WORST
         problem = self._problem
@@ -239,7 +247,7 @@ class Scorer:
         if key in self._judged:
             return self._judged[key]
         choice = None
-        if self._num_tasks <= self._most_tasks and self._num_evaluations < self._left:
+        if self._num_tasks <= self._most_tasks and self._num_evaluations < self._most_evaluations:
             choice = self._choice(row, whole)
         if choice is None:
             return _WORST
@@ -322,11 +330,11 @@ class Scorer:
         keys = sorted(self._judged, key=lambda key: (self._judged[key], key))
         return [(np.frombuffer(row, np.int32), whole, order) for row, whole, order in keys[:count]]
 
-    def ensure(self, row: IntArray) -> None:
-        """Make sure of a result even if there was no time to score anything."""
+    def ensure(self, rows: IntArray) -> None:
+        """Make sure of a result even if there was no time to score any of the rows."""
         if not self._scored:
             whole = Whole(num_micro=self.pair.num_micro)
-            self._scored[self.pair.groups(row).tobytes(), whole] = _WORST
+            self._scored[self.pair.groups(rows[0]).tobytes(), whole] = _WORST
 
     def best(self, count: int) -> list[tuple[IntArray, Whole]]:
         """The best so far, best first."""

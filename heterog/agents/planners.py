@@ -2,11 +2,13 @@
 
 ``agent`` makes one pass of the network and at most 64 draws (the first one greedy), makes others
 of the best draws, refines the best rows for a bounded number of simulated tasks and hands over
-four (``proposals``, ``op_level``). No baseline is among them and none is improved.
+four (``proposals``, ``op_level``). No baseline is among them and none is improved. Beside other
+methods an answer is whole or not begun: ``auto`` gives it the seconds that it takes
+(``whole_s``), or none. Asked again, ``agent`` makes further draws.
 ``agent+search`` gives the same proposals to local search as seeds, and lets its moves use parts of
 further draws, so that the policy's probabilities order them.
 
-Importing this registers both; torch is imported when one is asked to plan.
+torch is imported when one is asked to plan.
 """
 
 import time
@@ -16,13 +18,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-# The other methods are registered before, because searches that start from their results run last.
-import heterog.planners.portfolio  # noqa: F401
-
-# isort: split
-from heterog.agents.proposals import NUM_SAMPLES, Proposed, propose
+from heterog.agents.proposals import NUM_SAMPLES, Proposals, Proposed
 from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, PlanResult, Problem, register
+from heterog.planners.planner import Budget, Planner, PlanResult, Problem
+from heterog.planners.registry import Methods, built_in_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 
@@ -34,8 +33,15 @@ DEFAULT_POLICY = "default"
 LEARNED = ("agent", "agent+search")
 """Methods that use a policy."""
 NUM_PROPOSALS = 256
+ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 2e-4, 1.5e-4
+"""CPU seconds of an answer, for each group of ops on each device, and for each op. Within half and
+twice of what it took on 30 pairs (five models, six clusters of 6 to 64 devices, one core)."""
+STATE_PART = 0.5
+"""Part of a device's memory that parameters, gradients and optimizer state fill from which an
+answer takes twice as long: rows that divide them are drawn, too."""
 MOST_DEVICES = 512
 """A policy reads the links of all pairs of devices, which takes a minute for 2,048."""
+_LAST_S, _HAS_ASKED = "last_s", "has_asked"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
     num_evaluations=0,
@@ -60,39 +66,81 @@ class _Policies:
 
 
 _policies = _Policies()
+_proposed: WeakKeyDictionary[Evaluator, dict[tuple[object, ...], Proposed]] = WeakKeyDictionary()
 
 
 def ask(policy: "str | Policy", problem: Problem, num_samples: int = NUM_SAMPLES) -> Proposed:
     """The proposals of a policy (a name, a file or the network itself) for a problem.
 
     Under a budget in seconds, its earlier proposals for the same evaluator are reused, so that
-    ``agent+search`` need not wait for the network that ``agent`` has just run.
+    ``agent+search`` need not wait for the network that ``agent`` has just run. Those that time has
+    cut short are not: with more time there would have been others.
     """
-    if not isinstance(policy, str):
-        return propose(problem, policy, num_samples)
-    key = (policy, problem.seed, problem.step_barrier, problem.orders, num_samples)
     known = _proposed.setdefault(problem.evaluator, {})
+    key = _key(policy, problem, num_samples)
     if problem.budget.seconds is not None and key in known:
         return replace(known[key], num_evaluations=0)
-    found = propose(problem, _policies.get(policy).policy, num_samples, name=policy)
-    if problem.budget.seconds is not None and found.candidates:
-        known[key] = found
+    return _more(_make(policy, problem, num_samples), policy, problem, num_samples)
+
+
+def _make(policy: "str | Policy", problem: Problem, num_samples: int) -> Proposals:
+    if not isinstance(policy, str):
+        return Proposals(problem, policy, num_samples)
+    return Proposals(problem, _policies.get(policy).policy, num_samples, name=policy)
+
+
+def _more(
+    proposals: Proposals, policy: "str | Policy", problem: Problem, num_samples: int
+) -> Proposed:
+    """More proposals, kept if they are whole and others may ask for the same."""
+    found = proposals.more(problem)
+    if problem.budget.seconds is not None and found.is_whole:
+        known = _proposed.setdefault(problem.evaluator, {})
+        known[_key(policy, problem, num_samples)] = found
     return found
 
 
-_proposed: WeakKeyDictionary[Evaluator, dict[tuple[object, ...], Proposed]] = WeakKeyDictionary()
+def _key(policy: "str | Policy", problem: Problem, num_samples: int) -> tuple[object, ...]:
+    """All but the budget that whole proposals depend on."""
+    return policy, problem.seed, problem.step_barrier, problem.orders, num_samples
 
 
-class Agent:
+def _answer_s(evaluator: Evaluator) -> float:
+    """About the CPU seconds of a whole answer."""
+    graph, cluster = evaluator.graph, evaluator.cluster
+    seconds = ANSWER_S + ANSWER_OP_S * graph.num_ops
+    seconds += ANSWER_BLOCK_S * evaluator.tables.num_groups * cluster.num_devices
+    parameter_bytes = sum(float(graph.tensor_bytes[tensor]) for _, tensor, _ in graph.updates)
+    state_bytes = (2.0 + graph.optimizer_state_ratio) * parameter_bytes
+    usable_bytes = np.median([each.usable_memory_bytes for each in cluster.devices])
+    return seconds * (2.0 if state_bytes > STATE_PART * usable_bytes else 1.0)
+
+
+def _is_too_short(needed_s: float, problem: Problem) -> bool:
+    """Whether there is no time for what is whole or not begun, but something else to hand over."""
+    seconds = problem.budget.seconds
+    return seconds is not None and bool(problem.seeds) and seconds < needed_s
+
+
+def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
+    reason = (
+        f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.seconds:.1f} s "
+        "that it has; a larger --budget lets it answer"
+    )
+    return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
+
+
+class Agent(Planner):
     """A policy's own answer; see the module docstring.
 
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
-        name: Name under which it is registered.
+        name: Name of the method.
         num_samples: Number of draws, the greedy one included.
     """
 
     stage = "zero_shot"
+    resumes = True
 
     def __init__(
         self,
@@ -109,12 +157,22 @@ class Agent:
         """Import what a policy needs, and load it."""
         _prepare(self.policy, evaluator)
 
+    def whole_s(self, problem: Problem) -> float:
+        """Seconds of an answer: what the last one took, or a guess."""
+        last_s: float = problem.memory.get(_LAST_S, 0.0)
+        return last_s or _answer_s(problem.evaluator)
+
     def plan(self, problem: Problem) -> PlanResult:
         """Propose once; most of the budget is left over."""
         begin = time.perf_counter()
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
-        found = ask(self.policy, problem, self._num_samples)
+        if _is_too_short(needed_s := self.whole_s(problem), problem):
+            return _not_begun(needed_s, problem)
+        spending = problem.spend()
+        proposals = problem.resumed(lambda asked: _make(self.policy, asked, self._num_samples))
+        found = _more(proposals, self.policy, problem, self._num_samples)
+        problem.memory[_LAST_S] = spending.seconds * (1.0 if found.is_whole else 2.0)
         return PlanResult(
             candidates=found.candidates,
             num_evaluations=found.num_evaluations,
@@ -122,12 +180,12 @@ class Agent:
         )
 
 
-class AgentSearch:
+class AgentSearch(Planner):
     """Local search that a policy leads; see the module docstring.
 
     Args:
         policy: Name of a shipped policy, or a file.
-        name: Name under which it is registered.
+        name: Name of the method.
     """
 
     stage = "search"
@@ -142,6 +200,13 @@ class AgentSearch:
         """Import what a policy needs, and load it."""
         _prepare(self.policy, evaluator)
 
+    def whole_s(self, problem: Problem) -> float:
+        """Seconds of an answer and of as long a search, unless there is an answer already."""
+        known = _proposed.get(problem.evaluator, {})
+        if problem.memory.get(_HAS_ASKED) or _key(self.policy, problem, NUM_SAMPLES) in known:
+            return 0.0
+        return 2.0 * _answer_s(problem.evaluator)
+
     def plan(self, problem: Problem) -> PlanResult:
         """Propose, then search with the rest of the budget."""
         from heterog.agents.policy import draw
@@ -149,8 +214,10 @@ class AgentSearch:
         begin = time.perf_counter()
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
-        if problem.memory:  # it was called before
+        if problem.memory.get(_HAS_ASKED):
             return LocalSearch().plan(problem)
+        if _is_too_short(needed_s := self.whole_s(problem), problem):
+            return _not_begun(needed_s, problem)
         spending = problem.spend()
         # Half of a budget in seconds is left for the search, however long the policy takes.
         asked = (
@@ -159,6 +226,7 @@ class AgentSearch:
             else replace(problem, budget=problem.budget.part(0.5))
         )
         found = ask(self.policy, asked)
+        problem.memory[_HAS_ASKED] = found.is_whole
         rng = np.random.default_rng([problem.seed, NUM_PROPOSALS])
         rows = draw(found.scores, found.pair, NUM_PROPOSALS, rng).rows
         table = found.pair.table
@@ -199,8 +267,8 @@ def _left(budget: Budget, evaluations: int, seconds: float) -> Budget:
     return Budget(seconds=max(budget.seconds - seconds, 1e-3))
 
 
-def use_policy(policy: str) -> None:
-    """Make ``agent`` and ``agent+search`` use another policy.
+def policy_methods(policy: str = DEFAULT_POLICY) -> tuple[Agent, AgentSearch]:
+    """The two methods that ask a policy.
 
     Args:
         policy: Name of a shipped policy, or a file; one that is not the default is loaded now, so
@@ -208,9 +276,9 @@ def use_policy(policy: str) -> None:
     """
     if policy != DEFAULT_POLICY:
         _policies.get(policy)
-    register(Agent(policy))
-    register(AgentSearch(policy))
+    return Agent(policy), AgentSearch(policy)
 
 
-register(Agent())
-register(AgentSearch())
+def default_methods(policy: str = DEFAULT_POLICY) -> Methods:
+    """All methods of this package, and the two that ask a policy."""
+    return built_in_methods().having(*policy_methods(policy))

@@ -48,6 +48,7 @@ class Proposed:
         pair: Model and cluster as the policy sees them, in the way that the best one came from.
         scores: The policy's scores of that pair, for more draws.
         out_of_memory: Part of the draws that do not fit, by the coarse evaluator.
+        is_whole: Whether all was done; otherwise time was up before.
     """
 
     candidates: tuple[Candidate, ...]
@@ -55,82 +56,130 @@ class Proposed:
     pair: "Pair"
     scores: "PairScores"
     out_of_memory: float
+    is_whole: bool = True
 
 
 def propose(
     problem: Problem, network: "Policy", num_samples: int = NUM_SAMPLES, *, name: str = ""
 ) -> Proposed:
-    """Draw strategies for a problem and choose the best.
+    """Draw strategies for a problem and choose the best; see ``Proposals``."""
+    return Proposals(problem, network, num_samples, name=name).more(problem)
+
+
+class Proposals:
+    """What a policy proposes for a problem: each time it is asked, the best of further draws too.
 
     Args:
-        problem: Graph, cluster and seed; evaluations beyond its budget are not made.
+        problem: Graph, cluster and seed.
         network: The policy.
-        num_samples: Number of draws, the greedy one included.
+        num_samples: Number of draws each time, the greedy one included.
         name: Name of the policy, for logs.
     """
-    from heterog.agents.ways import BALANCED, FEWEST_FOR_WAYS, draw_in, make_ways
-    from heterog.envs.pair import Pair
 
-    if problem.budget.evaluations is not None:
-        # A fifth of a small budget is left for the op level.
-        most = int(0.8 * problem.budget.evaluations / (1.0 + BALANCED))
-        num_samples = max(min(num_samples, most), 1)
-    evaluator, spending = problem.evaluator, problem.spend()
-    tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
-    if num_samples >= FEWEST_FOR_WAYS:
-        tables += [pair for pair in (tables[0].divided(),) if pair is not None]
-    ways = make_ways(network, tables, num_samples)
-    with spending.limits():
-        draw_in(ways, num_samples, np.random.default_rng([problem.seed, 64]), spending.check)
-    scored, spent = _scored(problem, tables, ways, spending)
-    scored.sort(key=lambda each: each[0][0])
-    found = Proposed(
-        candidates=tuple(candidate for (_, candidate), _ in scored[:NUM_RETURNED]),
-        num_evaluations=spent,
-        pair=scored[0][1].pair,
-        scores=scored[0][1].scores,
-        out_of_memory=float(np.mean([each.overflow > 0 for way in ways for each in way.found])),
-    )
-    _log.info(
-        "policy %s, seed %d: %d draws for %s, %.0f %% do not fit",
-        name or "in training", problem.seed, num_samples, tables[0].name,
-        100.0 * found.out_of_memory,
-    )  # fmt: skip
-    return found
+    def __init__(
+        self,
+        problem: Problem,
+        network: "Policy",
+        num_samples: int = NUM_SAMPLES,
+        *,
+        name: str = "",
+    ) -> None:
+        from heterog.envs.pair import Pair
 
+        evaluator = problem.evaluator
+        tables = [Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)]
+        self._network, self._num_samples = network, num_samples
+        self._name = name or "in training"
+        self._tables: list[Pair] = tables
+        self._ways: list[Way] = []
+        self._scorers: list[tuple[Scorer, list[Way]]] = []
+        self._times = 0
 
-def _scored(
-    problem: Problem, tables: "Sequence[Pair]", ways: "Sequence[Way]", spending: Spending
-) -> "tuple[list[tuple[Scored, Way]], int]":
-    """The best strategies of each table with the way they came from, and all evaluations so far.
+    def more(self, problem: Problem) -> Proposed:
+        """Draw, and choose the best of all draws so far.
 
-    The rows of the better table are refined.
-    """
-    drawn = sum(len(way.rows) for way in ways)
-    scorers: list[tuple[Scorer, list[Way]]] = []
+        Args:
+            problem: The same problem with the budget of this time; evaluations beyond it are not
+                made.
+        """
+        from heterog.agents.ways import BALANCED, draw_in
 
-    def spent() -> int:
-        return drawn + sum(scorer.num_evaluations for scorer, _ in scorers)
-
-    for table in tables:
-        own = [way for way in ways if way.pair.table is table.table]
-        if not len(own[0].rows):  # out of time before it was drawn in
-            continue
-        scorer = Scorer(problem, table, spent())
+        num_samples = self._num_samples
+        if problem.budget.evaluations is not None:
+            # A fifth of a small budget is left for the op level.
+            most = int(0.8 * problem.budget.evaluations / (1.0 + BALANCED))
+            num_samples = max(min(num_samples, most), 1)
+        spending = problem.spend()
+        self._prepare_ways(num_samples)
+        rng = np.random.default_rng([problem.seed, 64, *[self._times] * (self._times > 0)])
+        self._times += 1
         with spending.limits():
-            _score(scorer, own)
-            scorer.judge_best()
-        if spending.is_cut:
-            scorer.ensure(own[0].rows[0])
-        scorers.append((scorer, own))
-    best = min((scorer for scorer, _ in scorers), key=lambda scorer: scorer.best_judged)
-    with spending.limits():
-        best.refine()
-    return [
-        (each, own[-1] if is_pipelined else own[0])
-        for scorer, own in scorers
-        for each, is_pipelined in scorer.candidates()
-    ], spent()
+            draw_in(self._ways, num_samples, rng, spending.check)
+        scored, spent = self._scored(problem, spending)
+        scored.sort(key=lambda each: each[0][0])
+        overflows = [each.overflow > 0 for way in self._ways for each in way.found]
+        found = Proposed(
+            candidates=tuple(candidate for (_, candidate), _ in scored[:NUM_RETURNED]),
+            num_evaluations=spent,
+            pair=scored[0][1].pair,
+            scores=scored[0][1].scores,
+            out_of_memory=float(np.mean(overflows)) if overflows else 0.0,
+            is_whole=not spending.is_cut,
+        )
+        _log.info(
+            "policy %s, seed %d: %d draws for %s, %.0f %% do not fit",
+            self._name, problem.seed, num_samples, self._tables[0].name,
+            100.0 * found.out_of_memory,
+        )  # fmt: skip
+        return found
+
+    def _prepare_ways(self, num_samples: int) -> None:
+        """One pass of the network the first time; later what was drawn is known."""
+        from heterog.agents.ways import FEWEST_FOR_WAYS, make_ways
+
+        for way in self._ways:
+            way.begin_again()
+        if not self._ways:
+            if num_samples >= FEWEST_FOR_WAYS:
+                self._tables += [p for p in (self._tables[0].divided(),) if p is not None]
+            self._ways = make_ways(self._network, self._tables, num_samples)
+
+    def _scored(
+        self, problem: Problem, spending: Spending
+    ) -> "tuple[list[tuple[Scored, Way]], int]":
+        """The best strategies of each table with the way they came from, and all evaluations.
+
+        The rows of the better table are refined.
+        """
+        drawn = sum(len(way.rows) for way in self._ways)
+        before = sum(scorer.num_evaluations for scorer, _ in self._scorers)
+
+        def spent() -> int:
+            return drawn - before + sum(scorer.num_evaluations for scorer, _ in self._scorers)
+
+        known = {id(scorer.pair): scorer for scorer, _ in self._scorers}
+        for table in self._tables:
+            own = [way for way in self._ways if way.pair.table is table.table]
+            scorer = known.get(id(table))
+            if scorer is None:
+                if not len(own[0].rows):  # out of time before it was drawn in
+                    continue
+                scorer = Scorer(problem, table)
+                self._scorers.append((scorer, own))
+            scorer.begin(problem, spent())
+            with spending.limits():
+                _score(scorer, own)
+                scorer.judge_best()
+            if spending.is_cut:
+                scorer.ensure(own[0].rows)
+        best = min((scorer for scorer, _ in self._scorers), key=lambda each: each.best_judged)
+        with spending.limits():
+            best.refine()
+        return [
+            (each, own[-1] if is_pipelined else own[0])
+            for scorer, own in self._scorers
+            for each, is_pipelined in scorer.candidates()
+        ], spent()
 
 
 def _score(scorer: "Scorer", ways: "Sequence[Way]") -> None:
@@ -173,7 +222,8 @@ def rescore(
     Returns:
         The best candidates, best first, and the evaluations made.
     """
-    scorer = Scorer(problem, pair, spent)
+    scorer = Scorer(problem, pair)
+    scorer.begin(problem, spent)
     scorer.search(rows)
     found = tuple(candidate for (_, candidate), _ in scorer.candidates())
     return found, scorer.num_evaluations

@@ -25,8 +25,10 @@ def rows_in_segments(pair: Pair, most: int) -> list[IntArray]:
         most: Most rows.
 
     Returns:
-        Different rows, the fastest first.  # each [G]
+        Different rows, the fastest first; none of a single block.  # each [G]
     """
+    if pair.num_blocks < 2:
+        return []
     every = np.arange(pair.num_candidates, dtype=np.int32)
     alone = seconds_of_cuts(pair, every, every)[0]  # all blocks in the second segment
     main = np.argsort(alone, kind="stable")[:NUM_MAIN]

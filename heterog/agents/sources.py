@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-# Registers the baselines that rewards are relative to.
-import heterog.planners.portfolio  # noqa: F401
 from heterog.cluster import Cluster
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import Pair

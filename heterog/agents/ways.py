@@ -48,7 +48,7 @@ class Way:
     """A way to draw: a table of candidates, with or without micro-batches.
 
     Attributes:
-        rows: Different rows drawn so far, then those made of them.  # [num_rows, G]
+        rows: Different rows drawn since it began, then those made of them.  # [num_rows, G]
         num_drawn: Number of those drawn.
         promise: (part of memory missing, seconds) of the best of them.
     """
@@ -57,9 +57,15 @@ class Way:
         self.pair, self.scores = pair, scores
         self.rows: IntArray = np.zeros((0, pair.num_blocks), np.int32)
         self.num_drawn = 0
+        self._known: set[bytes] = set()
         self.promise = (math.inf, math.inf)
         overflows = pair.observation.candidates[:, WHOLE_OVERFLOWS] > 0.5
         self.is_tight = bool(overflows.mean() > TIGHT) and pair.num_micro == 1
+
+    def begin_again(self) -> None:
+        """Begin anew with rows that were never drawn; the promise of those that were is kept."""
+        self._known |= {row.tobytes() for row in self.rows}
+        self.rows, self.num_drawn = self.rows[:0], 0
 
     def draw(self, count: int, rng: np.random.Generator, *, greedy: bool = False) -> None:
         """Add rows; if memory is scarce, half of them as if every block recomputed."""
@@ -82,7 +88,9 @@ class Way:
                 drawn(few, num_changes=changes).rows,
             ])  # fmt: skip
         recomputed = drawn(loose, num_steady=loose // 2, recompute=True).rows
-        self.rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
+        rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
+        is_new = np.array([row.tobytes() not in self._known for row in rows], np.bool_)
+        self.rows = rows[is_new]
         self.num_drawn = len(self.rows)
         for row in mindful:
             self.promise = min(self.promise, self.pair.score(row).preference)
@@ -93,7 +101,7 @@ class Way:
         """Add rows that are drawn too seldom: pipelines near the best ones, or two segments."""
         if not len(self.rows):
             return
-        known = {row.tobytes() for row in self.rows}
+        known = self._known | {row.tobytes() for row in self.rows}
         if self.pair.num_micro == 1:
             near = rows_in_segments(self.pair, most)
         else:

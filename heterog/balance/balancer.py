@@ -4,15 +4,19 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
+from heterog.balance.arguments import check_arguments, check_data
+from heterog.balance.batch_norms import BatchNorms
 from heterog.balance.clock import StepClock
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
+from heterog.balance.label_means import check_mean_over_samples
 from heterog.balance.loader import BalancedLoader
 from heterog.balance.micro_batches import (
     cut_batch,
@@ -20,13 +24,16 @@ from heterog.balance.micro_batches import (
     gradients_stay_local,
     num_parts,
 )
+from heterog.balance.open_steps import OpenSteps
 from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
+from heterog.balance.replicas import ReplicaCheck
 from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError, check_shares
+from heterog.balance.shares import BalanceError, check_shares, scaled_shares
 from heterog.balance.start import Start, first_shares
 from heterog.balance.tokens import TokenBatches
+from heterog.balance.updates import watch_updates
 from heterog.balance.watching import watch_waits
-from heterog.balance.weights import StepWeights
+from heterog.balance.weights import StepWeights, check_loss
 from heterog.runtime.accelerators import CPU
 
 
@@ -61,12 +68,15 @@ class Balancer:
         interval: Number of steps between measurements of all ranks, after which shares may change;
             0 keeps the first shares.
         dead_band: Least predicted gain of a change, as a fraction of the step time.
+        check_replicas: Whether ranks compare a few numbers about their weights now and then, which
+            differ where gradients are not averaged, or where a learning rate differs. Turn it off
+            for replicas that shall differ for a while (local SGD).
         writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
             warning, which Python shows on standard error.
 
     Raises:
-        BalanceError: shares, speeds or plan do not fit the ranks.
+        BalanceError: shares, speeds or plan do not fit the ranks; later, weights of ranks differ.
     """
 
     loader_type: type[BalancedLoader] = BalancedLoader
@@ -84,24 +94,31 @@ class Balancer:
         micro_batches: bool = False,
         interval: int = INTERVAL,
         dead_band: float = DEAD_BAND,
+        check_replicas: bool = True,
         writer: ScalarWriter | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
+        check_arguments(batch_size, writer)
         self.group = RankGroup()
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.weights = StepWeights(self.group)
+        watch_updates(self.weights, self.group)
+        self._check_replicas = check_replicas
+        self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
         self._fits_given, self._micro_batches = fits, micro_batches
         self._fits: tuple[int | None, ...] | None = None
-        self._sampler: ShareSampler | None = None
-        self._deal: Deal | None = None
+        self._samplers: list[ref[ShareSampler]] = []  # of loaders that exist, in order
+        self._training: ShareSampler | None = None
+        self._open = OpenSteps()
         self._make_follower = partial(
             SpeedFollower, self.group, interval=interval, writer=writer, tell=tell
         )
         self._interval, self._dead_band = interval, dead_band
-        self._follower: SpeedFollower | None = None
+        self._followers: WeakKeyDictionary[ShareSampler, SpeedFollower] = WeakKeyDictionary()
         self.clock = StepClock(CPU)
         self._model: nn.Module | None = None
+        self._norms: BatchNorms | None = None
         if model is not None:
             self.watch(model)
 
@@ -109,6 +126,13 @@ class Balancer:
         """Set the model that is trained, once a framework has wrapped it."""
         self._model = model
         watch_waits(model, self.clock)
+        self.watch_norms(model)
+
+    def watch_norms(self, model: nn.Module) -> None:
+        """See to the BatchNorm of a model, which need not be wrapped yet; ``watch`` does it."""
+        self._norms = BatchNorms(model)
+        for sampler in self._existing_samplers():
+            sampler.least = self._norms.least
 
     @property
     def model(self) -> nn.Module | None:
@@ -131,6 +155,9 @@ class Balancer:
     ) -> BalancedLoader:
         """Make a loader of this rank's batches; each pass is the next epoch.
 
+        There may be several: others to validate with, say, or to train with in turn. Shares follow
+        the one that is trained with, that is, whose losses are weighed for a backward pass.
+
         Args:
             dataset: Data set with a length.
             seed: Seed of the order, the same on all ranks.
@@ -141,34 +168,66 @@ class Balancer:
             cost: Function from a sample's length to its cost, in tokens; see ``TokenBatches``.
             padded: Whether a rank's samples are padded to the longest of them.
             options: Other arguments of ``DataLoader``: ``num_workers``, ``collate_fn``, ...
+
+        Raises:
+            BalanceError: the data set has no length, or the shares do not fit.
         """
-        size = self.batch_size
-        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-        batches: GlobalBatches
-        if lengths is not None:
-            batches = TokenBatches(lengths, size, cost=cost, padded=padded, **order)
-        else:
-            batches = SampleBatches(len(dataset), size, **order)  # type: ignore[arg-type]
+        batches = self.global_batches(
+            dataset,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            lengths=lengths,
+            cost=cost,
+            padded=padded,
+            **options,
+        )
         return self.loader_type(dataset, self.sampler(batches), self, options)
 
+    def global_batches(
+        self,
+        dataset: Dataset[Any],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        lengths: Sequence[int] | None = None,
+        cost: Callable[[int], float] | None = None,
+        padded: bool = False,
+        **options: Any,
+    ) -> GlobalBatches:
+        """The batches of a loader with these arguments, on whatever ranks."""
+        check_data(dataset, options)
+        num_samples, size = checked_length(dataset), self.batch_size
+        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        if lengths is not None:
+            return TokenBatches(lengths, size, cost=cost, padded=padded, **order)
+        return SampleBatches(num_samples, size, **order)
+
     def sampler(self, batches: GlobalBatches) -> ShareSampler:
-        """Make the sampler of a loader; a balancer has one at a time."""
+        """Make the sampler of a loader, with the shares of the one that is trained with."""
         total, num_ranks = batches.units_per_batch, self.group.num_ranks
-        most = None if self._micro_batches else self._memory()
-        shares = first_shares(total, num_ranks, most, self._start)
-        self._sampler = ShareSampler(
+        if self._training is not None:
+            shares = scaled_shares(self._training.shares, total)
+        else:
+            shares = first_shares(total, num_ranks, self._most(), self._start)
+        sampler = ShareSampler(
             batches,
             rank=self.group.rank,
             num_ranks=num_ranks,
             shares=check_shares(shares, num_ranks, total),
         )
-        self._deal = None
-        if self._interval and num_ranks > 1:
-            rebalancer = Rebalancer(
-                num_ranks, most=most, dead_band=self._dead_band, unit=batches.unit
-            )
-            self._follower = self._make_follower(rebalancer, self.clock)
-        return self._sampler
+        if self._norms is not None:
+            sampler.least = self._norms.least
+        self._samplers.append(ref(sampler))
+        if self._training is None:
+            self._training = sampler
+        return sampler
+
+    def train_with(self, sampler: ShareSampler) -> None:
+        """Follow this sampler from now on; else the one whose losses are weighed for training."""
+        self._training = sampler
+        self._open = OpenSteps()
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -178,26 +237,88 @@ class Balancer:
     @property
     def deal(self) -> Deal:
         """The batch of the current step, as dealt to the ranks."""
-        if self._deal is None:
-            raise BalanceError(
-                "no batch yet: take batches from balancer.loader(dataset), whose steps it follows."
-            )
-        return self._deal
+        return self._open.current.deal
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop begins to iterate."""
+        self._open.begin_pass()
         self.clock.restart()
 
-    def begin_step(self, deal: Deal) -> None:
+    def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop gets the batch of this deal."""
-        self._deal = deal
+        if self._replicas is None and self._check_replicas and self._model is not None:
+            self._replicas = ReplicaCheck(self._model, self.group)
+        sampler = self.share_sampler if sampler is None else sampler
+        sampler.begin_step(deal)
+        if self._open.is_inside:
+            self._open.current.outer_weights = self.weights.kept()
+        self._open.begin(sampler, deal)
         self.weights.begin_step()
-        self.weights.set(deal.samples[self.group.rank], sum(deal.samples))
+        own = deal.samples[self.group.rank]
+        self.weights.set(own, sum(deal.samples))
+        if self._norms is not None:
+            self._norms.begin_step(is_empty=own == 0)
 
-    def end_step(self) -> None:
+    def end_step(self, sampler: ShareSampler | None = None) -> None:
         """Called by a loader when the loop asks for the next batch."""
-        if self._follower is not None:
-            self._follower.end_step(self.deal, self.share_sampler)
+        sampler = self.share_sampler if sampler is None else sampler
+        if self._replicas is not None and sampler is self._training:
+            with self.clock.waiting():
+                self._replicas.end_step()
+        step = self._open.of(sampler)
+        if step is None or not step.trains or not self._follows:
+            return
+        if not step.is_timed:
+            self.clock.restart()
+            return
+        before = sampler.shares
+        self._follower_of(sampler).end_step(step.deal, sampler)
+        if sampler.shares != before:
+            self._share_with_others(sampler)
+
+    def end_pass(self, sampler: ShareSampler) -> None:
+        """Called by a loader when a pass ends or is left; an outer loop is in its step again."""
+        self._open.end_pass(sampler)
+        is_empty = False
+        if self._open.is_inside:
+            outer = self._open.current
+            if outer.outer_weights is not None:
+                self.weights.restore(outer.outer_weights)
+            is_empty = outer.deal.samples[self.group.rank] == 0
+        if self._norms is not None:
+            self._norms.begin_step(is_empty=is_empty)
+
+    def release_norms(self) -> None:
+        """Leave BatchNorm as it was, after the backward pass of a step that may be the last."""
+        if self._norms is not None:
+            self._norms.begin_step(is_empty=False)
+
+    @property
+    def _follows(self) -> bool:
+        return bool(self._interval) and self.group.num_ranks > 1
+
+    def _follower_of(self, sampler: ShareSampler) -> SpeedFollower:
+        if sampler not in self._followers:
+            rebalancer = Rebalancer(
+                self.group.num_ranks,
+                most=self._most(),
+                dead_band=self._dead_band,
+                unit=sampler.unit,
+            )
+            self._followers[sampler] = self._make_follower(rebalancer, self.clock)
+        return self._followers[sampler]
+
+    def _share_with_others(self, sampler: ShareSampler) -> None:
+        """Have loaders that are not trained with begin their next pass in the new shares."""
+        for other in self._existing_samplers():
+            if other is not sampler and other not in self._followers:
+                shares = scaled_shares(sampler.shares, sum(other.shares))
+                other.set_shares(shares, from_step=other.num_steps)
+
+    def _existing_samplers(self) -> list[ShareSampler]:
+        found = [(each, each()) for each in self._samplers]
+        self._samplers = [each for each, sampler in found if sampler is not None]
+        return [sampler for _, sampler in found if sampler is not None]
 
     # --- gradients -------------------------------------------------------------------------------
 
@@ -209,20 +330,36 @@ class Balancer:
             count: Number of items that the loss is a mean over, if not samples: labels without
                 padding, say. All ranks give it or none; it costs one all-reduce of a number. One
                 may give 0 if its loss is finite, as that of ``cross_entropy`` is in the gradient.
+
+        Raises:
+            BalanceError: it is no tensor of one element, or a mean over labels of which some do
+                not count, without a count.
         """
+        check_loss(loss)
+        step = self._open.current
+        if loss.requires_grad:
+            inner, step = step, self._open.back_to_training()
+            if step is not inner and step.outer_weights is not None:
+                self.weights.restore(step.outer_weights)
+            self._open.check_alone(self.group.rank)
         if count is not None:
-            own = count if self.deal.samples[self.group.rank] else 0
+            own = count if step.deal.samples[self.group.rank] else 0
             with self.clock.waiting():
                 self.weights.set(*self.weights.exchange([own]))
-        elif self._deal is None:
-            self.deal  # noqa: B018  # raises
+        elif self.group.num_ranks > 1 and self.weights.looks_at_mean(loss):
+            check_mean_over_samples(loss)
         weighed = self.weights.weigh(loss)
         self.time_backward(weighed)
         return weighed
 
     def time_backward(self, loss: Tensor) -> None:
-        """Measure the backward pass from this tensor; ``weigh`` does it."""
-        if self._follower is not None and loss.requires_grad:
+        """Note that this tensor trains, and measure its backward pass; ``weigh`` does it."""
+        if not loss.requires_grad:
+            return
+        step = self._open.current
+        step.trains = True
+        self._training = step.sampler
+        if self._follows:
             self.clock.use(loss.device)
             loss.register_hook(self.clock.backward_begins)  # type: ignore[no-untyped-call]
 
@@ -268,34 +405,67 @@ class Balancer:
             average_gradients(self._model, self.group)
 
     def mean_loss(self) -> float:
-        """The loss of the whole batch of this step; all ranks call it, after the backward pass."""
+        """The loss of the whole batch of this step; all ranks call it, after the backward pass.
+
+        Weighed losses of several backward passes add up, such as those of parts. Those that are
+        weighed after an optimizer's step, or after the last call, are a sum of their own: the loss
+        of a second optimizer, or of the next call of a closure (LBFGS).
+        """
         with self.clock.waiting():
             return self.weights.mean_loss()
 
     # --- going on later --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Position in the data, and the shares; take it after the optimizer's step."""
-        sampler, deal = self.share_sampler, self._deal
-        is_inside = deal is not None and deal.epoch == sampler.epoch
-        done = deal.step + 1 if deal is not None and is_inside else sampler.start
-        return {"sampler": sampler.state_dict(num_done=done)}
+        """Position in the data, and the shares; take it after the optimizer's step.
+
+        It has the positions of all loaders, first that of the one which is trained with. After a
+        ``break`` the position is still inside that epoch, where a loader goes on that loads it.
+        """
+        training = self.share_sampler
+        samplers = self._existing_samplers()
+        states = [each.state_dict(num_done=each.num_done) for each in samplers]
+        place = samplers.index(training)
+        return {"sampler": states.pop(place), "others": states, "place": place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state; call it after the loader is made, before it is used."""
-        self.share_sampler.load_state_dict(state["sampler"])
-        self._deal = None
+        """Resume from a state; call it after the loaders are made, before they are used.
+
+        A position is that of the first loader which has the same samples next.
+
+        Raises:
+            BalanceError: the state is inside an epoch of other data, or of data in another order.
+        """
+        training = self.share_sampler
+        states = list(state.get("others", ()))
+        states.insert(state.get("place", 0), state["sampler"])
+        left = self._existing_samplers()
+        found = None
+        for each in states:
+            sampler = next((sampler for sampler in left if sampler.fits(each)), None)
+            if sampler is not None:
+                left.remove(sampler)
+                sampler.load_state_dict(each)
+                found = sampler if each is state["sampler"] else found
+        if found is None:
+            found = training if training in left or not left else left[0]
+            found.load_state_dict(state["sampler"])
+        self.train_with(found)
 
     @property
     def share_sampler(self) -> ShareSampler:
-        """The sampler of the loader.
+        """The sampler of the loader that is trained with; before that, of the first one made.
 
         Raises:
             BalanceError: no loader has been made yet.
         """
-        if self._sampler is None:
+        if self._training is None:
             raise BalanceError("no data yet: call balancer.loader(dataset) first.")
-        return self._sampler
+        return self._training
+
+    def _most(self) -> tuple[int | None, ...] | None:
+        """Largest share of each rank: what it holds at once, unless micro-batches are cut."""
+        return None if self._micro_batches else self._memory()
 
     def _memory(self) -> tuple[int | None, ...]:
         """Number of samples that each rank can hold at once; exchanged between ranks only once."""
@@ -313,3 +483,18 @@ class Balancer:
                     f"{num_ranks} ranks."
                 )
         return self._fits
+
+
+def checked_length(dataset: Dataset[Any]) -> int:
+    """Number of samples of a data set.
+
+    Raises:
+        BalanceError: it is a stream.
+    """
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise BalanceError(
+            f"{type(dataset).__name__} is a stream of samples without a length or an index: which "
+            "samples are in a global batch cannot be known on every rank. Give a data set with "
+            "__len__ and __getitem__; streams are not dealt yet."
+        )
+    return len(dataset)

@@ -70,6 +70,28 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> In
     return np.random.default_rng((seed, epoch)).permutation(num_samples).astype(np.int64)
 
 
+def without_singles(counts: Sequence[int]) -> tuple[int, ...]:
+    """Counts of the same sum in which no rank has exactly one sample, if that is possible.
+
+    A rank with one gets another from the rank with most, or else gives its own away.
+
+    >>> without_singles((7, 1)), without_singles((2, 1, 1)), without_singles((2, 1))
+    ((6, 2), (2, 2, 0), (3, 0))
+    """
+    found = list(counts)
+    for rank in range(len(found)):
+        if found[rank] != 1 or sum(found) == 1:
+            continue
+        most = max((each for each in range(len(found)) if each != rank), key=found.__getitem__)
+        if found[most] >= 3:
+            found[most] -= 1
+            found[rank] = 2
+        else:
+            found[most] += 1
+            found[rank] = 0
+    return tuple(found)
+
+
 class SampleBatches:
     """Global batches of equally many samples; a share is a number of samples.
 

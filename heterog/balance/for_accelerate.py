@@ -6,16 +6,25 @@ loader = balancer.loader(dataset)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 ...
 accelerator.backward(balancer.weigh(loss))
+
+A prepared scheduler steps once in each update, as the batch is that of all processes: what
+Accelerate does with ``split_batches=True``.
 """
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
+import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import recursively_apply, send_to_device
+from torch import Tensor
 
 from heterog.balance.balancer import Balancer
+from heterog.balance.dealing import Deal
 from heterog.balance.loader import BalancedLoader
+from heterog.balance.sampler import ShareSampler
 
 
 class AcceleratedLoader(BalancedLoader):
@@ -26,18 +35,20 @@ class AcceleratedLoader(BalancedLoader):
     """
 
     accelerator: Accelerator
+    num_skipped = 0
     _is_accelerate_prepared = True  # read and written by ``prepare``
     end_of_dataloader = False
     remainder = -1  # no sample is dealt twice, so ``gather_for_metrics`` has none to leave out
 
-    def _followed(self, epoch: int, begin: int, batches: Iterator[Any]) -> Iterator[Any]:
+    def _followed(self) -> Iterator[Any]:
+        if self.num_skipped:
+            self.share_sampler.start_at(self.num_skipped)
         state = self.accelerator.gradient_state
         self.end_of_dataloader = False
         state._add_dataloader(self)
-        last = begin + len(self) - 1
         try:
-            for step, batch in enumerate(super()._followed(epoch, begin, batches), begin):
-                self.end_of_dataloader = step == last
+            for batch in super()._followed():
+                self.end_of_dataloader = self.share_sampler.num_done == len(self)
                 yield send_to_device(batch, self.accelerator.device)
         finally:
             state._remove_dataloader(self)
@@ -45,6 +56,9 @@ class AcceleratedLoader(BalancedLoader):
 
 class AcceleratedBalancer(Balancer):
     """A balancer of a job that Accelerate runs.
+
+    The accelerator's ``skip_first_batches`` and ``gather_for_metrics`` know its loaders from now
+    on.
 
     Args:
         accelerator: The job's ``Accelerator``.
@@ -56,6 +70,9 @@ class AcceleratedBalancer(Balancer):
     def __init__(self, accelerator: Accelerator, **options: Any) -> None:
         super().__init__(None, **options)
         self._accelerator = accelerator
+        self._skip, self._gather = accelerator.skip_first_batches, accelerator.gather_for_metrics
+        accelerator.skip_first_batches = self._skip_first_batches
+        accelerator.gather_for_metrics = self._gather_for_metrics
 
     def loader(self, dataset: Any, **options: Any) -> BalancedLoader:
         """Make a loader as ``Balancer.loader`` does; ``Accelerator.prepare`` takes it."""
@@ -64,9 +81,48 @@ class AcceleratedBalancer(Balancer):
         loader.accelerator = self._accelerator
         return loader
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, sampler: ShareSampler | None = None) -> None:
         """Begin a pass of the loop: by now the model is prepared."""
         models = self._accelerator._models
         if self._model is None and models:
             self.watch(models[0])
-        super().begin_pass()
+        super().begin_pass(sampler)
+
+    def begin_step(self, deal: Deal, sampler: ShareSampler | None = None) -> None:
+        """Begin a step, in which schedulers step once and not once for each process."""
+        for scheduler in self._accelerator._schedulers:
+            if isinstance(scheduler, AcceleratedScheduler):
+                scheduler.split_batches = True
+        super().begin_step(deal, sampler)
+
+    def _skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader of the rest of the epoch; the next pass of the whole one is the next epoch."""
+        if not isinstance(dataloader, AcceleratedLoader):
+            return self._skip(dataloader, num_batches)
+        rest = copy(dataloader)
+        rest.num_skipped = num_batches
+        return rest
+
+    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather what ranks have for their samples, of which one may have more than another."""
+        active = self._accelerator.gradient_state.active_dataloader
+        step = (
+            self._open.of(active.share_sampler) if isinstance(active, AcceleratedLoader) else None
+        )
+        if step is None or use_gather_object or self.group.num_ranks == 1:
+            return self._gather(input_data, use_gather_object=use_gather_object)
+        samples = step.deal.samples
+
+        def gather(own: Tensor) -> Tensor:
+            return self._gather_parts(own, samples)
+
+        return recursively_apply(gather, input_data, error_on_other_type=True)
+
+    def _gather_parts(self, own: Tensor, samples: tuple[int, ...]) -> Tensor:
+        """Concatenate the parts of all ranks, without what ranks without samples ran."""
+        padded = own.new_zeros((max(samples), *own.shape[1:]))
+        count = samples[self.group.rank]
+        padded[:count] = own[:count]
+        every: Any = self._accelerator.gather(padded)
+        parts = every.split(max(samples))
+        return torch.cat([part[:n] for part, n in zip(parts, samples, strict=True)])

@@ -1,17 +1,21 @@
 """Lightning: ``LightningBalancer`` is a callback, and makes the data.
 
     balancer = LightningBalancer(batch_size=96)
-    trainer = Trainer(callbacks=[balancer], use_distributed_sampler=False, strategy="ddp", ...)
-    trainer.fit(module, balancer.data(dataset))
+    trainer = Trainer(callbacks=[balancer], strategy="ddp", ...)
+    trainer.fit(module, balancer.data(dataset), val_loader)
 
-It weighs what ``training_step`` returns. A module with manual optimization calls
+It weighs what ``training_step`` returns: a loss that is a mean over samples, or where it is one
+over labels ``{"loss": loss, "count": number_of_labels}``. A module with manual optimization calls
 ``weigh`` itself, before its manual backward pass.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning import Callback, LightningDataModule, LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -20,20 +24,70 @@ from heterog.balance.loader import BalancedLoader
 from heterog.balance.shares import BalanceError
 
 
-class BalancedData(LightningDataModule):
-    """Training data of a balanced job; the loader is made once the process group exists.
+class BalancedData:
+    """Data of a balanced job, as a loader; what it loads with is made in each process of the job.
+
+    Lightning gives the number of each epoch to ``sampler.set_epoch``, as to that of a
+    ``DistributedSampler``.
 
     Args:
-        make: Function that makes the loader.
+        balancer: The job's balancer.
+        dataset: Data set with a length.
+        options: Arguments of ``Balancer.loader``.
     """
 
-    def __init__(self, make: Callable[[], BalancedLoader]) -> None:
-        super().__init__()
-        self._make = make
+    def __init__(
+        self, balancer: Balancer, dataset: Dataset[Any], options: Mapping[str, Any]
+    ) -> None:
+        self.dataset = dataset
+        self._balancer, self._options = balancer, options
+        self._batches = balancer.global_batches(dataset, **options)
+        self._loader: BalancedLoader | None = None
+        self._epoch = 0
 
-    def train_dataloader(self) -> BalancedLoader:
-        """A loader of this rank's shares."""
-        return self._make()
+    batch_sampler = None  # asked for by Lightning
+
+    @property
+    def sampler(self) -> "BalancedData":
+        """This object, of which Lightning sets the epoch."""
+        return self
+
+    def _attach(self, trainer: Trainer) -> None:
+        """Be the training data of a fit that was given this as its ``datamodule``."""
+        connector = trainer._data_connector
+        model = connector._datahook_selector.model  # type: ignore[union-attr]
+        connector.attach_datamodule(model, None)
+        trainer.datamodule = None  # type: ignore[attr-defined]
+        connector.attach_dataloaders(model, train_dataloaders=self)
+
+    trainer = property(fset=_attach)  # which Lightning sets
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin with this epoch."""
+        self._epoch = epoch
+        self.loader().set_epoch(epoch)
+
+    def loader(self) -> BalancedLoader:
+        """The loader of this process, once it is a rank of the job."""
+        if self._loader is None:
+            self._loader = self._balancer.loader(self.dataset, **self._options)
+        return self._loader
+
+    def __iter__(self) -> Iterator[Any]:
+        # Lightning makes its first iterator before it says which epoch is to be.
+        yield from self.loader()
+
+    def __len__(self) -> int:
+        return self._batches.num_steps(self._epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the data, and the shares, for Lightning's checkpoints."""
+        sampler = self.loader().share_sampler
+        return sampler.state_dict(num_done=sampler.num_done)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        self.loader().share_sampler.load_state_dict(state_dict)
 
 
 class LightningBalancer(Callback):
@@ -48,16 +102,8 @@ class LightningBalancer(Callback):
         self._to_load: dict[str, Any] | None = None
 
     def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
-        """Make an argument for ``Trainer.fit``; options as ``Balancer.loader``."""
-
-        def make() -> BalancedLoader:
-            loader = self.balancer.loader(dataset, **options)
-            if self._to_load is not None:
-                self.balancer.load_state_dict(self._to_load)
-                self._to_load = None
-            return loader
-
-        return BalancedData(make)
+        """Make a loader for ``Trainer.fit`` or a module's hook; options as ``Balancer.loader``."""
+        return BalancedData(self.balancer, dataset, options)
 
     def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
         """Weigh a loss; see ``Balancer.weigh``."""
@@ -67,14 +113,15 @@ class LightningBalancer(Callback):
         """Wrap the module's training step so that its loss is weighed.
 
         Raises:
-            BalanceError: Lightning would put its own sampler in place of the shares.
+            BalanceError: Lightning would put batches of its own in place of the shares.
         """
         if stage != "fit":
             return
-        if trainer._accelerator_connector.use_distributed_sampler:
+        if trainer.overfit_batches:  # type: ignore[attr-defined]
             raise BalanceError(
-                "Lightning deals equal parts to all ranks; set use_distributed_sampler=False in "
-                "its Trainer, and the balancer deals."
+                "with overfit_batches Lightning would make the batches. Give "
+                "balancer.data(torch.utils.data.Subset(dataset, range(n)), shuffle=False) the few "
+                "samples instead."
             )
         if not pl_module.automatic_optimization:
             return
@@ -85,20 +132,64 @@ class LightningBalancer(Callback):
             if isinstance(result, Tensor):
                 return self.balancer.weigh(result)
             if isinstance(result, Mapping) and "loss" in result:
-                return {**result, "loss": self.balancer.weigh(result["loss"])}
+                loss = self.balancer.weigh(result["loss"], result.get("count"))
+                return {**result, "loss": loss}
             return result
 
         pl_module.training_step = weighed_step  # type: ignore[method-assign]
 
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the module its own training step back."""
+        if stage == "fit":
+            vars(pl_module).pop("training_step", None)
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Watch the model, which the strategy has wrapped by now."""
+        """Watch the model, which the strategy has wrapped by now, and load a state.
+
+        Raises:
+            BalanceError: the data are not the balancer's.
+        """
         if trainer.strategy.model is not None:
             self.balancer.watch(trainer.strategy.model)
+        every = _combined(trainer).flattened
+        loaders = [each.loader() if isinstance(each, BalancedData) else each for each in every]
+        loaders = [each for each in loaders if isinstance(each, BalancedLoader)]
+        if not loaders:
+            raise BalanceError(
+                "the balancer deals no training data of this fit; give Lightning "
+                "balancer.data(dataset) as a loader."
+            )
+        if self._to_load is not None:
+            self.balancer.load_state_dict(self._to_load)
+            self._to_load = None
+        elif len(loaders) == 1:
+            self.balancer.train_with(loaders[0].share_sampler)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Position in the data, and the shares, for Lightning's checkpoints."""
-        return self.balancer.state_dict()
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Tell Lightning the length of this epoch; batches of tokens are not always as many."""
+        fit, combined = trainer.fit_loop, _combined(trainer)
+        if not all(hasattr(each, "__len__") for each in combined.flattened):
+            return
+        combined.limits = [
+            _parse_num_batches(RunningStage.TRAINING, len(each), trainer.limit_train_batches)
+            for each in combined.flattened
+        ]
+        shortest_ends = combined._mode == "min_size"
+        length = min(combined.limits) if shortest_ends else max(combined.limits)
+        fit.max_batches = length
+        if fit._data_fetcher is not None:
+            fit._data_fetcher.length = int(length)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Leave the module as it was."""
+        self.balancer.release_norms()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a state until there is a loader, because Lightning loads it before."""
-        self._to_load = state_dict
+        """Keep the state of an older checkpoint until there is a loader; newer ones load data."""
+        self._to_load = state_dict or None
+
+
+def _combined(trainer: Trainer) -> CombinedLoader:
+    combined = trainer.fit_loop._combined_loader
+    assert combined is not None
+    return combined

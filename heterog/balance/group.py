@@ -60,6 +60,15 @@ class RankGroup:
         dist.all_reduce(total)
         return total.to(value.device)
 
+    def gather_tensors(self, value: Tensor) -> list[Tensor]:
+        """A tensor of every rank, by rank, on its own device; all of them have one shape."""
+        if not self._communicates():
+            return [value]
+        own = value.detach().to(wire_device()).contiguous()
+        every = [torch.empty_like(own) for _ in range(self.num_ranks)]
+        dist.all_gather(every, own)
+        return [each.to(value.device) for each in every]
+
     def broadcast(self, value: Tensor, rank: int) -> Tensor:
         """A tensor as one rank has it, on its own device. All ranks call it, with equal shapes."""
         if not self._communicates():

@@ -7,26 +7,30 @@ from torch.utils.data import DataLoader, Dataset
 
 from heterog.balance.dealing import Deal
 from heterog.balance.sampler import ShareSampler
+from heterog.balance.shares import BalanceError
 
 
 class Follower(Protocol):
-    """An object that is notified of the steps of a loop."""
+    """An object that is notified of the steps of loops; each call names the loop's sampler."""
 
-    def begin_pass(self) -> None:
-        """Called when the loop begins, or goes on after something else."""
+    def begin_pass(self, sampler: ShareSampler) -> None:
+        """Called before the loop gets its first batch."""
 
-    def begin_step(self, deal: Deal) -> None:
+    def begin_step(self, deal: Deal, sampler: ShareSampler) -> None:
         """Called when the loop gets the batch of this deal."""
 
-    def end_step(self) -> None:
+    def end_step(self, sampler: ShareSampler) -> None:
         """Called when the loop asks for the next batch."""
+
+    def end_pass(self, sampler: ShareSampler) -> None:
+        """Called after the last batch, or when the loop was left."""
 
 
 class BalancedLoader(DataLoader[Any]):
-    """Loads this rank's batches; every pass is the next epoch.
+    """Loads this rank's batches; every pass is the next epoch, also after a ``break``.
 
     A loader with workers draws indices steps ahead, so only the loader knows which step a batch
-    belongs to.
+    belongs to. ``len`` is the number of steps of a whole epoch.
 
     Args:
         dataset: Data set with ``__len__`` and ``__getitem__``.
@@ -44,6 +48,7 @@ class BalancedLoader(DataLoader[Any]):
     ) -> None:
         self.share_sampler = shares
         self.follower = follower
+        self._pass: object = None
         super().__init__(dataset, batch_sampler=shares, **options)
 
     def set_epoch(self, epoch: int) -> None:
@@ -51,13 +56,26 @@ class BalancedLoader(DataLoader[Any]):
         self.share_sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch, begin = self.share_sampler.epoch, self.share_sampler.start
-        return self._followed(epoch, begin, super().__iter__())
+        return self._followed()
 
-    def _followed(self, epoch: int, begin: int, batches: Iterator[Any]) -> Iterator[Any]:
-        self.follower.begin_pass()
-        for step, batch in enumerate(batches, begin):
-            self.follower.begin_step(self.share_sampler.deal(step))
-            yield batch
-            self.follower.end_step()
-        self.share_sampler.set_epoch(epoch + 1)
+    def _followed(self) -> Iterator[Any]:
+        """A pass, from its first batch on: frameworks make iterators that they never use."""
+        sampler, follower = self.share_sampler, self.follower
+        sampler.begin_pass()
+        epoch, begin = sampler.epoch, sampler.start
+        follower.begin_pass(sampler)
+        self._pass = this_pass = object()
+        try:
+            for step, batch in enumerate(super().__iter__(), begin):
+                follower.begin_step(sampler.deal(step), sampler)
+                yield batch
+                if self._pass is not this_pass:
+                    raise BalanceError(
+                        "a loop goes on although another pass of its loader has begun since. Make "
+                        "a loader for each: balancer.loader(dataset)."
+                    )
+                follower.end_step(sampler)
+            sampler.set_epoch(epoch + 1)
+        finally:
+            if self._pass is this_pass:
+                follower.end_pass(sampler)

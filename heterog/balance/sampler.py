@@ -3,9 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Sampler
 
-from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.dealing import (
+    Deal,
+    GlobalBatches,
+    IndexArray,
+    SampleBatches,
+    without_singles,
+)
 from heterog.balance.shares import BalanceError, check_shares, scaled_shares
 from heterog.strategy.division import split_evenly
 
@@ -28,6 +35,10 @@ class ShareSampler(Sampler[list[int]]):
         num_ranks: Number of ranks of the job.
         shares: Units of each rank in a whole batch; by default equal ones.
 
+    Attributes:
+        least: Least number of samples that a rank runs, from the next pass on. With 2, for
+            BatchNorm, no rank is dealt exactly one sample where that is possible.
+
     Raises:
         BalanceError: the shares do not fit the ranks or the batch.
     """
@@ -47,9 +58,11 @@ class ShareSampler(Sampler[list[int]]):
         given = split_evenly(total, num_ranks) if shares is None else tuple(shares)
         # Steps of this epoch from which on shares hold, and the shares.
         self._in_force = [(0, check_shares(given, num_ranks, total))]
+        self.least = self._least = 1
         self._epoch = 0
         self._start = 0
         self._drawn = 0
+        self._begun: int | None = None
 
     @classmethod
     def of_samples(
@@ -76,6 +89,11 @@ class ShareSampler(Sampler[list[int]]):
         return self._epoch
 
     @property
+    def unit(self) -> str:
+        """Unit of shares, in words."""
+        return self._batches.unit
+
+    @property
     def num_steps(self) -> int:
         """Number of steps of the whole epoch."""
         return self._batches.num_steps(self._epoch)
@@ -96,9 +114,30 @@ class ShareSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Deal this epoch next, from where a state was loaded if that was in its middle."""
-        if epoch != self._epoch:
+        if epoch != self._epoch or self._begun is not None:
             self._epoch, self._start, self._drawn = epoch, 0, 0
+            self._begun = None
             self._in_force = [(0, self.shares)]
+
+    def begin_pass(self) -> None:
+        """Deal the next epoch if a loop has run a part of this one and was left."""
+        if self._begun is not None:
+            self.set_epoch(self._epoch + 1)
+
+    def begin_step(self, deal: Deal) -> None:
+        """Note that a loop runs this step; a loader with workers has drawn more."""
+        if deal.epoch == self._epoch:
+            self._begun = deal.step
+
+    def start_at(self, step: int) -> None:
+        """Begin the next pass with this step of its epoch."""
+        self.begin_pass()
+        self._start = self._drawn = step
+
+    @property
+    def num_done(self) -> int:
+        """Number of steps of this epoch that a loop has run, including the one that it is in."""
+        return self._start if self._begun is None else self._begun + 1
 
     def set_shares(self, shares: Sequence[int], *, from_step: int | None = None) -> None:
         """Deal in other shares from a step on, which must be the same on all ranks.
@@ -122,19 +161,30 @@ class ShareSampler(Sampler[list[int]]):
     def deal(self, step: int) -> Deal:
         """The batch of a step of the current epoch, as dealt to the ranks."""
         indices = self._batches.batch(self._epoch, step)
-        parts = self._batches.cut(indices, self.shares_at(step))
+        parts = self._cut(indices, step)
         return Deal(
             epoch=self._epoch,
             step=step,
             samples=tuple(len(part) for part in parts),
             units=tuple(self._batches.units(part) for part in parts),
-            ran=tuple(self._batches.units(part if len(part) else indices[:1]) for part in parts),
+            ran=tuple(self._batches.units(self._ran(part, indices)) for part in parts),
         )
+
+    def _cut(self, indices: IndexArray, step: int) -> list[IndexArray]:
+        parts = self._batches.cut(indices, self.shares_at(step))
+        if self._least > 1 and any(len(part) == 1 for part in parts):
+            counts = without_singles([len(part) for part in parts])
+            parts = np.split(np.concatenate(parts), np.cumsum(counts)[:-1])
+        return parts
+
+    def _ran(self, part: IndexArray, indices: IndexArray) -> IndexArray:
+        """What a rank runs with this part of a batch."""
+        return part if len(part) else indices[: self._least]
 
     def __iter__(self) -> Iterator[list[int]]:
         # Nothing here may tell a second call from the first: loaders with workers ask for an
         # iterator twice and use the last.
-        self._drawn = self._start
+        self._drawn, self._least = self._start, self.least
         self._in_force = [(0, self.shares)]
         return self._dealt(self._epoch, self._start)
 
@@ -143,11 +193,11 @@ class ShareSampler(Sampler[list[int]]):
         for step in range(begin, self._batches.num_steps(epoch)):
             self._drawn = step + 1
             indices = self._batches.batch(epoch, step)
-            own = self._batches.cut(indices, self.shares_at(step))[self._rank]
-            yield (own if len(own) else indices[:1]).tolist()
+            yield self._ran(self._cut(indices, step)[self._rank], indices).tolist()
 
     def __len__(self) -> int:
-        return self._batches.num_steps(self._epoch) - self._start
+        """Number of steps of the whole epoch, also where the next pass begins in its middle."""
+        return self.num_steps
 
     @property
     def start(self) -> int:
@@ -171,7 +221,21 @@ class ShareSampler(Sampler[list[int]]):
             "num_done": done,
             "units_per_batch": self._batches.units_per_batch,
             "shares": list(self.shares),
+            "next": self._first_samples(epoch, done),
         }
+
+    def _first_samples(self, epoch: int, step: int) -> list[int]:
+        """A few indices of a batch, by which a state knows the data and order that it is of."""
+        if step >= self._batches.num_steps(epoch):
+            return []
+        return [int(index) for index in self._batches.batch(epoch, step)[:8]]
+
+    def fits(self, state: dict[str, Any]) -> bool:
+        """Whether a state is of this data in this order: its next batch is the same here."""
+        if state["units_per_batch"] != self._batches.units_per_batch:
+            return False
+        now = self._first_samples(int(state["epoch"]), int(state["num_done"]))
+        return bool(state.get("next", now) == now)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume in the middle of an epoch; with the saved shares if there are as many ranks.
@@ -179,7 +243,8 @@ class ShareSampler(Sampler[list[int]]):
         With another number of ranks the shares of this sampler stay.
 
         Raises:
-            BalanceError: the state has another version or another global batch.
+            BalanceError: the state has another version or another global batch, or it is in the
+                middle of an epoch whose samples have another order here.
         """
         total = self._batches.units_per_batch
         if state["version"] != STATE_VERSION:
@@ -191,8 +256,14 @@ class ShareSampler(Sampler[list[int]]):
                 f"the state is of a global batch of {state['units_per_batch']}, this sampler's is "
                 f"{total}: its steps have other samples. Use the same batch, or begin an epoch."
             )
+        if state["num_done"] and not self.fits(state):
+            raise BalanceError(
+                f"the state is after {state['num_done']} steps of epoch {state['epoch']}, and the "
+                "rest of that epoch has other samples here: the data, seed, shuffle or drop_last "
+                "differ. Make the loader as it was, or begin an epoch without the state."
+            )
         saved = state["shares"]
         shares = self.shares if len(saved) != self._num_ranks else scaled_shares(saved, total)
         self._in_force = [(0, shares)]
-        self._epoch = int(state["epoch"])
+        self._epoch, self._begun = int(state["epoch"]), None
         self._start = self._drawn = int(state["num_done"])

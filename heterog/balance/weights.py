@@ -11,10 +11,13 @@ The reduced gradients are those of the one process: clipping sees the right norm
 scaler multiplies everything alike. A rank with c_r = 0 runs its passes with the weight 0.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from heterog.balance.group import RankGroup
+from heterog.balance.shares import BalanceError
 
 
 class StepWeights:
@@ -22,6 +25,9 @@ class StepWeights:
 
     Args:
         group: The ranks.
+
+    Attributes:
+        num_weighed: Number of losses weighed so far.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -29,10 +35,34 @@ class StepWeights:
         self._count: float | Tensor = 0.0
         self._total: float | Tensor = 0.0
         self._seen: list[Tensor] = []
+        self._is_complete = False
+        self.num_weighed = 0
 
     def begin_step(self) -> None:
         """Forget the losses of the step before."""
-        self._seen = []
+        self._seen, self._is_complete = [], False
+
+    def kept(self) -> tuple[Any, ...]:
+        """What is known of this step, to be restored after another loop has run inside it."""
+        return self._count, self._total, self._seen, self._is_complete
+
+    def restore(self, kept: tuple[Any, ...]) -> None:
+        """Go on with a step."""
+        self._count, self._total, self._seen, self._is_complete = kept
+
+    def looks_at_mean(self, loss: Tensor) -> bool:
+        """Whether to look at what a loss that is weighed by samples is a mean over.
+
+        Always on a CPU; elsewhere the first times and now and then, as it waits for the device.
+        """
+        if isinstance(self._total, Tensor) or not self._count or not loss.requires_grad:
+            return False
+        number = self.num_weighed
+        return loss.device.type == "cpu" or number & (number - 1) == 0 or number % 64 == 0
+
+    def end_update(self) -> None:
+        """Called after an optimizer's step: losses that are weighed from now on are others."""
+        self._is_complete = True
 
     def set(self, count: float | Tensor, total: float | Tensor) -> None:
         """Set the weight of the next loss: a mean over ``count`` of ``total`` on all ranks."""
@@ -48,6 +78,9 @@ class StepWeights:
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Weigh a loss, to begin the backward pass with."""
+        if self._is_complete:
+            self.begin_step()
+        self.num_weighed += 1
         weight: float | Tensor
         if isinstance(self._total, Tensor):
             count = torch.as_tensor(self._count, dtype=torch.float64, device=self._total.device)
@@ -66,6 +99,29 @@ class StepWeights:
         return loss * weight
 
     def mean_loss(self) -> float:
-        """Loss of the whole batch: the weighted mean of the losses that ranks weighed."""
+        """Loss of the whole batch: the weighted mean of the losses that ranks weighed.
+
+        Losses of several backward passes add up until an optimizer has stepped or the sum is
+        read: the next one is a loss of another optimizer, or at other parameters.
+        """
+        self._is_complete = True
         own = torch.stack(self._seen).sum() if self._seen else torch.zeros(1, dtype=torch.float64)
         return float(self._group.add_up(own.reshape(())))
+
+
+def check_loss(loss: object) -> None:
+    """Check that a backward pass can begin from a loss.
+
+    Raises:
+        BalanceError: it is no tensor of one element.
+    """
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = (
+            f"a loss of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"{type(loss).__name__} {loss!r}"
+        )
+        raise BalanceError(
+            f"weigh() got {what}: give it the mean over this rank's samples, a tensor of one "
+            "element that backward() can begin from."
+        )

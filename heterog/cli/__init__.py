@@ -7,7 +7,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
   ``objective``, about past plans in ``library``.
 - Running: ``run`` (``healing`` for ``--heal``), ``profile``, ``calibrate``, ``fidelity``.
 - Agents and jobs: ``train``, ``evaluate``, ``schedule``. What there is: ``listing``, ``cluster``.
-- Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``completion`` for shells.
+- Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for the files
+  that commands write, ``streams`` for stdout, ``completion`` for shells.
 """
 
 import atexit
@@ -36,6 +37,8 @@ from heterog.cli import (
     schedule,
     train,
 )
+from heterog.cli.outputs import outputs_checked
+from heterog.cli.streams import standard_streams
 from heterog.errors import HeterogError, HeterogWarning
 
 app = typer.Typer(
@@ -45,26 +48,26 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(listing.models)
-app.command()(listing.clusters)
-app.command()(listing.devices)
-app.command()(listing.links)
-app.command()(listing.methods)
-app.command()(capture.capture)
-app.command()(plan.plan)
-app.command()(compare.compare)
-app.command()(train.train)
-app.command()(evaluate.evaluate)
-app.command()(run.run)
-app.command()(schedule.schedule)
-app.command()(profile.profile)
-app.command()(calibrate.calibrate)
-app.command()(fidelity.fidelity)
-app.command()(report.report)
-app.command()(export.export)
+app.command()(outputs_checked(listing.models))
+app.command()(outputs_checked(listing.clusters))
+app.command()(outputs_checked(listing.devices))
+app.command()(outputs_checked(listing.links))
+app.command()(outputs_checked(listing.methods))
+app.command()(outputs_checked(capture.capture))
+app.command()(outputs_checked(plan.plan))
+app.command()(outputs_checked(compare.compare))
+app.command()(outputs_checked(train.train))
+app.command()(outputs_checked(evaluate.evaluate))
+app.command()(outputs_checked(run.run))
+app.command()(outputs_checked(schedule.schedule))
+app.command()(outputs_checked(profile.profile))
+app.command()(outputs_checked(calibrate.calibrate))
+app.command()(outputs_checked(fidelity.fidelity))
+app.command()(outputs_checked(report.report))
+app.command()(outputs_checked(export.export))
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
-cluster_app.command("detect")(cluster.detect)
+cluster_app.command("detect")(outputs_checked(cluster.detect))
 app.add_typer(cluster_app, name="cluster")
 
 
@@ -111,7 +114,8 @@ def main() -> None:
     # At its end Python looks for garbage among all that was imported: a second for torch.
     atexit.register(gc.freeze)
     try:
-        app()
+        with standard_streams():
+            app()
     except HeterogError as error:
         print(f"heterog: {error}", file=sys.stderr)
         sys.exit(2)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heterog.cli.common import JsonOption, load_cluster, out, print_json
+from heterog.cli.outputs import JSON, not_replaced
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def calibrate(
-    output: Annotated[Path, typer.Option("-o", "--output", help="calibration.json")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="calibration.json"), JSON],
     measurements: Annotated[
         list[Path] | None, typer.Argument(help="files of 'heterog profile'")
     ] = None,
@@ -40,9 +41,6 @@ def calibrate(
 
     The file is for the field 'calibration' of a cluster file.
     """
-    from heterog.files import check_writable
-
-    check_writable(output)
     if (runs is None) == (not measurements):
         raise HeterogError("give files of 'heterog profile', or --runs with a table; one of them.")
     if runs is not None:
@@ -116,6 +114,8 @@ def _calibrate_on_runs(
     from heterog.simulator.device_models.run_file import save_run_models
 
     rows = read_runs(runs, model=model, cluster=cluster)
+    for path in {name for row in rows for name in (row.model, row.cluster)}:
+        not_replaced(path, f"an input of {runs}", output)
     cases = [case for _, case in cases_of(rows, load_model_graph, lru_cache(load_cluster))]
     starts = {case.cluster.calibration: cost_model_of(case.cluster) for case in cases}
     executions = {case.cluster.execution for case in cases}

@@ -14,6 +14,7 @@ from heterog.cli.common import (
     out,
     print_json,
 )
+from heterog.cli.outputs import JSON
 from heterog.units import format_bytes
 
 if TYPE_CHECKING:
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 
 def capture(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("-o", "--output", help="graph.json or graph.json.gz")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="graph.json or graph.json.gz"), JSON
+    ],
     batch_size: BatchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Capture one training step of a model as a graph file."""
-    from heterog.files import check_writable
     from heterog.graph.serialize import save_graph
 
-    check_writable(output)
     begin = time.perf_counter()
     graph = load_model_graph(model, batch_size)
     seconds = time.perf_counter() - begin

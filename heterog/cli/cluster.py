@@ -6,19 +6,19 @@ from typing import Annotated
 import typer
 
 from heterog.cli.common import JsonOption, out, print_json
+from heterog.cli.outputs import YAML
 
 
 def detect(
-    output: Annotated[Path, typer.Option("-o", "--output", help="cluster.yaml")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="cluster.yaml"), YAML],
     as_json: JsonOption = False,
 ) -> None:
     """Write a first cluster file of this machine; its comments say what to check."""
     from heterog.cluster.spec import parse_cluster
-    from heterog.files import check_writable, write_atomically
+    from heterog.files import write_atomically
     from heterog.runtime.detect import cluster_yaml
     from heterog.runtime.detect import detect as detect_machine
 
-    check_writable(output)
     text = cluster_yaml(detect_machine())
     found = parse_cluster(text, output)
     write_atomically(output, text.encode())

@@ -3,7 +3,7 @@
 import gc
 import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from heterog.planners.given import GivenLayout
     from heterog.planners.issue_order import Rehearse
     from heterog.planners.planner import Planner
+    from heterog.planners.registry import Methods
 
-out = Console(width=100 if not sys.stdout.isatty() else None)
+out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100)
 err = Console(stderr=True)
 
 ModelArgument = Annotated[
@@ -244,47 +245,39 @@ def split_names(text: str) -> list[str]:
     return names
 
 
-def method_names(text: str) -> list[str]:
-    """Names of methods, checked before any slow work.
+def load_methods(text: str, policy: str = "", encoder: str = "") -> "tuple[list[str], Methods]":
+    """Names of methods, and the methods that they are looked up in; checked before slow work.
 
-    A method of your own is given as ``file.py:name`` and from then on known by its own name.
-    """
-    import heterog.agents.planners  # noqa: F401  registers the policies as methods
-    from heterog.planners import portfolio
-    from heterog.planners.planner import planners
-
-    names = [_own_method(name) if is_from_file(name) else name for name in split_names(text)]
-    known = [portfolio.AUTO, *(planner.name for planner in planners())]
-    for name in names:
-        if name not in known:
-            raise UnknownNameError("method", name, known)
-    return names
-
-
-def _own_method(source: str) -> str:
-    from heterog.planners.conformance import load_planner
-
-    return load_planner(source).name
-
-
-def use_agents(policy: str, encoder: str, methods: Collection[str]) -> None:
-    """Make ``agent`` and ``agent+search`` use a policy, perhaps with an encoder of its own.
+    Args:
+        text: Names with commas. A method of your own is given as ``file.py:name``, and known by
+            its own name from then on.
+        policy: Policy that ``agent`` and ``agent+search`` ask; the default one if empty.
+        encoder: Encoder of that policy, if it has one of its own.
 
     Raises:
-        HeterogError: neither of them is among the methods, so that the policy has no use.
+        HeterogError: a policy is given, but no method that asks it.
     """
-    from heterog.agents.planners import LEARNED, use_policy
-    from heterog.planners.portfolio import AUTO
+    from heterog.agents.planners import LEARNED, default_methods, policy_methods
+    from heterog.planners.conformance import load_planner
+    from heterog.planners.registry import AUTO
 
-    if (policy or encoder) and not {AUTO, *LEARNED} & set(methods):
+    known, names = default_methods(), []
+    for name in split_names(text):
+        if is_from_file(name):
+            own = load_planner(name, known)
+            known = known.having(own)
+            name = own.name
+        elif name != AUTO:
+            known[name]
+        names.append(name)
+    if (policy or encoder) and not {AUTO, *LEARNED} & set(names):
         raise HeterogError(
-            f"{'--policy' if policy else '--encoder'} has no effect on {', '.join(methods)}; only "
+            f"{'--policy' if policy else '--encoder'} has no effect on {', '.join(names)}; only "
             f"{' and '.join(LEARNED)} ask a policy."
         )
     if encoder:
         use_encoder(encoder)
-    if policy:
-        use_policy(policy)
+    return names, known.having(*policy_methods(policy)) if policy else known
 
 
 def use_encoder(source: str) -> str:

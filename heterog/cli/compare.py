@@ -3,6 +3,7 @@
 import csv
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,8 +22,8 @@ from heterog.cli.common import (
     WorkersOption,
     load_cluster,
     load_layout,
+    load_methods,
     loaded_models,
-    method_names,
     out,
     print_json,
     progress_line,
@@ -34,6 +35,7 @@ from heterog.cli.interrupt import (
     stop_when_interrupted,
     termination_as_interrupt,
 )
+from heterog.cli.outputs import CSV
 from heterog.workers import HERE, Workers, is_asked_to_stop, open_workers
 
 if TYPE_CHECKING:
@@ -60,7 +62,9 @@ def compare(
     order: OrderOption = "best",
     no_step_barrier: NoBarrierOption = False,
     layout: LayoutOption = "",
-    csv_file: Annotated[Path | None, typer.Option("--csv", help="write the rows there")] = None,
+    csv_file: Annotated[
+        Path | None, typer.Option("--csv", help="write the rows there"), CSV
+    ] = None,
     workers: WorkersOption = "1",
     as_json: JsonOption = False,
 ) -> None:
@@ -69,16 +73,16 @@ def compare(
     Every method gets the full budget. Workers take one model and cluster each; a budget in
     seconds is each worker's own time.
     """
-    from heterog.files import check_writable, write_atomically
+    from heterog.files import write_atomically
     from heterog.planners.compare import Question
     from heterog.planners.plan import parse_orders
     from heterog.planners.planner import Budget
     from heterog.report.tables import methods_table
 
-    if csv_file is not None:
-        check_writable(csv_file)
+    names, known = load_methods(methods)
     question = Question(
-        methods=tuple(method_names(methods)),
+        methods=tuple(names),
+        known=known,
         budget=Budget.parse(budget),
         seed=seed,
         step_barrier=not no_step_barrier,
@@ -109,7 +113,7 @@ def compare(
             return
         everything = list(cases())
         with stop_when_interrupted(crew.stop) as stop, progress_line(as_json) as progress:
-            asked = question, methods
+            asked = replace(question, known=None), methods
             pairs = [(graph, target) for graph, target, _ in everything]
             for done, result in enumerate(crew.map(_compare, asked, pairs), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
@@ -149,8 +153,8 @@ def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> 
     from heterog.planners.planner import Stop
 
     question, methods = asked
-    method_names(methods)  # a worker is another process, which knows none of them yet
-    return question.ask(*pair, stop=Stop(is_asked_to_stop))
+    known = load_methods(methods)[1]  # of a user's file: their code cannot be sent
+    return replace(question, known=known).ask(*pair, stop=Stop(is_asked_to_stop))
 
 
 def _csv(documents: list[dict[str, Any]]) -> str:

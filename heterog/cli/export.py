@@ -7,6 +7,7 @@ import typer
 
 from heterog.cli import completion
 from heterog.cli.common import JsonOption, PlanArgument, SourceOption, out, print_json
+from heterog.cli.outputs import FOLDER, not_replaced
 
 
 def export(
@@ -19,7 +20,7 @@ def export(
             autocompletion=completion.targets,
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="folder to make")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="folder to make"), FOLDER],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="renew an export; an edited user.py is kept")
     ] = False,
@@ -33,6 +34,8 @@ def export(
     check_target(target)
     check_folder(output, target, overwrite=overwrite)
     made = make_export(load_plan(plan), target, sources=source or ())
+    for path in (plan, *(source or ())):
+        not_replaced(path, "an input", *(output / name for name in made.files))
     written = write_folder(made, output, overwrite=overwrite)
     if as_json:
         print_json(

@@ -24,14 +24,13 @@ from heterog.cli.common import (
     load_asynchronous,
     load_cluster,
     load_layout,
+    load_methods,
     load_model,
     load_model_graph,
-    method_names,
     out,
     print_json,
     progress_line,
     settled,
-    use_agents,
 )
 from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
 from heterog.cli.library import NoLibraryOption, library_remark, open_library, warn
@@ -47,6 +46,7 @@ from heterog.cli.objective import (
     offers_lines,
     parse_aim,
 )
+from heterog.cli.outputs import HTML, JSON, not_replaced
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 from heterog.workers import open_seats
@@ -111,12 +111,14 @@ def plan(
     policy: PolicyOption = "",
     encoder: EncoderOption = "",
     workers: WorkersOption = "1",
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="plan.json"), JSON] = None,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev")
+        Path | None, typer.Option("--trace", help="trace.json for ui.perfetto.dev"), JSON
     ] = None,
     report: Annotated[
-        Path | None, typer.Option("--report", help="plan.html, a page that explains the plan")
+        Path | None,
+        typer.Option("--report", help="plan.html, a page that explains the plan"),
+        HTML,
     ] = None,
     no_changes: Annotated[
         bool, typer.Option("--no-changes", help="do not simulate what buying something would save")
@@ -132,7 +134,6 @@ def plan(
     Prints the answer in at most 15 lines; --explain prints everything there is to say.
     """
     from heterog.explain.explanation import explain
-    from heterog.files import check_writable
     from heterog.planners.averaged import AVERAGE
     from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
@@ -152,13 +153,9 @@ def plan(
         raise HeterogError("--lossy with --background is not planned yet; ask for one of them.")
     if not slow_down >= 1.0:
         raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
-    for path in (output, trace, report):
-        if path is not None:
-            check_writable(path)
     parsed = Budget.parse(budget)
     parse_orders(order)
-    methods = method_names(method)
-    use_agents(policy, encoder, methods)
+    methods, known = load_methods(method, policy, encoder)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
     if codec is not None and averaged is not None and averaged.name != AVERAGE:
@@ -167,6 +164,7 @@ def plan(
             "planned: ask for one of them."
         )
     target = load_cluster(cluster)
+    not_replaced(target.calibration, f"the calibration of {cluster}", output, trace, report)
     aim = parse_aim(objective)
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
     if aim != "time":
@@ -202,6 +200,7 @@ def plan(
             evaluator=evaluator,
             promise=promise,
             methods=methods,
+            known=known,
             budget=parsed,
             seed=seed,
             order=order,
@@ -407,7 +406,7 @@ def _title(found: Any) -> str:
 
 def _verdict(found: Any) -> str:
     """A few sentences: the winner, its gain, and how stable that is."""
-    from heterog.planners.stability import DATA_PARALLEL
+    from heterog.planners.stability import DATA_PARALLEL, REFERENCES
 
     if found.step_time_s is None:
         return f"No method fits. The nearest is {found.method}: {found.shortage}."
@@ -422,6 +421,7 @@ def _verdict(found: Any) -> str:
             text += f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
         text += "."
     simple = found.gains[0] if found.gains else None
-    if simple is not None and found.method not in DATA_PARALLEL and simple.speedup < 1.01:
+    is_simple = found.method in (*DATA_PARALLEL, *REFERENCES)
+    if simple is not None and not is_simple and simple.speedup < 1.01:
         text += f" That is within 1 % of data parallelism: prefer the simpler {simple.over}."
     return text

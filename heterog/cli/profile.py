@@ -16,6 +16,7 @@ from heterog.cli.common import (
     split_names,
     stage_progress,
 )
+from heterog.cli.outputs import JSON, not_replaced
 from heterog.errors import HeterogError
 from heterog.units import format_bytes, format_seconds
 
@@ -32,7 +33,7 @@ def profile(
             autocompletion=completion.several(completion.models),
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="measurements.json")] = Path(
+    output: Annotated[Path, typer.Option("-o", "--output", help="measurements.json"), JSON] = Path(
         "measurements.json"
     ),
     batch_size: BatchOption = None,
@@ -65,10 +66,10 @@ def profile(
     """
     import os
 
-    from heterog.files import check_writable
+    from heterog.files import check_folder_writable
     from heterog.units import parse_seconds
 
-    check_writable(output)
+    journal = check_folder_writable(output.with_name(f"{output.name}.partial"))
     timeout_s = parse_seconds(timeout)
     sources = split_names(models)
     _check_profile_options(testbed, cluster, device_type)
@@ -77,12 +78,13 @@ def profile(
         from heterog.runtime.testbed import load_testbed
 
         named = load_testbed(testbed)
+    if named is not None:
+        not_replaced(named.calibration, f"the calibration of {named.name}", output)
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime import profiler
     from heterog.simulator.measurements import Measurements
 
-    journal = output.with_name(f"{output.name}.partial")
     as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
     rank = int(os.environ.get("RANK", "0")) if as_rank else 0
     measured: Measurements | None = None

@@ -7,6 +7,7 @@ import typer
 
 from heterog.cli import completion
 from heterog.cli.common import JsonOption, out, print_json
+from heterog.cli.outputs import HTML
 
 if TYPE_CHECKING:
     from heterog.report.side_by_side import NamedPlan
@@ -21,17 +22,15 @@ def report(
             autocompletion=completion.plans,
         ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="plan.html")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="plan.html"), HTML],
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan, or several side by side, as an HTML page.
 
     The page explains the plan and needs no network.
     """
-    from heterog.files import check_writable
     from heterog.planners.plan import load_plan
 
-    check_writable(output)
     if len(plans) == 1:
         load_plan(plans[0]).report(output)
     else:

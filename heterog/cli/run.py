@@ -17,6 +17,7 @@ from heterog.cli.common import (
     stage_progress,
 )
 from heterog.cli.healing import heal_options, run_healing
+from heterog.cli.outputs import CHECKPOINT, JSON, not_replaced
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
@@ -46,7 +47,9 @@ def run(
         str, typer.Option("--step-timeout", help="after which a step counts as hung")
     ] = "300s",
     save: Annotated[
-        Path | None, typer.Option("--save", help="folder for a checkpoint at the end")
+        Path | None,
+        typer.Option("--save", help="folder for a checkpoint at the end"),
+        CHECKPOINT,
     ] = None,
     resume: Annotated[
         Path | None,
@@ -68,6 +71,7 @@ def run(
     trace: Annotated[
         Path | None,
         typer.Option("--trace", help="trace.json with predicted and measured lanes"),
+        JSON,
     ] = None,
     heal: Annotated[
         bool,
@@ -84,6 +88,7 @@ def run(
     checkpoint: Annotated[
         Path | None,
         typer.Option("--checkpoint", help="with --heal: folder that is written beside training"),
+        CHECKPOINT,
     ] = None,
     checkpoint_every: Annotated[
         str, typer.Option("--checkpoint-every", help="with --checkpoint: time between them; 60s")
@@ -118,7 +123,6 @@ def run(
     """
     from contextlib import ExitStack
 
-    from heterog.files import check_writable
     from heterog.planners.plan import load_plan
     from heterog.runtime.background import has_own_process
     from heterog.runtime.launch import run_ranks
@@ -128,9 +132,8 @@ def run(
 
     if steps < 1:
         raise HeterogError(f"--steps is {steps}; measure at least one step.")
-    if trace is not None:
-        check_writable(trace)
     loaded = load_plan(plan)
+    not_replaced(loaded.cluster.calibration, f"the calibration of {plan}", trace)
     if loaded.step_time_s is None:
         raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
     beside = loaded.background

@@ -94,15 +94,10 @@ def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJo
 
 
 def _check_methods(names: list[str]) -> None:
-    from heterog.errors import UnknownNameError
-    from heterog.planners import portfolio
-    from heterog.planners.planner import planners
+    from heterog.planners.registry import built_in_methods
 
-    assert portfolio.AUTO  # once imported, all methods are registered
-    known = [planner.name for planner in planners()]
     for name in names:
-        if name not in known:
-            raise UnknownNameError("method", name, known)
+        built_in_methods()[name]
 
 
 def _tell(verdicts: "list[Verdict]", where: "EvaluatedCluster", as_json: bool) -> None:

@@ -19,6 +19,7 @@ from heterog.cli.common import (
     use_encoder,
 )
 from heterog.cli.interrupt import end_interrupted, termination_as_interrupt
+from heterog.cli.outputs import CACHE, POLICY, TRAINING
 from heterog.errors import HeterogError, UnknownNameError
 from heterog.workers import open_workers
 
@@ -34,7 +35,7 @@ _DEFAULTS = TrainingConfig()
 
 def train(
     models: ModelsOption,
-    output: Annotated[Path, typer.Option("-o", "--output", help="policy.pt")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="policy.pt"), POLICY],
     clusters: Annotated[
         str, typer.Option("--clusters", help="names or files with commas; generated: new ones")
     ] = "generated",
@@ -61,27 +62,22 @@ def train(
     max_devices: Annotated[
         int | None, typer.Option("--max-devices", help="of generated clusters; 32")
     ] = None,
-    logdir: Annotated[Path | None, typer.Option("--logdir", help="for TensorBoard")] = None,
+    logdir: Annotated[Path | None, typer.Option("--logdir", help="for TensorBoard"), CACHE] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option("--checkpoint", help="file renewed while training")
+        Path | None, typer.Option("--checkpoint", help="file renewed while training"), TRAINING
     ] = None,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="checkpoint to go on from")
     ] = None,
     initial: Annotated[str, typer.Option("--initial", help="policy to begin with")] = "",
     graphs: Annotated[
-        Path | None, typer.Option("--graphs", help="folder that keeps captured graphs")
+        Path | None, typer.Option("--graphs", help="folder that keeps captured graphs"), CACHE
     ] = None,
     workers: WorkersOption = "1",
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Train a policy; Ctrl-C keeps the best one so far."""
-    from heterog.files import check_writable
-
-    for path in (output, checkpoint):
-        if path is not None:
-            check_writable(path)
     _check_sizes(pairs, steps, search, max_devices)
     if initial and resume is not None:
         raise HeterogError(

@@ -1,5 +1,9 @@
 """Gymnasium environments around the simulator.
 
+Importing this package registers them, as Gymnasium asks of packages: after
+``import heterog.envs``, ``gymnasium.make("heterog/Strategy-v1")`` works. It is the one import of
+HeteroG that does something.
+
 - ``pair`` is a model on a cluster as a policy meets it: ``candidates`` to choose from, an
   ``observation``, a ``reward``, and scores by the ``coarse`` evaluator on tables that ``merging``
   has made shorter.
@@ -11,3 +15,7 @@
 from heterog.names import refuse_link
 
 refuse_link(__name__, "heterog.envs")
+
+from heterog.envs.registration import register_envs  # noqa: E402
+
+register_envs()

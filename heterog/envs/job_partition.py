@@ -4,6 +4,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import numpy.typing as npt
 
 from heterog.envs.spaces import Padded
 from heterog.errors import HeterogError
@@ -138,6 +139,10 @@ memory, edge bytes, steps, mean and median of compute, memory and edges |
             final = self.queueing.final()
             info |= {"blocking_rate": blocking_rate(final), "causes": causes(final)}
         return self._observe(), 1.0 if verdict.is_accepted else -1.0, is_over, False, info
+
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """Legal degrees of the job at hand, as ``MaskablePPO`` reads them.  # [A + 1]"""
+        return self._observe()["action_mask"].astype(bool)
 
     def _scale(self, requests: list[JobRequest]) -> None:
         """Set the least and the most of each feature in the episode."""

@@ -15,7 +15,8 @@ from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -225,7 +226,7 @@ class Pair:
         scored = [
             evaluator.evaluate(candidate.strategy, candidate.orders[0])
             for name in BASELINES
-            for candidate in planner_by_name(name).plan(problem).candidates[:1]
+            for candidate in built_in_methods()[name].plan(problem).candidates[:1]
         ]
         return min(scored, key=lambda each: each.preference).step_time_s
 

@@ -1,7 +1,7 @@
-"""Registers the environments with Gymnasium.
+"""Registers the environments with Gymnasium; ``import heterog.envs`` calls it.
 
-Gymnasium finds this by the entry point ``gymnasium.envs`` when the package is installed; elsewhere
-call ``register_envs()`` before ``gymnasium.make("heterog/Strategy-v1")``.
+Gymnasium 1.4 looks for no entry points of packages any more. ``gymnasium.make`` and ``make_vec``
+import the package themselves for a name such as ``"heterog.envs:heterog/Strategy-v1"``.
 """
 
 import gymnasium as gym

@@ -139,6 +139,15 @@ class StrategyOneShotEnv(_StrategyEnv):
         reward, info = self._finish(row, masked)
         return self._static(), reward, True, False, info
 
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """Legal entries of an action, block by block, as ``MaskablePPO`` reads it.  # [G * C]
+
+        Every entry of a block that the pair does not have is legal, as none is read.
+        """
+        masks = self._static()["action_mask"].astype(bool)
+        masks[self.pair.num_blocks :] = True
+        return masks.reshape(-1)
+
 
 class StrategyEnv(_StrategyEnv):
     """Decide a training strategy block by block, seeing what has been decided so far.
@@ -223,6 +232,12 @@ bound, and the part of the batch that changed devices |
             reward, info = self._finish(np.array(self._row), self._masked)
         truncated = not done and self._steps >= 4 * pair.num_blocks
         return self._observe(), reward, done, truncated, info
+
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """Legal actions for the current block, as ``MaskablePPO`` reads them.  # [C]"""
+        masks = np.zeros(self.padding.candidates, bool)
+        masks[: self.pair.num_candidates] = self._memory.fits()[0]
+        return masks
 
     def _observe(self) -> Padded:
         pair, padding, block = self.pair, self.padding, len(self._row)

@@ -17,9 +17,10 @@ from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop, planner_by_name
+from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop
+from heterog.planners.registry import built_in_methods
 from heterog.planners.sharing import Progress
-from heterog.planners.stability import DATA_PARALLEL, TUNED_UNIFORM, Gain
+from heterog.planners.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -74,16 +75,14 @@ class Quality:
     """The plan compared with methods that people would use without it.
 
     Attributes:
-        data_parallel: Name of the best method of data parallelism, ``""`` if none fits.
+        data_parallel: Name of the best method of data parallelism, ``""`` if none fits: the row
+            that gains are quoted over, or one as people run it if that suffices.
         data_parallel_s: Its seconds per step.
-        tuned_uniform_s: Seconds per step of one tuned decision for the whole model, ``None`` if it
-            does not fit.
-        suffices: Whether data parallelism is within 1 % of the best that is known.
+        suffices: Whether data parallelism as people run it is within 1 % of the best known.
     """
 
     data_parallel: str
     data_parallel_s: float | None
-    tuned_uniform_s: float | None
     suffices: bool
 
 
@@ -332,12 +331,12 @@ def _with_baselines(
         seed=plan.seed,
         step_barrier=plan.strategy.step_barrier,
     )
-    missing = [name for name in (*DATA_PARALLEL, TUNED_UNIFORM) if name not in known]
+    missing = [name for name in (*DATA_PARALLEL, *REFERENCES) if name not in known]
     if seconds is not None and missing:
         problem = replace(problem, budget=Budget(seconds=_BASELINES_PART * seconds / len(missing)))
     if stop is not None:
         problem = replace(problem, stop=stop)
-    return rows + [run_method(planner_by_name(name), problem) for name in missing]
+    return rows + [run_method(built_in_methods()[name], problem) for name in missing]
 
 
 def _uses_several(row: MethodRow) -> bool:
@@ -367,13 +366,12 @@ def _left_out(
 
 def _quality(rows: Sequence[MethodRow], best_s: float) -> Quality:
     """Data parallelism compared with the shortest step known, which is 0 if nothing fits."""
-    times = {row.method: row.step_time_s for row in rows if row.step_time_s is not None}
-    by_data = {name: times[name] for name in DATA_PARALLEL if name in times}
-    best = min(by_data, key=lambda name: by_data[name], default="")
-    seconds = by_data.get(best)
+    plain = fastest([row for row in rows if row.method in DATA_PARALLEL])
+    plain_s = math.inf if plain is None else plain.step_time_s or math.inf
+    suffices = plain_s <= best_s * (1.0 + SUFFICES)
+    best = plain if suffices else reference_of(rows)
     return Quality(
-        data_parallel=best,
-        data_parallel_s=seconds,
-        tuned_uniform_s=times.get(TUNED_UNIFORM),
-        suffices=seconds is not None and seconds <= best_s * (1.0 + SUFFICES),
+        data_parallel="" if best is None else best.method,
+        data_parallel_s=None if best is None else best.step_time_s,
+        suffices=suffices,
     )

@@ -49,6 +49,8 @@ _METHODS = {
     "cp_ar": "shares in proportion to speed, all-reduce",
     "ddp": "even shares, all-reduce in buckets",
     "ddp_accumulate": "even shares, all-reduce in buckets, gradient accumulation",
+    "best_ddp": "the best shares, synchronisation and buckets on the best hosts",
+    "tuned_uniform": "shares in proportion to speed, reduce-scatter and all-gather, best hosts",
 }
 _ORDERS = {  # first come, first served is the usual order
     "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
@@ -579,26 +581,17 @@ def _quality(facts: "Explanation") -> str:
     if not facts.fit.is_ok or facts.plan.cluster.num_devices == 1:
         return ""
     if quality.data_parallel_s is None:
-        words = "No form of data parallelism over all devices fits into memory"
-    elif quality.suffices:
-        words = f"Data parallelism ({quality.data_parallel}) takes "
-        words += f"{format_seconds(quality.data_parallel_s)}: there is nothing to gain from "
-        words += "anything else that was tried"
-    else:
-        words = f"The plan is {_ratio(quality.data_parallel_s, facts.step_time_s)} as fast as the "
-        words += f"best data parallelism over all devices ({quality.data_parallel}: "
-        words += f"{_METHODS[quality.data_parallel]}; {format_seconds(quality.data_parallel_s)})"
-    tuned = quality.tuned_uniform_s
-    if tuned is None or quality.suffices:
-        return f"{words}."
-    if abs(tuned / facts.step_time_s - 1.0) < _NOTHING:
-        return f"{words}, and as fast as one tuned decision for the whole model (tuned_uniform)."
-    if tuned < facts.step_time_s:
-        return f"{words}, but tuned_uniform alone takes less: {format_seconds(tuned)}."
-    also = "; it is" if quality.data_parallel_s is None else " and"
+        return "No form of data parallelism fits into memory."
+    seconds = format_seconds(quality.data_parallel_s)
+    if quality.suffices:
+        return (
+            f"Data parallelism ({quality.data_parallel}) takes {seconds}: there is nothing to "
+            "gain from anything else that was tried."
+        )
     return (
-        f"{words}{also} {_ratio(tuned, facts.step_time_s)} as fast as the best single decision "
-        f"for the whole model on the best machines (tuned_uniform; {format_seconds(tuned)})."
+        f"The plan is {_ratio(quality.data_parallel_s, facts.step_time_s)} as fast as the best "
+        f"data parallelism ({quality.data_parallel}: {_METHODS[quality.data_parallel]}; "
+        f"{seconds})."
     )
 
 

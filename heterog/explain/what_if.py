@@ -20,7 +20,8 @@ from heterog.explain.changed_cluster import (
     strategies_with,
 )
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Budget, Problem, Spending, planner_by_name
+from heterog.planners.planner import Budget, Problem, Spending
+from heterog.planners.registry import built_in_methods
 from heterog.planners.sharing import Progress
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
@@ -185,7 +186,7 @@ def replan(
             budget=Budget(evaluations=max(evaluations // (2 * len(methods)), 1)),
             step_barrier=barrier,
         )
-        candidates = planner_by_name(method).plan(problem).candidates[:_MOST_JUDGED]
+        candidates = built_in_methods()[method].plan(problem).candidates[:_MOST_JUDGED]
         pairs = [(each.strategy, order) for each in candidates for order in each.orders]
         if pairs:
             judged[method] = _best(_referee(evaluator, pairs))

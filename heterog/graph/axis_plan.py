@@ -614,6 +614,12 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
         raise StrategyError(f"{name} depends on constants alone: it is whole on every device.")
     if rule.units < 1:
         raise StrategyError(f"the rule of {name} has {rule.units} units; it must have 1 or more.")
+    sizes = (len(graph.ops[op].inputs), graph.ops[op].num_outputs)
+    if (len(rule.inputs), len(rule.outputs)) != sizes:
+        raise StrategyError(
+            f"the rule of {name} places {len(rule.inputs)} inputs and {len(rule.outputs)} "
+            f"outputs; the op has {sizes[0]} and {sizes[1]}."
+        )
     places = (*rule.inputs, *rule.outputs)
     given = graph.ops[op].rule
     if given is not None and given == (rule.inputs, rule.outputs):
@@ -623,8 +629,7 @@ def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
     if result is None and all(place == R for place in places):
         result = RuleResult(rule.inputs, rule.outputs)
     right = result is not None and (result.inputs, result.outputs) == (rule.inputs, rule.outputs)
-    sizes = (len(graph.ops[op].inputs), graph.ops[op].num_outputs)
-    if result is None or not right or (len(rule.inputs), len(rule.outputs)) != sizes:
+    if result is None or not right:
         text = _written(rule.inputs, rule.outputs)
         instead = (
             "" if result is None else f"; from these inputs it would be {_written(*_pair(result))}"

@@ -8,7 +8,7 @@ no special treatment: a weight gradient comes out as P, a sum over the devices.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +17,7 @@ import numpy as np
 from heterog.errors import GraphError
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase, TensorKind
 from heterog.graph.placement import L, OpCall, P, Placement, R, S
-from heterog.graph.sharding_rules import RuleResult, Special, propagate
+from heterog.graph.sharding_rules import RuleResult, Special, claims_checked, propagate
 from heterog.graph.sharding_rules.creation import FILLS
 from heterog.graph.sharding_rules.indexing import INDEXED, split_by_own_rows
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES, MEAN, NO_REDUCTION
@@ -146,18 +146,21 @@ def _rule_of(
 ) -> RuleResult | None:
     """Rule of an op for given placements; ``None`` if it can only run on whole inputs."""
     op = graph.ops[index]
-    result = _by_own_rows(graph, index, given, counting)
-    if result is None:
-        name = f"op {index} '{op.name or op.kind}'"
-        result = built_in_rule(graph.call(index), given, graph.batch_size, name)
-    if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(graph, index, follows_batch):
-        return None
-    if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
-        # A penalty on the weights, say, beside the loss of the samples.
-        return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
-    if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
-        # A mask over the gradient of what all samples share: position biases of T5.
-        return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+    name = f"op {index} '{op.name or op.kind}'"
+    with claims_checked(f"the args, inputs and outputs of {name} do not fit its kind"):
+        result = _by_own_rows(graph, index, given, counting)
+        if result is None:
+            result = built_in_rule(graph.call(index), given, graph.batch_size, name)
+        if op.kind in LABEL_COUNTING_LOSSES and not counts_known_labels(
+            graph, index, follows_batch
+        ):
+            return None
+        if result is not None and op.kind in _SUMS and {given[0], given[-1]} == {P, R}:
+            # A penalty on the weights, say, beside the loss of the samples.
+            return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
+        if op.kind == "where.self" and given[0] == R and set(given[1:]) == {P, R}:
+            # A mask over the gradient of what all samples share: position biases of T5.
+            return RuleResult(given, (P,), Special.BIAS_ON_ONE_RANK)
     return result
 
 
@@ -167,12 +170,11 @@ def _by_own_rows(
     """Rule of an op that takes from each sample what one of its indices names, if there is one."""
     if graph.ops[op].kind not in INDEXED or counting.isdisjoint(graph.ops[op].inputs):
         return None
-    with claims_checked(f"the args of op {op} '{graph.ops[op].kind}' do not fit its kind"):
-        for position, tensor in enumerate(graph.ops[op].inputs):
-            if tensor in counting:
-                found = split_by_own_rows(graph.call(op), given, graph.batch_size, position)
-                if found is not None:
-                    return found
+    for position, tensor in enumerate(graph.ops[op].inputs):
+        if tensor in counting:
+            found = split_by_own_rows(graph.call(op), given, graph.batch_size, position)
+            if found is not None:
+                return found
     return None
 
 
@@ -194,7 +196,7 @@ def _counts_samples(graph: OpGraph) -> frozenset[int]:
         elif op.kind == "add.Tensor":  # transformers adds an offset of zero
             counts = len(op.inputs) == 1 and op.inputs[0] in found and args.get("other") == 0
         else:
-            counts = op.kind in _SAME_ORDER and op.inputs[0] in found
+            counts = op.kind in _SAME_ORDER and not found.isdisjoint(op.inputs[:1])
         if counts:
             found.add(made)
     return frozenset(found)
@@ -318,25 +320,6 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
     return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
 
 
-@contextmanager
-def claims_checked(fault: str) -> Iterator[None]:
-    """Context for code that reads the args of an op: in an imported graph they may be anything.
-
-    Args:
-        fault: Description of the fault if the code fails on them, without a full stop.
-
-    Raises:
-        GraphError: the code fails on them.
-    """
-    try:
-        yield
-    except (
-        ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError
-    ) as error:  # fmt: skip
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise GraphError(f"{fault} ({why}).") from error
-
-
 def built_in_rule(
     call: OpCall, given: tuple[Placement, ...], batch_size: int, name: str
 ) -> RuleResult | None:
@@ -352,8 +335,10 @@ def built_in_rule(
         GraphError: the op has other arguments, inputs or outputs than its kind has. Without a
             placement for each output, all tensors after it would have that of another one.
     """
-    with claims_checked(f"the args of {name} do not fit its built-in sharding rule"):
+    try:
         found = propagate(call, given, batch_size)
+    except GraphError as error:
+        raise GraphError(f"{name}: {error}") from error
     if found is None:
         return None
     claimed = len(call.inputs), len(call.outputs)

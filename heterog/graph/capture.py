@@ -57,6 +57,7 @@ from heterog.graph.op_graph import (
     Phase,
     TensorKind,
 )
+from heterog.graph.optimizer_probe import Kind, ProbedGroup, probe_options, update_scope
 from heterog.graph.parameter_groups import ParameterGroup, group_numbers, parameter_groups
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
 from heterog.graph.sharding_rules.sparse import pattern_key
@@ -68,6 +69,7 @@ from heterog.graph.traced_constants import (
     make_repeated_constants_once,
     merge_equal_constants,
 )
+from heterog.graph.update_scope import UpdateScope
 from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.workload import Workload, named_leaves
 from heterog.local_losses import LocalBlocks
@@ -577,6 +579,7 @@ class _Reader:
             optimizer_state_ratio=self._mean_ratio(ratios),
             loss=loss,
             master_dtype=str(self.workload.master_dtype or "").removeprefix("torch."),
+            seen_scope=self._update_scope(gradients),
         )
         return CapturedStep(graph=graph, module=self.module, node_of_op=tuple(self.nodes))
 
@@ -779,6 +782,23 @@ class _Reader:
             found |= dict.fromkeys(alike, self._in_own_dtypes(ratio, alike))
         return found
 
+    def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
+        """What the optimizer looks at, with the kinds of parameters that each group has."""
+        group_of = group_numbers(self.groups)
+        kinds: list[dict[Kind, None]] = [{} for _ in self.groups]
+        for parameter in trained:
+            meta = self.tensors[parameter]
+            kind = Kind(len(meta.shape), meta.dtype.startswith("complex"))
+            kinds[group_of[meta.name]].setdefault(kind)
+        return update_scope(
+            self.workload.optimizer,
+            self.workload.optimizer_options,
+            [
+                ProbedGroup(group.options, tuple(own))
+                for group, own in zip(self.groups, kinds, strict=True)
+            ],
+        )
+
     def _mean_ratio(self, ratios: Mapping[int, float]) -> float:
         """Bytes of masters and state per byte of all trained parameters together."""
         if len(set(ratios.values())) <= 1:
@@ -938,7 +958,8 @@ def optimizer_state_ratio(
     parameter = nn.Parameter(torch.zeros(64, 64))
     parameter.grad = torch.zeros_like(parameter)
     try:
-        instance = optimizer([{**(own or {}), "params": [parameter]}], **options)
+        groups = [{**probe_options(own or {}), "params": [parameter]}]
+        instance = optimizer(groups, **probe_options(options))
         instance.step()
     except (TypeError, ValueError) as error:
         if "closure" in str(error):

@@ -15,6 +15,7 @@ import numpy as np
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import IntArray, OpGraph, Phase
+from heterog.graph.placement import OpCall
 
 MAX_SHARE_OF_WORK = 1 / 64
 """Fraction of the work above which a module is cut into its children."""
@@ -69,21 +70,29 @@ def group_ops(graph: OpGraph) -> Grouping:
 def alike_groups(graph: OpGraph) -> IntArray:
     """Number of each group's kind: repeated layers give groups of the same kind.
 
-    Groups are alike if they run the same ops on the same shapes, in the same order.
+    Groups are alike if they make the same calls in the same order, so that rules of ops of one
+    are legal in the other. Attention with a mask and attention without one are not alike.
 
     Returns:
         # [num_groups]
     """
     grouping = group_ops(graph)
-    parts: list[list[tuple[str, tuple[tuple[int, ...], ...]]]] = [
-        [] for _ in range(grouping.num_groups)
-    ]
+    parts: list[list[object]] = [[] for _ in range(grouping.num_groups)]
+    known: dict[OpCall, object] = {}
     for index, op in enumerate(graph.ops):
         if grouping.group[index] != CONSTANT_GROUP:
-            shapes = tuple(graph.tensors[tensor].shape for tensor in graph.outputs(index))
-            parts[grouping.group[index]].append((op.kind, shapes))
-    kinds: dict[tuple[tuple[str, tuple[tuple[int, ...], ...]], ...], int] = {}
+            call = graph.call(index)
+            if call not in known:
+                known[call] = _all_but_factors(call)
+            parts[grouping.group[index]].append((known[call], op.rule))
+    kinds: dict[tuple[object, ...], int] = {}
     return np.array([kinds.setdefault(tuple(ops), len(kinds)) for ops in parts], np.int32)
+
+
+def _all_but_factors(call: OpCall) -> object:
+    """A call as sharding rules see it: they ask for no factor, which may differ by layer."""
+    args = {name: "" if isinstance(arg, float) else arg for name, arg in call.args.items()}
+    return call.kind, str(args), call.inputs, call.outputs
 
 
 def _cut_module_tree(graph: OpGraph) -> list[str]:

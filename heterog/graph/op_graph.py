@@ -20,6 +20,7 @@ from heterog.errors import GraphError
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, TensorMeta
 from heterog.graph.sparse_pattern import SparsePattern
+from heterog.graph.update_scope import UpdateScope, scope_by_name
 from heterog.names import is_identifier, name_fault, shown, text_fault
 
 MAX_BATCH_SIZE = 2**20
@@ -30,15 +31,6 @@ FloatArray = npt.NDArray[np.float64]
 
 
 # The place where a graph was captured does not belong to its identity.
-ELEMENTWISE_OPTIMIZERS = frozenset(
-    {
-        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop",
-        "Rprop", "SGD",
-    }
-)  # fmt: skip
-"""Optimizers of torch that treat each element on its own: they may update slices that cut through
-parameters. Not so those that look at a parameter's shape or norm (Muon, Adafactor, LARS, LAMB) or
-at all parameters together (LBFGS)."""
 _DEVICE_ARGS = frozenset({"device", "layout", "pin_memory"})
 
 
@@ -134,6 +126,7 @@ class OpGraph:
         grouped_like: A graph of the same ops on another batch, whose groups this graph has.
         patterns: Patterns of the constant sparse matrices, which ops name by their keys.
         master_dtype: Dtype of the optimizer's own copies of parameters; empty if it has none.
+        seen_scope: What the optimizer was seen to look at, if it was stepped; see ``scope``.
 
     Raises:
         GraphError: an op reads a tensor that does not exist or is made later, sizes disagree, a
@@ -152,6 +145,7 @@ class OpGraph:
     grouped_like: "OpGraph | None" = None
     patterns: tuple[SparsePattern, ...] = ()
     master_dtype: str = ""
+    seen_scope: UpdateScope | None = None
 
     def __post_init__(self) -> None:
         self._check_words()
@@ -300,9 +294,14 @@ class OpGraph:
         return tuple(i for i in range(self.num_inputs) if self.tensors[i].kind == kind)
 
     @property
+    def scope(self) -> UpdateScope:
+        """What the update of an element depends on: as seen, or else by the optimizer's name."""
+        return self.seen_scope or scope_by_name(self.optimizer)
+
+    @property
     def updates_elementwise(self) -> bool:
         """Whether the optimizer is known to treat each element on its own."""
-        return self.optimizer in ELEMENTWISE_OPTIMIZERS
+        return self.scope == UpdateScope.ELEMENT
 
     def stepped_dtype(self, parameter: int) -> str:
         """Dtype in which the optimizer has a parameter: of its master copy, if there is one."""

@@ -82,7 +82,10 @@ hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the nu
 each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
 
 ``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. What they
-occupy belongs to ``optimizer_state_ratio``; they are what islands average.
+occupy belongs to ``optimizer_state_ratio``; they are what islands average. ``update_scope`` says
+what the update of an element depends on: that ``element`` alone, its whole ``parameter`` (as in
+Muon), or all parameters of the ``model`` (as in Prodigy). By default the name of ``optimizer``
+decides: torch's elementwise ones are known, others look at whole parameters.
 
 ``tensors`` and ``ops`` may also be one object of equally long columns instead of a list of
 records, with ``null`` for a field that is left out; ``save_graph`` writes that. There ``kind`` and
@@ -113,8 +116,9 @@ from heterog.graph.op_graph import (
     topological_order,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S, TensorRef
-from heterog.graph.sharding_rules import RULES
+from heterog.graph.sharding_rules import RULES, claims_checked
 from heterog.graph.sparse_pattern import MOST_COLUMNS, SparsePattern
+from heterog.graph.update_scope import UpdateScope
 from heterog.names import shown
 from heterog.records import (
     Amount,
@@ -214,10 +218,12 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
 
 
 def _rare_fields(graph: OpGraph) -> dict[str, Any]:
-    """Masters and sparse matrices as JSON values; empty for a graph without any."""
+    """Masters, scope and sparse matrices as JSON values; empty for a graph without any."""
     found: dict[str, Any] = {}
     if graph.master_dtype:
         found["master_dtype"] = graph.master_dtype
+    if graph.seen_scope:
+        found["update_scope"] = str(graph.seen_scope)
     if graph.patterns:
         found["patterns"] = [
             {
@@ -334,6 +340,7 @@ class _GraphRecord(Record):
     ops: Many[_OpRecord]
     patterns: list[_PatternRecord] = Field(default_factory=list)
     master_dtype: Text = ""
+    update_scope: Literal["element", "parameter", "model"] | None = None
 
 
 def _rows(value: object, field: str) -> object:
@@ -434,6 +441,7 @@ class _Reader:
             loss=number_of[loss],
             patterns=tuple(each.pattern() for each in spec.patterns),
             master_dtype=spec.master_dtype,
+            seen_scope=UpdateScope(spec.update_scope) if spec.update_scope else None,
         )
 
     def _graph_op(
@@ -450,7 +458,8 @@ class _Reader:
             state = self.spec.optimizer_state_ratio
             read, written = size * (2.0 + state), size * (1.0 + state)
         else:
-            read, written = bytes_read_and_written(self._call(index))
+            with claims_checked(f"the args of {self._op(index)} do not fit its kind"):
+                read, written = bytes_read_and_written(self._call(index))
         return GraphOp(
             kind=self.kinds[index],
             args=self._args(index),

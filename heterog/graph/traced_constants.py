@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from heterog.graph.batch_plan import batch_plan, claims_checked
+from heterog.graph.batch_plan import batch_plan
 from heterog.graph.inserting import insert_before
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, Placement, R, S
-from heterog.graph.sharding_rules import RuleResult, legal_rules, local_args
+from heterog.graph.sharding_rules import RuleResult, claims_checked, legal_rules, local_args
 from heterog.graph.sharding_rules.creation import FILLS
 
 MADE_AT = "made_at"

@@ -9,10 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from heterog.files import check_writable
 from heterog.healing.keepers import KeeperPlace, places_to_json
 from heterog.healing.service import Service
-from heterog.runtime.launch import CHECKPOINT_INDEX
+from heterog.runtime.launch import check_save_folder
 
 
 class Writing:
@@ -29,7 +28,7 @@ class Writing:
     """
 
     def __init__(self, folder: Path, every_s: float, token: str | Mapping[int, str]) -> None:
-        check_writable(folder / CHECKPOINT_INDEX if folder.is_dir() else folder)
+        check_save_folder(folder)
         self.failed = ""
         self.num_written = 0
         self._folder, self._every_s, self._token = folder.resolve(), every_s, token

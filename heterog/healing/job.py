@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from heterog.errors import HeterogError, HeterogWarning
-from heterog.files import check_writable, read_json
+from heterog.files import read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
 from heterog.healing.crew import Crew, LocalCrew, Told
@@ -32,6 +32,7 @@ from heterog.runtime.launch import (
     STEP_TIMEOUT_S,
     LaunchError,
     Wrap,
+    check_save_folder,
     signals_as_exit,
     temporary_folder,
 )
@@ -133,7 +134,7 @@ class HealingJob:
         self._whole = self._plan.cluster
         self._source = model or trusted_source(self._plan.graph.source, sources, str(plan))
         if save is not None:
-            check_writable(save / CHECKPOINT_INDEX if save.is_dir() else save)
+            check_save_folder(save)
         told = Told(
             model=model,
             sources=tuple(sources),

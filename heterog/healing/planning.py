@@ -8,12 +8,12 @@ lost. A new request ends the search for the one before, which then answers with 
 
 from dataclasses import replace
 
-from heterog.agents import planners as agent_planners
+from heterog.agents.planners import default_methods
 from heterog.cluster.topology import Cluster
 from heterog.graph.capture import capture_step
 from heterog.healing.busy import device_seconds
 from heterog.healing.moving import total_s, transfer_s
-from heterog.healing.question import FIRST_METHODS, Question
+from heterog.healing.question import Question
 from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
 from heterog.healing.service import Message, answer_requests
 from heterog.planners.issue_order import IssuedSteps, Rehearse
@@ -27,8 +27,6 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload
-
-assert set(FIRST_METHODS) & set(agent_planners.LEARNED), "importing them registers the agent"
 
 
 class Planning:
@@ -80,6 +78,7 @@ class Planning:
             running.graph,
             evaluator.cluster,
             methods=question.methods,
+            known=default_methods(),
             budget=question.budget,
             step_barrier=running.strategy.step_barrier,
             evaluator=evaluator,

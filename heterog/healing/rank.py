@@ -32,7 +32,7 @@ from heterog.runtime.accelerators import CPU_BACKEND, is_accelerated
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.checkpoint.state import check_can_save
 from heterog.runtime.deploy import deploy
-from heterog.runtime.rank import as_rank, end_together, join, tell
+from heterog.runtime.rank import as_rank, draw_alike, end_together, join, tell
 from heterog.strategy.lowering import lower
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
@@ -82,6 +82,7 @@ class HealingRank:
         source = told.model or trusted_source(plan.graph.source, told.sources, "the plan")
         if not source:
             raise HeterogError("the plan does not name its model; pass --model.")
+        draw_alike()
         workload = load_workload(
             source, None if told.model else plan.graph.batch_size, must_take=False
         )
@@ -93,6 +94,7 @@ class HealingRank:
         tell("capturing the model")
         self._step = deploy(workload, plan)
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
+        draw_alike()
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._take_up()

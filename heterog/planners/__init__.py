@@ -2,8 +2,8 @@
 
 The service:
 
-- ``planner`` is the protocol, the budgets and the registry; ``methods`` has a line about each,
-  ``conformance`` checks a new one.
+- ``planner`` is the protocol and the budgets, ``registry`` the methods by name; ``methods`` has a
+  line about each, ``conformance`` checks a new one.
 - ``portfolio`` runs methods and is ``auto``: ``judging`` judges one, ``sharing`` and ``rounds``
   divide the budget, ``promise`` keeps an answer in time, ``together`` uses several workers,
   ``seeds`` and ``library`` hand over strategies that are known before, ``given`` a person's own.
@@ -15,8 +15,9 @@ The service:
 
 The methods, exact:
 
-- ``data_parallel``, ``model_parallel``, ``tuned_uniform``, ``two_segment``, ``megatron_grid``
-  enumerate (``enumeration``), ``pipeline`` and ``islands`` cut the model into stages.
+- ``data_parallel``, ``best_ddp``, ``model_parallel``, ``tuned_uniform``, ``two_segment``,
+  ``megatron_grid`` enumerate (``enumeration``), ``pipeline`` and ``islands`` cut the model into
+  stages.
 - ``local_search`` moves through ``neighbours`` with ``group_rules``.
 - ``hap`` (``spmd``), ``poplar``, ``deeppool`` (``burst``) and ``pipette`` are others' methods;
   ``dedication`` moves alike hosts (``host_kinds``, ``host_order``).

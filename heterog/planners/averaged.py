@@ -22,7 +22,7 @@ from heterog.planners.data_parallel import (
     proportional_shares,
     uniform_strategy,
 )
-from heterog.planners.planner import Candidate, PlanResult, Problem, Spending
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding
@@ -89,7 +89,7 @@ def _number(word: str, value: str) -> float:
         ) from None
 
 
-class AveragedReplicas:
+class AveragedReplicas(Planner):
     """Searches the best islands for one averaging.
 
     Args:

@@ -21,9 +21,10 @@ from heterog.cluster.topology import Cluster
 from heterog.planners.host_sets import ranked_host_sets
 from heterog.planners.host_subset import HostSubset
 from heterog.planners.objective import Objective, hosts_used, rent_per_s
-from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Stop, planners
-from heterog.planners.portfolio import AUTO, prepare, run_methods
+from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Stop
+from heterog.planners.portfolio import prepare, run_methods
 from heterog.planners.promise import Promise
+from heterog.planners.registry import AUTO, Methods
 from heterog.planners.seeds import SeedPlanner
 from heterog.planners.sharing import Progress
 from heterog.simulator.engine import Order
@@ -46,6 +47,7 @@ class Asked:
 
     Attributes:
         methods: Names of the methods.
+        known: Methods that the names are looked up in.
         seed: Seed of everything random.
         step_barrier: Whether a step ends with all updates.
         orders: Orders that searching methods may choose from.
@@ -57,6 +59,7 @@ class Asked:
     """
 
     methods: Sequence[str]
+    known: Methods
     seed: int
     step_barrier: bool
     orders: tuple[Order, ...]
@@ -102,8 +105,8 @@ class CheapestSearch:
 
     def run(self, budget: Budget, promise: Promise) -> list[MethodRow]:
         """Search until the budget is over; one row per method, the best by the objective."""
-        known = list(planners())
-        wanted = [p for p in known if AUTO in self._asked.methods or p.name in self._asked.methods]
+        named = self._asked.methods
+        wanted = [each for each in self._asked.known if AUTO in named or each.name in named]
         prepare(self._evaluator, wanted, self._asked.progress, self._asked.stop)
         promise.begin()
         everything = tuple(range(self._evaluator.cluster.num_hosts))
@@ -166,6 +169,7 @@ class CheapestSearch:
         rows = run_methods(
             evaluator,
             asked.methods,
+            known=asked.known,
             budget=part,
             seed=asked.seed,
             step_barrier=asked.step_barrier,

@@ -8,9 +8,8 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan import cost_per_step, row_to_dict
-from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop, planners
+from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
 from heterog.planners.portfolio import (
-    AUTO,
     assert_not_below,
     best_row,
     rehearsed,
@@ -19,6 +18,7 @@ from heterog.planners.portfolio import (
     with_noise,
 )
 from heterog.planners.promise import NOISE_PART
+from heterog.planners.registry import AUTO, Methods, built_in_methods
 from heterog.planners.sharing import Progress
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.engine import Order
@@ -34,6 +34,7 @@ class Question:
 
     methods: tuple[str, ...]
     budget: Budget
+    known: Methods | None = None
     seed: int = 0
     step_barrier: bool = True
     orders: tuple[Order, ...] = tuple(Order)
@@ -52,6 +53,7 @@ class Question:
             cluster,
             self.methods,
             budget=self.budget,
+            known=self.known,
             seed=self.seed,
             step_barrier=self.step_barrier,
             orders=self.orders,
@@ -132,6 +134,7 @@ def compare_methods(
     methods: Sequence[str],
     *,
     budget: Budget,
+    known: Methods | None = None,
     seed: int = 0,
     step_barrier: bool = True,
     orders: tuple[Order, ...] = tuple(Order),
@@ -148,10 +151,12 @@ def compare_methods(
         StrategyError: no method applies.
     """
     evaluator = Evaluator(graph, cluster, cost_model)
-    wanted = [planner.name for planner in planners()] if AUTO in methods else list(methods)
+    known = known or built_in_methods()
+    wanted = known.names if AUTO in methods else methods
     rows = run_methods(
         evaluator,
         wanted,
+        known=known,
         budget=budget,
         seed=seed,
         step_barrier=step_barrier,

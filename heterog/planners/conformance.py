@@ -16,10 +16,8 @@ from heterog.planners.planner import (
     Planner,
     PlanResult,
     Problem,
-    planners,
-    register,
 )
-from heterog.planners.portfolio import AUTO
+from heterog.planners.registry import AUTO, Methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -27,7 +25,6 @@ from heterog.user_code import load_object
 
 Check = Callable[[Planner, Evaluator], None]
 
-_loaded: set[str] = set()  # names of methods from files: these may be loaded again
 _EVALUATIONS = 300
 _OVERSPENT = 1.2
 """A search may go over its budget of evaluations by a fifth: it looks up only now and then."""
@@ -37,7 +34,7 @@ def check_planner(planner: Planner, evaluator: Evaluator | None = None) -> None:
     """Run every check on a method.
 
     Args:
-        planner: The method, which need not be registered.
+        planner: The method.
         evaluator: Evaluator to try it on; by default that of one op on eight devices.
 
     Raises:
@@ -136,12 +133,13 @@ CHECKS: tuple[Check, ...] = (
 """All checks, in the order in which ``check_planner`` runs them."""
 
 
-def load_planner(source: str) -> Planner:
-    """Register the method of ``path/to/file.py:name`` and return it.
+def load_planner(source: str, known: Methods) -> Planner:
+    """The method of ``path/to/file.py:name``.
 
     Args:
         source: A file, and in it a class that can be made without arguments, or a function that
             returns a planner.
+        known: Methods whose names are taken.
 
     Raises:
         InputFileError: the file or the name is missing, or running the file fails.
@@ -156,13 +154,26 @@ def load_planner(source: str) -> Planner:
             f"{source} cannot be made without arguments: {type(error).__name__}: {error}"
         ) from error
     check_name_and_stage(planner)
-    if planner.name not in _loaded and any(each.name == planner.name for each in planners()):
+    if planner.name in known.names:
         raise ConformanceError(
             f"{source} is named '{planner.name}', as a method that there is already; give it "
             "another name."
         )
-    _loaded.add(planner.name)
-    return register(planner)
+    return planner if isinstance(planner, Planner) else _Adapted(planner)
+
+
+class _Adapted(Planner):
+    """A method that is no ``Planner`` but has what one needs."""
+
+    def __init__(self, made: Planner) -> None:
+        self.name, self.stage, self._made = made.name, made.stage, made
+        for hook in ("resumes", "comes_last", "is_random", "prepare", "joins_auto", "whole_s"):
+            if hasattr(made, hook):
+                setattr(self, hook, getattr(made, hook))
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Find strategies as the method does."""
+        return self._made.plan(problem)
 
 
 def _problem(evaluator: Evaluator) -> Problem:

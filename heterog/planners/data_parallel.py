@@ -9,20 +9,23 @@
   of micro-batches that fits.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
-from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 TRANSFERS_PER_S = 50_000
 """Pushes and pulls that the referee simulates in a second, if all share a few links."""
+NEARLY_BEST = 1.1
+"""Step time over the best one's, by the engine, up to which the referee may still prefer one."""
 PATIENCE = 2.0
 """Most budgets that a baseline may take; one that would take longer is not begun."""
 
@@ -84,7 +87,54 @@ def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int,
     return tuple(homes)
 
 
-class DataParallel:
+class Trials:
+    """Judges strategies in every order by the engine, and keeps the best; for enumerations.
+
+    What a lower bound or a part of a simulation shows to be far behind the best is given up.
+
+    Args:
+        problem: The planner's problem.
+
+    Attributes:
+        spending: What has been spent of its budget.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.spending = problem.spend()
+        self._evaluator = problem.evaluator
+        self._begin_s = time.perf_counter()
+        self._tried: list[tuple[tuple[float, float], Strategy, Order]] = []
+        self._best_s = math.inf
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of a step above which a strategy is given up."""
+        return NEARLY_BEST * self._best_s
+
+    def judge(self, strategy: Strategy) -> Evaluation | None:
+        """The evaluation in the best order; ``None`` if the strategy was given up."""
+        choice = self._evaluator.encode(strategy)
+        if self._evaluator.floor_s(choice) > self.limit_s:
+            return None
+        found = self._evaluator.evaluate_orders(choice, tuple(Order), self.limit_s)
+        kept = [each for each in found if each.outcome != Outcome.GIVEN_UP]
+        self._tried += [(each.preference, strategy, each.order) for each in kept]
+        self._best_s = min([self._best_s, *(each.step_time_s for each in kept if each.is_ok)])
+        return min(kept, key=lambda each: each.preference, default=None)
+
+    def result(self, count: int) -> PlanResult:
+        """The best strategies, each in its own order."""
+        ranked = sorted(self._tried, key=lambda each: each[0])[:count]
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=each, orders=(order,)) for _, each, order in ranked
+            ),
+            num_evaluations=self.spending.evaluations,
+            search_seconds=time.perf_counter() - self._begin_s,
+        )
+
+
+class DataParallel(Planner):
     """Replicas on all devices, one decision for the whole model."""
 
     stage = "baseline"
@@ -128,7 +178,7 @@ class DataParallel:
             yield uniform_strategy(evaluator, decision, step_barrier=problem.step_barrier)
 
 
-class DistributedDataParallel:
+class DistributedDataParallel(Planner):
     """PyTorch's DDP: even shares and buckets, with or without gradient accumulation."""
 
     stage = "baseline"
@@ -212,9 +262,11 @@ def _ranked_variants(
     )
 
 
-register(DataParallel("ev_ps", proportional=False, by_server=True))
-register(DataParallel("ev_ar", proportional=False, by_server=False))
-register(DataParallel("cp_ps", proportional=True, by_server=True))
-register(DataParallel("cp_ar", proportional=True, by_server=False))
-register(DistributedDataParallel("ddp", accumulate=False))
-register(DistributedDataParallel("ddp_accumulate", accumulate=True))
+DATA_PARALLEL_METHODS = (
+    DataParallel("ev_ps", proportional=False, by_server=True),
+    DataParallel("ev_ar", proportional=False, by_server=False),
+    DataParallel("cp_ps", proportional=True, by_server=True),
+    DataParallel("cp_ar", proportional=True, by_server=False),
+    DistributedDataParallel("ddp", accumulate=False),
+    DistributedDataParallel("ddp_accumulate", accumulate=True),
+)

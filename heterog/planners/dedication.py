@@ -19,7 +19,7 @@ from heterog.planners.host_kinds import hosts_by_kind
 from heterog.planners.host_order import HostTraffic, annealed_order, on_hosts
 from heterog.planners.pipette.annealing import moved
 from heterog.planners.pipette.communication import HostRates
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.program import IntArray
@@ -39,7 +39,7 @@ ANNEALED_PART = 0.3
 """Part of a budget in seconds after which no order is annealed any longer."""
 
 
-class Dedication:
+class Dedication(Planner):
     """Alike hosts in other places; see the module docstring."""
 
     name = "dedication"
@@ -231,6 +231,3 @@ class _Search:
             self._found[key] = evaluator.evaluate_choice(choice, turn, limit_s)
             self.problem.report(self.spending.fraction, self._least[1])
         return self._found[key]
-
-
-register(Dedication())

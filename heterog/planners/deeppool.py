@@ -24,7 +24,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.planners.burst import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.channels import Channel, balanced_slices
@@ -42,7 +42,7 @@ NEGLIGIBLE_S = 300e-6
 _MOST_DEVICES_FOR_BRANCHES = 8  # beyond, branches take turns: the program would take minutes
 
 
-class DeepPool:
+class DeepPool(Planner):
     """Devices per group by dynamic programming; see the module docstring.
 
     Args:
@@ -425,6 +425,3 @@ def _overlaps(
             begin = until
             if begin == last:
                 other += 1
-
-
-register(DeepPool())

@@ -3,7 +3,7 @@
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.strategy.layouts.layout import Layout, LayoutError
 from heterog.strategy.layouts.placed import Given, place_layout
@@ -12,7 +12,7 @@ GIVEN = "given"
 """Name of the row."""
 
 
-class GivenLayout:
+class GivenLayout(Planner):
     """Evaluates one layout; what could not be carried over exactly is in the row's note.
 
     Args:

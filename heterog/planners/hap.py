@@ -19,7 +19,7 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import alike_groups, group_ops
 from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.planners.spmd.a_star import Search, SpmdProgram
 from heterog.planners.spmd.fold import fold
 from heterog.planners.spmd.prices import COLLECTIVES, PADDED_ONLY, SpmdPrices, Work
@@ -275,7 +275,7 @@ def _makes_whole(makes: Sequence[tuple[int, int]], gradients: set[int]) -> bool:
     return any(value in gradients and form == 0 for value, form in makes)
 
 
-class Hap:
+class Hap(Planner):
     """SPMD program synthesis with solved ratios; see the module docstring."""
 
     stage = "search"
@@ -478,6 +478,3 @@ def _first_two(
     entry: tuple[tuple[float, float], int, Strategy, Order],
 ) -> tuple[tuple[float, float], int]:
     return entry[0], entry[1]
-
-
-register(Hap())

@@ -23,7 +23,7 @@ import numpy as np
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
 from heterog.planners.neighbours import Neighbours, State, StateKey
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.repair import repair
 from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
@@ -57,7 +57,7 @@ _IF_KEPT = 0.0  # limit for states that matter only if they are among the best f
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
 
-class LocalSearch:
+class LocalSearch(Planner):
     """Simulated annealing on runs of groups; see the module docstring."""
 
     name = "local_search"
@@ -435,6 +435,3 @@ def _cost(evaluation: Evaluation) -> float:
         return evaluation.step_time_s
     overflow_gib = evaluation.overflow_bytes / 2**30
     return evaluation.step_time_s * (10.0 + overflow_gib)
-
-
-register(LocalSearch())

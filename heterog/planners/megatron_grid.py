@@ -27,7 +27,7 @@ from heterog.planners.islands.slices import (
     layers_or_groups,
 )
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation
@@ -69,7 +69,7 @@ class _Point:
         return layout.tp, layout.pp, layout.dp, layout.micro_batch, self.devices
 
 
-class MegatronGrid:
+class MegatronGrid(Planner):
     """Uniform layouts, enumerated; see the module docstring."""
 
     name = "megatron_grid"
@@ -460,6 +460,3 @@ def _micro_batches(share: int) -> Iterator[int]:
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-register(MegatronGrid())

@@ -71,6 +71,11 @@ METHODS = (
         what="one decision for the whole model, tuned, on the best machines",
     ),
     MethodNote(
+        name="best_ddp",
+        stage="baseline",
+        what="the best data parallelism: shares, synchronisation, buckets, classes of hosts",
+    ),
+    MethodNote(
         name="megatron_grid",
         stage="baseline",
         what="uniform tensor, pipeline and data parallelism with ZeRO, the best of the grid",

@@ -7,7 +7,7 @@ import numpy as np
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
@@ -16,7 +16,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Micro-batch counts that the chain tries (GPipe order: forward and backward of each in turn)."""
 
 
-class SingleDevice:
+class SingleDevice(Planner):
     """Everything on one device: each device type is tried, the best that fits wins."""
 
     name = "single_device"
@@ -32,7 +32,7 @@ class SingleDevice:
         return _ranked(problem, strategies)
 
 
-class ModelParallel:
+class ModelParallel(Planner):
     """A chain: consecutive groups on consecutive devices, balanced by time, within memory.
 
     The chain visits hosts in order of their devices' speed. For every number of devices the cut
@@ -183,7 +183,3 @@ def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
         num_evaluations=spending.evaluations,
         search_seconds=time.perf_counter() - begin,
     )
-
-
-register(SingleDevice())
-register(ModelParallel())

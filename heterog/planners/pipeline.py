@@ -22,7 +22,7 @@ from heterog.planners.communities import communities, in_best_order
 from heterog.planners.enumeration import Enumeration
 from heterog.planners.megatron_grid import MOST_TASKS
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
-from heterog.planners.planner import PlanResult, Problem, register
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.planners.tuned_uniform import tuned_decision
@@ -51,7 +51,7 @@ Stages = tuple[tuple[int, ...], ...]
 """Devices of each stage, in the order of the layers."""
 
 
-class PipelineSearch:
+class PipelineSearch(Planner):
     """Sequences of stages by enumeration; see the module docstring."""
 
     name = "pipeline"
@@ -494,6 +494,3 @@ class _Enumeration(Enumeration[_Point]):
             num_devices = self.cluster.num_devices
             capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
         return replace(capped, splits_backward=point.splits_backward)
-
-
-register(PipelineSearch())

@@ -44,9 +44,10 @@ from heterog.planners.portfolio import (
     with_noise,
 )
 from heterog.planners.promise import Promise
+from heterog.planners.registry import AUTO, Methods, built_in_methods
 from heterog.planners.seeds import SeedPlanner
 from heterog.planners.sharing import Progress
-from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel, gain
+from heterog.planners.stability import Gain, gain, reference_of
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.engine import Order
@@ -187,16 +188,15 @@ class Plan:
 
     @property
     def gains(self) -> tuple[Gain, ...]:
-        """Speed-ups over the best data parallelism and over ``tuned_uniform``, with their spread.
+        """Speed-up over the row of ``reference_of``, with its spread.
 
         Empty where the plan or the other does not fit, or the method was not asked for.
         """
         winner = next(row for row in self.rows if row.method == self.method)
-        tuned = [row for row in self.rows if row.method == TUNED_UNIFORM and row.step_time_s]
-        others = [best_data_parallel(self.rows), *tuned]
-        if winner.step_time_s is None:
+        other = reference_of(self.rows)
+        if winner.step_time_s is None or other is None:
             return ()
-        return tuple(gain(winner, row) for row in others if row is not None)
+        return (gain(winner, other),)
 
     @property
     def gain_over_given(self) -> Gain | None:
@@ -476,7 +476,8 @@ def make_plan(
     graph: OpGraph,
     cluster: Cluster,
     *,
-    methods: Sequence[str] = ("auto",),
+    methods: Sequence[str] = (AUTO,),
+    known: Methods | None = None,
     budget: Budget | str = "30s",
     seed: int = 0,
     order: str = BEST,
@@ -501,6 +502,8 @@ def make_plan(
         graph: The captured step.
         cluster: Devices and links.
         methods: Names of planners; ``auto`` runs all of them.
+        known: Methods that the names are looked up in; those of this package without a policy by
+            default.
         budget: Limit such as ``"30s"`` for all of it, or ``"5000e"`` (evaluations) for the search.
         seed: Seed of everything random.
         order: Name of the one order that searching methods may use; ``best`` allows all.
@@ -539,6 +542,7 @@ def make_plan(
     begin = time.perf_counter()
     asked = Asked(
         methods=methods,
+        known=known or built_in_methods(),
         seed=seed,
         step_barrier=step_barrier,
         orders=parse_orders(order),
@@ -586,6 +590,7 @@ def _searched(
     rows = run_methods(
         evaluator,
         asked.methods,
+        known=asked.known,
         budget=budget,
         seed=asked.seed,
         step_barrier=asked.step_barrier,

@@ -1,4 +1,4 @@
-"""The protocol of planners, their budgets and results, and the registry of methods."""
+"""The protocol of planners, their budgets and results."""
 
 import math
 import re
@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from heterog.errors import BudgetError, UnknownNameError
-from heterog.names import name_fault
+from heterog.cluster.topology import Cluster
+from heterog.errors import BudgetError
+from heterog.graph.op_graph import OpGraph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy
@@ -403,56 +404,47 @@ STAGES = ("baseline", "zero_shot", "search")
 """Stages in the order in which methods run: searches start from what earlier ones found."""
 
 
+@runtime_checkable
 class Planner(Protocol):
-    """A method: turns a problem into candidate strategies."""
+    """A method: turns a problem into candidate strategies.
+
+    A method of your own is a subclass with a ``name``, a ``stage`` and ``plan``; everything else
+    has a default.
+    """
 
     name: str
     """Name of the method on the command line, in tables and in plans."""
     stage: str
     """``"baseline"`` for methods without search, ``"zero_shot"`` for a policy alone, ``"search"``
     for others."""
+    resumes: bool = False
+    """Whether it resumes its search when it gets a problem with the same ``memory`` again."""
+    comes_last: bool = False
+    """Whether it only improves what the others have found, so that it runs after them."""
+    is_random: bool = False
+    """Whether another seed gives another search, so that several workers may run it."""
+    most_part: float = 1.0
+    """Most that it takes of a budget in seconds that several methods share."""
 
     def plan(self, problem: Problem) -> PlanResult:
-        """Find strategies for the problem's graph and cluster.
+        """Find strategies for the problem's graph and cluster."""
+        ...
 
-        A planner may have a method ``prepare(evaluator)`` for work that no budget counts: imports,
-        reading a policy. One with an attribute ``resumes`` that is true resumes its search when it
-        gets a problem with the same ``memory`` again. One with a method ``joins_auto(graph,
-        cluster)`` can tell ``auto`` not to ask it, one whose ``comes_last`` is true runs after all
-        others, and one whose ``is_random`` is true finds other strategies with another seed, so
-        that several workers may run it.
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Do the work that no budget counts: imports, reading a policy."""
+        return
+
+    def joins_auto(self, graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether ``auto`` asks it here."""
+        return True
+
+    def whole_s(self, problem: Problem) -> float:
+        """Seconds of an answer that is whole or not begun; 0 for a search that can be cut.
+
+        Among others, the method gets so many or, if its budget is shorter, says that it has not
+        begun.
         """
-
-
-_REGISTRY: dict[str, Planner] = {}
-
-
-def register(planner: Planner) -> Planner:
-    """Register a planner under its name, for ``auto`` and the command line.
-
-    Raises:
-        ValueError: the name is not allowed; see ``heterog.names``.
-    """
-    if (fault := name_fault(planner.name)) is not None:
-        raise ValueError(f"the method's name {planner.name!r} {fault}.")
-    _REGISTRY[planner.name] = planner
-    return planner
-
-
-def planner_by_name(name: str) -> Planner:
-    """The planner of a name.
-
-    Raises:
-        UnknownNameError: there is none; names the nearest.
-    """
-    if name not in _REGISTRY:
-        raise UnknownNameError("method", name, ["auto", *_REGISTRY])
-    return _REGISTRY[name]
-
-
-def planners() -> Iterator[Planner]:
-    """All registered planners: baselines, policies, searches; each in order of registration."""
-    yield from sorted(_REGISTRY.values(), key=lambda planner: STAGES.index(planner.stage))
+        return 0.0
 
 
 def best_of(evaluations: list[Evaluation]) -> int:

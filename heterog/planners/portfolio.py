@@ -14,27 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 
-import heterog.planners.data_parallel
-import heterog.planners.deeppool
-import heterog.planners.hap
-import heterog.planners.islands.search
-import heterog.planners.megatron_grid
-import heterog.planners.model_parallel
-import heterog.planners.pipeline
-import heterog.planners.pipette.planner
-import heterog.planners.poplar
-import heterog.planners.sequences
-import heterog.planners.spatial
-import heterog.planners.tuned_uniform
-import heterog.planners.two_segment
-
-# isort: split
-# Registered last: they start from what all others have found.
-import heterog.planners.dedication
-import heterog.planners.local_search  # noqa: F401
-from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
-from heterog.graph.op_graph import OpGraph
 from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import under_noise
@@ -46,12 +26,11 @@ from heterog.planners.planner import (
     Problem,
     Spending,
     Stop,
-    planner_by_name,
-    planners,
 )
 from heterog.planners.promise import Promise
-from heterog.planners.sharing import Progress, Shares, SharesTogether, comes_last, resumes
-from heterog.planners.stability import TUNED_UNIFORM, best_data_parallel
+from heterog.planners.registry import AUTO, Methods, built_in_methods
+from heterog.planners.sharing import Progress, Shares, SharesTogether
+from heterog.planners.stability import reference_of
 from heterog.planners.together import Question, Together, can_be_sent
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
@@ -59,7 +38,6 @@ from heterog.strategy.kernels import compilation_told
 from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats
 
-AUTO = "auto"
 Rank = Callable[[MethodRow], tuple[float, ...]]
 """Function from a method's row to a few numbers; the row with the smallest is the best."""
 
@@ -74,6 +52,7 @@ def run_methods(
     methods: Sequence[str],
     *,
     budget: Budget,
+    known: Methods | None = None,
     seed: int = 0,
     step_barrier: bool = True,
     orders: tuple[Order, ...] = tuple(Order),
@@ -98,6 +77,8 @@ def run_methods(
         evaluator: Evaluator of the graph and cluster.
         methods: Names of methods; ``auto`` means all that have something to find on the cluster.
         budget: Budget of each method that searches; ``auto`` divides it among its searches.
+        known: Methods that the names are looked up in; those of this package without a policy by
+            default.
         seed: Seed of everything random.
         step_barrier: Whether a step ends with all updates.
         orders: Orders that searching methods may choose from.
@@ -119,15 +100,16 @@ def run_methods(
     Raises:
         UnknownNameError: a method does not exist.
     """
-    chosen = [planner for planner in _chosen(methods, evaluator) if planner.name not in without]
+    known = known or built_in_methods()
+    chosen = [each for each in _chosen(methods, known, evaluator) if each.name not in without]
     searching = any(planner.stage == "search" for planner in chosen)
     running = [
         planner
-        for planner in planners()
+        for planner in known
         if planner in chosen
         or (searching and planner.stage == "baseline" and planner.name not in without)
     ]
-    running.sort(key=comes_last)
+    running.sort(key=lambda planner: planner.comes_last)
     for own in (given, seeds):
         if own is not None:
             chosen.append(own)
@@ -164,7 +146,7 @@ def run_methods(
     if is_shared:
         shares.divide()
         if budget.seconds is not None and searching:
-            shares.go_on([planner for planner in chosen if resumes(planner)])
+            shares.go_on([planner for planner in chosen if planner.resumes])
     else:
         shares.give_each()
     return [
@@ -193,11 +175,9 @@ def prepare(
     progress("load kernels", 0.0, math.inf)
     with compilation_told(tell):
         evaluator.warm_up()
+    progress("load methods", 0.0, math.inf)
     for planner in running:
-        load = getattr(planner, "prepare", None)
-        if load is not None:
-            progress(f"load {planner.name}", 0.0, math.inf)
-            load(evaluator)
+        planner.prepare(evaluator)
 
 
 def with_noise(
@@ -208,12 +188,12 @@ def with_noise(
 ) -> list[MethodRow]:
     """The rows, with seconds under noise for those between which a gain is quoted.
 
-    These are the winner, the best data parallelism, ``tuned_uniform`` and a given layout, as far
-    as they fit. If the spending is over before all of them are done, none gets any: gains are
-    then quoted without a range.
+    These are the winner, the row of ``reference_of`` and a given layout, as far as they fit. If
+    the spending is over before all of them are done, none gets any: gains are then quoted without
+    a range.
     """
-    quoted = [best_row(rows, rank), best_data_parallel(rows)]
-    quoted += [row for row in rows if row.method in (TUNED_UNIFORM, GIVEN)]
+    quoted = [best_row(rows, rank), reference_of(rows)]
+    quoted += [row for row in rows if row.method == GIVEN]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
     with spending.limits() if spending is not None else nullcontext():
@@ -339,17 +319,12 @@ def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
         )
 
 
-def _chosen(methods: Sequence[str], evaluator: Evaluator) -> list[Planner]:
-    if AUTO in methods:
-        return [
-            planner
-            for planner in planners()
-            if planner.name in methods or _joins_auto(planner, evaluator)
-        ]
-    return [planner_by_name(name) for name in methods]
-
-
-def _joins_auto(planner: Planner, evaluator: Evaluator) -> bool:
-    """Whether ``auto`` runs a method here, as it does unless the method refuses."""
-    joins: Callable[[OpGraph, Cluster], bool] | None = getattr(planner, "joins_auto", None)
-    return joins is None or joins(evaluator.graph, evaluator.cluster)
+def _chosen(methods: Sequence[str], known: Methods, evaluator: Evaluator) -> list[Planner]:
+    if AUTO not in methods:
+        return [known[name] for name in methods]
+    graph, cluster = evaluator.graph, evaluator.cluster
+    return [
+        planner
+        for planner in known
+        if planner.name in methods or planner.joins_auto(graph, cluster)
+    ]

@@ -5,7 +5,7 @@ per second, as a bandit would; the farther that plan is behind the best of all b
 this counts. Every second round goes to a method that was starved, if there is one: to the one with
 the best plan (or nearest to fitting) before the others. Methods without gain are tried again when
 the others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one
-that ended before its part was over has nothing left to try.
+that ended before its part was over has nothing left to try, unless its answers are whole.
 """
 
 import math
@@ -94,7 +94,9 @@ class Contender:
         self.seconds += seconds
         self.evaluations += evaluations
         self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
-        self.is_done = seconds < _ENDED_EARLY * given_s
+        # Whose answers are whole hands one over and may have another.
+        goes_on = evaluations > 0 and hasattr(self.planner, "whole_s")
+        self.is_done = seconds < _ENDED_EARLY * given_s and not goes_on
 
     def gain_beside(self, best_s: float) -> float:
         """Gain per second of its last part, measured against the best plan found by now."""

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from heterog.planners.host_subset import HostSubset
-from heterog.planners.planner import Candidate, PlanResult, Problem
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.strategy.strategy import Strategy
 
 
-class SeedPlanner:
+class SeedPlanner(Planner):
     """Hands over strategies that are known already; the referee judges them like all others.
 
     Args:

@@ -19,7 +19,7 @@ from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.planners.planner import Candidate, PlanResult, Problem, Spending, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.planners.spatial import why_needless
 from heterog.planners.unit_search import Teams, UnitPoint, UnitSearch
 from heterog.simulator.engine import Order
@@ -47,7 +47,7 @@ _SYNCS = (Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3)
 _Point = UnitPoint[SequenceSplit]
 
 
-class Sequences:
+class Sequences(Planner):
     """Cuts sequences along their positions; see the module docstring."""
 
     name = "sequences"
@@ -177,6 +177,3 @@ def _in_words(point: _Point) -> str:
     shares = " and ".join(":".join(map(str, units)) for units in point.units)
     again = f", {point.keeps.words} recomputed" if point.recompute else ""
     return f"positions {shares} of each sequence{again}, {point.sync.name.lower()}"
-
-
-register(Sequences())

@@ -82,7 +82,7 @@ class _Tried(NamedTuple):
     strategy: Strategy
 
 
-class ServedTeams:
+class ServedTeams(Planner):
     """Searches the best teams and server for one bound of staleness.
 
     Args:

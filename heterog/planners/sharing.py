@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from heterog.planners.given import GIVEN
-from heterog.planners.judging import run_method
+from heterog.planners.judging import JUDGED_PART, run_method
 from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Problem, Purse, Stop
 from heterog.planners.promise import Promise
 from heterog.planners.rounds import STARVED, Contender, next_of
-from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal, is_random
+from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal
 
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""
@@ -23,6 +23,9 @@ LEAST_ROUND = 0.03
 """Part of a budget in seconds below which no round is begun."""
 LAST_PART = 0.05
 """Part of a budget in seconds kept for each method that comes last, to improve the winner."""
+WHOLE_PART, _SLACK = 1 / 3, 2.0
+"""Most of the seconds that are left for a method whose answer is whole or not begun, and the
+seconds that it may take for each that it says it needs; what is left over goes to the others."""
 _TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 1_000_000
 _LEAST_TASKS = 200_000
 """Most tasks of a program for each second of the whole budget and of a method's own part, and at
@@ -63,8 +66,8 @@ class Shares:
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
             if is_baseline:  # what others leave over goes to those that can use it
-                stage.sort(key=resumes)
-            part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
+                stage.sort(key=lambda each: each.resumes)
+            part = self._first_part(is_baseline)
             whole = _whole(budget, is_baseline, self._left_s)
             purse = Purse(whole.part(part), len(stage))
             for planner in stage:
@@ -80,7 +83,7 @@ class Shares:
 
         Those that come last run after the others, on what these have found.
         """
-        last = [planner for planner in planners if comes_last(planner)]
+        last = [planner for planner in planners if planner.comes_last]
         contenders = [self._contenders[each.name] for each in planners if each not in last]
         budget_s = self._asked.budget.seconds or 0.0
         least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
@@ -92,6 +95,12 @@ class Shares:
         for planner in last:
             if not self._is_stopped:
                 self._run(planner, Budget(seconds=max(self._left_s, least_s)))
+
+    def _first_part(self, is_baseline: bool) -> float:
+        """Part of a stage's budget for its first round: the rest is for those that resume."""
+        has_rounds = any(each.stage == "search" for each in self._running)
+        is_first = has_rounds and not is_baseline and self._asked.budget.seconds is not None
+        return FIRST_ROUND if is_first else 1.0
 
     @property
     def _candidates(self) -> list[Candidate]:
@@ -109,6 +118,7 @@ class Shares:
     def _run(self, planner: Planner, part: Budget) -> float:
         """Let a method spend a part; return the seconds that it took."""
         contender, seeds = self._contenders[planner.name], tuple(self._candidates)
+        part = self._part_of(planner, part)
         self._progress(planner.name, 0.0, math.inf)
         problem = replace(
             self._asked,
@@ -127,6 +137,24 @@ class Shares:
             self._asked.evaluator.most_tasks = math.inf
         self._keep(contender, part, (row, spending.seconds))
         return spending.seconds
+
+    def _part_of(self, planner: Planner, part: Budget) -> Budget:
+        """The part, or less if the method takes no more, or what a whole answer takes.
+
+        More only where so much is left.
+        """
+        if part.seconds is None:
+            return part
+        memory = self._contenders[planner.name].memory
+        whole_s = planner.whole_s(replace(self._asked, memory=memory))
+        if not whole_s:
+            most_s = planner.most_part * (self._asked.budget.seconds or math.inf)
+            return Budget(seconds=min(part.seconds, most_s))
+        needed_s = whole_s / (1.0 - JUDGED_PART)
+        most_s = WHOLE_PART * self._left_s
+        if part.seconds >= needed_s or most_s < needed_s:
+            return part
+        return Budget(seconds=min(_SLACK * needed_s, most_s))
 
     def _most_tasks(self, part: Budget) -> float:
         """Most tasks of a program that is simulated, so that no evaluation uses up a part."""
@@ -189,8 +217,7 @@ class SharesTogether(Shares):
         budget, num_seats = self._asked.budget, self._together.num_seats
         for is_baseline in (True, False):
             stage = [each for each in self._running if (each.stage == "baseline") == is_baseline]
-            part = 1.0 if is_baseline or budget.seconds is None else FIRST_ROUND
-            whole = _whole(budget, is_baseline, self._left_s).part(part)
+            whole = _whole(budget, is_baseline, self._left_s).part(self._first_part(is_baseline))
             here = [planner for planner in stage if not can_be_sent(planner)]
             for planner in here:
                 if not self._is_stopped:
@@ -205,7 +232,12 @@ class SharesTogether(Shares):
                     share = 1.0 / len(stage)
                 parts.append(
                     [
-                        (planner, whole.part(share / self._times(planner, num_seats)))
+                        (
+                            planner,
+                            self._part_of(
+                                planner, whole.part(share / self._times(planner, num_seats))
+                            ),
+                        )
                         for planner in on_seat
                     ]
                 )
@@ -215,7 +247,7 @@ class SharesTogether(Shares):
 
     def go_on(self, planners: Sequence[Planner]) -> None:
         """Let every seat resume its own methods; after each round all know the best plans."""
-        last = [planner for planner in planners if comes_last(planner)]
+        last = [planner for planner in planners if planner.comes_last]
         rest = {planner.name for planner in planners if planner not in last}
         budget_s = self._asked.budget.seconds or 0.0
         least_s, kept_s = LEAST_ROUND * budget_s, LAST_PART * budget_s * len(last)
@@ -235,7 +267,7 @@ class SharesTogether(Shares):
 
     def _times(self, planner: Planner, num_seats: int) -> int:
         """Number of seats that divide a method's evaluations among them."""
-        is_divided = is_random(planner) and self._asked.budget.seconds is None
+        is_divided = planner.is_random and self._asked.budget.seconds is None
         return num_seats if is_divided else 1
 
     def _next(
@@ -243,7 +275,9 @@ class SharesTogether(Shares):
     ) -> list[tuple[Planner, Budget]]:
         """The method that a seat resumes, with its budget."""
         contender = next_of([each for name, each in seat.items() if name in names])
-        return [] if contender is None else [(contender.planner, part)]
+        if contender is None:
+            return []
+        return [(contender.planner, self._part_of(contender.planner, part))]
 
     def _take(self, parts: Sequence[Sequence[tuple[Planner, Budget]]]) -> None:
         """Take a turn on all seats; rows are joined in the order of the seats."""
@@ -297,16 +331,6 @@ def _whole(budget: Budget, is_baselines: bool, left_s: float) -> Budget:
     if is_baselines:
         return budget.part(BASELINE_PART)
     return Budget(seconds=max(left_s, LEAST_SEARCHED * budget.seconds))
-
-
-def resumes(planner: Planner) -> bool:
-    """Whether a method goes on where it was when it is asked again."""
-    return bool(getattr(planner, "resumes", False))
-
-
-def comes_last(planner: Planner) -> bool:
-    """Whether a method only improves what the others have found."""
-    return bool(getattr(planner, "comes_last", False))
 
 
 def _named(planner: Planner, progress: Progress) -> Callable[[float, float], None]:

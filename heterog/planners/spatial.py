@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.sparse_pattern import entry_shares
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.unit_search import Teams, UnitPoint, UnitSearch
 from heterog.simulator.engine import Order
 from heterog.strategy.division import split_in_proportion
@@ -36,7 +36,7 @@ LARGE_PART = 0.5
 _Point = UnitPoint[SpatialSplit]
 
 
-class Spatial:
+class Spatial(Planner):
     """Cuts samples along space; see the module docstring."""
 
     name = "spatial"
@@ -150,6 +150,3 @@ def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
 def _in_words(point: _Point) -> str:
     shares = " and ".join(":".join(map(str, units)) for units in point.units)
     return f"dimension {point.split.dim} of the activations, rows {shares}"
-
-
-register(Spatial())

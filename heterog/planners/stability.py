@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from heterog.planners.planner import MethodRow
 
+BEST_DDP, TUNED_UNIFORM = "best_ddp", "tuned_uniform"
+REFERENCES = (BEST_DDP, TUNED_UNIFORM)
+"""The methods over the better of which speed-ups are quoted."""
 DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
-"""The methods whose best is the reference of speed-ups."""
-TUNED_UNIFORM = "tuned_uniform"
-"""The method that a search has to beat; speed-ups are quoted against it too."""
+"""Methods of data parallelism as people run it, for comparison where no reference was asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +45,16 @@ def gain(row: MethodRow, baseline: MethodRow) -> Gain:
     return Gain(over=baseline.method, speedup=nominal, low=min(ratios), high=max(ratios))
 
 
-def best_data_parallel(rows: Iterable[MethodRow]) -> MethodRow | None:
-    """The fastest row of ``DATA_PARALLEL`` that can run, ``None`` if none can."""
-    return fastest([row for row in rows if row.method in DATA_PARALLEL])
+def reference_of(rows: Iterable[MethodRow]) -> MethodRow | None:
+    """The row that speed-ups are quoted over: the faster one of ``REFERENCES``.
+
+    If neither can run, or neither was asked, the fastest one of ``DATA_PARALLEL``; ``None`` if
+    none can run.
+    """
+    own = list(rows)
+    return fastest([row for row in own if row.method in REFERENCES]) or fastest(
+        [row for row in own if row.method in DATA_PARALLEL]
+    )
 
 
 def fastest(rows: Sequence[MethodRow]) -> MethodRow | None:

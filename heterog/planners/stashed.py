@@ -23,7 +23,7 @@ from heterog.planners.averaged import best_of, by_preference, nothing
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.planners.pipeline import Stages, stage_sequences
-from heterog.planners.planner import PlanResult, Problem
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
@@ -81,7 +81,7 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10
 
 
-class StashedPipelines:
+class StashedPipelines(Planner):
     """Searches the best stages for one stash.
 
     Args:

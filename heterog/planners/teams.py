@@ -82,8 +82,7 @@ def in_teams(
 ) -> Decision:
     """A decision on the same devices in teams; samples and parts in proportion to speed.
 
-    ZeRO becomes ``REDUCE_SCATTER_ALL_GATHER`` where teams cut parameters unlike each other, and
-    ZeRO becomes ``REDUCE_SCATTER_ALL_GATHER`` if teams cut parameters differently, and
+    ZeRO becomes ``REDUCE_SCATTER_ALL_GATHER`` if teams cut parameters differently.
     """
     devices, batch = decision.devices, sum(decision.shares)
     if all(len(team) == 1 for team in teams):

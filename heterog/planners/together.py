@@ -8,7 +8,7 @@ Methods that draw at random (``is_random``) run on every seat with a seed of its
 would do the same work everywhere; they are dealt out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from heterog.cluster.topology import Cluster
@@ -101,16 +101,11 @@ def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
     >>> [[each.name for each in seat] for seat in deal(asked, 2)]
     [['a', 'c', 'annealing'], ['b', 'annealing']]
     """
-    alone = [planner for planner in planners if not is_random(planner)]
+    alone = [planner for planner in planners if not planner.is_random]
     return [
-        [each for each in planners if is_random(each) or alone.index(each) % num_seats == seat]
+        [each for each in planners if each.is_random or alone.index(each) % num_seats == seat]
         for seat in range(num_seats)
     ]
-
-
-def is_random(planner: Planner) -> bool:
-    """Whether another seed gives another search by the method that is worth its time."""
-    return bool(getattr(planner, "is_random", False))
 
 
 def can_be_sent(planner: Planner) -> bool:
@@ -142,9 +137,7 @@ def _prepare(question: Question, planners: tuple[Planner, ...]) -> None:
     evaluator = _at_desk(question).evaluator
     evaluator.warm_up()
     for planner in planners:
-        load: Callable[[Evaluator], None] | None = getattr(planner, "prepare", None)
-        if load is not None:
-            load(evaluator)
+        planner.prepare(evaluator)
 
 
 def _take(question: Question, turn: Turn) -> list[Ran]:

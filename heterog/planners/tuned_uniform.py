@@ -1,18 +1,16 @@
-"""Data parallelism tuned by hand: the baseline that a search has to beat.
+"""One decision for the whole model, tuned by hand, on the best machines.
 
-One decision for the whole model: the best subset of machines, shares in proportion to measured
+The best subset of machines, shares in proportion to measured
 speed, gradients by reduce-scatter and all-gather with slices in proportion to the NICs' rates, a
 full update on every rank, the best of the three orders. Tensor by tensor or in 25 MiB buckets,
 whichever is better.
 """
 
-import time
 from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Problem, best_of, register
-from heterog.simulator.engine import Order
+from heterog.planners.data_parallel import Trials, device_speeds, uniform_strategy
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_in_proportion
@@ -49,7 +47,7 @@ def tuned_decision(
     )
 
 
-class TunedUniform:
+class TunedUniform(Planner):
     """One tuned decision for every group; see the module docstring."""
 
     name = "tuned_uniform"
@@ -57,26 +55,11 @@ class TunedUniform:
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try every subset of machines, both bucket sizes and every order."""
-        begin = time.perf_counter()
-        spending = problem.spend()
-        tried: list[tuple[Strategy, Order]] = []
-        evaluations = []
-        with spending.limits():
+        trials = Trials(problem)
+        with trials.spending.limits():
             for strategy in _strategies(problem):
-                choice = problem.evaluator.encode(strategy)
-                for order in Order:
-                    evaluations.append(problem.evaluator.evaluate_choice(choice, order))
-                    tried.append((strategy, order))
-        ranked: list[Candidate] = []
-        left = list(range(len(tried)))
-        while left and len(ranked) < NUM_RETURNED:
-            strategy, order = tried[left.pop(best_of([evaluations[index] for index in left]))]
-            ranked.append(Candidate(strategy=strategy, orders=(order,)))
-        return PlanResult(
-            candidates=tuple(ranked),
-            num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
-        )
+                trials.judge(strategy)
+        return trials.result(NUM_RETURNED)
 
 
 def _strategies(problem: Problem) -> Iterator[Strategy]:
@@ -90,6 +73,3 @@ def _strategies(problem: Problem) -> Iterator[Strategy]:
                 bucket_bytes=bucket_bytes,
                 step_barrier=problem.step_barrier,
             )
-
-
-register(TunedUniform())

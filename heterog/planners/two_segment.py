@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.planners.enumeration import Enumeration
-from heterog.planners.planner import PlanResult, Problem, register
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
 from heterog.strategy.program import IntArray
@@ -20,7 +20,7 @@ _NUM_REFINED = 6
 _MOST_SUBSETS = 24  # the best on their own, on clusters with more
 
 
-class TwoSegment:
+class TwoSegment(Planner):
     """Two tuned decisions; see the module docstring."""
 
     name = "two_segment"
@@ -96,6 +96,3 @@ class _Enumeration(Enumeration[_Point]):
     def bucket_bytes(self, point: _Point) -> int:
         """See ``Enumeration``."""
         return point.bucket_bytes
-
-
-register(TwoSegment())

@@ -12,7 +12,6 @@ from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation
 from heterog.explain.peak_words import near_limit, size_with_interval
 from heterog.planners.plan import Plan
-from heterog.planners.stability import TUNED_UNIFORM
 from heterog.report.placement_table import placement_lines
 from heterog.simulator.critical_path import Limit
 from heterog.strategy.stash import oldest_weights
@@ -156,7 +155,7 @@ def _head(plan: Plan, width: int) -> str:
 
 
 def _gain(explanation: Explanation, *, with_range: bool) -> str:
-    """Speed-ups over other methods; the first perhaps with its range under noise."""
+    """Speed-ups over other methods, perhaps with their range under noise."""
     plan, quality = explanation.plan, explanation.quality
     if plan.step_time_s is None:
         return ""
@@ -165,7 +164,7 @@ def _gain(explanation: Explanation, *, with_range: bool) -> str:
         if each.over == plan.method:
             continue
         span = ""
-        if with_range and each.over != TUNED_UNIFORM and each.low < each.high:
+        if with_range and each.low < each.high:
             span = f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
         said.append(f"{each.speedup:.2f}x over {each.over}{span}")
     known = {each.over for each in plan.gains}

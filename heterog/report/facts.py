@@ -208,8 +208,6 @@ def comparison_table(explanation: Explanation) -> str:
         named.append(
             (f"best data parallelism ({quality.data_parallel})", quality.data_parallel_s, "c4")
         )
-    if quality.tuned_uniform_s is not None:
-        named.append(("one tuned decision (tuned_uniform)", quality.tuned_uniform_s, "c4"))
     if explanation.quickly_found_s is not None:
         named.append(("a quick search", explanation.quickly_found_s, "c4"))
     named.append(("no plan can take less", explanation.bound_s, "c3"))

@@ -19,7 +19,7 @@ from heterog.explain.peak_words import chance_to_fit
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
 from heterog.planners.planner import MethodRow
-from heterog.planners.stability import TUNED_UNIFORM, Gain, best_data_parallel
+from heterog.planners.stability import Gain, reference_of
 from heterog.report.facts import (
     changes_section,
     comparison_table,
@@ -210,10 +210,8 @@ def _tiles(plan: Plan) -> Iterator[tuple[str, str, str, bool]]:
     yield "step time", _seconds(step), "predicted by the referee", False
     rate = plan.throughput_samples_per_s
     yield "throughput", _NONE if rate is None else f"{rate:,.1f}", "samples/s", False
-    gains = {each.over == TUNED_UNIFORM: each for each in plan.gains}
     yield from _peak_tile(plan)
-    yield ("over data parallelism", *_gain(gains.get(False)), False)
-    yield ("over tuned uniform", *_gain(gains.get(True)), False)
+    yield ("over data parallelism", *_gain(plan.gains[0] if plan.gains else None), False)
     if step is None or not plan.strategy.step_barrier:
         yield "lower bound", _seconds(plan.lower_bound_s), "with a step barrier", False
     else:
@@ -377,7 +375,7 @@ def _methods(plan: Plan) -> Iterator[str]:
         for number, head in enumerate(heads)
     ]
     yield f"<thead><tr>{''.join(cells)}<th scope=col>reason</th></tr></thead><tbody>"
-    best = best_data_parallel(plan.rows)
+    best = reference_of(plan.rows)
     baseline = None if best is None else best.step_time_s
     for row in plan.rows:
         ratio = f"{baseline / row.step_time_s:.2f}x" if baseline and row.step_time_s else _NONE

@@ -10,7 +10,6 @@ from heterog.explain.explanation import Explanation, explain
 from heterog.explain.peak_words import chance_to_fit, size_with_interval
 from heterog.files import write_atomically
 from heterog.planners.plan import Plan
-from heterog.planners.stability import TUNED_UNIFORM
 from heterog.report.facts import limits_bar, ranges_table
 from heterog.report.html import fill_page, notes_html, outdated, page_style
 from heterog.report.lanes import CATEGORIES
@@ -97,8 +96,7 @@ def _numbers(explained: Sequence[tuple[str, Explanation]]) -> str:
         ("method", [escape(found.plan.method) for found in founds]),
         ("step time", [_bar(step, longest, "accent", _seconds(step)) for step in steps]),
         ("samples/s", [_bar(rate, fastest, "c3", _rate(rate)) for rate in rates]),
-        ("over data parallelism", [_gain(found, tuned=False) for found in founds]),
-        ("over tuned uniform", [_gain(found, tuned=True) for found in founds]),
+        ("over data parallelism", [_gain(found) for found in founds]),
         ("no plan can take less", [format_seconds(found.bound_s) for found in founds]),
         ("memory of the fullest", [_fullest(found) for found in founds]),
         ("ranges of modules", [f"{len(found.decided.ranges)}" for found in founds]),
@@ -131,10 +129,9 @@ def _rate(value: float | None) -> str:
     return _NONE if value is None else f"{value:,.1f}"
 
 
-def _gain(found: Explanation, *, tuned: bool) -> str:
+def _gain(found: Explanation) -> str:
     for each in found.plan.gains:
-        if (each.over == TUNED_UNIFORM) == tuned:
-            return f"{each.speedup:.2f}x <span class=soft>({escape(each.over)})</span>"
+        return f"{each.speedup:.2f}x <span class=soft>({escape(each.over)})</span>"
     return _NONE
 
 

@@ -16,7 +16,7 @@ from heterog.planners.arrivals.queueing import Verdict
 from heterog.planners.methods import MethodNote
 from heterog.planners.plan import cost_per_step
 from heterog.planners.planner import MethodRow
-from heterog.planners.stability import best_data_parallel
+from heterog.planners.stability import reference_of
 from heterog.units import GIB, format_bytes, format_seconds
 
 # More device types than this do not fit side by side; then only the fullest device is shown.
@@ -50,11 +50,11 @@ class ModelEntry(Protocol):
 def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "") -> Table:
     """Results of every method on one cluster, the best in bold.
 
-    Speed-ups are over the best data parallelism that can run; there are none if no such row is
-    ``ok``. Memory is that of the fullest device of each type. If hosts have prices, there is a
-    column with the cost of a step. Reasons why a method cannot run are below the table.
+    Speed-ups are over the row of ``reference_of``; there are none if no such row is ``ok``.
+    Memory is that of the fullest device of each type. If hosts have prices, there is a column
+    with the cost of a step. Reasons why a method cannot run are below the table.
     """
-    best = best_data_parallel(rows)
+    best = reference_of(rows)
     baseline = None if best is None else best.step_time_s
     fastest = min((row.step_time_s for row in rows if row.step_time_s is not None), default=None)
     table = _table(title)

@@ -4,6 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,14 @@ from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
+from heterog.runtime.alike import (
+    compare,
+    compare_weights,
+    compared_at,
+    of_step,
+    of_workload,
+    weights_compared_at,
+)
 from heterog.runtime.asynchronous import AsynchronousTraining, check_teams_are_alone
 from heterog.runtime.averaging import Averager
 from heterog.runtime.buffer_owners import buffers_of
@@ -37,10 +46,12 @@ from heterog.runtime.resized import Signature, by_name, planned_signature, resiz
 from heterog.runtime.slices import SlicedBucket
 from heterog.runtime.stash import StashedTraining, StashedWeights, TurnsByMoment
 from heterog.runtime.step_order import StepOrder, step_order
+from heterog.runtime.unchanged import Unchanged
 from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, Program, TaskKind
 from heterog.strategy.stash_phases import stage_fault
+from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
@@ -90,13 +101,8 @@ class DeployedStep:
         _check_world(plan)
         plan.require_written()
         _check_masters(plan.strategy, workload)
-        self.captured = captured or capture_step(workload)
+        self.captured = _as_planned(captured or capture_step(workload), plan, workload.name)
         graph = self.captured.graph
-        difference = plan.graph.describe_difference(graph)
-        if difference is not None:
-            raise StrategyError(
-                f"the plan was made for another step than '{workload.name}': {difference}."
-            )
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
         if program.hash != plan.program_hash:
             raise StrategyError(
@@ -114,11 +120,13 @@ class DeployedStep:
         self._model = _one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         self.groups = parameter_groups(workload, self._model)
+        self._compare_workload(workload, max_grad_norm, loss_scale, seed)
         self.part = self._make_part(program)
         self.masters = Masters(workload.master_dtype, self.part.updated)
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
+        self._unchanged = Unchanged(self._model, self.optimizer)
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._workload, self._seed, self._program = workload, seed, program
@@ -134,6 +142,40 @@ class DeployedStep:
         # When this step is no longer referenced, or at exit: gloo may abort a process whose
         # communication was not waited for.
         weakref.finalize(self, _abandon, self._by_shape)
+
+    def _compare_workload(
+        self,
+        workload: Workload,
+        max_grad_norm: float | None,
+        loss_scale: LossScale | None,
+        seed: int,
+    ) -> None:
+        """Refuse ranks that would not train alike; see ``alike``."""
+        asked = {
+            "max_grad_norm": str(max_grad_norm),
+            "loss_scale": "none" if loss_scale is None else str(loss_scale.scale),
+            "seed": str(seed),
+        }
+        compare(of_workload(workload, self.groups, asked), "when the plan is deployed")
+
+    def _compare_step(self, batch: Any) -> None:
+        """Compare with other ranks what the next step trains with, in some of the steps."""
+        if not compared_at(self.num_steps, is_free_running=self.is_free_running):
+            return
+        compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
+        strategy = self.plan.strategy
+        if weights_compared_at(self.num_steps) and strategy.inexact is None:
+            self.flush()
+            rows = {row: tensor for row, (_, tensor, _) in enumerate(self.captured.graph.updates)}
+            held = self.part.parameters
+            compare_weights(
+                [self._names[tensor] for tensor in rows.values()],
+                [
+                    held[tensor] if tensor in held and row not in self.part.sharded else None
+                    for row, tensor in rows.items()
+                ],
+                f"after step {self.num_steps}",
+            )
 
     @property
     def _clips(self) -> bool:
@@ -387,10 +429,13 @@ class DeployedStep:
 
         Raises:
             StrategyError: the batch has other tensors or dtypes than the plan was made for, the
-                plan cannot be run on its shapes, or the step was closed.
+                plan cannot be run on its shapes, the step was closed, ranks do not train alike,
+                or the model has changed otherwise than by training.
         """
         if self._is_closed:
             raise StrategyError("this step was closed; deploy its plan again to go on.")
+        self._unchanged.check()
+        self._compare_step(batch)
         self._take_up(batch)
         by_tensor = batch_by_tensor(self._executor.graph, batch)
         if self.server is not None:
@@ -458,8 +503,9 @@ class DeployedStep:
             if owner == 0 or row in sliced:
                 continue
             self._bring(state, name, named[name].detach(), owner)
+        trained = {self._names[parameter] for _, parameter, _ in graph.updates}
         for name, owner in self.buffers.owners.items():
-            if owner and name in state and name not in named:
+            if owner and name in state and name not in trained:
                 self._bring(state, name, state[name], owner)
         pieces: dict[int, list[tuple[int, Tensor]]] = {}
         for bucket in self.part.buckets:
@@ -521,7 +567,9 @@ class DeployedStep:
         """Gather buffers that are updated in parts on their owner."""
         if not self.buffers.split:
             return
-        named = dict(self._model.named_buffers())
+        # Also frozen parameters, which the forward pass may write (a target network).
+        named = {name: value.detach() for name, value in self._model.named_parameters()}
+        named |= dict(self._model.named_buffers())
         for name, (place, spans, members) in self.buffers.split.items():
             owner = self.buffers.owners[name]
             own = named[name]
@@ -658,6 +706,26 @@ def _check_world(plan: Plan) -> None:
             f"the plan is for {plan.cluster.num_devices} devices of '{plan.cluster.name}', but "
             f"{ranks} ranks are running; start one rank per device."
         )
+
+
+def _as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
+    """The captured step, with the plan's word on an optimizer that was planned by its name.
+
+    Raises:
+        StrategyError: it is another step, or its optimizer would train otherwise under the plan.
+    """
+    graph = captured.graph
+    difference = plan.graph.describe_difference(graph)
+    if difference is not None:
+        raise StrategyError(f"the plan was made for another step than '{name}': {difference}.")
+    if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
+        raise StrategyError(
+            f"the plan does not suit the optimizer of '{name}': {fault}. Plan again with this "
+            "workload."
+        )
+    if plan.graph.scope.allows(graph.scope):
+        return captured
+    return replace(captured, graph=replace(graph, seen_scope=plan.graph.scope))
 
 
 def _check_masters(strategy: Strategy, workload: Workload) -> None:

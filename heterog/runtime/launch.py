@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from heterog.errors import HeterogError
-from heterog.files import check_writable, read_json
+from heterog.files import check_folder_writable, check_writable, read_json
 from heterog.planners.background import BackgroundPlan
 from heterog.runtime.forks import (
     RankProcess,
@@ -58,6 +58,16 @@ Beside = Callable[[int], list[str]]
 """Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
 Wrap = Callable[[int, list[str]], list[str]]
 """Changes the command of a rank, to run it somewhere else."""
+
+
+def check_save_folder(folder: Path) -> None:
+    """Refuse a folder in which no checkpoint can be saved, before there is one to save.
+
+    Raises:
+        InputFileError: it is a file, the folder above it is missing, or the system refuses.
+    """
+    if check_folder_writable(folder).is_dir():
+        check_writable(folder / CHECKPOINT_INDEX)
 
 
 @dataclass(slots=True)
@@ -187,7 +197,7 @@ def run_ranks(
         )
     options = ["--model", model, "--steps", str(num_steps), "--timeout", str(timeout_s)]
     if save is not None:
-        check_writable(save / CHECKPOINT_INDEX if save.is_dir() else save)
+        check_save_folder(save)
         options += ["--save", str(save.resolve())]
     if resume is not None:
         read_json(resume / CHECKPOINT_INDEX, "checkpoint")

@@ -38,6 +38,12 @@ _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
+_WRITTEN_OUT = {
+    "_conj.default": torch.ops.aten.conj_physical.default,
+    "_neg_view.default": torch.ops.aten.neg.default,
+}
+"""Ops that only set a flag of their input, which no message carries."""
+
 
 class Extent(NamedTuple):
     """Amount that an op runs on: samples of the batch, and units of the axis of its rule."""
@@ -115,7 +121,7 @@ class LocalOp:
                 f"{where} draws random numbers in a way that cannot be executed on several "
                 f"devices yet. {_INSTEAD.get(self.call.kind, 'Use torch.nn.Dropout instead.')}"
             )
-        self._target: Callable[..., Any] = target
+        self._target: Callable[..., Any] = _WRITTEN_OUT.get(self.call.kind, target)
         if device.type not in ("cpu", "meta") and self.call.kind in ATTENTION:
             # Captured as a kernel of the CPU; each kind of device has kernels of its own.
             self._target = ATTENTION[self.call.kind]

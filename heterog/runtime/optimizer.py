@@ -118,6 +118,7 @@ class Updates:
         self._device = device
         self._slices = slices
         self._masters = masters
+        self._together = not part.graph.updates_elementwise  # all in one call
         self._push = push
         self._owned = [
             row
@@ -280,7 +281,8 @@ class Updates:
         # be there together.
         # So it is where state is widened for the step.
         is_copied = is_narrow(self._optimizer) or any(map(self._is_copied, rows))
-        for part in [[row] for row in rows] if is_copied else self._stepped_together(rows):
+        one_by_one = is_copied and not self._together
+        for part in [[row] for row in rows] if one_by_one else self._stepped_together(rows):
             tensors = [self._part.graph.updates[row][1] for row in part]
             targets = [
                 (self._parameters[tensor], gradients.total(row))
@@ -294,12 +296,10 @@ class Updates:
         """Rows in parts that the optimizer steps in one call each.
 
         PyTorch's own optimizers have kernels for many tensors on a GPU, which make intermediate
-        copies of all of them: in parts, these take little memory beside the gradients. Parameters
-        are stepped independently of each other, so the numbers are the same. Other optimizers may
-        count their calls, and are called once.
+        copies of all of them: in parts, these take little memory beside the gradients. Those that
+        step parameters independently of each other get the same numbers.
         """
-        is_own = type(self._optimizer).__module__.startswith("torch.optim")
-        if self._push is not None or not is_own or self._device.type in _WITHOUT_COPIES:
+        if self._push is not None or self._together or self._device.type in _WITHOUT_COPIES:
             return [rows]
         updates = self._part.graph.updates
         sizes = [self._parameters[updates[row][1]].nbytes for row in rows]

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import os
+import random
 import socket
 import statistics
 import sys
@@ -20,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -94,6 +96,13 @@ def join(timeout_s: float, *, backend: str = "") -> None:
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
+def draw_alike() -> None:
+    """Seed all generators of random numbers: ranks that draw a batch have to draw the same."""
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 - that is the one that workloads draw from
+    torch.manual_seed(0)
+
+
 def tell(stage: str) -> None:
     """Report the stage of this rank to the launcher, if there is one.
 
@@ -142,12 +151,14 @@ def train(
     if not source:
         raise HeterogError("the plan does not name its model; pass --model.")
     planned = None if model else plan.graph.batch_size
+    draw_alike()
     workload = load_workload(source, planned, must_take=False)
     tell("joining the others")
     on_cpus = all(device.type.name == "CPU" for device in plan.cluster.devices)
     join(timeout_s, backend=CPU_BACKEND if on_cpus else "")
     tell("capturing the model")
     step = deploy(workload, plan)
+    draw_alike()  # ranks may have drawn unlike numbers to get here
     if resume:
         tell("reading the checkpoint")
         from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank

@@ -77,7 +77,8 @@ def resize(
             "of the planned shapes (drop_last=True leaves out the last, smaller one), or plan for "
             "this one, too."
         )
-    captured = replace(captured, graph=replace(captured.graph, grouped_like=planned))
+    graph = replace(captured.graph, grouped_like=planned, seen_scope=planned.scope)
+    captured = replace(captured, graph=graph)
     strategy = plan.strategy.resized(captured.graph)
     resized = lower_resized(captured.graph, plan.cluster, strategy)
     fault = ""

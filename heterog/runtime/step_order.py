@@ -69,18 +69,24 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     parameter come the tasks that make its new value on that device, and whatever they need. Slices
     that the plan updates between ops stay where they are, because it counts on the memory of their
     gradients from then on.
+
+    An optimizer that does not treat each element on its own is called once in a step: all updates
+    come after all gradients, and what sends new parameters after them.
     """
+    together = not part.graph.updates_elementwise
     # Label counts need nothing: they come first on every rank, so that the loss finds them.
     tasks = sorted((int(task) for task in task_order), key=lambda task: not part.is_early(task))
     kinds = part.kinds
     if part.strategy.step_barrier:
         order = tasks
-        if clips:
+        if clips or together:
             updates = [task for task in tasks if part.ends_update(task)]
+            if together:
+                updates.sort(key=lambda task: kinds[task] != TaskKind.UPDATE)
             order = [task for task in tasks if not part.ends_update(task)]
-            order += [NORM, *updates]
+            order += [NORM, *updates] if clips else updates
         return StepOrder([DueTask(task) for task in _with_loss(part, order)], [])
-    stays = set() if clips else _updates_between_ops(part, tasks)
+    stays = set() if clips or together else _updates_between_ops(part, tasks)
     end = [
         task
         for task in tasks
@@ -88,11 +94,20 @@ def step_order(part: RankProgram, task_order: Sequence[int], *, clips: bool) -> 
     ]
     late = set(end)
     begun = [task for task in tasks if task not in late]
-    if clips:
-        end.sort(key=part.ends_update)
+    whole = range(0)  # places in ``end`` of what has to be done before any new parameter is read
+    if clips or together:
+        end.sort(
+            key=lambda task: (
+                part.ends_update(task),
+                together and kinds[task] != TaskKind.UPDATE,
+            )
+        )
         first = next(i for i, task in enumerate(end) if part.ends_update(task))
-        end.insert(first, NORM)
-    return StepOrder(_interleaved(part, _with_loss(part, begun), end), end)
+        num_updates = sum(kinds[task] == TaskKind.UPDATE for task in end) if together else 0
+        if clips:
+            end.insert(first, NORM)
+        whole = range(first, first + clips + num_updates)
+    return StepOrder(_interleaved(part, _with_loss(part, begun), end, whole), end)
 
 
 def _updates_between_ops(part: RankProgram, tasks: Sequence[int]) -> set[int]:
@@ -136,11 +151,19 @@ def _makers(part: RankProgram, end: Sequence[int]) -> dict[tuple[int, int], int]
     return makes
 
 
-def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) -> list[DueTask]:
-    """The tasks of a step, each after those that the step before has left open for it."""
+def _interleaved(
+    part: RankProgram, begun: Sequence[int], end: Sequence[int], whole: range
+) -> list[DueTask]:
+    """The tasks of a step, each after those that the step before has left open for it.
+
+    Args:
+        part: The program.
+        begun: Tasks of the step itself.
+        end: Tasks that the step before has left open.
+        whole: Places in ``end`` of tasks that are done together: the norm, all updates.
+    """
     program, tables = part.program, part.tables
     position = {task: number for number, task in enumerate(end)}
-    norm = position.get(NORM)
     makes = _makers(part, end)
     turns: list[DueTask] = []
     done: set[int] = set()
@@ -154,8 +177,8 @@ def _interleaved(part: RankProgram, begun: Sequence[int], end: Sequence[int]) ->
             for needed in program.dependencies(task):
                 if needed in position:
                     finish(needed)
-        if norm is not None and position[task] > norm:
-            for needed in end[: norm + 1]:
+        if whole and position[task] >= whole.start:
+            for needed in end[: whole.stop]:
                 finish(needed)
         turns.append(DueTask(task, of_step_before=True))
 

@@ -17,6 +17,7 @@ from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
+from heterog.graph.update_scope import UpdateScope
 from heterog.simulator.asynchronous import TeamPace, steady_seconds
 from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.calibration import cost_model_of
@@ -56,6 +57,7 @@ from heterog.strategy.lowering.choice import Encoder
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape, mark_channels
 from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.stepping import apart_fault
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import Domain, GraphTables, graph_tables
@@ -761,7 +763,11 @@ class Evaluator:
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
         """Evaluation of a predicted step time and memory."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
-        refused = micro_batches_refused(self.graph, choice.num_micro) or self._lone_norm(choice)
+        refused = (
+            micro_batches_refused(self.graph, choice.num_micro)
+            or self._lone_norm(choice)
+            or self._apart(choice)
+        )
         if refused:
             return Evaluation(
                 outcome=Outcome.CANNOT_RUN,
@@ -789,6 +795,13 @@ class Evaluator:
             shortage=shortage,
             overflow_bytes=max(missing, 0.0),
         )
+
+    def _apart(self, choice: Choice) -> str:
+        """Why an optimizer that looks at all parameters would not see all, or empty."""
+        if self.graph.scope != UpdateScope.MODEL or not self.graph.updates:
+            return ""
+        division = choice.division[self.tables_of(choice).parameter_group]
+        return apart_fault(self.graph, choice.home, choice.member[division].astype(np.bool_))
 
     def _lone_norm(self, choice: Choice) -> str:
         """Description of a BatchNorm that a device would train on one value per channel, or empty.

@@ -3,7 +3,8 @@
 - ``strategy`` is the value: ``division`` cuts samples and units, ``sync`` is the table of
   synchronisations, ``rings`` says who sums what, ``pipeline_schedule`` in what order
   (``schedules`` by name), ``keeping`` and ``recomputation`` what is made again, ``remaking`` what
-  is made instead of sent. ``serialize`` is its file, ``space`` strategies as rows of integers.
+  is made instead of sent. ``stepping`` says who updates which parameters, ``serialize`` is its
+  file, ``space`` strategies as rows of integers.
 - Modes: ``averaging`` (``averaged_buckets``, ``averaging_passes``), ``asynchronous``, ``stash``
   (``stash_phases``), ``codec``.
 - ``lowering`` makes a ``program`` of a strategy, on the graph's ``tables`` and the traffic of

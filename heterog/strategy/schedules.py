@@ -7,6 +7,7 @@ and 2 p - 1 - i. All devices of a rank share its micro-batches and so have the s
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from heterog.errors import StrategyError
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
@@ -222,6 +223,23 @@ def dual_pipe_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> l
     while waiting:
         add_weights()
     return turns.turns
+
+
+def as_caps(schedule: PipelineSchedule) -> PipelineSchedule:
+    """Caps that hold as many micro-batches in each chunk as stated turns do, in any order.
+
+    >>> as_caps(stated_turns("1f1b", [(0,), (1,)], 1, 4, num_devices=2)).in_flight
+    ((2,), (1,))
+    """
+    last = _W if schedule.splits_backward else _B
+    caps = []
+    for turns in schedule.turns:
+        most, now = Counter[int](), Counter[int]()
+        for turn in turns:
+            now[turn.chunk] += (turn.work == _F) - (turn.work == last)
+            most[turn.chunk] = max(most[turn.chunk], now[turn.chunk])
+        caps.append(tuple(most[chunk] for chunk in sorted(most)))
+    return replace(schedule, in_flight=tuple(caps), turns=())
 
 
 def _check_v(num_chunks: int) -> None:

@@ -11,7 +11,7 @@ from heterog.errors import InputFileError, StrategyError
 from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import H, L, P, Placement, R, S, Window, neighbours
 from heterog.names import shown
-from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, parse_record
+from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, Text, parse_record
 from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
@@ -156,8 +156,8 @@ class _CodecRecord(Record):
 
 class _StrategyRecord(Record):
     schema_version: int
-    graph: str
-    cluster: str
+    graph: Text
+    cluster: Text
     decisions: Many[_DecisionRecord]
     groups: Many[Int32]
     homes: Many[_Home]

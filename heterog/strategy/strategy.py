@@ -11,10 +11,11 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
+from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
 from heterog.graph.resized_rules import resized_rules
+from heterog.graph.update_scope import ELEMENTWISE_OPTIMIZERS
 from heterog.strategy.asynchronous import AsynchronousServer as AsynchronousServer
 from heterog.strategy.averaging import Averaging as Averaging
 from heterog.strategy.codec import CodecRules, Traffic
@@ -317,9 +318,9 @@ class Strategy:
             ):
                 raise StrategyError(
                     f"group '{name}' is synchronised by {decision.sync.name.lower()}, which "
-                    f"updates slices of parameters, but {graph.optimizer} is not known to treat "
-                    "every element on its own. Plan without ZeRO, or train with one of "
-                    f"{', '.join(sorted(ELEMENTWISE_OPTIMIZERS))}."
+                    f"updates slices of parameters, but {graph.optimizer} {graph.scope.words}. "
+                    "Plan without ZeRO, or train with one that treats every element on its own, "
+                    f"as torch's {', '.join(sorted(ELEMENTWISE_OPTIMIZERS))} do."
                 )
 
     def _check_rules(self, graph: OpGraph, plan: AxisPlan) -> None:

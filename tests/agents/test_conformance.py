@@ -16,7 +16,6 @@ from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.conformance import check_encoder
 from heterog.agents.encoder import ENCODERS, mlp
-from heterog.agents.planners import use_policy
 from heterog.cli import app
 from heterog.cli.compare import _compare
 from heterog.envs.conformance import check_reward
@@ -25,7 +24,6 @@ from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, reward_of
 from heterog.errors import ConformanceError, HeterogError
 from heterog.graph.serialize import save_graph
-from heterog.planners import planner
 from heterog.planners.compare import Question
 from heterog.planners.planner import Budget
 from tests.envs.cases import language_graph, mixed_cluster
@@ -39,7 +37,7 @@ from torch_geometric.utils import to_dense_batch
 from heterog.agents.encoder import mlp
 from heterog.envs.observation import NUM_BLOCK_FEATURES, NUM_CANDIDATE_FEATURES
 from heterog.envs.reward import reward_of
-from heterog.planners.planner import planner_by_name
+from heterog.planners.registry import built_in_methods
 
 
 def halved(pair, score):
@@ -65,7 +63,7 @@ class Thumb:
     name, stage = "thumb", "search"
 
     def plan(self, problem):
-        return planner_by_name("ev_ar").plan(problem)
+        return built_in_methods()["ev_ar"].plan(problem)
 """
 
 
@@ -186,15 +184,12 @@ def test_commands_take_what_files_hold(tmp_path: Path) -> None:
         done = runner.invoke(app, ["compare", *options, "--budget", "20e", "--json"])
         assert done.exit_code == 0, done.output
         assert {row["method"] for row in json.loads(done.stdout)["rows"]} == {"ddp", "thumb"}
-        # A worker process has not read the file yet.
-        del planner._REGISTRY["thumb"]
+        # A worker process reads the file again.
         question = Question(methods=("thumb",), budget=Budget(evaluations=5))
         (row,) = _compare((question, methods), (language_graph(), mixed_cluster())).rows
         assert row.method == "thumb"
     finally:
         ENCODERS.pop("Features", None)
-        planner._REGISTRY.pop("thumb", None)
-        use_policy("default")
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,17 @@ from itertools import combinations, groupby, pairwise, product
 import numpy as np
 import pytest
 
+import heterog.agents.planners  # noqa: F401  registers the methods
+from heterog.agents.elites import find_elites
 from heterog.agents.finishing import Finish, Scheduled, moved_cuts
 from heterog.agents.op_level import Scorer, Whole
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.agents.segments import BACKWARD, rows_in_segments, seconds_of_cuts
 from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
 from heterog.envs.pair import Loads, Pair, RunningMemory
+from heterog.envs.strategy_env import StrategyEnv
 from heterog.envs.toy import chain_graph
+from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -313,3 +317,18 @@ def test_a_pipeline_behind_a_row_of_one_stage_is_finished_and_passes_it() -> Non
     row, whole = best[0]
     assert whole.finish.schedule
     assert set(row) == set(pipelined)
+
+
+def test_a_model_of_a_single_block_is_planned() -> None:
+    """Nothing can be cut: there are no rows of two segments, stages or neighbouring blocks."""
+    pair = Pair(chain_graph(1, 64), mixed_cluster())
+    assert pair.num_blocks == 1
+    assert rows_in_segments(pair, 10) == []
+    found = make_plan(pair.graph, pair.cluster, methods=["agent"], budget="100e")
+    assert found.outcome == "ok"
+    assert find_elites(pair, 20, np.random.default_rng(0)).rows.shape[1] == 1
+    env = StrategyEnv([pair])
+    env.reset(seed=0)
+    _, _, done, _, info = env.step(int(np.flatnonzero(env.action_masks())[0]))
+    assert done
+    assert info["is_ok"]

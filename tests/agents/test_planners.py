@@ -2,10 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import heterog.agents.planners
 from heterog import Workload
 from heterog.agents.checkpoint import (
     load_checkpoint,
@@ -20,7 +20,7 @@ from heterog.agents.checkpoint import (
 )
 from heterog.agents.config import PolicyConfig
 from heterog.agents.finetune import FineTuned
-from heterog.agents.planners import Agent, AgentSearch, ask
+from heterog.agents.planners import Agent, AgentSearch, ask, default_methods
 from heterog.agents.policy import Policy, draw, rule_of_thumb, score_pairs
 from heterog.agents.proposals import rescore
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
@@ -30,8 +30,10 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_methods
+from heterog.planners.promise import Promise
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync
@@ -48,7 +50,7 @@ def problem(budget: str = "400e", seed: int = 0) -> Problem:
 
 
 def test_the_agent_answers_within_64_draws_and_repeats_itself() -> None:
-    agent = planner_by_name("agent")
+    agent = default_methods()["agent"]
     first, second = agent.plan(problem()), agent.plan(problem())
     assert first.candidates == second.candidates
     assert 1 <= len(first.candidates) <= 4
@@ -64,7 +66,7 @@ def test_the_agent_answers_within_64_draws_and_repeats_itself() -> None:
 @pytest.mark.parametrize("name", ["agent", "agent+search"])
 @pytest.mark.parametrize("budget", ["1e", "30e", "150e"])
 def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
-    result = planner_by_name(name).plan(problem(budget))
+    result = default_methods()[name].plan(problem(budget))
     assert result.candidates
     allowed = int(budget[:-1])
     assert result.num_evaluations <= max(allowed, 1) + 6  # a draw, its re-scoring, a first state
@@ -72,7 +74,7 @@ def test_policies_keep_to_small_budgets(name: str, budget: str) -> None:
 
 def test_what_the_referee_has_judged_is_not_asked_again_and_the_same() -> None:
     asked = problem("60s")
-    found = planner_by_name("agent").plan(asked).candidates
+    found = default_methods()["agent"].plan(asked).candidates
     assert found
     for candidate in found:
         again = asked.evaluator.referee(candidate.strategy, candidate.orders[0])
@@ -180,12 +182,94 @@ def test_auto_asks_the_policies() -> None:
     rows = run_methods(
         Evaluator(pair.graph, pair.cluster),
         ["agent", "agent+search"],
+        known=default_methods(),
         budget=Budget(evaluations=90),
     )
     assert [(row.method, row.stage) for row in rows] == [
         ("agent", "zero_shot"), ("agent+search", "search")
     ]  # fmt: skip
     assert all(row.outcome == "ok" for row in rows)
+
+
+class Clock:
+    """Seconds that pass only when something is simulated at the op level."""
+
+    def __init__(self, evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        run = evaluator._run
+
+        def counted(*arguments: object, **keywords: object) -> tuple[float, bool]:
+            self.now_s += 0.015
+            return run(*arguments, **keywords)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(evaluator, "_run", counted)
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_an_answer_that_was_cut_is_kept_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = language_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    clock = Clock(evaluator, monkeypatch)
+    asked = Problem(evaluator=evaluator, budget=Budget(seconds=0.1), clock=clock)
+    cut = ask("heldout", asked)
+    assert not cut.is_whole
+    whole = ask("heldout", replace(asked, budget=Budget(seconds=100.0)))
+    assert whole.is_whole
+    assert whole.num_evaluations > cut.num_evaluations
+    again = ask("heldout", asked)  # as ``agent+search`` does
+    assert (again.candidates, again.num_evaluations) == (whole.candidates, 0)
+
+
+def test_an_answer_goes_on_with_further_draws() -> None:
+    pair = language_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    asked = [Problem(evaluator=evaluator, budget=Budget(evaluations=400)) for _ in range(2)]
+    agent = Agent("heldout")
+    first, second, third = (agent.plan(asked[0]) for _ in range(3))
+    best = [
+        min(evaluator.referee(each.strategy, each.orders[0]).step_time_s for each in some)
+        for some in (first.candidates, second.candidates, third.candidates)
+    ]
+    assert best == sorted(best, reverse=True)
+    assert first.candidates == agent.plan(asked[1]).candidates
+    assert 0 < second.num_evaluations <= 406
+    assert second.candidates == agent.plan(asked[1]).candidates  # always the same
+
+
+@pytest.mark.parametrize("answer_s", [3.0, 30.0])
+def test_among_others_an_answer_is_whole_or_not_begun(
+    answer_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = language_pair()
+    evaluator = Evaluator(pair.graph, pair.cluster)
+    clock = Clock(evaluator, monkeypatch)
+    whole = Agent().plan(replace(problem(), evaluator=evaluator, budget=Budget(seconds=1e3)))
+    monkeypatch.setattr(heterog.agents.planners, "_answer_s", lambda _: answer_s)
+    monkeypatch.setattr(heterog.agents.planners, "_proposed", WeakKeyDictionary())
+    budget = Budget(seconds=20.0)
+    rows = run_methods(
+        evaluator,
+        ["agent", "agent+search", "two_segment"],
+        budget=budget,
+        promise=Promise(budget, clock=clock),
+    )
+    found = {row.method: row for row in rows}
+    assert clock.now_s <= 20.0 * 1.1
+    if answer_s > 20.0:
+        for name in ("agent", "agent+search"):
+            assert found[name].candidate is None
+            assert "takes about" in found[name].shortage
+    else:
+        seconds = [
+            evaluator.referee(each.strategy, each.orders[0]).step_time_s
+            for each in whole.candidates
+        ]
+        assert found["agent"].step_time_s is not None
+        assert found["agent"].step_time_s <= min(seconds) * (1.0 + 1e-9)
+        assert found["agent"].num_evaluations >= whole.num_evaluations
+        assert found["agent+search"].candidate is not None
 
 
 def test_fine_tuning_improves_on_an_untrained_policy() -> None:
@@ -250,12 +334,9 @@ def test_the_examples_of_the_research_page_run() -> None:
     assert len(blocks) >= 6
     for block in blocks:
         exec(compile(block, "docs/research.md", "exec"), names)
-    thumb = planner_by_name("thumb")
-    assert thumb.plan(problem()).candidates
     from heterog.agents.encoder import ENCODERS
-    from heterog.planners import planner
 
-    del ENCODERS["features"], planner._REGISTRY["thumb"]
+    del ENCODERS["features"]
 
 
 @pytest.mark.usefixtures("few_validation_pairs")
@@ -345,13 +426,16 @@ def test_training_that_is_interrupted_keeps_the_best(
 
 
 def test_searches_that_start_from_the_others_run_last() -> None:
-    """Whatever is imported first: ``auto`` gives them what the others found, and their rest."""
-    code = (
-        "import heterog.agents.planners; from heterog.planners.planner import planners; "
-        "print([p.name for p in planners()][-2:])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['local_search', 'agent+search']"
+    """``auto`` gives them what the others found, and their rest."""
+    assert default_methods().names[-2:] == ("local_search", "agent+search")
+
+
+def test_asking_for_a_policy_changes_nothing_for_others() -> None:
+    before = default_methods()
+    other = default_methods("heldout")
+    assert [each.policy for each in other if isinstance(each, Agent)] == ["heldout"]
+    assert [each.policy for each in before if isinstance(each, Agent)] == ["default"]
+    assert "agent" not in built_in_methods().names
 
 
 def test_fine_tuning_keeps_what_zero_shot_had() -> None:

@@ -97,8 +97,9 @@ def test_a_job_goes_on_in_the_middle_with_other_shares_and_ranks(
         sampler.load_state_dict(state)
         assert sampler.epoch == (epoch + 1 if done == len(every) else epoch)
         sampler.set_epoch(sampler.epoch)  # as loops do; it keeps the place
-    assert len(second[0]) == (len(every) - done or len(every))
+    assert len(second[0]) == len(every)
     rest = dealt(second)
+    assert len(rest) == (len(every) - done or len(every))
     if done < len(every):
         seen = Counter(i for step in [*every[:done], *rest] for part in step for i in part)
         assert seen == Counter(range(num_samples))

@@ -9,7 +9,7 @@ from gymnasium.utils.env_checker import check_env
 
 from heterog.cluster import Cluster
 from heterog.envs.job_partition import JobPartitionEnv
-from heterog.envs.registration import JOB_PARTITION, register_envs
+from heterog.envs.registration import JOB_PARTITION
 from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
 from heterog.planners.arrivals.deadlines import draw_requests
@@ -20,7 +20,6 @@ from heterog.planners.arrivals.rules import most_devices, run_rule
 
 
 def test_gymnasium_accepts_it() -> None:
-    register_envs()
     check_env(gym.make(JOB_PARTITION).unwrapped)
 
 

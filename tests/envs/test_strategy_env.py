@@ -1,6 +1,9 @@
 """The environments keep Gymnasium's contract and their own data sheets."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -8,18 +11,66 @@ import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
 
-from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP, register_envs
+import heterog.envs
+from heterog.envs.registration import JOB_PARTITION, ONE_SHOT, STEP_BY_STEP
 from heterog.envs.spaces import Padding
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.errors import HeterogError
 from tests.envs.cases import language_pair, toy_pair
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize("name", [ONE_SHOT, STEP_BY_STEP])
 def test_gymnasium_finds_nothing_wrong(name: str) -> None:
-    register_envs()
-    register_envs()
+    assert heterog.envs
     check_env(gym.make(name).unwrapped)
+
+
+WAYS = (
+    "import heterog.envs; gym.make('heterog/Strategy-v1').reset(seed=0)",
+    "gym.make('heterog.envs:heterog/StrategyOneShot-v1').reset(seed=0)",
+    # ``envs`` is the link beside the package.
+    "import envs, heterog.envs; gym.make_vec('heterog/Strategy-v1', num_envs=2).reset(seed=0)",
+)
+IN_FORKS = """
+import os, sys, gymnasium as gym
+for way in sys.argv[1:]:
+    if not os.fork():
+        exec(way)
+        print(*sorted(name for name in gym.registry if "heterog" in name), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, way
+"""
+
+
+def test_importing_the_package_registers_its_environments() -> None:
+    """In fresh processes, as something here may have imported the package before."""
+    command = [sys.executable, "-c", IN_FORKS, *WAYS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "WARN" not in done.stderr
+    names = " ".join(sorted([JOB_PARTITION, ONE_SHOT, STEP_BY_STEP]))
+    assert done.stdout.splitlines() == [names] * len(WAYS)
+
+
+def test_action_masks_are_those_of_the_observation() -> None:
+    """And a policy that keeps to them is never told of a masked action."""
+    small, large = toy_pair(), language_pair()
+    whole = StrategyOneShotEnv([small, large])
+    seen, _ = whole.reset(seed=0, options={"pair": 0})
+    masks = whole.action_masks().reshape(seen["action_mask"].shape)
+    blocks = small.num_blocks
+    assert (masks[:blocks] == seen["action_mask"][:blocks].astype(bool)).all()
+    assert masks[blocks:].all()
+    env = StrategyEnv([small, large])
+    seen, info = env.reset(seed=0, options={"pair": 1})
+    done = False
+    while not done:
+        masks = env.action_masks()
+        assert (masks == seen["action_mask"][seen["block"][0]].astype(bool)).all()
+        seen, _, done, _, info = env.step(int(np.flatnonzero(masks)[-1]))
+    assert info["masked_actions"] == 0
 
 
 @pytest.mark.parametrize("kind", [StrategyOneShotEnv, StrategyEnv])
@@ -85,7 +136,6 @@ def test_both_environments_agree_on_a_strategy() -> None:
 
 
 def test_environments_can_be_vectorised() -> None:
-    register_envs()
     envs = gym.make_vec(STEP_BY_STEP, num_envs=3, vectorization_mode="sync")
     seen, _ = envs.reset(seed=0)
     assert seen["blocks"].shape[0] == 3

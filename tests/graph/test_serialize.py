@@ -1,6 +1,8 @@
+import copy
 import gzip
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from heterog.cluster import Cluster
-from heterog.errors import InputFileError
+from heterog.errors import HeterogError, InputFileError
 from heterog.graph import serialize
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import capture
@@ -22,6 +24,7 @@ from heterog.graph.serialize import graph_from_dict, graph_to_dict, load_graph, 
 from heterog.graph.workload import Workload
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from tests.thorough import cases
 
 COLUMNS = (
     "name",
@@ -323,7 +326,7 @@ Change = Callable[[dict[str, Any]], object]
                 r["ops"][0].update(kind="addmm.default", batch_dims=None, args={"a": {"t": 0}}),
                 r["ops"][1].update(rule=None, batch_dims=[None]),
             ),
-            "the args of op 0 'addmm.default' do not fit its built-in sharding rule (KeyError",
+            "op 0 'addmm.default': the args do not fit the sharding rule of addmm",
         ),
         (
             lambda r: r["ops"][2].update(inputs=["dw", "w"]),
@@ -366,3 +369,56 @@ def test_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match="cannot write"):
         save_graph(graph, tmp_path / "missing" / "graph.json")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def captured_record() -> dict[str, Any]:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(36, 8), nn.LayerNorm(8), nn.Dropout(0.5), nn.Linear(8, 5),
+    )  # fmt: skip
+    batch = (torch.zeros(4, 3, 8, 8), torch.zeros(4, dtype=torch.int64))
+    graph = capture(Workload(model, batch, nn.functional.cross_entropy, torch.optim.SGD))
+    return graph_to_dict(graph)
+
+
+def damaged_ops(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Graphs of which one op has an argument, a kind or inputs that do not fit."""
+    for index, args in enumerate(record["ops"]["args"]):
+        for change in (*(args or ()), "kind", "fewer inputs", "no inputs"):
+            copied = copy.deepcopy(record)
+            ops = copied["ops"]
+            if change == "kind":
+                ops["kind"][index] = (ops["kind"][index] + 1) % len(record["kinds"])
+            elif change == "fewer inputs":
+                ops["inputs"][index] = ops["inputs"][index][1:]
+            elif change == "no inputs":
+                ops["inputs"][index] = []
+            else:
+                ops["args"][index]["renamed"] = ops["args"][index].pop(change)
+            yield copied
+
+
+def test_an_op_that_does_not_fit_its_kind_is_one_line(captured_record: dict[str, Any]) -> None:
+    """Field by field: it is refused in a line, or legal and can be simulated."""
+    refused = 0
+    cluster = Cluster.load("rtx_mixed")
+    for record in islice(damaged_ops(captured_record), 0, None, 240 // cases(240, 60)):
+        try:
+            Evaluator(graph_from_dict(record, "graph file x.json"), cluster)
+        except HeterogError as error:
+            refused += "\n" not in str(error)
+    assert refused > cases(100, 25)
+
+
+def test_losses_of_labels_need_all_of_their_parts(captured_record: dict[str, Any]) -> None:
+    kinds, of_op = captured_record["kinds"], captured_record["ops"]["kind"]
+    loss = of_op.index(kinds.index("nll_loss_forward.default"))
+    renamed, exchanged = copy.deepcopy(captured_record), copy.deepcopy(captured_record)
+    args = renamed["ops"]["args"][loss]
+    args["scores"] = args.pop("self")
+    with pytest.raises(InputFileError, match=r"'nll_loss_forward' do not fit its kind \(KeyError"):
+        graph_from_dict(renamed, "graph file x.json")
+    exchanged["ops"]["kind"][of_op.index(kinds.index("t.default"))] = of_op[loss]
+    with pytest.raises(InputFileError, match=r"do not fit"):
+        graph_from_dict(exchanged, "graph file x.json")

@@ -32,10 +32,9 @@ from heterog.planners.planner import (
     Spending,
     Stop,
     TimeUp,
-    planner_by_name,
-    planners,
 )
 from heterog.planners.portfolio import run_methods, with_noise
+from heterog.planners.registry import built_in_methods
 from heterog.planners.spmd.a_star import Search
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
@@ -159,7 +158,7 @@ def test_time_does_not_cut_a_budget_in_evaluations() -> None:
     assert not spending.is_cut
 
 
-@pytest.mark.parametrize("planner", list(planners()), ids=lambda planner: planner.name)
+@pytest.mark.parametrize("planner", list(built_in_methods()), ids=lambda planner: planner.name)
 def test_every_method_ends_in_time_with_its_best_so_far(planner: Planner) -> None:
     evaluator, clock = clocked()
     problem = Problem(evaluator=evaluator, budget=Budget(seconds=6.0), clock=clock)
@@ -169,7 +168,7 @@ def test_every_method_ends_in_time_with_its_best_so_far(planner: Planner) -> Non
     assert result.candidates or result.reason
 
 
-@pytest.mark.parametrize("planner", list(planners()), ids=lambda planner: planner.name)
+@pytest.mark.parametrize("planner", list(built_in_methods()), ids=lambda planner: planner.name)
 def test_every_method_stops_when_it_is_asked_to(planner: Planner) -> None:
     evaluator, clock = clocked()
     stop = Stop()
@@ -266,7 +265,7 @@ def test_auto_spends_its_budget_and_no_more() -> None:
 
 
 def test_a_method_that_overspends_takes_nothing_from_the_others() -> None:
-    class Greedy:
+    class Greedy(Planner):
         name = "greedy"
         stage = "search"
 
@@ -291,7 +290,7 @@ def test_libraries_are_loaded_before_the_clock_of_a_method_runs() -> None:
     evaluator, clock = clocked(0.001)
     order: list[str] = []
 
-    class Slow:
+    class Slow(Planner):
         name = "slow"
         stage = "search"
 
@@ -304,13 +303,8 @@ def test_libraries_are_loaded_before_the_clock_of_a_method_runs() -> None:
             assert not problem.spend().is_over
             return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason="none")
 
-    from heterog.planners import planner as registry
-
-    registry.register(Slow())
-    try:
-        rows = run_methods(evaluator, ["slow"], budget=Budget(seconds=1.0), clock=clock)
-    finally:
-        del registry._REGISTRY["slow"]
+    known = built_in_methods().having(Slow())
+    rows = run_methods(evaluator, ["slow"], known=known, budget=Budget(seconds=1.0), clock=clock)
     assert order == ["prepare", "plan"]
     assert rows[0].search_seconds < 1.0
 
@@ -318,12 +312,12 @@ def test_libraries_are_loaded_before_the_clock_of_a_method_runs() -> None:
 def test_a_starved_method_says_so() -> None:
     evaluator, clock = clocked()
     problem = Problem(evaluator=evaluator, budget=Budget(seconds=4.0), clock=clock)
-    row = run_method(planner_by_name("two_segment"), problem)
+    row = run_method(built_in_methods()["two_segment"], problem)
     assert row.is_starved
     assert "starved" in row.note
     assert "--budget" in row.note
     relaxed = replace(problem, evaluator=clocked(1e-9)[0], budget=Budget(evaluations=30))
-    assert not run_method(planner_by_name("two_segment"), relaxed).is_starved
+    assert not run_method(built_in_methods()["two_segment"], relaxed).is_starved
 
 
 @pytest.mark.parametrize("seconds", [0.5, 3.0, 10.0])
@@ -334,7 +328,7 @@ def test_local_search_is_never_worse_than_its_seeds(seconds: float) -> None:
     best: MethodRow | None = None
     for name in ("ev_ps", "cp_ar", "ddp", "tuned_uniform"):
         whole = Problem(evaluator=evaluator, budget=Budget(evaluations=100), clock=clock)
-        row = run_method(planner_by_name(name), whole)
+        row = run_method(built_in_methods()[name], whole)
         assert row.candidate is not None
         seeds.append(row.candidate)
         if best is None or (row.step_time_s or math.inf) < (best.step_time_s or math.inf):

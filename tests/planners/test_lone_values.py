@@ -11,7 +11,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
 from heterog.planners.compare import compare_methods
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import AUTO
+from heterog.planners.registry import AUTO
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.lowering import lower

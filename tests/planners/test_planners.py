@@ -23,7 +23,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners import conformance, planner
+from heterog.planners import conformance
 from heterog.planners.conformance import CHECKS, Check, check_planner, load_planner
 from heterog.planners.data_parallel import (
     balanced_homes,
@@ -41,10 +41,9 @@ from heterog.planners.planner import (
     PlanResult,
     Problem,
     Spending,
-    planner_by_name,
-    planners,
 )
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.registry import built_in_methods
 from heterog.planners.repair import repair
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
@@ -79,9 +78,7 @@ def problem(budget: str = "300e", **changes: object) -> Problem:
 
 
 def every_planner() -> list[Planner]:
-    import heterog.planners.portfolio  # noqa: F401 - registers all methods
-
-    return list(planners())
+    return list(built_in_methods())
 
 
 @one_in(3)
@@ -93,7 +90,7 @@ def test_every_method_conforms(planner: Planner, check: Check) -> None:
 
 @pytest.mark.parametrize("planner", every_planner(), ids=lambda planner: planner.name)
 def test_every_method_is_found_by_its_name_and_applies(planner: Planner) -> None:
-    found = planner_by_name(planner.name)  # another one if a policy was asked for meanwhile
+    found = built_in_methods()[planner.name]
     assert (type(found), found.name) == (type(planner), planner.name)
     result = planner.plan(problem("50e"))
     if planner.name in ("spatial", "sequences"):  # nothing to cut here; see their own tests
@@ -103,7 +100,7 @@ def test_every_method_is_found_by_its_name_and_applies(planner: Planner) -> None
         assert result.candidates
 
 
-class Broken:
+class Broken(Planner):
     """A method that does one thing wrong."""
 
     name = "broken"
@@ -116,7 +113,7 @@ class Broken:
         self.rng = np.random.default_rng(0)
 
     def plan(self, problem: Problem) -> PlanResult:
-        found = planner_by_name("ev_ar").plan(replace(problem, step_barrier=True)).candidates[0]
+        found = built_in_methods()["ev_ar"].plan(replace(problem, step_barrier=True)).candidates[0]
         strategy = replace(found.strategy, step_barrier=problem.step_barrier)
         if "barrier" in self.wrong:
             strategy = replace(strategy, step_barrier=True)
@@ -175,43 +172,39 @@ def test_a_planner_needs_a_way_to_plan() -> None:
 
 def test_methods_that_do_not_apply_say_why() -> None:
     """Nothing to choose from is the asker's to mend, not a failed assertion."""
-    planner.register(Broken(empty=True))
-    try:
-        with pytest.raises(
-            StrategyError, match=r"no method applies here \(broken: no reason given"
-        ):
-            best_row(run_methods(evaluator(), ["broken"], budget=Budget(evaluations=5)))
-    finally:
-        del planner._REGISTRY["broken"]
+    known = built_in_methods().having(Broken(empty=True))
+    with pytest.raises(StrategyError, match=r"no method applies here \(broken: no reason given"):
+        best_row(run_methods(evaluator(), ["broken"], known=known, budget=Budget(evaluations=5)))
 
 
 def test_a_method_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
-        "from heterog.planners.planner import planner_by_name\n"
+        "from heterog.planners.registry import built_in_methods\n"
         "class Mine:\n"
         "    name, stage = 'mine', 'search'\n"
         "    def plan(self, problem):\n"
-        "        return planner_by_name('ev_ar').plan(problem)\n"
+        "        return built_in_methods()['ev_ar'].plan(problem)\n"
         "class Taken(Mine):\n"
         "    name = 'ddp'\n"
         "class Asks(Mine):\n"
         "    def __init__(self, width): pass\n"
     )
-    try:
-        assert load_planner(f"{file}:Mine").name == "mine"
-        assert load_planner(f"{file}:Mine") is planner_by_name("mine")
-        (row,) = run_methods(evaluator(), ["mine"], budget=Budget(evaluations=5))
-        assert row.outcome == "ok"
-    finally:
-        planner._REGISTRY.pop("mine", None)
+    known = built_in_methods()
+    own = load_planner(f"{file}:Mine", known)
+    assert own.name == "mine"
+    (row,) = run_methods(
+        evaluator(), ["mine"], known=known.having(own), budget=Budget(evaluations=5)
+    )
+    assert row.outcome == "ok"
+    assert "mine" not in built_in_methods().names, "nothing changes for anybody else"
     for name, text in (
         ("Taken", "is named 'ddp', as a method that there is already"),
         ("Asks", r"cannot be made without arguments: TypeError: .*'width'"),
         ("Gone", r"there is no function 'Gone'; it has Asks, Mine, Taken"),
     ):
         with pytest.raises(HeterogError, match=text):
-            load_planner(f"{file}:{name}")
+            load_planner(f"{file}:{name}", known)
 
 
 def test_the_four_baselines_are_what_the_paper_says() -> None:
@@ -253,7 +246,7 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
     tight = Cluster.load("paper_8gpu")
     batch = (torch.zeros(65536, 2048), torch.zeros(65536, 64))
     large = capture(Workload(deep_mlp, batch, functional.mse_loss, torch.optim.Adam))
-    plain = planner_by_name("ddp").plan(
+    plain = built_in_methods()["ddp"].plan(
         Problem(evaluator=Evaluator(large, tight), budget=Budget(evaluations=1))
     )
     evaluation = Evaluator(large, tight).referee(plain.candidates[0].strategy, Order.FIFO)
@@ -263,14 +256,15 @@ def test_ddp_accumulates_as_little_as_fits() -> None:
     )
     small = Evaluator(large, replace(tight, devices=devices))
     row = run_method(
-        planner_by_name("ddp_accumulate"), Problem(evaluator=small, budget=Budget(evaluations=1))
+        built_in_methods()["ddp_accumulate"],
+        Problem(evaluator=small, budget=Budget(evaluations=1)),
     )
     assert row.outcome == "ok"
     assert row.candidate is not None
     count = row.candidate.strategy.num_micro_batches
     assert count > 1
     without = run_method(
-        planner_by_name("ddp"), Problem(evaluator=small, budget=Budget(evaluations=1))
+        built_in_methods()["ddp"], Problem(evaluator=small, budget=Budget(evaluations=1))
     )
     assert without.outcome == "out_of_memory"
 
@@ -323,7 +317,7 @@ def test_methods_pass_over_what_is_too_large(most_tasks: int) -> None:
     """Programs that are not simulated have no peaks, and repairs and poplar counted on some."""
     small = Evaluator(graph(), cluster_of((1.0, ["T4"] * 4), (1.0, ["V100-16GB"] * 4)))
     small.most_tasks = most_tasks
-    for method in planners():
+    for method in built_in_methods():
         run_method(method, Problem(evaluator=small, budget=Budget(evaluations=30)))
     alike = Decision(devices=tuple(range(8)), shares=even_shares(small))
     given = uniform_strategy(small, alike)
@@ -377,7 +371,7 @@ def test_budgets_of_nothing(text: str) -> None:
 
 def test_spending_counts_evaluations() -> None:
     spending = Spending(Budget(evaluations=2), evaluator())
-    strategy = planner_by_name("ddp").plan(problem()).candidates[0].strategy
+    strategy = built_in_methods()["ddp"].plan(problem()).candidates[0].strategy
     spending = Spending(Budget(evaluations=2), evaluator())
     evaluator().evaluate(strategy, Order.FIFO)
     assert spending.fraction == 0.5

@@ -12,8 +12,9 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners import neighbours, pipeline, recomputing, repair
 from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.recomputing import freed_bytes, kinds_worth_trying, runs_again
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layer_blocks, layers_of
@@ -112,7 +113,7 @@ def test_searches_are_faster_where_less_has_to_be_made_again(
 
     def seconds() -> float:
         budget = Budget(evaluations=100)
-        row = run_method(planner_by_name(method), Problem(evaluator=evaluator, budget=budget))
+        row = run_method(built_in_methods()[method], Problem(evaluator=evaluator, budget=budget))
         assert row.step_time_s is not None
         return row.step_time_s
 

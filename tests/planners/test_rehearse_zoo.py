@@ -24,7 +24,6 @@ def experiment() -> ModuleType:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", few_of(["mobilenet_v2", "gpt2"], 0))
 def test_every_method(model: str) -> None:
-    import heterog.agents.planners  # noqa: F401  registers the policies as methods
 
     cluster = Cluster.load("paper_8gpu")
     rows = experiment().rows_of(model, cluster, Budget(evaluations=cases(20, 5)))

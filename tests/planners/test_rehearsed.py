@@ -13,8 +13,8 @@ from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
 from heterog.planners.judging import run_method
 from heterog.planners.plan import make_plan
-from heterog.planners.planner import Budget, Problem, planner_by_name, planners
-from heterog.planners.portfolio import AUTO
+from heterog.planners.planner import Budget, Problem
+from heterog.planners.registry import AUTO, built_in_methods
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
@@ -87,7 +87,10 @@ def test_a_batch_smaller_than_the_number_of_devices(batch: int) -> None:
     found = compare_methods(
         captured.graph, CLUSTER, [AUTO], budget=Budget(evaluations=10)
     ).rehearsed(rehearsal_of(captured))
-    assert {row.method for row in found.rows} == {AUTO, *(each.name for each in planners())}
+    assert {row.method for row in found.rows} == {
+        AUTO,
+        *(each.name for each in built_in_methods()),
+    }
     assert found.rows[-1].outcome == "ok"
     for row in found.rows:
         assert row.outcome in ("ok", "not_applicable"), (row.method, row.shortage)
@@ -110,7 +113,7 @@ def test_a_pipeline_of_a_tiny_batch(batch: int) -> None:
         evaluator=Evaluator(linear_chain(("a", "b", "c"), batch_size=batch), CLUSTER),
         budget=Budget(evaluations=20),
     )
-    found = planner_by_name("pipeline").plan(problem)
+    found = built_in_methods()["pipeline"].plan(problem)
     assert found.candidates
     assert all(c.strategy.num_micro_batches <= batch for c in found.candidates)
 
@@ -119,6 +122,6 @@ def test_a_pipeline_of_a_model_in_one_piece_says_why_it_does_not_apply() -> None
     problem = Problem(
         evaluator=Evaluator(linear_chain(("a",)), CLUSTER), budget=Budget(evaluations=5)
     )
-    row = run_method(planner_by_name("pipeline"), problem)
+    row = run_method(built_in_methods()["pipeline"], problem)
     assert row.outcome == "not_applicable"
     assert "every stage needs a group of layers, and the model has 1" in row.shortage

@@ -17,8 +17,9 @@ from heterog.export import make_export
 from heterog.planners.issue_order import sends_by_op
 from heterog.planners.judging import run_method
 from heterog.planners.plan import load_plan, make_plan
-from heterog.planners.planner import Budget, Problem, planner_by_name
+from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import run_methods
+from heterog.planners.registry import built_in_methods
 from heterog.planners.rounds import FADES, Contender, next_of
 from heterog.report.answer import brief_answer
 from heterog.simulator.engine import Order
@@ -86,7 +87,7 @@ def test_hosts_of_a_hundred_kinds_are_named_too() -> None:
 @pytest.mark.parametrize("method", ["two_segment", "pipeline", "megatron_grid"])
 def test_an_enumeration_goes_on_where_it_was(method: str) -> None:
     """In two halves it evaluates what it does in one go, each point once."""
-    planner = planner_by_name(method)
+    planner = built_in_methods()[method]
     whole, _ = clocked(0.0)
     once = run_method(planner, Problem(evaluator=whole, budget=Budget(evaluations=100_000)))
     evaluator, clock = clocked(1.0)
@@ -106,10 +107,10 @@ def test_an_enumeration_goes_on_where_it_was(method: str) -> None:
 
 def test_local_search_goes_on_and_takes_up_what_others_found() -> None:
     evaluator, clock = clocked(1.0)
-    planner = planner_by_name("local_search")
+    planner = built_in_methods()["local_search"]
     first = Problem(evaluator=evaluator, budget=Budget(seconds=40.0), clock=clock)
     before = planner.plan(first)
-    other = run_method(planner_by_name("pipeline"), replace(first, memory={}))
+    other = run_method(built_in_methods()["pipeline"], replace(first, memory={}))
     assert other.candidate is not None
     later = replace(first, budget=Budget(seconds=60.0), seeds=(other.candidate,))
     row = run_method(planner, later)
@@ -127,7 +128,7 @@ def test_what_was_kept_for_another_evaluator_is_not_used() -> None:
             problem = Problem(
                 evaluator=evaluator, budget=Budget(evaluations=30), memory=dict(memory)
             )
-            assert planner_by_name(method).plan(problem).candidates
+            assert built_in_methods()[method].plan(problem).candidates
             memory = problem.memory
 
 
@@ -143,7 +144,7 @@ def test_the_second_half_of_a_budget_goes_to_whom_it_pays() -> None:
 
 
 def test_who_was_starved_has_every_second_round_and_who_is_done_none() -> None:
-    planner = planner_by_name("local_search")
+    planner = built_in_methods()["local_search"]
     rich, poor, done = (Contender(planner=planner) for _ in range(3))
     one = {"given_s": 1.0, "best_s": 1.0}
     rich.tell(seconds=1.0, evaluations=90, step_time_s=1.0, **one)
@@ -161,7 +162,7 @@ def test_who_was_starved_has_every_second_round_and_who_is_done_none() -> None:
 
 
 def test_gains_of_long_ago_count_less_once_others_are_ahead() -> None:
-    planner = planner_by_name("local_search")
+    planner = built_in_methods()["local_search"]
     early, leader = (Contender(planner=planner) for _ in range(2))
     one = {"given_s": 1.0, "seconds": 1.0}
     early.tell(evaluations=50, step_time_s=2.0, best_s=2.0, known_s=4.0, **one)
@@ -171,7 +172,7 @@ def test_gains_of_long_ago_count_less_once_others_are_ahead() -> None:
 
 
 def test_where_nothing_fits_the_nearest_to_fitting_goes_on() -> None:
-    planner = planner_by_name("local_search")
+    planner = built_in_methods()["local_search"]
     far, near, nothing = (Contender(planner=planner) for _ in range(3))
     one = {"given_s": 1.0, "best_s": math.inf, "seconds": 1.0, "step_time_s": math.inf}
     far.tell(evaluations=1, overflow_bytes=2e9, **one)
@@ -181,7 +182,7 @@ def test_where_nothing_fits_the_nearest_to_fitting_goes_on() -> None:
 
 
 def test_who_gains_near_the_best_goes_on_and_who_stands_still_does_not() -> None:
-    planner = planner_by_name("local_search")
+    planner = built_in_methods()["local_search"]
     leader, runner_up, last = (Contender(planner=planner) for _ in range(3))
     for contender, times in ((leader, (1.0, 1.0)), (runner_up, (1.2, 1.1)), (last, (4.0, 2.0))):
         for step_time_s in times:

@@ -13,7 +13,8 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.planner import Budget, PlanResult, Problem, planner_by_name
+from heterog.planners.planner import Budget, PlanResult, Problem
+from heterog.planners.registry import built_in_methods
 from heterog.planners.sequences import Sequences
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.engine import Order
@@ -48,7 +49,7 @@ def graph_of(batch_size: int, length: int = LENGTH) -> OpGraph:
 def planned(graph: OpGraph, cluster: Cluster) -> tuple[Evaluator, PlanResult]:
     evaluator = Evaluator(graph, cluster)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=30))
-    return evaluator, planner_by_name("sequences").plan(problem)
+    return evaluator, built_in_methods()["sequences"].plan(problem)
 
 
 @pytest.mark.parametrize("types", [["V100-16GB"] * 4, ["V100-16GB"] * 2 + ["P100-16GB"] * 2])

@@ -12,7 +12,8 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.planner import Budget, PlanResult, Problem, planner_by_name
+from heterog.planners.planner import Budget, PlanResult, Problem
+from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo.volumes import cosmoflow
@@ -29,14 +30,14 @@ def planned(
 ) -> tuple[Evaluator, PlanResult]:
     evaluator = Evaluator(graph, cluster)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=evaluations))
-    return evaluator, planner_by_name("spatial").plan(problem)
+    return evaluator, built_in_methods()["spatial"].plan(problem)
 
 
 def test_cosmoflow_512_fits_eight_unequal_devices_that_cannot_hold_it_alone() -> None:
     graph = graph_of(1, 512)
     cluster = cluster_of((100.0, ["V100-16GB"] * 4), (100.0, ["P100-16GB"] * 4))
     evaluator, result = planned(graph, cluster)
-    alone = planner_by_name("single_device").plan(
+    alone = built_in_methods()["single_device"].plan(
         Problem(evaluator=evaluator, budget=Budget(evaluations=20))
     )
     found = evaluator.referee(result.candidates[0].strategy, Order.FIFO)

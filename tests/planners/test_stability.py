@@ -1,11 +1,9 @@
 """Gains under noise: paired draws, and the choice between equally good strategies."""
 
-from dataclasses import replace
-
 import pytest
 
 from heterog.planners.planner import MethodRow
-from heterog.planners.stability import best_data_parallel, gain
+from heterog.planners.stability import gain, reference_of
 
 
 def row(method: str, step_time_s: float | None, noisy: tuple[float, ...] = ()) -> MethodRow:
@@ -38,10 +36,14 @@ def test_draws_must_be_paired() -> None:
         gain(row("auto", 2.0, (2.0,)), row("ddp", 3.0, (2.0, 4.0)))
 
 
-def test_only_data_parallel_rows_that_fit_are_the_measure() -> None:
-    rows = [row("ev_ar", None), row("tuned_uniform", 0.3)]
-    assert best_data_parallel(rows) is None
-    rows += [row("cp_ps", 0.6), replace(row("ddp", 0.7), method="cp_ar")]
-    best = best_data_parallel(rows)
-    assert best is not None
-    assert best.method == "cp_ps"
+def test_gains_are_over_the_better_of_the_references() -> None:
+    def over(*rows: MethodRow) -> str:
+        found = reference_of(rows)
+        return "" if found is None else found.method
+
+    plain = row("cp_ps", 0.6), row("cp_ar", 0.7), row("auto", 0.1)
+    assert over(row("ev_ar", None), row("auto", 0.1)) == ""
+    assert over(*plain) == "cp_ps"  # nothing else was asked
+    assert over(*plain, row("best_ddp", None)) == "cp_ps"  # or fits
+    assert over(*plain, row("tuned_uniform", 0.8), row("best_ddp", 0.9)) == "tuned_uniform"
+    assert over(*plain, row("tuned_uniform", 0.8), row("best_ddp", 0.5)) == "best_ddp"

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from heterog.cli import app
 from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
-from heterog.planners import planner as registry
-from heterog.planners.planner import Budget, MethodRow, planners
+from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import run_methods
-from heterog.planners.together import can_be_sent, deal, is_random
+from heterog.planners.registry import built_in_methods
+from heterog.planners.together import can_be_sent, deal
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
 from tests.planners.test_planners import graph as mlp
@@ -30,12 +30,12 @@ def rows_of(seats: Seats | None, budget: Budget = BUDGET) -> list[MethodRow]:
 
 
 def test_every_method_is_dealt_and_searches_at_random_are_everywhere() -> None:
-    known = [each for each in planners() if can_be_sent(each)]
+    known = [each for each in built_in_methods() if can_be_sent(each)]
     for num_seats in (1, 2, 3, 64):
         dealt = deal(known, num_seats)
         for planner in known:
             times = sum(planner in seat for seat in dealt)
-            assert times == (num_seats if is_random(planner) else 1), planner.name
+            assert times == (num_seats if planner.is_random else 1), planner.name
         assert all(seat == sorted(seat, key=known.index) for seat in dealt), "in their order"
 
 
@@ -62,11 +62,7 @@ def test_two_seats_search_as_much_as_one_and_always_the_same() -> None:
 
 @THOROUGH
 @pytest.mark.distributed
-def test_a_method_of_ones_own_runs_here_beside_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The command registers the method, and other tests count those that are registered.
-    monkeypatch.setattr(registry, "_REGISTRY", {each.name: each for each in planners()})
+def test_a_method_of_ones_own_runs_here_beside_workers(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from heterog.planners.planner import PlanResult\n"
         "class Own:\n    name, stage = 'own_here', 'search'\n"

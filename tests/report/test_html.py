@@ -247,14 +247,13 @@ def test_the_page_says_what_the_plan_says() -> None:
     assert plan.step_time_s is not None
     page = Reader(report_html(plan, explanation=saying(plan, "One & two.", "Three.")))
     times = {row.method: row.step_time_s or np.inf for row in plan.rows}
-    baseline = min(times["ddp"], times["ev_ps"])
+    baseline = times["tuned_uniform"]  # the methods that gains are over, where there is one
     for words in (
         f"{graph.name} on tiny",
         format_seconds(plan.step_time_s),
         format_seconds(plan.lower_bound_s),
         f"{plan.throughput_samples_per_s:,.1f}",
         f"{baseline / plan.step_time_s:.2f}x",
-        f"{times['tuned_uniform'] / plan.step_time_s:.2f}x",
         f"the plan is {plan.step_time_s / plan.lower_bound_s - 1:.0%} above it",
         "One & two.",
         "Three.",

@@ -79,9 +79,12 @@ def test_the_fastest_is_bold() -> None:
 
 
 def test_speed_up_needs_a_data_parallel_row() -> None:
-    rows = [row("ev_ar", None), row("tuned_uniform", 0.3)]
+    rows = [row("ev_ar", None), row("pipeline", 0.3)]
     text = text_of(methods_table(rows, Cluster.load("paper_8gpu")))
-    assert line_of(text, "tuned_uniform")[2] == "-"
+    assert line_of(text, "pipeline")[2] == "-"
+    rows += [row("ddp", 0.6), row("best_ddp", 0.45)]
+    text = text_of(methods_table(rows, Cluster.load("paper_8gpu")))
+    assert line_of(text, "pipeline")[2] == "1.50x"
 
 
 def test_many_device_types_share_a_column() -> None:

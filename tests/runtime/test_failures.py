@@ -40,8 +40,9 @@ from torch import nn
 class Hanging(torch.optim.SGD):
     calls = 0
     def step(self, closure=None):
-        Hanging.calls += 1
-        if Hanging.calls == 4 and os.environ["RANK"] == "1":
+        stepped = [value.shape for group in self.param_groups for value in group["params"]]
+        Hanging.calls += (16, 6) in stepped  # capture steps other tensors
+        if Hanging.calls == 3 and os.environ["RANK"] == "1":
             time.sleep(600)
         return super().step(closure)
 

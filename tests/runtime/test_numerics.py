@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.plan import make_plan
-from heterog.planners.planner import planners
+from heterog.planners.registry import built_in_methods
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import (
     MODELS,
@@ -149,7 +149,7 @@ def test_every_method_of_the_spine_on_four_ranks(four_ranks: Ranks, tmp_path: Pa
     # Batches of eight on four devices are not cut along space or positions, which test_volumes and
     # test_sequences do.
     apart = ("spatial", "sequences")
-    methods = [planner.name for planner in planners() if planner.name not in apart]
+    methods = [planner.name for planner in built_in_methods() if planner.name not in apart]
     methods = methods if IS_THOROUGH else methods[::4]
     for number, method in enumerate(methods):
         name = list(MODELS)[number % len(MODELS)]

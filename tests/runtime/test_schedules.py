@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -12,15 +13,21 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.peak_memory import peak_bytes
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.program import TaskKind
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, reference, train
+from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, cluster, graph_of, plan_of, strategy_of
 from tests.runtime.test_recomputation import deep
-from tests.thorough import THOROUGH, one_in
+from tests.simulator.builders import plan_by_hand
+from tests.simulator.builders import strategy_of as on_grid
+from tests.thorough import THOROUGH, cases, one_in
 
 RANKS = ((0,), (1,), (2,))
 
@@ -130,6 +137,83 @@ def test_stages_with_slices_train_alike(
     path = tmp_path / "plan.json"
     plan_of(graph, strategy).save(path)
     assert_same(ranks.run(train, "gpt", SGD, str(path)), reference("gpt"))
+
+
+STATED = ("interleaved", "interleaved_zero_bubble", "zero_bubble_v", "dual_pipe_v", "gpipe")
+"""Schedules whose turns are not in the order of micro-batches."""
+
+
+def stated(graph: OpGraph, name: str, sync: Sync, rng: Random) -> Strategy:
+    """Two ranks of two devices, each with two chunks between random groups, slices unequal."""
+    num_groups, num_micro, teams = group_ops(graph).num_groups, 4, ((0, 1), (2, 3))
+    stages = stages_of(name, teams, 2)
+    starts = (0, *sorted(rng.sample(range(1, num_groups), len(stages) - 1)))
+    made: dict[tuple[int, ...], Decision] = {
+        devices: Decision(
+            devices=devices,
+            shares=(BATCH // 2,) * 2,
+            sync=sync,
+            slices=(rng.randint(1, 3), rng.randint(1, 3)) if sync.takes_slices else (),
+            recompute=rng.random() < 0.3,
+        )
+        for devices in teams
+    }
+    ends = (*starts[1:], num_groups)
+    strategy = on_grid(
+        graph,
+        grid_cluster(4),
+        [
+            made[devices]
+            for devices, begin, end in zip(stages, starts, ends, strict=True)
+            for _ in range(end - begin)
+        ],
+    )
+    return replace(
+        strategy,
+        micro_batches=(split_evenly(BATCH // 2, num_micro),) * 4,
+        bucket_bytes=rng.choice([0, 600, 10**6]),
+        step_barrier=rng.random() < 0.5,
+        schedule=stated_turns(name, teams, 2, num_micro, num_devices=4, chunk_starts=starts),
+    )
+
+
+@one_in(4)
+@pytest.mark.distributed
+@pytest.mark.parametrize("sync", [Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])
+@pytest.mark.parametrize("name", STATED)
+def test_chunks_with_slices_train_alike(
+    four_ranks: Ranks, tmp_path: Path, name: str, sync: Sync
+) -> None:
+    """Several chunks a device: gathers and scatters follow its turns, not the model's order."""
+    graph, rng = graph_of("mlp"), Random(f"{name} {sync}")
+    strategy = stated(graph, name, sync, rng)
+    path = tmp_path / "plan.json"
+    plan_by_hand(graph, grid_cluster(4), strategy).save(path)
+    assert_same(four_ranks.run(train, "mlp", SGD, str(path)), reference("mlp"))
+
+
+@pytest.mark.parametrize("sync", [Sync.ZERO1, Sync.ZERO2, Sync.ZERO3])
+@pytest.mark.parametrize("name", STATED)
+def test_chunks_with_slices_move_what_the_closed_form_says(name: str, sync: Sync) -> None:
+    """Stage 1 scatters and gathers once, 2 scatters and 3 also gathers in every micro-batch."""
+    graph = graph_of("mlp")
+    for seed in range(cases(20, 4)):
+        strategy = stated(graph, name, sync, Random(seed))
+        strategy = replace(strategy, step_barrier=True)
+        evaluator = Evaluator(graph, grid_cluster(4))
+        program, _, _ = evaluator.timings(evaluator.encode(strategy), Order.FIFO)
+        moved = {
+            kind: float(program.num_bytes[program.kind == kind].sum())
+            for kind in (TaskKind.REDUCE_SCATTER, TaskKind.GATHER_PARAMETERS)
+        }
+        size = sum(int(graph.tensor_bytes[parameter]) for parameter in graph.parameters)
+        scatters = 1 if sync == Sync.ZERO1 else strategy.num_micro_batches
+        assert moved[TaskKind.REDUCE_SCATTER] == size * scatters
+        if sync != Sync.ZERO3:
+            assert moved[TaskKind.GATHER_PARAMETERS] == size
+        else:  # forth, and back where an op of the backward pass reads the parameter
+            read = size * strategy.num_micro_batches
+            assert read < moved[TaskKind.GATHER_PARAMETERS] <= 2 * read
 
 
 def peak_of_deep(rank: int, path: str) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from heterog.cluster import Cluster
 from heterog.graph.grouping import CONSTANT_GROUP
@@ -94,6 +94,39 @@ class Scatter(NamedTuple):
     done: Buffer
     received: Buffer | None
     given: Buffer | None
+
+
+Entry = TypeVar("Entry")
+
+
+@dataclass(slots=True)
+class Lane(Generic[Entry]):
+    """What the gathers, or scatters, of one pass of a chunk come behind, the last one last.
+
+    Attributes:
+        turn: The turn that added to it last, -1 for none.
+        entries: What they come behind.
+    """
+
+    turn: int
+    entries: list[Entry]
+
+
+def begun_lane(
+    lanes: dict[tuple[int, int, int], Lane[Entry]], key: tuple[int, int, int], turn: int
+) -> list[Entry]:
+    """What a turn of a device comes behind: that of its latest turn up to then in any lane."""
+    own = lanes.setdefault(key, Lane(-1, []))
+    if own.turn != turn:
+        mine = [
+            each
+            for (device, *_), each in sorted(lanes.items(), key=lambda pair: pair[0])
+            if device == key[0]
+        ]
+        earlier = [each for each in mine if 0 <= each.turn <= turn]
+        before = list(max(earlier, key=lambda each: each.turn).entries) if earlier else []
+        own.turn, own.entries = turn, before
+    return own.entries
 
 
 class Meaning(NamedTuple):
@@ -1141,6 +1174,9 @@ class Walk:
         devices = range(self.cluster.num_devices)
         self.first_readers: dict[tuple[int, bool], list[Buffer]] = {}
         self.scatters: list[list[Scatter]] = [[] for _ in devices]
+        # The same under stated turns, by device and what it goes on with: a chunk, and the pass.
+        self.reader_lanes: dict[tuple[int, int, int], Lane[Buffer]] = {}
+        self.scatter_lanes: dict[tuple[int, int, int], Lane[Scatter]] = {}
 
     def gather_parameters(self, op: int, is_backward: bool) -> bool:
         """Stage 3: gather the buckets that an op is the first of its pass to read; whether any."""
@@ -1212,6 +1248,10 @@ class Walk:
         between both passes of one: its first gathers for the backward pass come behind those of
         the first forward pass, and the later ones behind each other.
         """
+        if self.strategy.schedule.turns and self.has_turns:
+            assert self.work is not None
+            key = device, self.chunk_of(device, self.group) or 0, int(self.work)
+            return begun_lane(self.reader_lanes, key, self.turn(device))
         if not is_backward or self.has_all_groups(device):
             return self.first_readers.setdefault((device, False), [])
         if (device, True) not in self.first_readers:
@@ -1258,7 +1298,8 @@ class Walk:
             ring = next(ring for ring in self.shares.rings(first) if device in ring.devices)
             size = self.payload(bucket, ring)
             reads: list[Buffer | None] = []
-            if by_micro:
+            in_lanes = bool(self.strategy.schedule.turns) and self.has_turns
+            if by_micro and not in_lanes:
                 reads += [each for earlier in self.scatters[device][-2:-1] for each in earlier]
             for member in bucket:
                 reads.append(made[member].get(device))
@@ -1268,15 +1309,34 @@ class Walk:
                 num_bytes=2.0 * size if len(bucket) > 1 else 0.0,
             )  # fmt: skip
             self.follow(task)
+            if by_micro and in_lanes:  # now its turn is known
+                before = self.scatters_so_far(first, device, task.turn)[-2:-1]
+                task.reads += [each for left in before for each in left if each is not None]
             if len(bucket) > 1:
                 flat[device] = task.make(device, size)
-            if decision.sync == Sync.ZERO2 and self.has_all_groups(device):
+            if decision.sync == Sync.ZERO2 and self.has_all_groups(device) and not in_lanes:
                 # The next micro-batch does not begin while this one waits for its scatters: it
                 # would keep activations of both. Stage 3 has its gathers for that.
                 going_on = task.make(device)
                 for member in bucket:
                     self.arrived[member][device] = going_on
         return flat
+
+    def scatters_so_far(self, first: int, device: int, turn: int | None = None) -> list[Scatter]:
+        """The reduce-scatters of a device that the next one of a bucket comes behind.
+
+        Args:
+            first: First parameter of the bucket.
+            device: The device.
+            turn: Turn that begins, if one does.
+        """
+        if not self.strategy.schedule.turns or not self.has_turns:
+            return self.scatters[device]
+        group = self.reading.parameter_group(first)
+        key = device, self.chunk_of(device, group) or 0, 0
+        if turn is None:
+            return self.scatter_lanes.setdefault(key, Lane(-1, [])).entries
+        return begun_lane(self.scatter_lanes, key, turn)
 
     def scatter(self, bucket: list[int], ring: Ring, flat: Where) -> None:
         """Reduce-scatter a bucket's gradients from the devices of a ring that have some."""
@@ -1290,9 +1350,9 @@ class Walk:
                 reads.append(self.added[first].get(device) if len(bucket) == 1 else None)
                 continue
             reads.append(slices.get(device))
-            if device not in flat and self.scatters[device]:
+            if device not in flat and self.scatters_so_far(first, device):
                 # It makes no gradient that could wait for what the last one left here.
-                reads.append(self.scatters[device][-1].received)
+                reads.append(self.scatters_so_far(first, device)[-1].received)
         task = self.add(
             TaskKind.REDUCE_SCATTER, first, reads=reads, micro=self.micro, num_bytes=size,
             route=_first_route(decision, ring),
@@ -1312,7 +1372,7 @@ class Walk:
         if by_micro:
             for device in ring.devices:
                 left = Scatter(done, received.get(device), flat.get(device))
-                self.scatters[device].append(left)
+                self.scatters_so_far(first, device).append(left)
 
     def add_up_copies(self, bucket: list[int], copies: list[Ring], flat: Where) -> None:
         """Add up the slices of all slice groups, each over the devices that own it."""

@@ -16,6 +16,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, parse_layout
 from heterog.strategy.layouts.placed import Given, place_layout, sizes_of
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of, stage_of_groups
+from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Keeps, Sync
@@ -167,7 +168,7 @@ def test_uneven_layers_need_a_word() -> None:
 
 
 def test_slices_need_an_elementwise_optimizer() -> None:
-    with pytest.raises(LayoutError, match="Adafactor is not known to treat every element"):
+    with pytest.raises(LayoutError, match="Adafactor looks at whole parameters"):
         placed("zero=1", graph_of(2, optimizer=torch.optim.Adafactor))
 
 
@@ -342,6 +343,41 @@ def test_a_team_shares_what_can_be_split() -> None:
     assert sums.sum() >= by_layers / 2
     assert not any("reach over several hosts" in remark for remark in given.remarks)
     assert any("reach over several hosts" in remark for remark in placed("tp=4").remarks)
+
+
+class InTurn(nn.Module):
+    """Layers that attend with and without a mask in turn, and take a softmax over either axis."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({name: nn.Linear(16, 16) for name in "qkvo"}) for _ in range(4)
+        )
+        self.register_buffer("mask", torch.ones(8, 8).tril().bool())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, nn.ModuleDict)
+            q, k, v = (layer[name](x).view(-1, 8, 4, 4).transpose(1, 2) for name in "qkv")
+            mask = self.mask if number % 2 else None
+            found = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            found = found.transpose(1, 2).softmax(1 + number // 2)
+            x = x + layer["o"](found.reshape(-1, 8, 16))
+        return x
+
+
+def test_layers_that_make_other_calls_are_not_split_alike() -> None:
+    """The rule of attention with a mask has an input more: ModernBERT has both in turn."""
+    batch = (torch.zeros(BATCH, 8, 16), torch.zeros(BATCH, 8, 16))
+    graph = capture(Workload(InTurn, batch, nn.functional.mse_loss, torch.optim.SGD))
+    rules = team_rules(graph, tuple(range(group_ops(graph).num_groups)))
+    assert axis_plan(graph, rules.op_rules).sharded  # every rule is legal for its op
+    with_rules = {op for op, _ in rules.op_rules}
+    attended = [n for n, op in enumerate(graph.ops) if op.kind == "attention"]
+    assert len(attended) == 4
+    assert with_rules.issuperset(attended)
 
 
 def test_a_team_has_no_more_members_than_units() -> None:

@@ -194,6 +194,8 @@ def test_strategies_with_rules_come_back_from_json() -> None:
         (99, (R,), R, 1, r"ascending order of ops from 0 to 43, each once"),
         (2, (R,), R, 0, r"has 0 units; it must have 1 or more"),
         (2, (L,), L, 8, r"op 2 'relu.default'"),
+        (1, (R, R), R, 1, r"the rule of op 1 .* places 2 inputs and 1 outputs; the op has 3 and"),
+        (2, (S(0), R), S(0), 16, r"the rule of op 2 .* places 2 inputs and 1 outputs"),
     ],
 )  # fmt: skip
 def test_rules_that_are_not_legal(

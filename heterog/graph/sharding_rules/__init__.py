@@ -24,7 +24,7 @@ from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the t
     view,
 )
 from heterog.graph.sharding_rules.halo import RUNS_ON_WINDOWS, halo_rule
-from heterog.graph.sharding_rules.legal import legal_rules, propagate
+from heterog.graph.sharding_rules.legal import claims_checked, legal_rules, propagate
 from heterog.graph.sharding_rules.local import local_args, local_shape
 from heterog.graph.sharding_rules.table import RULES, RuleResult, Special
 
@@ -33,6 +33,7 @@ __all__ = [
     "RUNS_ON_WINDOWS",
     "RuleResult",
     "Special",
+    "claims_checked",
     "halo_rule",
     "legal_rules",
     "local_args",

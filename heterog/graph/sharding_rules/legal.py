@@ -1,9 +1,11 @@
 """Finding the rule of an op for given placements, and all of its rules."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import combinations, product
 
+from heterog.errors import GraphError
 from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta
 from heterog.graph.sharding_rules.halo import halo_dim, halo_rule
 from heterog.graph.sharding_rules.table import RULES, Rule, RuleResult, positions
@@ -25,12 +27,41 @@ def propagate(
         inputs, and everything replicated otherwise. ``None`` if the table does not know the op:
         then only running it replicated is right, and for an op that draws random numbers not
         even that.
+
+    Raises:
+        GraphError: the op has other arguments or inputs than its kind has.
     """
     dim = halo_dim(placements)
-    if dim is not None:
-        return halo_rule(call, dim, axis_size)
     found = RULES.get(call.kind)
-    return _applied(found, call, placements, axis_size) if found else None
+    try:
+        if dim is not None:
+            return halo_rule(call, dim, axis_size)
+        return _applied(found, call, placements, axis_size) if found else None
+    except _FAULTS as error:
+        raise _unfit(f"the args do not fit the sharding rule of {call.kind}", error) from error
+
+
+_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+
+
+@contextmanager
+def claims_checked(fault: str) -> Iterator[None]:
+    """Context for code that reads the args of an op: in an imported graph they may be anything.
+
+    Args:
+        fault: Description of the fault if the code fails on them, without a full stop.
+
+    Raises:
+        GraphError: the code fails on them.
+    """
+    try:
+        yield
+    except _FAULTS as error:
+        raise _unfit(fault, error) from error
+
+
+def _unfit(fault: str, error: Exception) -> GraphError:
+    return GraphError(f"{fault} ({type(error).__name__}: {' '.join(str(error).split())}).")
 
 
 @lru_cache(maxsize=1 << 15)

@@ -38,7 +38,7 @@ from heterog.planners.islands.composing import (
 )
 from heterog.planners.islands.slices import Slices
 from heterog.planners.megatron_grid import MOST_TASKS, least_bubble
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
 from heterog.simulator.evaluator import Evaluation, Outcome
@@ -72,7 +72,7 @@ UNTIL_PLAIN = 0.7
 """The same for what is tried before any estimate."""
 
 
-class Islands:
+class Islands(Planner):
     """Unlike pipelines of machines of one kind each; see the module docstring."""
 
     name = "islands"
@@ -710,6 +710,3 @@ def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
     manner += ", zero_bubble_v" * point.in_a_v
     micro = f"{point.num_micro} micro-batches" if point.num_micro > 1 else "in one go"
     return f"{' | '.join(parts)}; {micro}{manner}"
-
-
-register(Islands())

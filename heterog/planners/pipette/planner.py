@@ -31,7 +31,7 @@ from heterog.planners.pipette.layouts import (
     ranks,
     stage_by_stage,
 )
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.recomputing import cheaper_layouts, surely_kept
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.layouts.layout import LayoutError, Recompute
@@ -62,7 +62,7 @@ class _Trial:
     order: Order
 
 
-class Pipette:
+class Pipette(Planner):
     """Uniform layouts on dedicated hosts; see the module docstring."""
 
     name = "pipette"
@@ -298,6 +298,3 @@ class _Search:
             for host in point.hosts
             for device in self.cluster.host_devices(host)
         )
-
-
-register(Pipette())

@@ -28,7 +28,7 @@ from heterog.cluster.hardware import DeviceType
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.planner import Candidate, PlanResult, Problem, register
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
 from heterog.planners.poplar.curves import (
     liveness,
@@ -54,7 +54,7 @@ NUM_RETURNED = 4
 _MOST_CORRECTIONS = 4
 
 
-class Poplar:
+class Poplar(Planner):
     """ZeRO with unequal batches; see the module docstring.
 
     Args:
@@ -277,8 +277,8 @@ class _Search:
             num_micro = min(2 * num_micro, most)
 
 
-class EvenZero:
-    """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not registered.
+class EvenZero(Planner):
+    """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not a built-in method.
 
     Args:
         zero_stage: Stage 0 to 3.
@@ -307,6 +307,3 @@ class EvenZero:
             num_evaluations=search.spending.evaluations,
             search_seconds=time.perf_counter() - begin,
         )
-
-
-register(Poplar())

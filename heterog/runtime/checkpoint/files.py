@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from heterog.errors import HeterogError, InputFileError, StrategyError
-from heterog.files import cannot_write, check_writable, write_json
+from heterog.files import cannot_write, write_json
 from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import (
     DATA_FOLDER,
@@ -47,7 +47,7 @@ from heterog.runtime.checkpoint.contents import (
     dtype_of,
     to_json,
 )
-from heterog.runtime.launch import CHECKPOINT_INDEX
+from heterog.runtime.launch import check_save_folder
 
 _BATCH_BYTES = 1 << 28
 """Most bytes read at once, besides what a rank holds: 256 MiB; each read reopens the files."""
@@ -88,11 +88,8 @@ class _Reader(FileSystemReader):
 
 def make_data_folder(target: Path) -> int:
     """Make a new, empty data folder and return its number."""
-    if target.is_dir():
-        check_writable(target / CHECKPOINT_INDEX)
-    else:
-        check_writable(target)
-        target.mkdir()
+    check_save_folder(target)
+    target.mkdir(exist_ok=True)
     taken = [
         int(match[1]) for path in target.iterdir() if (match := DATA_FOLDER.fullmatch(path.name))
     ]
@@ -309,8 +306,15 @@ def publish(contents: Contents, index: Path, data: Path) -> None:
     except (TypeError, ValueError) as error:
         raise StrategyError(f"'extra' cannot be saved as JSON: {error}.") from error
     for path in index.parent.iterdir():
-        if DATA_FOLDER.fullmatch(path.name) and path.name != data.name:
+        if DATA_FOLDER.fullmatch(path.name) and path.name != data.name and _is_data(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_data(folder: Path) -> bool:
+    """Whether a folder holds nothing else than the data of a checkpoint."""
+    return folder.is_dir() and all(
+        path.suffix == ".distcp" or path.name == ".metadata" for path in folder.iterdir()
+    )
 
 
 def _metadata(contents: Contents) -> Metadata:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from heterog.graph.batch_plan import batch_plan, claims_checked
+from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.placement import OpCall, TensorMeta, TensorRef
+from heterog.graph.sharding_rules import claims_checked
 from heterog.simulator.device_models import torch_kernels
 from heterog.simulator.device_models.torch_kernels import (
     Stream,

@@ -16,7 +16,7 @@ from heterog.strategy.layouts.layout import Dispatch, Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
+from heterog.strategy.schedules import as_caps, stages_of, stated_turns
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 
@@ -63,7 +63,7 @@ class Manner:
         recompute_every: of how many layers one does it.
         schedule: a name of ``schedules.SCHEDULES``.
         num_chunks: stages of each rank.
-        keeps_turns: whether the schedule states every turn; otherwise 1F1B is its caps.
+        keeps_turns: whether the schedule states every turn; otherwise it is its caps.
         vocabulary_parallel: whether teams split what is outside of the layers, too.
         sequence_parallel: whether they split what is between matrix products along positions.
         context_parallel: whether teams split sequences instead of layers.
@@ -307,18 +307,14 @@ def _schedule(pipelines: Sequence[Pipeline], manner: Manner, num_devices: int) -
         return AS_IT_COMES
     parts = []
     for pipeline in pipelines:
-        if not manner.keeps_turns:
-            parts.append(caps_of_stages(pipeline.ranks, num_devices))
-            continue
-        parts.append(
-            stated_turns(
-                manner.schedule,
-                pipeline.ranks,
-                manner.num_chunks,
-                len(pipeline.micro_batches),
-                num_devices=num_devices,
-            )
+        stated = stated_turns(
+            manner.schedule,
+            pipeline.ranks,
+            manner.num_chunks,
+            len(pipeline.micro_batches),
+            num_devices=num_devices,
         )
+        parts.append(stated if manner.keeps_turns else as_caps(stated))
     starts = {
         group
         for pipeline in pipelines

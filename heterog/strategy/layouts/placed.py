@@ -137,8 +137,8 @@ def _check(layout: Layout, sizes: Sizes, graph: OpGraph) -> None:
     """Refuse slices and micro-batches that the model does not allow."""
     if layout.zero and sizes.dp > 1 and not graph.updates_elementwise:
         raise LayoutError(
-            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} is not known "
-            "to treat every element on its own; take zero=0."
+            f"zero={layout.zero} updates slices of parameters, but {graph.optimizer} "
+            f"{graph.scope.words}; take zero=0."
         )
     if refused := micro_batches_refused(graph, sizes.num_micro):
         raise LayoutError(f"{sizes.num_micro} micro-batches: {refused.rstrip('.')}.")
@@ -258,7 +258,7 @@ def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
 
 def _manner(layout: Layout, *, has_shared: bool, step_barrier: bool) -> Manner:
     # Inside a turn a shared weight waits for later stages, and sliced gradients for replicas.
-    waits = layout.schedule_name == "1f1b" and (has_shared or layout.zero >= 2)
+    waits = has_shared or (layout.schedule_name == "1f1b" and layout.zero >= 2)
     return Manner(
         zero=layout.zero,
         recompute=layout.recompute,
@@ -283,6 +283,11 @@ def _remarks(layout: Layout, sizes: Sizes, cluster: Cluster, shared: Sequence[st
             f"{', '.join(shared)} shares a weight with a later stage: both parts run where the "
             "first one is (Megatron keeps a copy on each and sums their gradients)."
         )
+        if layout.schedule_name != "1f1b" and sizes.num_micro > 1:
+            remarks.append(
+                f"Inside a turn that would wait for later stages, so {layout.schedule_name} keeps "
+                "its micro-batches in flight here, but not its order of turns."
+            )
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         remarks.append(
             f"{sizes.dp} replicas in {sizes.dp_replicate} copies leave nothing to slice: each "

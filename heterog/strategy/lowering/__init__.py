@@ -41,11 +41,12 @@ from heterog.strategy.lowering.choice import ring_decision as ring_decision
 from heterog.strategy.lowering.encoding import encode_messages
 from heterog.strategy.lowering.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
-from heterog.strategy.lowering.scratch import Scratch, spans
+from heterog.strategy.lowering.scratch import Scratch, spans, with_lanes
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
 from heterog.strategy.lowering.stashed import source_stages as source_stages
 from heterog.strategy.lowering.stashed import stash_bytes as stash_bytes
 from heterog.strategy.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
+from heterog.strategy.lowering.turns import AS_STATED
 from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
 from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.strategy import Strategy
@@ -116,6 +117,8 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
             entered=np.empty((num_devices, num_chunks), np.int32),
             begun=np.empty((num_devices, num_chunks), np.int32),
         )
+    if choice.turns.rule == AS_STATED:
+        scratch = with_lanes(scratch, choice.turns.turn.shape[2], choice.member.shape[1])
     coded, choice = choice.codecs, choice._replace(codecs=())
     while not lower_kernel(tables, choice, scratch, tape):
         tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))

@@ -86,7 +86,7 @@ def _rerun(
                 if tables.op_axis[op] > 0 and tables.value_batch_kind[value] == _S:
                     size *= samples / tables.batch_size
                 scratch.value_buffer[value, device] = write_buffer(tape, device, size)
-        if gathers and tables.value_start[op] < tables.value_start[op + 1]:
-            note_reader(choice, scratch, tables.value_start[op], division, micro, 1)
+        if gathers:
+            note_reader(tables, choice, scratch, tape, op, division, micro, 1)
     if turns.rule != BY_MICRO_BATCH:
         take_turns(turns, tape, group, work_of(tables, turns, reader), micro)

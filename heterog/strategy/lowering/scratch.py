@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.strategy.kernel_arguments import by_reference
+from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.tables import Domain, GraphTables
 
@@ -46,14 +47,18 @@ class Scratch(NamedTuple):
     slice_buffer: IntArray  # summed slices of gradients  # [num_parameters, num_devices]
     slice_token: IntArray  # the last reduce-scatter is done  # [num_parameters, num_devices]
     # Of the last reduce-scatter and the one before: what it received, what it was given, its end.
-    received_buffer: IntArray  # [2, num_devices]
-    scattered_buffer: IntArray  # [2, num_devices]
-    scattered_token: IntArray  # [2, num_devices]
+    # Under stated turns for each chunk, with the turn in which it was last written.
+    received_buffer: IntArray  # [2 * num_lanes, num_devices]
+    scattered_buffer: IntArray  # [2 * num_lanes, num_devices]
+    scattered_token: IntArray  # [2 * num_lanes, num_devices]
+    scattered_turn: IntArray  # [num_lanes, num_devices]
     is_part: (
         IntArray  # 1: the device has no part in some groups, as in a pipeline  # [num_devices]
     )
     # Made by the first readers of the last two gathers, of the last two for the backward pass.
-    anchor: IntArray  # [4, num_devices]
+    # Under stated turns for each pass of each chunk.
+    anchor: IntArray  # [4, or 2 * num_lanes, num_devices]
+    anchor_turn: IntArray  # [num_lanes, num_devices]
     # Under caps on micro-batches in flight; see ``turns``.
     # Made at the end of the last micro-batches that began there, the first one first, in a ring.
     token: IntArray  # [num_devices, num_chunks, num_micro, 2]
@@ -117,10 +122,28 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         received_buffer=per_device(2),
         scattered_buffer=per_device(2),
         scattered_token=per_device(2),
+        scattered_turn=per_device(0),
         is_part=np.empty(num_devices, np.int32),
         anchor=per_device(4),
+        anchor_turn=per_device(0),
         token=np.empty((num_devices, 0, 0, 2), np.int32),
         entered=np.empty((num_devices, 0), np.int32),
         begun=np.empty((num_devices, 0), np.int32),
         permit=per_device(2),
+    )
+
+
+def with_lanes(scratch: Scratch, num_chunks: int, num_devices: int) -> Scratch:
+    """The memory for gathers and scatters under stated turns; see ``slices``."""
+
+    def per_device(rows: int) -> IntArray:
+        return np.empty((rows, num_devices), np.int32)
+
+    return scratch._replace(
+        received_buffer=per_device(2 * num_chunks),
+        scattered_buffer=per_device(2 * num_chunks),
+        scattered_token=per_device(2 * num_chunks),
+        scattered_turn=per_device(num_chunks),
+        anchor=per_device(2 * len(Pass) * num_chunks),
+        anchor_turn=per_device(len(Pass) * num_chunks),
     )

@@ -14,6 +14,10 @@ says, steps it alone and keeps the optimizer's state of it alone. With n devices
   two gathers are ahead, whatever the links could do. A device of a pipeline works on others in
   between the passes of a micro-batch, so that gathers come behind those of the same pass.
 
+Under stated turns a device does other chunks in between, in another order than they are written
+here. There what waits for earlier gathers or scatters has a *lane* for each pass of each chunk: in
+a new turn a lane goes on from that of the latest turn before it, among those that are written.
+
 With slice groups (``Decision.slice_groups``; FSDP's hybrid sharding, Zhao et al. 2023, section
 3.2.2) all of this happens inside each group. After the last micro-batch, before the update, the
 members that own the same slice in all groups add it up in an all-reduce: with k members, S/k each,
@@ -29,6 +33,7 @@ from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
     NUM_BUFFERS,
     NUM_READS,
+    NUM_TASKS,
     OVERFLOW,
     Tape,
     set_units,
@@ -36,8 +41,9 @@ from heterog.strategy.lowering.tape import (
     write_read,
     write_task,
 )
-from heterog.strategy.lowering.turns import follow_gradients
-from heterog.strategy.program import TaskKind
+from heterog.strategy.lowering.turns import AS_STATED, follow_gradients, work_of
+from heterog.strategy.pipeline_schedule import Pass
+from heterog.strategy.program import IntArray, TaskKind
 from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 
@@ -49,6 +55,7 @@ _GATHER_PARAMETERS = int(TaskKind.GATHER_PARAMETERS)
 _STATE = int(Sharded.STATE)
 _GRADIENTS = int(Sharded.GRADIENTS)
 _PARAMETERS = int(Sharded.PARAMETERS)
+_NUM_PASSES = len(Pass)
 _AS_FORWARD = -2
 """Marks that the backward pass has had no gather yet."""
 
@@ -125,26 +132,64 @@ def begin_sliced_step(scratch: Scratch) -> None:
     scratch.scattered_token[:] = -1
     scratch.anchor[:2] = -1
     scratch.anchor[2:] = _AS_FORWARD
+    scratch.scattered_turn[:] = -1
+    scratch.anchor_turn[:] = -1
 
 
 @helper
 def note_reader(
-    choice: Choice, scratch: Scratch, value: int, division: int, micro: int, is_backward: int
-) -> None:
-    """Note the op that makes a value as the first reader of the latest gather of its pass."""
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
+    micro: int, is_backward: int,
+) -> None:  # fmt: skip
+    """Note an op as the first reader of the latest gather of its pass."""
+    value = tables.value_start[op]
+    if value == tables.value_start[op + 1]:
+        return
     for device in range(choice.member.shape[1]):
         if choice.shares[division, micro, device] > 0:
-            row = _anchor_row(scratch, device, is_backward)
+            row = _anchor_row(tables, choice, scratch, tape, op, device, is_backward)
             scratch.anchor[row + 1, device] = scratch.anchor[row, device]
             scratch.anchor[row, device] = scratch.value_buffer[value, device]
 
 
 @helper
-def _anchor_row(scratch: Scratch, device: int, is_backward: int) -> int:
+def _lane_before(last_turn: IntArray, device: int, lane: int, turn: int) -> int:
+    """Begin a turn in a lane: the lane that it goes on from, -1 for none.
+
+    Args:
+        last_turn: Turn in which each lane was written; updated.  # [num_lanes, num_devices]
+        device: Device that takes the turn.
+        lane: Its lane.
+        turn: The turn.
+    """
+    if last_turn[lane, device] == turn:
+        return lane
+    before, latest = -1, -1
+    for other in range(len(last_turn)):
+        if latest < last_turn[other, device] <= turn:
+            before, latest = other, last_turn[other, device]
+    last_turn[lane, device] = turn
+    return before
+
+
+@helper
+def _anchor_row(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, device: int,
+    is_backward: int,
+) -> int:  # fmt: skip
     """Row of the last gather that the next one of a pass must follow.
 
     The first ones of the backward pass follow those of the forward pass before it.
     """
+    if choice.turns.rule == AS_STATED:
+        work = max(work_of(tables, choice.turns, op), is_backward)
+        chunk = max(choice.turns.chunk[tables.op_group[op], device], 0)
+        lane = chunk * _NUM_PASSES + work
+        before = _lane_before(scratch.anchor_turn, device, lane, tape.turn[device])
+        for age in range(2) if before != lane else range(0):
+            made = scratch.anchor[2 * before + age, device] if before >= 0 else -1
+            scratch.anchor[2 * lane + age, device] = made
+        return int(2 * lane)
     row = 2 * is_backward * scratch.is_part[device]
     if scratch.anchor[row, device] == _AS_FORWARD:
         for age in range(2):
@@ -199,7 +244,7 @@ def gather_parameters(
                 member = scratch.next_in_bucket[member]
             for device in range(num_devices):
                 if runs[device] >= 0:
-                    row = _anchor_row(scratch, device, is_backward)
+                    row = _anchor_row(tables, choice, scratch, tape, op, device, is_backward)
                     write_read(tape, scratch.anchor[row + 1, device])
             for device in range(num_devices):
                 if runs[device] < 0:
@@ -279,17 +324,20 @@ def _scatter(
     write_read(tape, scratch.slice_token[first, _first_member(choice, ring)])
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
-            _send_flat(scratch, tape, first, device, by_micro)
+            row = _scatter_row(tables, choice, first, device)
+            _send_flat(scratch, tape, first, device, row, by_micro)
     for device in range(choice.member.shape[1]):
         part = rings.slice_part[ring, device]
         if part > 0.0:
-            _receive_slice(scratch, tape, first, device, num_senders, part * size, by_micro)
+            row = _scatter_row(tables, choice, first, device)
+            _receive_slice(scratch, tape, first, device, row, num_senders, part * size, by_micro)
     done = write_buffer(tape, -1, 0.0)
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
             scratch.slice_token[first, device] = done
             if by_micro:
-                scratch.scattered_token[0, device] = done
+                row = _scatter_row(tables, choice, first, device)
+                scratch.scattered_token[row, device] = done
 
 
 @helper
@@ -344,10 +392,9 @@ def _flatten(
         if not by_micro:
             return
     write_task(tape, _FLATTEN, first, device, micro, 0, -1, 0.0 if single else 2.0 * size)
-    if by_micro:
-        write_read(tape, scratch.scattered_token[1, device])
-        write_read(tape, scratch.scattered_buffer[1, device])
-        write_read(tape, scratch.received_buffer[1, device])
+    in_lanes = by_micro and choice.turns.rule == AS_STATED
+    if by_micro and not in_lanes:
+        _wait_for_scatters(scratch, tape, device, 0)
     member = first
     while member >= 0:
         write_read(tape, _own_gradient(tables, choice, scratch, member, device, by_micro))
@@ -355,9 +402,13 @@ def _flatten(
             write_read(tape, scratch.gradient_token[member, device])
         member = scratch.next_in_bucket[member]
     follow_gradients(choice.turns, tape)
+    if in_lanes:  # now its turn is known
+        row = _scatter_row(tables, choice, first, device)
+        _begin_scatters(scratch, device, row, tape.tasks[tape.counts[NUM_TASKS] - 1].turn)
+        _wait_for_scatters(scratch, tape, device, row)
     if not single:
         scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
-    if sharded == _GRADIENTS and scratch.is_part[device] == 0:
+    if sharded == _GRADIENTS and scratch.is_part[device] == 0 and not in_lanes:
         # The next micro-batch does not begin while this one waits for its scatters: it would
         # keep activations of both. Stage 3 has its gathers for that.
         flattened = write_buffer(tape, device, 0.0)
@@ -368,7 +419,37 @@ def _flatten(
 
 
 @helper
-def _send_flat(scratch: Scratch, tape: Tape, first: int, device: int, by_micro: bool) -> None:
+def _scatter_row(tables: GraphTables, choice: Choice, first: int, device: int) -> int:
+    """Row of the last scatter of a device, in the lane of a bucket."""
+    if choice.turns.rule != AS_STATED:
+        return 0
+    return 2 * max(int(choice.turns.chunk[tables.parameter_group[first], device]), 0)
+
+
+@helper
+def _begin_scatters(scratch: Scratch, device: int, row: int, turn: int) -> None:
+    """Begin a turn in the lane of a row."""
+    lane = row // 2
+    before = _lane_before(scratch.scattered_turn, device, lane, turn)
+    if before == lane:
+        return
+    for age in range(2):
+        for made in (scratch.scattered_token, scratch.scattered_buffer, scratch.received_buffer):
+            made[row + age, device] = made[2 * before + age, device] if before >= 0 else -1
+
+
+@helper
+def _wait_for_scatters(scratch: Scratch, tape: Tape, device: int, row: int) -> None:
+    """Make the task begun last wait for all but the last scatter of a lane."""
+    write_read(tape, scratch.scattered_token[row + 1, device])
+    write_read(tape, scratch.scattered_buffer[row + 1, device])
+    write_read(tape, scratch.received_buffer[row + 1, device])
+
+
+@helper
+def _send_flat(
+    scratch: Scratch, tape: Tape, first: int, device: int, row: int, by_micro: bool
+) -> None:
     """Write the reads of the reduce-scatter begun last on a device."""
     write_read(tape, scratch.flat_buffer[0, device])
     if not by_micro:
@@ -377,18 +458,18 @@ def _send_flat(scratch: Scratch, tape: Tape, first: int, device: int, by_micro: 
         return
     write_read(tape, scratch.slice_buffer[first, device])
     if scratch.flat_buffer[0, device] < 0:
-        write_read(tape, scratch.received_buffer[0, device])
-    scratch.scattered_buffer[1, device] = scratch.scattered_buffer[0, device]
-    scratch.received_buffer[1, device] = scratch.received_buffer[0, device]
-    scratch.scattered_token[1, device] = scratch.scattered_token[0, device]
-    scratch.scattered_buffer[0, device] = scratch.flat_buffer[0, device]
-    scratch.received_buffer[0, device] = -1
+        write_read(tape, scratch.received_buffer[row, device])
+    scratch.scattered_buffer[row + 1, device] = scratch.scattered_buffer[row, device]
+    scratch.received_buffer[row + 1, device] = scratch.received_buffer[row, device]
+    scratch.scattered_token[row + 1, device] = scratch.scattered_token[row, device]
+    scratch.scattered_buffer[row, device] = scratch.flat_buffer[0, device]
+    scratch.received_buffer[row, device] = -1
 
 
 @helper
 def _receive_slice(
-    scratch: Scratch, tape: Tape, first: int, device: int, num_senders: int, size: float,
-    by_micro: bool,
+    scratch: Scratch, tape: Tape, first: int, device: int, row: int, num_senders: int,
+    size: float, by_micro: bool,
 ) -> None:  # fmt: skip
     """Write the buffers that the reduce-scatter begun last makes on a device."""
     others = num_senders - (1 if scratch.flat_buffer[0, device] >= 0 else 0)
@@ -396,7 +477,7 @@ def _receive_slice(
         others = 1  # zeros, to which other slice groups add theirs
     received = write_buffer(tape, device, others * size)
     if by_micro:
-        scratch.received_buffer[0, device] = received
+        scratch.received_buffer[row, device] = received
         if scratch.slice_buffer[first, device] < 0:
             scratch.slice_buffer[first, device] = write_buffer(tape, device, size)
     elif scratch.flat_buffer[0, device] < 0:

@@ -120,9 +120,9 @@ def _lower_op(
     if tables.op_group[op] >= 0 and choice.recompute[tables.op_group[op]] > 0:
         recompute_before(tables, choice, scratch, tape, op, micro)
     compute_op(tables, choice, scratch, tape, op, division, micro)
-    if gathers and tables.value_start[op] < tables.value_start[op + 1]:
+    if gathers:
         is_backward = tables.op_is_backward[op]
-        note_reader(choice, scratch, tables.value_start[op], division, micro, is_backward)
+        note_reader(tables, choice, scratch, tape, op, division, micro, is_backward)
     if tables.op_recut[op] == _SUMMED:
         scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     elif tables.op_recut[op] == _EXCHANGED:

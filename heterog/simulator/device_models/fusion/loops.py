@@ -17,6 +17,7 @@ from typing import NamedTuple
 from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import ITEM_BYTES, OpCall, TensorRef
+from heterog.graph.sharding_rules import claims_checked
 from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, NONLINEAR
 from heterog.graph.sharding_rules.table import dimension, dimensions
 
@@ -151,8 +152,10 @@ class _Lowering:
                 self.of_tensor.extend([-1] * op.num_outputs)
                 continue
             call = self.graph.call(index)
-            made = self.view(call) if self.graph.is_view[index] else self.kernel(call)
-            assert len(made) == op.num_outputs
+            # In an imported graph an op may claim anything.
+            with claims_checked(f"the args of {op.name or op.kind} do not fit those of {op.kind}"):
+                made = self.view(call) if self.graph.is_view[index] else self.kernel(call)
+                assert len(made) == op.num_outputs, f"it has {op.num_outputs} outputs"
             self.of_tensor.extend(made)
         return Steps(
             steps=tuple(self.steps),

@@ -1,0 +1,185 @@
+"""Is a balanced loop equal to one process, in every kind of loop?
+
+    python experiments/loops_equal.py --json
+    python experiments/loops_equal.py --only "Lightning/ragged end"
+
+Two ranks with shares of 14 and 2 samples train for ten batches over gloo: in plain loops with
+DistributedDataParallel and ``fully_shard``, with the Trainer, Accelerate and Lightning. One
+process trains with the whole batches in the same order, without this package: the stock Trainer
+for the Trainer, a plain PyTorch loop for the others. ``samples`` says whether each update has the
+same samples and learning rate, ``weights`` is the largest difference of weights after the last
+one, relative to the largest weight. A row is equal if the first holds and the second is at most
+1e-5.
+
+``REFUSED`` lists beforehand what is not run, and why. A row that raises an error has failed.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from loops import accelerated, plain, with_lightning, with_trainer
+from loops.cases import CASES, SHARES, Case, Record, Run
+
+from heterog.runtime.launch import free_port
+
+MOST_DIFFERENCE = 1e-5
+LIMIT_S = 120.0
+
+LOOPS: dict[str, tuple[Run, Run]] = {
+    "DDP": (plain.alone, plain.on_ranks("ddp")),
+    "FSDP2": (plain.alone, plain.on_ranks("fsdp")),
+    "Trainer": (with_trainer.alone, with_trainer.on_ranks),
+    "Accelerate": (plain.alone, accelerated.on_ranks),
+    "Lightning": (plain.alone, with_lightning.on_ranks),
+}
+"""How each loop runs on one process, and on ranks."""
+
+REFUSED = {
+    ("Trainer", "two optimizers"): "a Trainer has one optimizer",
+}
+
+
+class Row(NamedTuple):
+    """One loop in one case; fields without a value are those of a row that did not run."""
+
+    loop: str
+    case: str
+    equal: bool
+    weights: float | None
+    samples: bool | None
+    refused: str | None
+    failed: str | None
+
+
+def main() -> int:
+    """Run rows and print a table, or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="rows as LOOP/CASE, separated by commas")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    every = [(loop, case) for loop in LOOPS for case in CASES]
+    asked = [tuple(each.split("/", 1)) for each in options.only.split(",") if each]
+    unknown = [each for each in asked if each not in every]
+    if unknown:
+        parser.error(f"no row is called {unknown}; loops are {list(LOOPS)}, cases {list(CASES)}")
+    prepare()
+    rows = []
+    for loop, case in asked or every:
+        begin = time.monotonic()
+        rows.append(run_row(loop, case))
+        print(f"{rows[-1]} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
+    equal = sum(row.equal for row in rows)
+    refused = sum(row.refused is not None for row in rows)
+    if options.json:
+        record = {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused}
+        print(json.dumps(record, indent=1))
+    else:
+        print(f"{equal} of {len(rows)} rows are equal, {refused} are refused")
+    return 0 if equal + refused == len(rows) else 1
+
+
+def prepare() -> None:
+    """Set up this process, which all ranks are forked from: libraries are imported once."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+
+
+def run_row(loop: str, case: str) -> Row:
+    """Train on one process and on ranks, and compare."""
+    refused = REFUSED.get((loop, case))
+    if refused is not None:
+        return Row(loop, case, False, None, None, refused, None)
+    alone, on_ranks = LOOPS[loop]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            ((weights, updates),) = _run(alone, CASES[case], 1, Path(folder) / "one")
+            ranks = _run(on_ranks, CASES[case], len(SHARES), Path(folder) / "ranks")
+        except RuntimeError as error:
+            return Row(loop, case, False, None, None, None, str(error))
+    together = [
+        [(parts[0].rate, sorted({index for part in parts for index in part.samples}))]
+        for parts in zip(*(each for _, each in ranks), strict=False)
+    ]
+    expected = [[(update.rate, sorted(update.samples))] for update in updates]
+    same = together == expected and all(len(each) == len(expected) for _, each in ranks)
+    largest = max(float(each.abs().max()) for each in weights)
+    apart = max(
+        float((one - other).abs().max())
+        for found, _ in ranks
+        for one, other in zip(weights, found, strict=True)
+    )
+    is_equal = same and apart <= MOST_DIFFERENCE * largest
+    return Row(loop, case, is_equal, apart / largest, same, None, None)
+
+
+def _run(run: Run, case: Case, num_ranks: int, folder: Path) -> list[Any]:
+    """Weights and updates of each rank.
+
+    Raises:
+        RuntimeError: a rank failed or took too long; with the last line of what it said.
+    """
+    folder.mkdir()
+    port = str(free_port())
+    pids = []
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if pid == 0:
+            _be_rank(run, case, rank, num_ranks, port, folder)
+        pids.append(pid)
+    end = time.monotonic() + LIMIT_S
+    codes: dict[int, int] = {}
+    while len(codes) < num_ranks and time.monotonic() < end and not any(codes.values()):
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = status
+        time.sleep(0.01)
+    for pid in set(pids) - set(codes):
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    if len(codes) < num_ranks or any(codes.values()):
+        said = [_last_line(folder / f"{rank}.err") for rank in range(num_ranks)]
+        raise RuntimeError(next((line for line in said if line), f"no end in {LIMIT_S:g} s"))
+    return [torch.load(folder / f"{rank}.out", weights_only=False) for rank in range(num_ranks)]
+
+
+def _be_rank(run: Run, case: Case, rank: int, num_ranks: int, port: str, folder: Path) -> NoReturn:
+    code = 1
+    try:
+        flags = os.O_WRONLY | os.O_CREAT
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(folder / f"{rank}.log", flags), 2)
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
+        if num_ranks > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NODE_RANK="0")
+        record = Record()
+        weights = run(case, record, str(folder))
+        torch.save((weights, record.updates), folder / f"{rank}.out")
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.err").write_text(traceback.format_exc())
+    if num_ranks > 1 and torch.distributed.is_initialized() and code == 0:
+        torch.distributed.barrier()
+    os._exit(code)
+
+
+def _last_line(path: Path) -> str:
+    return path.read_text().strip().splitlines()[-1] if path.exists() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

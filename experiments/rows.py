@@ -1,0 +1,68 @@
+"""What scripts share: arguments, rows that are kept as they are found, and what is printed."""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+
+def script_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser that describes a script by its docstring and knows ``--json``."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    return parser
+
+
+def progress(line: object) -> None:
+    """Say how far a script is, beside what it prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def teller() -> Callable[[str, float, float], None]:
+    """Prints when a method begins."""
+    begin = time.perf_counter()
+
+    def tell(method: str, fraction: float, best: float) -> None:
+        if fraction == 0.0:
+            spent = time.perf_counter() - begin
+            progress(f"  {spent:6.1f} s {method}")
+
+    return tell
+
+
+def finish(asked: argparse.Namespace, document: object, lines: Iterable[object] = ()) -> None:
+    """Print the document if JSON is asked for, else the lines."""
+    if asked.json:
+        lines = [json.dumps(document, indent=1)]
+    for line in lines:
+        print(line)
+
+
+def read_rows(path: Path | None) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines; none if it is not there, or its last line was cut off."""
+    rows = []
+    for line in path.read_text().splitlines() if path is not None and path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            progress(f"{path}: skipped a line that was cut off")
+    return rows
+
+
+def keep_row(path: Path | None, row: dict[str, Any]) -> None:
+    """Add a row to a file of JSON lines, if there is one."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of numbers above 0."""
+    return math.exp(statistics.fmean(map(math.log, values)))

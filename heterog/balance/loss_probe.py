@@ -1,0 +1,257 @@
+"""Losses of a batch and of its parts, by which sums, and means of different things, differ.
+
+Let L be the loss of samples that are cut into two parts with losses L_1, L_2 and counts c_1, c_2
+of what it may be a mean of (samples, or labels that are not ignored). Then
+
+    L = L_1 + L_2                                 if it is a sum, which ``num_items_in_batch``
+                                                  divides: L halves where that doubles;
+    L = (c_1 L_1 + c_2 L_2) / (c_1 + c_2)         if it is a mean over what c counts.
+
+The parts have one and three samples, and labels of the three are ignored but for one in each
+sample, where labels can be: so these values differ.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heterog.balance.shares import BalanceError
+
+Batch = Mapping[str, Any]
+CountOf = Callable[[Batch], float]
+UNCOUNTED = -100
+"""The label that losses of PyTorch and Transformers ignore."""
+
+NUM_ITEMS = "num_items"
+SAMPLES = "samples"
+LABELS = "labels"
+SHIFTED_LABELS = "shifted_labels"
+KINDS = (NUM_ITEMS, SAMPLES, LABELS, SHIFTED_LABELS)
+
+NUM_SAMPLES = 4
+_SAME_KERNELS = 1e-5
+_ROUNDING = 1e-6
+"""Absolute rounding of a loss in float32, which logarithms of nearly 1 have."""
+MOST_CANDIDATES = 16
+
+
+def label_of(batch: Batch, label_names: Sequence[str]) -> Tensor | None:
+    """The labels of a batch: its first tensor of these names."""
+    for name in label_names:
+        if isinstance(batch.get(name), Tensor) and batch[name].dim():
+            found: Tensor = batch[name]
+            return found
+    return None
+
+
+def num_rows(batch: Batch, label_names: Sequence[str]) -> int:
+    """Number of samples of a batch: the length of its labels, or of its first tensor."""
+    first = label_of(batch, label_names)
+    if first is None:
+        tensors = (each for each in batch.values() if isinstance(each, Tensor) and each.dim())
+        first = next(tensors, None)
+    return 0 if first is None else len(first)
+
+
+def candidates(batch: Batch, label_names: Sequence[str]) -> dict[str, CountOf]:
+    """What a loss may be a mean of, for batches like this one: names, and how to count."""
+    found: dict[str, CountOf] = {SAMPLES: lambda batch: num_rows(batch, label_names)}
+    label = label_of(batch, label_names)
+    if label is not None:
+        found[LABELS] = lambda batch: _num_counted(_needed(batch, label_names))
+        if label.dim() > 1:
+            found[SHIFTED_LABELS] = lambda batch: _num_counted(_needed(batch, label_names)[:, 1:])
+    for name, value in batch.items():
+        if "mask" in name and isinstance(value, Tensor) and len(found) < MOST_CANDIDATES - 3:
+            found[name] = _count_of_mask(name, 0)
+            if value.dim() > 1:
+                found[f"shifted {name}"] = _count_of_mask(name, 1)
+    return found
+
+
+def _needed(batch: Batch, label_names: Sequence[str]) -> Tensor:
+    label = label_of(batch, label_names)
+    if label is None:
+        raise BalanceError(
+            f"a batch has no tensor of labels ({', '.join(label_names)}), as the first one had. "
+            "Give all batches the same contents."
+        )
+    return label
+
+
+def _num_counted(label: Tensor) -> float:
+    return float((label != UNCOUNTED).sum())
+
+
+def _count_of_mask(name: str, begin: int) -> CountOf:
+    return lambda batch: float((batch[name][..., begin:] != 0).sum()) if name in batch else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Losses of some samples and of their two parts.
+
+    Attributes:
+        whole: Loss of all.
+        doubled: The same with twice as many items in ``num_items_in_batch``, if there are.
+        parts: Losses of both parts; ``None`` if the model could not run them.
+        counts: By candidate, what both parts count.
+        tolerance: Relative differences that rounding may make.
+        failure: Why the model could not run the parts.
+    """
+
+    whole: float
+    doubled: float | None
+    parts: tuple[float, float] | None
+    counts: Mapping[str, tuple[float, float]]
+    tolerance: float
+    failure: str = ""
+
+    def expected(self, kind: str) -> float:
+        """Loss of the whole by those of its parts, if it is a sum or a mean of this kind."""
+        assert self.parts is not None
+        first, rest = self.parts
+        if kind == NUM_ITEMS:
+            return first + rest
+        one, other = self.counts[kind]
+        return (one * first + other * rest) / (one + other) if one + other else math.nan
+
+    def difference(self, kind: str) -> float:
+        """Relative difference from what is expected of this kind, beyond rounding of float32."""
+        doubled = self.whole if self.doubled is None else self.doubled
+        # These two are of the same samples, so the same kernels ran.
+        is_divided = self._apart(2 * doubled, self.whole) <= _SAME_KERNELS
+        if not is_divided and self._apart(doubled, self.whole) > _SAME_KERNELS:
+            return math.inf
+        if is_divided and kind != NUM_ITEMS:
+            return math.inf
+        if self.parts is None:
+            return 0.0 if is_divided else math.inf
+        found = self._apart(self.expected(kind), self.whole)
+        return math.inf if math.isnan(found) else found
+
+    def agrees(self, kind: str) -> bool:
+        """Whether the loss may be of this kind."""
+        return self.difference(kind) <= self.tolerance
+
+    def _apart(self, one: float, other: float) -> float:
+        largest = max(abs(self.whole), *map(abs, self.parts or (0.0,)))
+        return max(0.0, abs(one - other) - _ROUNDING) / largest if largest else 0.0
+
+    @property
+    def tells(self) -> bool:
+        """Whether anything was measured that tells kinds apart."""
+        numbers = (self.whole, *(self.parts or ()), *filter(None, [self.doubled]))
+        if not all(map(math.isfinite, numbers)) or not self.whole:
+            return False
+        return self.parts is not None or self.agrees(NUM_ITEMS)
+
+    def __str__(self) -> str:
+        text = f"for some samples it is {self.whole:.6g}"
+        if self.doubled is not None:
+            text += f" ({self.doubled:.6g} with twice the num_items_in_batch)"
+        if self.parts is None:
+            return f"{text}, and the model cannot run a part of them ({self.failure})"
+        wanted = ", ".join(f"{self.expected(kind):.6g} for {kind}" for kind in self.counts)
+        return (
+            f"{text}, for the first {self.parts[0]:.6g}, for the others {self.parts[1]:.6g}. "
+            f"A sum would be {self.expected(NUM_ITEMS):.6g}; a mean {wanted}"
+        )
+
+
+LossOf = Callable[[Batch, float], float]
+"""The loss of a batch, with so many times the items in ``num_items_in_batch``."""
+
+
+def measure(
+    loss_of: LossOf,
+    batch: Batch,
+    label_names: Sequence[str],
+    counts: Mapping[str, CountOf],
+    *,
+    has_items: bool,
+    masked: bool,
+    tolerance: float,
+) -> Measurement:
+    """Measure a loss on samples of a batch, and on both parts of these.
+
+    Args:
+        loss_of: The loss.
+        batch: Samples.
+        label_names: Names of labels.
+        counts: Candidates.
+        has_items: Whether ``num_items_in_batch`` is given to the loss.
+        masked: Whether labels of the second part may be ignored.
+        tolerance: Relative differences that rounding may make.
+    """
+    found = Measurement(whole=math.nan, doubled=None, parts=None, counts={}, tolerance=tolerance)
+    chosen = _chosen_samples(batch, label_names, masked=masked)
+    if chosen is None:
+        return replace(found, failure="no sample has a label that counts")
+    parts = [_take(chosen, index, NUM_SAMPLES) for index in ([0], list(range(1, NUM_SAMPLES)))]
+    try:
+        found = replace(found, whole=loss_of(chosen, 1.0))
+        if has_items:
+            found = replace(found, doubled=loss_of(chosen, 2.0))
+        told = {name: (count(parts[0]), count(parts[1])) for name, count in counts.items()}
+        losses = (loss_of(parts[0], 1.0), loss_of(parts[1], 1.0))
+        return replace(found, parts=losses, counts=told)
+    except Exception as error:  # whatever a model says to inputs that it does not know
+        return replace(found, failure=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def _chosen_samples(batch: Batch, label_names: Sequence[str], *, masked: bool) -> Batch | None:
+    """Samples of a batch: that with the most labels, then those with the fewest, but some."""
+    number = num_rows(batch, label_names)
+    label = label_of(batch, label_names)
+    order = list(range(number))
+    if label is not None and not label.is_floating_point():
+        counted = (label != UNCOUNTED).reshape(number, -1).sum(1).tolist()
+        order = sorted((each for each in order if counted[each]), key=lambda each: counted[each])
+        if order and label.dim() == 1:  # other classes first: they may have other weights
+            classes, last = label.tolist(), order[-1]
+            order = sorted(order, key=lambda each: (classes[each] == classes[last], each == last))
+    if not order:
+        return None
+    rest = [order[index % len(order)] for index in range(NUM_SAMPLES - 1)]
+    chosen: Batch = _take(batch, [order[-1], *rest], number)
+    if masked and label is not None and _may_be_ignored(label):
+        return _with_few_labels(chosen, label_names)
+    return chosen
+
+
+def _may_be_ignored(label: Tensor) -> bool:
+    """Whether labels of -100 can do no harm: on GPUs an index out of range ends the process."""
+    if label.is_floating_point() or not label.dtype.is_signed:
+        return False
+    return label.device.type == "cpu" or bool((label == UNCOUNTED).any())
+
+
+def _with_few_labels(batch: Batch, label_names: Sequence[str]) -> Batch:
+    """Ignore all labels but one in each sample after the first, or where it has one, in all."""
+    changed = dict(batch)
+    for name in label_names:
+        label = batch.get(name)
+        if not isinstance(label, Tensor) or not label.dim() or label.is_floating_point():
+            continue
+        rest = label[1:].clone()
+        rows = rest.reshape(len(rest), -1) if rest.dim() > 1 else rest[None]
+        for row in rows:
+            row[(row != UNCOUNTED).nonzero().flatten()[:-1]] = UNCOUNTED
+        changed[name] = torch.cat([label[:1], rows.reshape(rest.shape)])
+    return changed
+
+
+def _take(value: Any, index: Sequence[int], number: int) -> Any:
+    """Some samples of all tensors and lists of a batch that are as long as it."""
+    if isinstance(value, Mapping):
+        return {name: _take(each, index, number) for name, each in value.items()}
+    if isinstance(value, Tensor) and value.dim() and len(value) == number:
+        return value[list(index)]
+    if isinstance(value, list | tuple) and len(value) == number:
+        return type(value)([value[each] for each in index])
+    return value

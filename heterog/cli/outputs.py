@@ -1,0 +1,181 @@
+"""Outputs of a command: all of them are checked before it begins.
+
+A parameter whose annotation has a ``Written`` names an output. ``outputs_checked`` refuses a call
+that could not write all of its outputs, would write one of them over a file that it reads or over
+another output, or over a file that by its name is of another kind (``-o model.py``).
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import ParamSpec, get_args
+
+from typer.models import ArgumentInfo, OptionInfo
+
+from heterog.errors import InputFileError
+from heterog.files import check_folder_writable, check_writable
+
+P = ParamSpec("P")
+_SUFFIXES = frozenset(
+    ".csv .gz .htm .html .ipynb .json .jsonl .md .pt .pth .py .sh .toml .yaml .yml".split()
+)
+"""Endings of files that people write, or that are read here: each is of one kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Marks a parameter that names an output.
+
+    Attributes:
+        suffixes: Endings of such a file; one that exists and has another of ``_SUFFIXES`` is not
+            replaced.
+        is_folder: Whether it is a folder, in which files are made.
+        makes_parents: Whether folders above it are made, too.
+        index: Name of a file in the folder that is written, too.
+        renews: Parameter of an input that may be the same, as what goes on there is written here.
+    """
+
+    suffixes: tuple[str, ...] = ()
+    is_folder: bool = False
+    makes_parents: bool = False
+    index: str = ""
+    renews: str = ""
+
+
+JSON = Written(suffixes=(".json", ".gz"))
+HTML = Written(suffixes=(".html", ".htm"))
+CSV = Written(suffixes=(".csv",))
+YAML = Written(suffixes=(".yaml", ".yml"))
+POLICY = Written(suffixes=(".pt", ".pth"))
+TRAINING = Written(suffixes=(".pt", ".pth"), renews="resume")
+CHECKPOINT = Written(is_folder=True, index="checkpoint.json", renews="resume")
+FOLDER = Written(is_folder=True)
+CACHE = Written(is_folder=True, makes_parents=True)
+
+
+def outputs_checked(command: Callable[P, None]) -> Callable[P, None]:
+    """The command, which checks its outputs before anything else."""
+    signature = inspect.signature(command, eval_str=True)
+    marks = {name: _mark(each.annotation) for name, each in signature.parameters.items()}
+    options = {name: _option(name, each) for name, each in signature.parameters.items()}
+
+    @wraps(command)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        outputs = {
+            name: (mark, given[name])
+            for name, mark in marks.items()
+            if mark is not None and isinstance(given.get(name), Path)
+        }
+        inputs = {name: value for name, value in given.items() if name not in outputs}
+        _check(outputs, inputs, options)
+        command(*args, **kwargs)
+
+    return checked
+
+
+def not_replaced(path: str | Path | None, what: str, *outputs: Path | None) -> None:
+    """Refuse to write over a file that an input names.
+
+    Args:
+        path: Path of the file, if there is one.
+        what: Description of the input, for the message.
+        outputs: Paths of the outputs; those not asked for are ``None``.
+
+    Raises:
+        InputFileError: one of the outputs is that file.
+    """
+    for output in outputs:
+        if path is not None and output is not None and _is_same(output, Path(path)):
+            raise InputFileError(
+                f"cannot write {output}: {what} is read there; name another file."
+            )
+
+
+def _check(
+    outputs: Mapping[str, tuple[Written, Path]],
+    inputs: Mapping[str, object],
+    options: Mapping[str, str],
+) -> None:
+    written: list[tuple[str, Path]] = []
+    for name, (mark, path) in outputs.items():
+        files = _files(mark, path)
+        for each in files:
+            for other, before in written:
+                if _is_same(each, before):
+                    raise InputFileError(
+                        f"cannot write {each}: {options[other]} and {options[name]} name the same "
+                        "file; name two."
+                    )
+            for asked, value in inputs.items():
+                if asked != mark.renews and any(_is_same(each, read) for read in _paths(value)):
+                    raise InputFileError(
+                        f"cannot write {each} ({options[name]}): {options[asked]} reads it; name "
+                        "another file."
+                    )
+        written += [(name, each) for each in files]
+        _check_one(mark, path, options[name])
+
+
+def _check_one(mark: Written, path: Path, option: str) -> None:
+    """Refuse an output that cannot be written, or that is something else by its name."""
+    files = _files(mark, path)
+    if mark.is_folder:
+        check_folder_writable(path, makes_parents=mark.makes_parents)
+        files = files[1:] if path.is_dir() else []
+    for each in files:
+        target = check_writable(each)
+        suffix = target.suffix.lower()
+        is_other = bool(mark.suffixes) and suffix in _SUFFIXES - {*mark.suffixes}
+        if is_other and target.exists() and target.stat().st_size > 0:
+            raise InputFileError(
+                f"cannot write {each} ({option}): there is a {suffix} file, and what is written "
+                f"ends in {mark.suffixes[0]}; name another file, or remove that one."
+            )
+
+
+def _files(mark: Written, path: Path) -> list[Path]:
+    """The output, and what is written in it."""
+    return [path, path / mark.index] if mark.index else [path]
+
+
+def _paths(value: object) -> Iterator[Path]:
+    """Paths that the value of an argument may name: ``a.py:f``, or several with commas."""
+    if isinstance(value, Path):
+        yield value
+    elif isinstance(value, str):
+        for each in (value, *(part.strip() for part in value.split(","))):
+            for text in filter(None, (each, each.rpartition(":")[0])):
+                yield Path(os.path.expanduser(text))
+    elif isinstance(value, Iterable):
+        for each in value:
+            yield from _paths(each)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, there or not."""
+    try:
+        if os.path.realpath(one) == os.path.realpath(other):
+            return True
+        return one.exists() and other.exists() and one.samefile(other)
+    except (OSError, ValueError):  # no path at all
+        return False
+
+
+def _mark(annotation: object) -> Written | None:
+    return next((each for each in get_args(annotation) if isinstance(each, Written)), None)
+
+
+def _option(name: str, parameter: inspect.Parameter) -> str:
+    """What a parameter is called on the command line."""
+    for each in get_args(parameter.annotation):
+        if isinstance(each, OptionInfo):
+            return str(next(iter((each.default, *(each.param_decls or ())))))
+        if isinstance(each, ArgumentInfo):
+            return name.upper()
+    return name

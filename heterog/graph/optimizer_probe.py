@@ -1,0 +1,362 @@
+"""Finds out what an optimizer looks at, by stepping small tensors whole, one by one and in slices.
+
+All ways get the same gradients. If parameters that are stepped by an optimizer of their own end
+elsewhere than together, the optimizer looks at all of them; if flat slices that are stepped in
+calls of their own do, at whole parameters.
+"""
+
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heterog.errors import HeterogWarning
+from heterog.graph.update_scope import UpdateScope, scope_by_name
+
+_SCALES = (1.0, 1e-3, 30.0, 1.0, 1e3, 1e-2, 1.0, 0.3)
+"""Size of all gradients in each step. Thresholds of norms lie between; eight steps are more than
+RAdam waits for (5) and than Lookahead has between two averages (5 or 6)."""
+
+_MATRICES = ((130, 129), (12, 20))
+"""One has more than 128 on both sides, below which descendants of Adafactor factor no matrix, and
+more than the 4,096 elements below which 8-bit optimizers keep all digits."""
+
+_VECTORS = ((40,), (9,))
+
+_SIZES = (7, 5, 3, 2)
+"""First sizes of tensors of more than two dimensions; further ones are 2."""
+
+_NUM_ALIKE = 2
+"""Parameters of each kind in each group: a norm over a group is one over several."""
+
+_MOST_GROUPS = 16
+"""Most groups of unlike options that are stepped."""
+
+_TOLERANCE = 1e-5
+"""Largest difference of a movement, relative to it; of what looks further it is a part of it."""
+
+_LARGE_RATE = 10.0
+
+_MOST_KNOWN = 64
+
+_known: dict[tuple[Any, ...], UpdateScope] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What of a parameter decides how an optimizer may treat it.
+
+    Attributes:
+        num_dims: Number of its dimensions.
+        is_complex: Whether its elements are complex numbers.
+    """
+
+    num_dims: int
+    is_complex: bool = False
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the parameters that stand for it."""
+        if self.num_dims in (1, 2):
+            return _VECTORS if self.num_dims == 1 else _MATRICES
+        return ((*_SIZES, *(2 for _ in range(self.num_dims)))[: self.num_dims],) * _NUM_ALIKE
+
+
+@dataclass(frozen=True, slots=True)
+class ProbedGroup:
+    """A parameter group as the probe makes it.
+
+    Attributes:
+        options: Options that the group states itself.
+        kinds: Kinds of its parameters, each once.
+    """
+
+    options: Mapping[str, Any]
+    kinds: tuple[Kind, ...]
+
+
+def update_scope(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Iterable[ProbedGroup],
+) -> UpdateScope:
+    """What an optimizer looks at when it updates an element.
+
+    Torch's own elementwise optimizers are known, others are stepped: once for each class and
+    options, without the program's random numbers. One that cannot be stepped so is taken to look
+    at everything, with a warning.
+
+    Args:
+        optimizer: Class of the optimizer.
+        options: Its keyword arguments.
+        groups: Its parameter groups.
+
+    >>> matrices = [ProbedGroup({}, (Kind(2), Kind(1)))]
+    >>> str(update_scope(torch.optim.AdamW, {"lr": 1e-3}, matrices))
+    'element'
+    >>> str(update_scope(torch.optim.Adafactor, {"lr": 1e-3}, matrices))
+    'parameter'
+    """
+    if is_torchs_own(optimizer) and scope_by_name(optimizer.__name__) == UpdateScope.ELEMENT:
+        return UpdateScope.ELEMENT
+    distinct = {(repr(sorted(each.options.items())), each.kinds): each for each in groups}
+    key = (optimizer, repr(sorted(options.items())), *distinct)
+    if key not in _known:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        chosen = [each for each in distinct.values() if each.kinds][:_MOST_GROUPS]
+        _known[key] = probed_scope(optimizer, options, chosen)
+    return _known[key]
+
+
+def is_torchs_own(optimizer: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class is PyTorch's, and not one of the user's with the same name."""
+    return optimizer.__module__.partition(".")[0] == "torch"
+
+
+def probed_scope(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    groups: Sequence[ProbedGroup],
+) -> UpdateScope:
+    """What an optimizer is seen to look at; see ``update_scope``."""
+    if not groups:
+        return UpdateScope.MODEL
+    failure = ""
+    # Single precision only where an optimizer takes nothing else: it hides small movements.
+    for dtype in (torch.float64, torch.float32):
+        probe = _Probe(optimizer, options, groups, dtype)
+        try:
+            with _apart():
+                return _widest(probe)
+        except Exception as error:  # whatever the user's class raises
+            failure = f"{type(error).__name__}: {error}".partition("\n")[0]
+    warnings.warn(
+        f"what {optimizer.__name__} looks at is unknown, because it cannot step small tensors "
+        f"({failure}): plans will let each device that steps any parameter step all of them.",
+        HeterogWarning,
+        stacklevel=2,
+    )
+    return UpdateScope.MODEL
+
+
+def _widest(probe: "_Probe") -> UpdateScope:
+    """The scope at the learning rate of the options, and at a large one where that shows more.
+
+    Step sizes that are estimated (D-Adaptation, Prodigy) grow with the distances walked, which a
+    small rate or a warm-up keeps short for longer than the probe takes.
+    """
+    found = probe.scope()
+    if found == UpdateScope.MODEL:
+        return found
+    probe.rate = _LARGE_RATE
+    with suppress(Exception):  # some refuse so large a rate
+        faster = probe.scope()
+        return faster if found.allows(faster) else found
+    return found
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Keep random numbers, warnings and gradients of the program as they are."""
+    state = random.getstate()
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(state)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A tensor that an optimizer of the probe steps: some elements of the probe's parameters.
+
+    Attributes:
+        group: Number of its group.
+        cut: Function that takes it out of a list of tensors like all parameters.
+    """
+
+    group: int
+    cut: Callable[[Sequence[Tensor]], Tensor]
+
+
+class _Probe:
+    """An optimizer class beside parameters and gradients to step."""
+
+    def __init__(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        options: Mapping[str, Any],
+        groups: Sequence[ProbedGroup],
+        dtype: torch.dtype,
+    ) -> None:
+        self.optimizer = optimizer
+        self.options = options
+        self.rate: float | None = None  # in place of that of the options
+        self.groups = groups
+        self.group_of: list[int] = []
+        self.values: list[Tensor] = []
+        self.gradients: list[list[Tensor]] = [[] for _ in _SCALES]
+        self.epsilon = 100 * torch.finfo(dtype).eps
+        draw = torch.Generator().manual_seed(0)
+        for number, group in enumerate(groups):
+            for kind in group.kinds:
+                own = dtype.to_complex() if kind.is_complex else dtype
+                for shape in kind.shapes:
+                    self._add(number, shape, own, draw)
+
+    def _add(
+        self, group: int, shape: tuple[int, ...], dtype: torch.dtype, draw: torch.Generator
+    ) -> None:
+        """Add a parameter: it and its gradients have another size than the others'."""
+
+        def some() -> Tensor:
+            return torch.randn(shape, dtype=dtype, generator=draw, device="cpu")
+
+        size = 10.0 ** (len(self.values) % 3 - 1)
+        self.group_of.append(group)
+        self.values.append(some() * size)
+        # Mostly one direction: step sizes that are estimated grow only downhill.
+        direction = some() / size
+        for scale, gradients in zip(_SCALES, self.gradients, strict=True):
+            gradients.append((direction + 0.3 * some() / size) * scale)
+
+    def scope(self) -> UpdateScope:
+        """The answer."""
+        pieces = [_whole(number, group) for number, group in enumerate(self.group_of)]
+        together = self._path(pieces, [range(len(pieces))])
+        for number, piece in enumerate(pieces):
+            alone = self._path([piece], [range(1)])
+            if not self._are_alike([[step[number]] for step in together], alone):
+                return UpdateScope.MODEL
+        for slices in (self._flat_slices(), self._cut_apart()):
+            wanted = [[each.cut(step) for each in slices] for step in together]
+            try:  # as on ranks, each slice is stepped in a call of its own
+                found = self._path(slices, [[number] for number in range(len(slices))])
+                is_alike = self._are_alike(wanted, found)
+            except Exception:  # it does not take flat tensors
+                is_alike = False
+            if not is_alike:
+                return UpdateScope.PARAMETER
+        return UpdateScope.ELEMENT
+
+    def _flat_slices(self) -> list[_Piece]:
+        """The parameters of each group, joined to one flat tensor and cut at odd places."""
+        found = []
+        for group in range(len(self.groups)):
+            members = [number for number, own in enumerate(self.group_of) if own == group]
+            total = sum(self.values[number].numel() for number in members)
+            ends = sorted({1, total // 5, total // 2 + 1, total - total // 7, total})
+            for begin, end in zip([0, *ends], ends, strict=False):
+                if begin < end:
+                    found.append(_flat(group, members, begin, end))
+        return found
+
+    def _cut_apart(self) -> list[_Piece]:
+        """Each parameter cut in two along its first dimension, or its last one."""
+        found = []
+        for number, (group, value) in enumerate(zip(self.group_of, self.values, strict=True)):
+            if value.dim() == 0:
+                found.append(_whole(number, group))
+                continue
+            dim = -(number % 2)
+            at = value.shape[dim] // 3 + 1
+            found.append(_part(number, group, dim, 0, at))
+            found.append(_part(number, group, dim, at, value.shape[dim]))
+        return found
+
+    def _path(
+        self, pieces: Sequence[_Piece], calls: Iterable[Sequence[int]]
+    ) -> list[list[Tensor]]:
+        """Values of pieces at the start and after each step.
+
+        Args:
+            pieces: What one optimizer steps.
+            calls: Numbers of the pieces in each call of the optimizer in a step.
+        """
+        torch.manual_seed(0)
+        random.seed(0)
+        calls = list(calls)
+        values = [nn.Parameter(piece.cut(self.values).clone()) for piece in pieces]
+        groups = [
+            {
+                **probe_options(group.options),
+                "params": [v for v, p in zip(values, pieces, strict=True) if p.group == number],
+            }
+            for number, group in enumerate(self.groups)
+        ]
+        optimizer = self.optimizer(groups, **probe_options(self.options))
+        for made in optimizer.param_groups if self.rate is not None else ():
+            if isinstance(made.get("lr"), float):
+                made["lr"] = self.rate
+        members = [group["params"] for group in optimizer.param_groups]
+        path = [[value.detach().clone() for value in values]]
+        for gradients in self.gradients:
+            for call in calls:
+                stepped = {id(values[number]) for number in call}
+                for number in call:
+                    values[number].grad = pieces[number].cut(gradients).clone()
+                for group, every in zip(optimizer.param_groups, members, strict=True):
+                    group["params"] = [value for value in every if id(value) in stepped]
+                optimizer.step()
+                for number in call:
+                    values[number].grad = None
+            path.append([value.detach().clone() for value in values])
+        return path
+
+    def _are_alike(self, wanted: list[list[Tensor]], found: list[list[Tensor]]) -> bool:
+        """Whether two paths agree in every step, as far as digits go."""
+        for number, start in enumerate(wanted[0]):
+            before, has_moved = start, False
+            for right, other in zip(wanted[1:], found[1:], strict=True):
+                now = right[number]
+                moved = (now - before).abs().max()
+                allowed = _TOLERANCE * moved + self.epsilon * now.abs().max()
+                if not (now - other[number]).abs().max() <= allowed:
+                    return False
+                has_moved |= bool(moved > 0)
+                before = now
+            if not has_moved:  # says nothing
+                raise ValueError("it moves nothing in eight steps")
+        return True
+
+
+def probe_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Own copies of options for a CPU, with a learning rate where a schedule begins at 0."""
+    found = {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in options.items()
+    }
+    if "capturable" in found:  # which needs an accelerator
+        found["capturable"] = False
+    rate = found.get("lr")
+    if isinstance(rate, int | float) and rate == 0:
+        found["lr"] = 1e-3
+    elif isinstance(rate, Tensor) and not rate.any():
+        found["lr"] = torch.full_like(rate, 1e-3)
+    return found
+
+
+def _whole(number: int, group: int) -> _Piece:
+    return _Piece(group, lambda tensors: tensors[number])
+
+
+def _flat(group: int, members: Sequence[int], begin: int, end: int) -> _Piece:
+    return _Piece(
+        group,
+        lambda tensors: torch.cat([tensors[each].reshape(-1) for each in members])[begin:end],
+    )
+
+
+def _part(number: int, group: int, dim: int, begin: int, end: int) -> _Piece:
+    return _Piece(group, lambda tensors: tensors[number].narrow(dim, begin, end - begin))

@@ -1,0 +1,205 @@
+"""What has to be alike on all ranks, compared in the first step and again every so often.
+
+Ranks that train with other learning rates, options or batches run to the end without an error, and
+their replicas drift apart. A comparison is one number of eight bytes from each rank; only where
+these differ do ranks tell each other what they have.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.parameter_groups import ParameterGroup
+from heterog.graph.workload import Workload, named_leaves
+from heterog.runtime.collectives import gather_texts
+
+COMPARED_EVERY = 16
+"""Steps from one comparison to the next. A comparison takes as long as a small message, a few
+tenths of a millisecond between machines: a percent of a step of two milliseconds."""
+
+WEIGHTS_COMPARED_EVERY = 64
+"""Steps from one look at the weights to the next, which reads all of them once."""
+
+_DRIFT = 1e-5
+"""Largest relative difference of replicas: other kinds of devices round updates otherwise."""
+
+_SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
+"""Options that loops and schedulers change; an optimizer counts in others, and only where it has
+something to step."""
+
+_SAMPLED = 256
+"""Elements of each tensor of a batch that are compared, at equal distances."""
+
+_MOST_TOLD = 3
+"""Most differences that an error names."""
+
+Facts = dict[str, str]
+"""What a rank has, by a name in words."""
+
+
+def compare(facts: Facts, when: str) -> None:
+    """Compare facts with those of all other ranks; every rank calls it.
+
+    Args:
+        facts: What this rank has.
+        when: When it has that, for the message.
+
+    Raises:
+        StrategyError: ranks have different ones; says which, and on which ranks. All ranks raise.
+    """
+    text = json.dumps(facts, sort_keys=True)
+    mine = torch.tensor([_number(text)], dtype=torch.int64)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    if all(torch.equal(each, mine) for each in every):
+        return
+    told = [json.loads(each) for each in gather_texts(text)]
+    names = [name for name in told[0] if len({each.get(name) for each in told}) > 1]
+    found = "; ".join(_difference(name, told) for name in names[:_MOST_TOLD])
+    more = f" (and {len(names) - _MOST_TOLD} more)" if len(names) > _MOST_TOLD else ""
+    raise StrategyError(
+        f"ranks do not train alike {when}: {found}{more}. Give every rank the same: replicas "
+        "would drift apart."
+    )
+
+
+def compared_at(num_steps: int, *, is_free_running: bool) -> bool:
+    """Whether ranks compare what they have before a step.
+
+    Args:
+        num_steps: Number of steps before it.
+        is_free_running: Whether ranks may be in different steps, except before the first.
+    """
+    if is_free_running:
+        return num_steps == 0
+    return num_steps < 2 or num_steps % COMPARED_EVERY == 0
+
+
+def of_workload(workload: Workload, groups: tuple[ParameterGroup, ...], extra: Facts) -> Facts:
+    """What a workload says that no step changes.
+
+    Args:
+        workload: The workload.
+        groups: Its parameter groups.
+        extra: Further facts.
+    """
+    optimizer = workload.optimizer
+    found = {
+        "torch": torch.__version__,
+        "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
+        "master_dtype": str(workload.master_dtype),
+        "state_dtype": str(workload.state_dtype),
+        **extra,
+    }
+    for key, value in workload.optimizer_options.items():
+        found[f"the optimizer's {key}"] = _in_words(value)
+    for number, group in enumerate(groups):
+        found[f"parameters of group {number}"] = ", ".join(group.names)
+        for key, value in group.options.items():
+            found[f"{key} of group {number}"] = _in_words(value)
+    return found
+
+
+def of_step(optimizer: torch.optim.Optimizer, batch: Any) -> Facts:
+    """What a step trains with: options that change, and some elements of its batch.
+
+    Args:
+        optimizer: The rank's optimizer.
+        batch: The global batch.
+    """
+    found = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key in _SCHEDULED:
+            if key in group:
+                found[f"{key} of group {number}"] = _in_words(group[key])
+    for _, name, value in named_leaves(batch):
+        found[f"shape of the batch's {name}"] = f"{tuple(value.shape)} {value.dtype}"
+        found[f"values of the batch's {name}"] = _digest(value)
+    return found
+
+
+def weights_compared_at(num_steps: int) -> bool:
+    """Whether ranks compare the parameters that several of them have, before a step."""
+    return num_steps == 1 or (num_steps > 0 and num_steps % WEIGHTS_COMPARED_EVERY == 0)
+
+
+def compare_weights(names: Sequence[str], held: Sequence[Tensor | None], when: str) -> None:
+    """Compare the parameters that several ranks have whole, by the sums of their sizes.
+
+    Args:
+        names: Names of the parameters.
+        held: This rank's, or ``None`` where it has none or only a slice.
+        when: When it has them, for the message.
+
+    Raises:
+        StrategyError: replicas differ; names the first. All ranks raise.
+    """
+    mine = torch.tensor(
+        [
+            math.nan if value is None else float(value.detach().abs().double().sum())
+            for value in held
+        ],
+        dtype=torch.float64,
+    )
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    sums = torch.stack(every)  # [num_ranks, num_parameters]
+    least = torch.where(sums.isfinite(), sums, math.inf).min(dim=0).values
+    most = torch.where(sums.isfinite(), sums, -math.inf).max(dim=0).values
+    apart = (most - least > _DRIFT * most.abs()) & (most > least)
+    if not apart.any():
+        return
+    row = int(apart.nonzero()[0])
+    told = [{"size": "none" if value.isnan() else f"{float(value):.9g}"} for value in sums[:, row]]
+    raise StrategyError(
+        f"replicas of '{names[row]}' have drifted apart {when}: {_difference('size', told)}. "
+        "Something changes weights on some ranks only: an optimizer that draws random numbers, or "
+        "code that writes to parameters; do it alike on all ranks."
+    )
+
+
+def _digest(value: Tensor) -> str:
+    """A few hexadecimal digits that depend on elements of a tensor at equal distances."""
+    flat = value.detach().reshape(-1)
+    some = flat[:: max(1, len(flat) // _SAMPLED)].resolve_conj().resolve_neg().contiguous().cpu()
+    return hashlib.sha256(some.view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
+
+
+def _number(text: str) -> int:
+    return int(hashlib.sha256(text.encode()).hexdigest()[:15], 16)
+
+
+def _in_words(value: Any) -> str:
+    """An option as text that is the same on all ranks: no addresses."""
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    if isinstance(value, str | int | float | bool | tuple | list | None):
+        return str(value)
+    return type(value).__qualname__ if isinstance(value, nn.Module) else _name_of(value)
+
+
+def _name_of(value: Any) -> str:
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _difference(name: str, told: list[Facts]) -> str:
+    """One difference in words: each value with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, facts in enumerate(told):
+        ranks.setdefault(facts.get(name, "none"), []).append(rank)
+    values = ", ".join(
+        f"{_cut(value)} on rank{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
+        for value, own in ranks.items()
+    )
+    return f"{name} ({values})"
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= 60 else value[:57] + "..."

@@ -1,0 +1,255 @@
+"""Several loaders of a balancer, passes that are left, states of them, and BatchNorm."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from heterog.balance import BalanceError, Balancer
+from heterog.balance.dealing import epoch_order, without_singles
+from heterog.balance.loader import BalancedLoader
+from tests.runtime.ranks import Ranks
+
+SHARES = (6, 2)
+
+
+class Numbers(Dataset[int]):
+    """Samples that are their own index."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def balancer_of(**options: Any) -> Balancer:
+    return Balancer(batch_size=8, interval=0, **options)
+
+
+def one_pass(loader: BalancedLoader, limit: int = 99) -> list[list[int]]:
+    found = []
+    for batch in loader:
+        found.append(batch.tolist())
+        if len(found) == limit:
+            break
+    return found
+
+
+def epoch(number: int, size: int, batch: int = 8) -> list[list[int]]:
+    order = torch.from_numpy(epoch_order(size, 0, number, shuffle=True))
+    return [part.tolist() for part in torch.split(order, batch)]
+
+
+def train(balancer: Balancer, model: nn.Module, batch: Tensor) -> Tensor:
+    loss = balancer.weigh(model(batch[:, None].float()).mean())
+    torch.autograd.backward(loss)
+    return loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}, {"drop_last": True}],
+    ids=str,
+)
+def test_a_pass_that_is_left_is_followed_by_the_next_epoch(options: dict[str, Any]) -> None:
+    loader = balancer_of().loader(Numbers(29), **options)
+    for number in range(3):
+        assert one_pass(loader, limit=2) == epoch(number, 29)[:2]
+    whole = epoch(3, 29)
+    assert one_pass(loader) == (whole[:-1] if "drop_last" in options else whole)
+
+
+def test_batches_of_tokens_go_on_after_a_break() -> None:
+    balancer, lengths = balancer_of(), [1 + index % 4 for index in range(29)]
+    loader = balancer.loader(Numbers(29), lengths=lengths)
+    batches = balancer.global_batches(Numbers(29), lengths=lengths)
+    for number in range(3):
+        first = [sorted(batch) for batch in one_pass(loader, limit=2)]
+        assert first == [sorted(batches.batch(number, step).tolist()) for step in range(2)]
+
+
+def test_an_epoch_that_is_asked_for_is_dealt_again() -> None:
+    loader = balancer_of().loader(Numbers(29))
+    for number in (0, 0, 2, 2):
+        loader.set_epoch(number)
+        assert one_pass(loader, limit=2) == epoch(number, 29)[:2]
+    iter(loader)  # frameworks make iterators that they never use
+    assert one_pass(loader) == epoch(3, 29)
+
+
+def test_a_state_is_of_the_loader_that_is_trained_with() -> None:
+    """Validation is made first, runs inside a step, and between passes."""
+    model = nn.Linear(1, 1)
+    balancer = balancer_of(model=model)
+    val = balancer.loader(Numbers(11), shuffle=False)
+    loader = balancer.loader(Numbers(29))
+    for step, batch in enumerate(loader):
+        with torch.no_grad():
+            for other in val:
+                balancer.weigh(model(other[:, None].float()).mean())
+        train(balancer, model, batch)
+        done = balancer.state_dict()
+        assert (done["sampler"]["epoch"], done["sampler"]["num_done"]) in [(0, step + 1), (1, 0)]
+        if step == 1:
+            kept = done
+    one_pass(val)
+    assert balancer.state_dict()["sampler"]["epoch"] == 1
+
+    again = balancer_of()
+    val, loader = again.loader(Numbers(11), shuffle=False), again.loader(Numbers(29))
+    again.load_state_dict(kept)
+    assert len(loader) == 4
+    assert one_pass(loader) == epoch(0, 29)[2:]
+    assert one_pass(loader) == epoch(1, 29)
+
+
+def test_a_loss_is_weighed_by_its_own_step_although_validation_runs_inside() -> None:
+    model = nn.Linear(1, 1)
+    balancer = balancer_of(model=model)
+    loader, val = balancer.loader(Numbers(16)), balancer.loader(Numbers(11), shuffle=False)
+    for batch in loader:
+        loss = train(balancer, model, batch)
+        with torch.no_grad():
+            left = iter(val)  # and is left open, as Lightning does
+            balancer.weigh(model(next(left)[:, None].float()).mean())
+        train(balancer, model, batch)
+        assert balancer.mean_loss() == pytest.approx(2 * loss.item())
+
+
+def change_shares(rank: int) -> list[Any]:
+    """Shares of a validation loader follow those of training, measured in training alone."""
+    model = nn.Linear(1, 1)
+    balancer = Balancer(model, batch_size=8, shares=SHARES, interval=2, check_replicas=False)
+    val, loader = balancer.loader(Numbers(16), shuffle=False), balancer.loader(Numbers(80))
+    found: list[Any] = []
+    for step, batch in enumerate(loader):
+        train(balancer, model, batch)
+        balancer.average_gradients()
+        if step == 3:
+            loader.share_sampler.set_shares((4, 4), from_step=8)
+            balancer._share_with_others(loader.share_sampler)
+            found += [len(each) for each in val]
+    return [*found, balancer.shares]
+
+
+@pytest.mark.distributed
+def test_validation_is_dealt_in_the_shares_of_training(two_ranks: Ranks) -> None:
+    assert [found[:2] for found in two_ranks.run(change_shares)] == [[4, 4], [4, 4]]
+
+
+def weigh_two(rank: int, sizes: tuple[int, int]) -> int:
+    model = nn.Linear(1, 1)
+    balancer = balancer_of(shares=SHARES)
+    first, second = (balancer.loader(Numbers(size), seed=size) for size in sizes)
+    count = 0
+    for batch, other in zip(first, second, strict=False):
+        train(balancer, model, torch.cat([batch, other]))
+        count += 1
+    return count
+
+
+@pytest.mark.distributed
+def test_loaders_beside_each_other_are_weighed_where_their_parts_are_alike(
+    two_ranks: Ranks,
+) -> None:
+    assert two_ranks.run(weigh_two, (16, 32)) == [2, 2]
+    with pytest.raises(AssertionError, match="in steps of several loaders at once"):
+        two_ranks.run(weigh_two, (17, 32))
+
+
+def take_ahead(balancer: Balancer, model: nn.Module) -> None:
+    batches = iter(balancer.loader(Numbers(29)))
+    batch = next(batches)
+    while batch is not None:
+        following = next(batches, None)
+        train(balancer, model, batch)
+        batch = following
+
+
+def two_passes_at_once(balancer: Balancer, model: nn.Module) -> None:
+    loader = balancer.loader(Numbers(29))
+    first, second = iter(loader), iter(loader)
+    next(first)
+    next(second)
+    next(first)
+
+
+def other_seed(balancer: Balancer, model: nn.Module) -> None:
+    one_pass(balancer.loader(Numbers(29)), limit=2)
+    other = balancer_of()
+    other.loader(Numbers(29), seed=1)
+    other.load_state_dict(balancer.state_dict())
+
+
+class Stream(IterableDataset[int]):
+    """Samples without an index, but with a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    ("mistake", "text"),
+    [
+        (take_ahead, "a loss was weighed after the last step"),
+        (two_passes_at_once, "another pass of its loader has begun since"),
+        (other_seed, "the data, seed, shuffle or drop_last differ"),
+        (lambda balancer, _: balancer.loader(Stream()), "Stream is a stream of samples"),
+    ],
+    ids=["takes ahead", "two passes", "other seed", "stream"],
+)
+def test_what_would_train_with_other_data_is_refused(
+    mistake: Callable[[Balancer, nn.Module], Any], text: str
+) -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(BalanceError, match=text):
+        mistake(balancer_of(model=model), model)
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=6).filter(lambda counts: sum(counts) > 1))
+def test_no_rank_has_a_single_sample(counts: list[int]) -> None:
+    found = without_singles(counts)
+    assert sum(found) == sum(counts)
+    assert 1 not in found
+    assert all(abs(a - b) <= len(counts) for a, b in zip(counts, found, strict=True))
+
+
+def norms_at_the_end(rank: int, size: int) -> tuple[list[int], bool, bool]:
+    """Samples run in each step, and what the last step changed of BatchNorm."""
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    balancer = balancer_of(model=model, shares=SHARES)
+    found = []
+    for batch in balancer.loader(Numbers(size)):
+        before = norm.running_mean.clone()
+        found.append(len(batch))
+        train(balancer, model, batch)
+    return found, bool((before != norm.running_mean).any()), norm.momentum == 0.1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("size", "last", "changed"),
+    [(18, (2, 2), (True, False)), (19, (3, 2), (True, False)), (20, (2, 2), (True, True))],
+)
+def test_batch_norm_never_runs_one_sample_and_keeps_statistics_without_any(
+    two_ranks: Ranks, size: int, last: tuple[int, int], changed: tuple[bool, bool]
+) -> None:
+    found = two_ranks.run(norms_at_the_end, size)
+    assert tuple(sizes[-1] for sizes, _, _ in found) == last
+    assert tuple(has_changed for _, has_changed, _ in found) == changed
+    assert all(is_restored for _, _, is_restored in found)

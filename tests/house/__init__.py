@@ -1,0 +1,1 @@
+"""How large the house is, how often its paths turn back, and whether a move changed an answer."""

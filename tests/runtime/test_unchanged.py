@@ -1,0 +1,97 @@
+"""What is changed on a deployed model, and what loops do change: obeyed, or one clear error."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from heterog.errors import StrategyError
+from heterog.graph.grouping import group_ops
+from heterog.planners.plan import load_plan
+from heterog.runtime.deploy import DeployedStep, deploy
+from tests.runtime.cases import batch_of, captured_once, workload_of
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import SYNCS, ZERO, graph_of, plan_of, strategy_of
+
+
+def freeze(step: DeployedStep) -> None:
+    next(step.model.parameters()).requires_grad_(False)
+
+
+def tie(step: DeployedStep) -> None:
+    modules = [each for each in step.model.modules() if isinstance(each, nn.Linear)]
+    modules[1].bias = nn.Parameter(modules[1].bias.detach().clone())
+
+
+def evaluate(step: DeployedStep) -> None:
+    step.model.eval()
+
+
+def evaluate_and_train(step: DeployedStep) -> None:
+    step.model.eval().train()
+
+
+def add_group(step: DeployedStep) -> None:
+    step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def slow_down(step: DeployedStep) -> None:
+    for group in step.optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 0.01, 0.1
+
+
+CHANGES: dict[Callable[[DeployedStep], None], str] = {
+    freeze: "'0.weight' has requires_grad=False now, which this step does not know. The step was",
+    tie: "'2.bias' is another parameter now, or gone",
+    evaluate: r"module '\(root\)' is in eval\(\) mode now, but .* call train\(\) on it before",
+    add_group: "the optimizer has 2 parameter groups now, 1 when the plan was deployed",
+    evaluate_and_train: "",
+    slow_down: "",
+}
+
+
+def trained(rank: int, path: str, number: int) -> dict[str, torch.Tensor] | str | None:
+    with captured_once("mlp"):
+        step = deploy(workload_of("mlp"), load_plan(path))
+    step(batch_of("mlp", 0))
+    list(CHANGES)[number](step)
+    try:
+        step(batch_of("mlp", 1))
+    except StrategyError as error:
+        return str(error)
+    state = step.state_dict()
+    step.close()
+    return state
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("number", range(len(CHANGES)), ids=[each.__name__ for each in CHANGES])
+@pytest.mark.parametrize("case", ["ring", "zero3"])
+def test_changes_are_obeyed_or_refused(
+    ranks: Ranks, tmp_path: Path, number: int, case: str
+) -> None:
+    graph = graph_of("mlp")
+    decision = (SYNCS | ZERO)[case]
+    path = tmp_path / "plan.json"
+    strategy = strategy_of(graph, [decision] * group_ops(graph).num_groups)
+    plan_of(graph, strategy).save(path)
+    said = ranks.run(trained, str(path), number)
+    text = list(CHANGES.values())[number]
+    if text:
+        for each in said:
+            with pytest.raises(StrategyError, match=text):
+                raise StrategyError(each)
+        return
+    model = workload_of("mlp").make_model()
+    stepper = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        if step and list(CHANGES)[number] is slow_down:
+            for group in stepper.param_groups:
+                group["lr"], group["weight_decay"] = 0.01, 0.1
+        stepper.zero_grad()
+        torch.autograd.backward(workload_of("mlp").step_loss(model, batch_of("mlp", step)))
+        stepper.step()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(said[0][key], value, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,122 @@
+"""Frozen weights that the forward pass writes, and conjugates, under op rules and stages."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from heterog.graph.capture import capture
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.planners.plan import load_plan
+from heterog.runtime.deploy import deploy
+from heterog.strategy.layer_shardings import layer_shardings
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.tensor_parallel import merge_rules
+from tests.runtime.cases import BATCH, captured_once
+from tests.runtime.ranks import Ranks
+from tests.runtime.strategies import ALL, SYNCS, plan_of, strategy_of
+
+STEPS = 3
+
+
+class WithTarget(nn.Module):
+    """A target network that follows the trained one, in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+        self.target = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4))
+        self.target.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.net.parameters(), self.target.parameters(), strict=True):
+                other.lerp_(own, 0.1)
+        out: Tensor = self.net(x) + self.target(x).detach()
+        return out
+
+
+class Conjugates(nn.Module):
+    """Weights that are read as conjugates, and gradients that are made as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12, dtype=torch.complex128)
+        self.weight = nn.Parameter(torch.randn(12, 12, dtype=torch.complex128) / 4)
+        self.scale = nn.Parameter(torch.randn(12, dtype=torch.complex128))
+        self.last = nn.Linear(12, 4, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(torch.complex(x, x.flip(1)).conj()) @ self.weight.mH
+        hidden = hidden * self.scale.conj()
+        mixed = torch.complex(torch.tanh(hidden.real), torch.tanh(hidden.conj().imag))
+        out: Tensor = self.last(mixed).conj()
+        return out.abs()
+
+
+MODELS = {"target": WithTarget, "conjugates": Conjugates}
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(BATCH, 8, generator=generator).double()
+    return inputs, torch.rand(BATCH, 4, generator=generator).double()
+
+
+def workload_of(name: str) -> Workload:
+    def seeded() -> nn.Module:
+        torch.manual_seed(0)
+        model = MODELS[name]()
+        return model.double() if name == "target" else model
+
+    return Workload(
+        seeded, batch_of(0), nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1}, name=name
+    )
+
+
+def strategies(graph: OpGraph) -> list[Strategy]:
+    num_groups = group_ops(graph).num_groups
+    ring = strategy_of(graph, [SYNCS["ring"]] * num_groups)
+    stages = [
+        Decision(devices=(2 - 2 * group // num_groups,), shares=(BATCH,))
+        for group in range(num_groups)
+    ]
+    team = Decision(devices=ALL, shares=(4, 2, 2), sync=Sync.RING)
+    places = [place for each in layer_shardings(graph) for place in each.places]
+    ruled = replace(strategy_of(graph, [team] * num_groups), op_rules=merge_rules(*places))
+    return [ring, strategy_of(graph, stages), ruled]
+
+
+def trained(rank: int, name: str, paths: list[str]) -> list[dict[str, Tensor] | None]:
+    found = []
+    with captured_once(name):
+        for path in paths:
+            step = deploy(workload_of(name), load_plan(path))
+            for number in range(STEPS):
+                step(batch_of(number))
+            found.append(step.state_dict())
+            step.close()
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", MODELS)
+def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    graph = capture(workload_of(name))
+    paths = []
+    for number, strategy in enumerate(strategies(graph)):
+        paths.append(str(tmp_path / f"{number}.json"))
+        plan_of(graph, strategy).save(paths[-1])
+    model = workload_of(name).make_model()
+    stepper = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for number in range(STEPS):
+        stepper.zero_grad()
+        torch.autograd.backward(workload_of(name).step_loss(model, batch_of(number)))
+        stepper.step()
+    for found in ranks.run(trained, name, paths)[0]:
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,212 @@
+"""What a command writes: never over an input, another output, or what is no regular file."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from typer.testing import CliRunner
+
+from heterog.cli import app, cluster_app
+from heterog.cli.outputs import Written
+from heterog.envs.toy import chain_graph, toy_cluster
+from heterog.errors import HeterogError
+from heterog.files import write_atomically
+from heterog.planners.plan import make_plan
+
+INPUTS = ("plan", "plans", "measurements", "runs", "jobs", "resume")
+"""Parameters that are paths and no outputs."""
+PLAN = ["plan", "m.py:workload", "--cluster", "lab.yaml", "--method", "ddp", "--budget", "1e"]
+TRAIN = ["train", "--models", "m.py:workload", "-o", "new.pt"]
+
+
+def refusal(*arguments: object) -> str:
+    """What a call is refused with."""
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert isinstance(done.exception, HeterogError), (done.exception, done.output)
+    text = str(done.exception)
+    assert "\n" not in text
+    return text
+
+
+@pytest.fixture(autouse=True)
+def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with inputs, links to them, and what is no regular file."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("m.py", "helper.py", "lab.yaml", "plan.json", "policy.pt", "rows.csv"):
+        (tmp_path / name).write_text(f"the content of {name}")
+    (tmp_path / "link.json").symlink_to("plan.json")
+    os.link(tmp_path / "plan.json", tmp_path / "hard.json")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Everything in a folder."""
+    return {
+        path.name: path.read_text() if path.is_file() else path.lstat().st_mode
+        for path in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ([*PLAN, "-o", "m.py"], "cannot write m.py (-o): MODEL reads it; name another file."),
+        ([*PLAN, "--trace", "folder/../m.py"], "(--trace): MODEL reads it"),
+        ([*PLAN, "-o", "lab.yaml"], "(-o): --cluster reads it"),
+        ([*PLAN, "--report", "helper.py"], "there is a .py file, and what is written ends in"),
+        ([*PLAN, "-o", "x.json", "--report", "x.json"], "-o and --report name the same file"),
+        ([*PLAN, "-o", "plan.json", "--trace", "hard.json"], "-o and --trace name the same"),
+        ([*PLAN, "--policy", "policy.pt", "-o", "policy.pt"], "--policy reads it"),
+        (["report", "plan.json", "-o", "plan.json"], "(-o): PLANS reads it"),
+        (["report", "plan.json", "x.json", "-o", "link.json"], "(-o): PLANS reads it"),
+        (["report", "link.json", "-o", "hard.json"], "(-o): PLANS reads it"),
+        (["export", "plan.json", "--to", "ddp", "-o", "plan.json"], "(-o): PLAN reads it"),
+        (["run", "plan.json", "--trace", "plan.json"], "(--trace): PLAN reads it"),
+        (["run", "plan.json", "--source", "m.py", "--save", "m.py"], "--source reads it"),
+        (["run", "plan.json", "--save", "helper.py"], "it is a file; name a folder"),
+        (["run", "plan.json", "--heal", "--checkpoint", "rows.csv"], "it is a file"),
+        (["run", "plan.json", "--heal", "--checkpoint", "ck", "--save", "ck"], "the same file"),
+        (["capture", "m.py:workload", "-o", "m.py"], "(-o): MODEL reads it"),
+        (["profile", "vgg19,m.py:workload", "-o", "m.py"], "(-o): MODELS reads it"),
+        (["calibrate", "plan.json", "-o", "plan.json"], "(-o): MEASUREMENTS reads it"),
+        (["calibrate", "--runs", "rows.csv", "-o", "rows.csv"], "(-o): --runs reads it"),
+        (["compare", "--models", "vgg19", "--clusters", "lab.yaml", "--csv", "lab.yaml"],
+         "(--csv): --clusters reads it"),
+        ([*TRAIN, "--checkpoint", "new.pt"], "-o and --checkpoint name the same file"),
+        ([*TRAIN, "--initial", "policy.pt", "--checkpoint", "policy.pt"], "--initial reads it"),
+        ([*TRAIN, "--logdir", "helper.py"], "it is a file; name a folder"),
+        ([*TRAIN, "--graphs", "pipe"], "it is a file; name a folder"),
+        (["cluster", "detect", "-o", "m.py"], "there is a .py file"),
+        *(([*PLAN, "-o", name], text) for name, text in (
+            ("pipe", "not a regular file, but a pipe"),
+            ("to_pipe", "not a regular file, but a pipe"),
+            ("folder", "it is a folder; name a file in it"),
+            ("loop", "Too many levels of symbolic links"),
+            ("no/plan.json", "the folder no does not exist"),
+            ("m.py/plan.json", "Not a directory"),
+            ("a" * 300, "File name too long"),
+        )),
+    ],
+    ids=lambda value: "" if isinstance(value, list) else value[-25:],
+)  # fmt: skip
+def test_bad_outputs_are_refused_before_anything_is_read(
+    asked: list[str], text: str, tmp_path: Path
+) -> None:
+    """None of the inputs could be read: they hold nonsense."""
+    before = contents(tmp_path)
+    assert text in refusal(*asked)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices, and may replace one")
+def test_a_device_stays_one(tmp_path: Path) -> None:
+    """It is like /dev/null, and lies where it may be replaced."""
+    node = tmp_path / "node"
+    try:
+        os.mknod(node, 0o20666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("not allowed to make devices here")
+    assert "not a regular file, but a device" in refusal(*PLAN, "-o", "node")
+    with pytest.raises(HeterogError, match="not a regular file"):
+        write_atomically(node, b"x")
+    assert node.is_char_device()
+
+
+def test_a_calibration_that_the_cluster_names_is_an_input(tmp_path: Path) -> None:
+    toy_cluster().save(tmp_path / "toy.yaml")
+    text = (tmp_path / "toy.yaml").read_text()
+    kept = [line for line in text.splitlines() if not line.startswith("calibration")]
+    (tmp_path / "toy.yaml").write_text("\n".join([*kept, "calibration: lab.json"]))
+    (tmp_path / "lab.json").write_text("{}")
+    asked = ["plan", "m.py:workload", "--cluster", "toy.yaml", "--method", "ddp", "--budget", "1e"]
+    assert "the calibration of toy.yaml is read there" in refusal(*asked, "-o", "lab.json")
+    assert (tmp_path / "lab.json").read_text() == "{}"
+
+
+def test_an_export_is_not_written_over_the_plan_it_is_made_of(tmp_path: Path) -> None:
+    plan = make_plan(chain_graph(), toy_cluster(), methods=["single_device"])
+    plan.save(tmp_path / "first.json")
+    asked = ["export", "first.json", "--to", "torchrun", "-o", "job"]
+    assert CliRunner().invoke(app, asked).exit_code == 0
+    before = contents(tmp_path / "job")
+    again = ["export", "job/plan.json", "--to", "torchrun", "-o", "job", "--overwrite"]
+    assert "an input is read there" in refusal(*again)
+    assert contents(tmp_path / "job") == before
+
+
+def test_a_file_keeps_its_permissions_and_a_link_stays_one(tmp_path: Path) -> None:
+    target, link = tmp_path / "plan.json", tmp_path / "link.json"
+    target.chmod(0o640)
+    write_atomically(link, b"new")
+    assert link.is_symlink()
+    assert target.read_bytes() == b"new"
+    assert target.stat().st_mode & 0o777 == 0o640
+    longest = tmp_path / ("a" * 250 + ".json")
+    write_atomically(longest, b"new")
+    assert longest.stat().st_mode & 0o777 == 0o644
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_every_output_is_marked_as_one() -> None:
+    """A path is an input, or it is checked before the command begins."""
+    marked = 0
+    for each in (*app.registered_commands, *cluster_app.registered_commands):
+        assert each.callback is not None
+        for name, parameter in inspect.signature(each.callback, eval_str=True).parameters.items():
+            if "Path" not in str(get_args(parameter.annotation)[:1]):
+                continue
+            is_output = any(isinstance(it, Written) for it in get_args(parameter.annotation))
+            assert is_output != (name in INPUTS), f"{each.callback.__name__}: {name}"
+            marked += is_output
+    assert marked == 17
+
+
+STREAMS = """
+import os, sys
+from heterog.cli.streams import standard_streams
+with standard_streams():
+    print("\\u00e4" * 3, flush=True)
+    number = os.open(os.devnull, os.O_RDONLY)
+    assert number > 2, "what is printed would go into a file"
+    print("x" * 100_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "told"),
+    [
+        ('"$@" >&-', 0, ""),
+        ('"$@" <&- >&- 2>&-', 0, ""),
+        ('PYTHONIOENCODING=ascii "$@" | head -c 9', 0, r"\xe4\xe4"),
+        ('{ "$@"; echo $? >&2; } | head -c 1 >/dev/null', 0, "1\n"),
+        ('ulimit -f 1; "$@" > big', 2, "cannot write to stdout"),
+        ('ulimit -f 1; PYTHONUNBUFFERED=1 "$@" > big', 2, "cannot write to stdout"),
+    ],
+)
+def test_streams_may_be_closed_full_cut_off_or_ascii(
+    shell: str, code: int, told: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from heterog.errors import HeterogError\ntry:\n"
+        + "".join(f"    {line}\n" for line in STREAMS.strip().splitlines())
+        + "except HeterogError as error:\n    sys.stderr.write(str(error)); sys.exit(2)\n"
+    )
+    package = Path(__file__).parents[1]
+    done = subprocess.run(
+        ["bash", "-c", shell, "bash", sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert told in done.stdout + done.stderr
