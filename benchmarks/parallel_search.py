@@ -20,6 +20,7 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import run_methods
+from heterog.planners.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import open_seats
 from heterog.zoo import build
@@ -38,7 +39,9 @@ def searched(
 
     with open_seats(workers) as seats:
         rows = run_methods(
-            Evaluator(graph, cluster), ["auto"], budget=budget, seats=seats, progress=begin
+            Evaluator(graph, cluster),
+            Request(graph=graph, cluster=cluster, budget=budget),
+            Session(seats=seats, progress=begin),
         )
         return time.perf_counter() - began_s, rows
 

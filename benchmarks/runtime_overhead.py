@@ -28,6 +28,8 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together
 from heterog.zoo import load_workload
@@ -117,7 +119,14 @@ def measure(name: str, num_ranks: int, num_steps: int) -> dict[str, Any]:
     graph = capture(workload_of(name))
     with tempfile.TemporaryDirectory() as folder:
         method = "ddp" if num_ranks > 1 else "single_device"
-        plan = make_plan(graph, cluster_of(num_ranks), methods=[method], budget="1e")
+        plan = make_plan(
+            Request(
+                graph=graph,
+                cluster=cluster_of(num_ranks),
+                methods=(method,),
+                budget=Budget.parse("1e"),
+            )
+        )
         plan.save(f"{folder}/plan.json")
         spawn(serve, (folder, name, num_ranks, num_steps), num_ranks)  # type: ignore[no-untyped-call]
         seconds = json.loads(Path(f"{folder}/seconds.json").read_text())

@@ -24,6 +24,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 
 MODELS = "xlnet_large_24l,llama_1b,nasnet_large"
@@ -33,13 +34,11 @@ KEY = ("model", "cluster", "seed")
 
 def row_of(graph: OpGraph, cluster: str, seed: int, budget: Budget) -> dict[str, Any]:
     """Steps of ``auto``, of ``agent`` in it and alone, and the answers that ``agent`` gave."""
+    where = Cluster.load(cluster)
     rows = run_methods(
-        Evaluator(graph, Cluster.load(cluster)),
-        ["auto"],
-        known=default_methods(),
-        budget=budget,
-        seed=seed,
-        clock=time.process_time,
+        Evaluator(graph, where),
+        Request(graph=graph, cluster=where, known=default_methods(), budget=budget, seed=seed),
+        Session(clock=time.process_time),
     )
     best = best_row(rows)
     inside = next(row for row in rows if row.method == "agent")

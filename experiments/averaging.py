@@ -37,6 +37,8 @@ from heterog.planners.averaged import island_decisions
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.lossy import with_codec
 from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.planners.served import asynchronous_method
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.rank import end_together, join
@@ -61,7 +63,9 @@ def plans_of(
     """The best exact plan, the best that averages as the words say, and that with each codec."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
     asked = asynchronous_method(words)
-    both = make_plan(graph, cluster, budget=budget, asynchronous=asked)
+    both = make_plan(
+        Request(graph=graph, cluster=cluster, budget=Budget.parse(budget), asynchronous=asked)
+    )
     averaged = next(row for row in both.rows if row.method == asked.name)
     exact = [row for row in both.rows if row.method != asked.name]
     evaluator = Evaluator(graph, cluster)

@@ -24,6 +24,7 @@ from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.planners.registry import built_in_methods
+from heterog.planners.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -62,7 +63,17 @@ def both(graph: OpGraph, cluster: Cluster, budget: Budget, seed: int) -> dict[st
     row: dict[str, object] = {}
     for said, without in (("with", ()), ("without", NEW)):
         evaluator = Evaluator(graph, cluster)
-        found = run_methods(evaluator, ["auto"], budget=budget, seed=seed, without=without)
+        found = run_methods(
+            evaluator,
+            Request(
+                graph=evaluator.graph,
+                cluster=evaluator.cluster,
+                methods=("auto",),
+                budget=budget,
+                seed=seed,
+            ),
+            without=without,
+        )
         best = best_row(found)
         row[f"{said}_s"], row[f"{said}_method"] = best.step_time_s, best.method
         row |= {f"{each.method}_s": each.step_time_s for each in found if each.method in NEW}

@@ -38,6 +38,7 @@ from heterog.planners.burst import BurstPlan, Chain, fork_join, layers_of, searc
 from heterog.planners.deeppool import GroupCosts, plan_places
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.multiplex import Foreground, make_foreground
@@ -176,7 +177,17 @@ def simulated_rows() -> Iterator[dict[str, Any]]:
         background = load_model_graph(model, background_batch)
         evaluator = Evaluator(graph, cluster)
         baselines = ["ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp"]
-        single = best_row(run_methods(evaluator, baselines, budget=Budget(evaluations=1)))
+        single = best_row(
+            run_methods(
+                evaluator,
+                Request(
+                    graph=evaluator.graph,
+                    cluster=evaluator.cluster,
+                    methods=tuple(baselines),
+                    budget=Budget(evaluations=1),
+                ),
+            )
+        )
         if single.step_time_s is None:
             continue
         costs = GroupCosts(evaluator)

@@ -28,6 +28,7 @@ from heterog.planners.promise import (
     REHEARSAL_S,
     WRITING_OP_S,
 )
+from heterog.planners.request import Request
 from heterog.simulator.evaluator import Evaluator
 
 MODELS = "vgg19,bert_large_24l,resnet200"
@@ -90,7 +91,13 @@ def main() -> None:
         evaluator = Evaluator(graph, load_cluster(asked.cluster))
         with settled():
             found = run_methods(
-                evaluator, asked.methods.split(","), budget=Budget(evaluations=EVALUATIONS)
+                evaluator,
+                Request(
+                    graph=evaluator.graph,
+                    cluster=evaluator.cluster,
+                    methods=tuple(asked.methods.split(",")),
+                    budget=Budget(evaluations=EVALUATIONS),
+                ),
             )
             rows += [
                 {"model": model} | ending_of(evaluator, row, rehearse)

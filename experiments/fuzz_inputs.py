@@ -62,6 +62,8 @@ from heterog.graph.serialize import graph_from_dict, load_graph, save_graph
 from heterog.graph.sharding_rules import RULES
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan, load_plan, make_plan
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.report.html import report_html
 from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
@@ -274,7 +276,15 @@ def make_kinds(folder: Path) -> tuple[Kind, ...]:
     cluster = Cluster.load(folder / "lab.yaml")
     plans = []
     for number, methods in enumerate((["ev_ps", "ddp"], ["cp_ar", "pipeline"], ["local_search"])):
-        plan = make_plan(graph, cluster, methods=methods, budget="30e", seed=number)
+        plan = make_plan(
+            Request(
+                graph=graph,
+                cluster=cluster,
+                methods=tuple(methods),
+                budget=Budget.parse("30e"),
+                seed=number,
+            )
+        )
         if number == 1:
             plan = plan.with_background(small_graph(4), 1.2)
         plan.save(folder / f"plan{number}.json")
@@ -451,7 +461,17 @@ def check_graph(graph: OpGraph, cluster: Cluster) -> str:
         return "its tensors are not those of its ops"
     if graph.batch_size < cluster.num_devices or graph.batch_size > 4096:
         return ""
-    plan = make_plan(graph, cluster, methods=["ev_ar", "cp_ps"], budget="2e")
+    plan = make_plan(
+        Request(
+            graph=graph,
+            cluster=cluster,
+            methods=(
+                "ev_ar",
+                "cp_ps",
+            ),
+            budget=Budget.parse("2e"),
+        )
+    )
     times = [row.step_time_s for row in plan.rows if row.step_time_s is not None]
     if not _good(times) or not _good(plan.peak_memory_bytes):
         return "its simulated seconds or bytes are impossible"
@@ -512,7 +532,9 @@ def check_cluster(cluster: Cluster, graph: OpGraph) -> str:
         return "it is another one when saved"
     if len(names) <= 8:
         bare = replace(cluster, calibration=None)
-        plan = make_plan(graph, bare, methods=["ev_ar"], budget="1e")
+        plan = make_plan(
+            Request(graph=graph, cluster=bare, methods=("ev_ar",), budget=Budget.parse("1e"))
+        )
         if not _good([row.step_time_s for row in plan.rows if row.step_time_s is not None]):
             return "its simulated seconds are impossible"
     return ""
@@ -542,7 +564,15 @@ def check_calibration(model: Calibration | DeviceModels, graph: OpGraph, cluster
         if not _good([cost.latency_s, cost.seconds_per_byte, cost.loaded_latency_s, *lost]):
             return "it prices a transfer at impossible seconds"
     evaluator = Evaluator(graph, cluster, model)
-    plan = make_plan(graph, cluster, methods=["ev_ar"], budget="1e", cost_model=model)
+    plan = make_plan(
+        Request(
+            graph=graph,
+            cluster=cluster,
+            methods=("ev_ar",),
+            budget=Budget.parse("1e"),
+            cost_model=model,
+        )
+    )
     del evaluator
     times = [row.step_time_s for row in plan.rows if row.step_time_s is not None]
     return "" if _good(times) else "its simulated seconds are impossible"

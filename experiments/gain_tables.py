@@ -25,13 +25,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
 from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.planners.compare import compare_methods
 from heterog.planners.planner import Budget
 from heterog.planners.registry import AUTO
+
+# Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
+from heterog.planners.request import Request
 from heterog.planners.stability import DATA_PARALLEL, REFERENCES
 
 MODELS = (
@@ -90,12 +92,14 @@ def make_rows(
             if (graph.name, cluster, graph.batch_size, barrier) in read_rows(arguments.rows):
                 continue
             result = compare_methods(
-                graph,
-                load_cluster(cluster, arguments.calibration),
-                arguments.methods.split(","),
-                known=default_methods(),
-                budget=Budget.parse(arguments.budget),
-                step_barrier=barrier,
+                Request(
+                    graph=graph,
+                    cluster=load_cluster(cluster, arguments.calibration),
+                    methods=tuple(arguments.methods.split(",")),
+                    known=default_methods(),
+                    budget=Budget.parse(arguments.budget),
+                    step_barrier=barrier,
+                )
             )
             asked = {"cluster": cluster, "step_barrier": barrier}
             rows = [row | asked for row in result.to_dicts()]

@@ -27,6 +27,8 @@ from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.planners.plan import make_plan
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.runtime.launch import parent_of, ranks_of_this_process, run_ranks
 from heterog.zoo import load_workload
 
@@ -197,7 +199,9 @@ def main() -> None:
         os.chdir(folder)  # a plan's own file is run if it lies under the folder one works in
         shutil.copy(MODEL, folder / "model.py")
         graph = capture(load_workload(f"{folder}/model.py:workload", None))
-        make_plan(graph, cluster(), methods=["cp_ar"], budget="1e").save(folder / "plan.json")
+        make_plan(
+            Request(graph=graph, cluster=cluster(), methods=("cp_ar",), budget=Budget.parse("1e"))
+        ).save(folder / "plan.json")
         for number in range(arguments.kills):
             trials.append(run_trial(folder, chance, arguments.wait))
             each = trials[-1]

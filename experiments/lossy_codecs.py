@@ -37,7 +37,8 @@ from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.planners.lossy import boundaries, with_codec
 from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.planners.planner import Budget, Candidate, MethodRow
+from heterog.planners.request import Request
 from heterog.runtime.codecs import add_decoded, decode, encode
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
@@ -194,7 +195,9 @@ def measure(cluster: Cluster, model: str, budget: str, num_rounds: int) -> dict[
     """The best exact plan, and codecs on its slowest boundaries."""
     graph = capture(testbed_workload(model))
     evaluator = Evaluator(graph, cluster)
-    exact = make_plan(graph, cluster, evaluator=evaluator, budget=budget)
+    exact = make_plan(
+        Request(graph=graph, cluster=cluster, budget=Budget.parse(budget)), evaluator=evaluator
+    )
     found = {"exact": (exact, "")}
     for name in CODECS:
         lossy, said = with_codec(exact, evaluator, parse_codec(name))

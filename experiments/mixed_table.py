@@ -28,6 +28,7 @@ from heterog.graph.serialize import load_graph
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Problem
 from heterog.planners.registry import AUTO, built_in_methods
+from heterog.planners.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 
@@ -71,7 +72,15 @@ def asked(method: str, setting: Setting, graph: OpGraph, cluster: Cluster) -> Me
         return run_method(built_in_methods()[method], problem)
     without = () if setting.with_row else setting.pair[:1]
     rows = portfolio.run_methods(
-        evaluator, [method], budget=setting.budget, without=without, clock=setting.clock
+        evaluator,
+        Request(
+            graph=evaluator.graph,
+            cluster=evaluator.cluster,
+            methods=(method,),
+            budget=setting.budget,
+        ),
+        Session(clock=setting.clock),
+        without=without,
     )
     able = [row for row in rows if row.candidate is not None]
     return min(able or rows, key=lambda row: row.preference)

@@ -48,7 +48,10 @@ def main() -> int:
         record = {"rows": [row._asdict() for row in rows], "equal": equal, "families": len(rows)}
         print(json.dumps(record, indent=1))
     else:
-        print(f"{equal} of {len(rows)} families run and are equal")
+        refused = sum("capture" in row.refused for row in rows if row.equal)
+        print(
+            f"{equal} of {len(rows)} families are equal, or refused as they should be ({refused})"
+        )
     return 0 if equal == len(rows) else 1
 
 

@@ -21,6 +21,7 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
@@ -49,7 +50,15 @@ def measure(
 
     def found(methods: tuple[str, ...], orders: tuple[Order, ...]) -> list[MethodRow]:
         return run_methods(
-            evaluator, methods, budget=budget, step_barrier=step_barrier, orders=orders
+            evaluator,
+            Request(
+                graph=evaluator.graph,
+                cluster=evaluator.cluster,
+                methods=tuple(methods),
+                budget=budget,
+                step_barrier=step_barrier,
+                orders=orders,
+            ),
         )
 
     rows = []

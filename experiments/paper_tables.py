@@ -25,6 +25,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import best_row, run_methods
 from heterog.planners.registry import AUTO, Methods
+from heterog.planners.request import Request, Session
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -56,7 +57,18 @@ def measure(
 ) -> dict[str, Any]:
     """The row of one model on one cluster."""
     evaluator = Evaluator(graph, cluster)
-    rows = run_methods(evaluator, [AUTO], known=known, budget=budget, seed=seed, progress=teller())
+    rows = run_methods(
+        evaluator,
+        Request(
+            graph=evaluator.graph,
+            cluster=evaluator.cluster,
+            methods=(AUTO,),
+            known=known,
+            budget=budget,
+            seed=seed,
+        ),
+        Session(progress=teller()),
+    )
     best = best_row(rows)
     by_name = {row.method: row for row in rows}
     fifo = None

@@ -21,6 +21,7 @@ from heterog.graph.capture import capture_step
 from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
 from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload, names
@@ -42,7 +43,13 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
 
     methods = default_methods()
     found = compare_methods(
-        captured.graph, cluster, methods.names, known=methods, budget=budget
+        Request(
+            graph=captured.graph,
+            cluster=cluster,
+            methods=methods.names,
+            known=methods,
+            budget=budget,
+        )
     ).rehearsed(timed)
     rows = []
     for row in found.rows:

@@ -12,13 +12,15 @@ from typing import Any
 
 from rows import finish, progress, script_parser
 
-# Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import compare_methods
 from heterog.planners.planner import Budget
+
+# Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
+from heterog.planners.request import Request
 from heterog.zoo import build
 
 CLUSTER = "paper_8gpu"
@@ -63,11 +65,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for graph, cluster in pairs:
         result = compare_methods(
-            graph,
-            cluster,
-            arguments.methods.split(","),
-            known=default_methods(),
-            budget=Budget.parse(arguments.budget),
+            Request(
+                graph=graph,
+                cluster=cluster,
+                methods=tuple(arguments.methods.split(",")),
+                known=default_methods(),
+                budget=Budget.parse(arguments.budget),
+            )
         )
         rows += [row | {"efficiency": cluster.efficiency} for row in result.to_dicts()]
         last = rows[-1]

@@ -23,6 +23,8 @@ from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.rank import end_together, join
@@ -60,7 +62,10 @@ def measure(
     """Rows of one model on one testbed."""
     graph = capture(load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None))
     plans = {
-        method: make_plan(graph, cluster, methods=(method,), budget="500e") for method in methods
+        method: make_plan(
+            Request(graph=graph, cluster=cluster, methods=(method,), budget=Budget.parse("500e"))
+        )
+        for method in methods
     }
     arguments = ["--models", model, "--steps", str(num_steps), "--methods", ",".join(methods)]
     parts = results_of_ranks(__file__, cluster, plans, arguments)

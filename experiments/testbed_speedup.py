@@ -22,11 +22,14 @@ from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from torch.nn.parallel import DistributedDataParallel
 
-# Registers ``agent`` and ``agent+search``.
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan, make_plan
+
+# Registers ``agent`` and ``agent+search``.
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together, join
 from heterog.strategy.division import split_evenly, split_in_proportion
@@ -87,7 +90,15 @@ def measure(
     """Plan, then run all contenders on the testbed."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
     plans = {
-        name: make_plan(graph, cluster, methods=(name,), known=default_methods(), budget=budget)
+        name: make_plan(
+            Request(
+                graph=graph,
+                cluster=cluster,
+                methods=(name,),
+                known=default_methods(),
+                budget=Budget.parse(budget),
+            )
+        )
         for name in (asked, TUNED, DDP)
     }
     plan = plans[asked]

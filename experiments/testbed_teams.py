@@ -24,7 +24,6 @@ from rows import finish, progress, script_parser
 from testbed_calibration import add_testbeds, testbeds_and_models
 from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
-# Registers ``agent`` and ``agent+search``.
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
@@ -33,6 +32,9 @@ from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan, load_plan, plan_from_rows
 from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
 from heterog.planners.portfolio import best_row, run_methods
+
+# Registers ``agent`` and ``agent+search``.
+from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.peak_memory import peak_bytes
 from heterog.runtime.rank import end_together, join
@@ -128,7 +130,14 @@ def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
     The budget is each method's, not divided among them.
     """
     known = default_methods()
-    rows = run_methods(evaluator, known.names, known=known, budget=budget)
+    request = Request(
+        graph=evaluator.graph,
+        cluster=evaluator.cluster,
+        methods=known.names,
+        known=known,
+        budget=budget,
+    )
+    rows = run_methods(evaluator, request)
     found = {"auto": best_row(rows)}
     problem = Problem(evaluator=evaluator, budget=budget)
     teamed = [
@@ -139,9 +148,9 @@ def best_rows(evaluator: Evaluator, budget: Budget) -> dict[str, MethodRow]:
     if teamed:
         found["teams"] = best_row(teamed)
     with no_teams():
-        named = [name for name in known.names if name != GRID]
+        named = tuple(name for name in known.names if name != GRID)
         plain = run_methods(
-            Evaluator(evaluator.graph, evaluator.cluster), named, known=known, budget=budget
+            Evaluator(evaluator.graph, evaluator.cluster), replace(request, methods=named)
         )
     found["no_teams"] = best_row(plain)
     found[GRID] = next(row for row in rows if row.method == GRID)

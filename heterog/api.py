@@ -12,9 +12,10 @@ from heterog.graph.workload import Workload
 from heterog.planners.given import GivenLayout
 from heterog.planners.issue_order import Rehearse
 from heterog.planners.objective import FASTEST, Objective
-from heterog.planners.plan import BEST, Plan, make_plan
+from heterog.planners.plan import BEST, Plan, make_plan, parse_orders
 from heterog.planners.planner import Budget
 from heterog.planners.registry import AUTO
+from heterog.planners.request import Request
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.layouts.layout import Layout, Recompute
 
@@ -61,18 +62,18 @@ def plan(
             HeterogWarning,
             stacklevel=2,
         )
-    return make_plan(
-        graph,
-        cluster,
-        methods=methods,
+    request = Request(
+        graph=graph,
+        cluster=cluster,
+        methods=tuple(methods),
         known=known,
-        budget=budget,
+        budget=Budget.parse(budget) if isinstance(budget, str) else budget,
         seed=seed,
-        order=order,
+        orders=parse_orders(order),
         step_barrier=step_barrier,
-        rehearse=rehearse,
         objective=objective,
     )
+    return make_plan(request, rehearse=rehearse)
 
 
 def _captured(workload: Workload | OpGraph) -> tuple[OpGraph, Rehearse | None]:
@@ -141,12 +142,12 @@ def layout(
         split=tuple(split),
     )
     graph, rehearse = _captured(workload)
-    return make_plan(
-        graph,
-        cluster,
+    request = Request(
+        graph=graph,
+        cluster=cluster,
         methods=(),
-        budget="1e",
+        budget=Budget(evaluations=1),
         step_barrier=step_barrier,
-        rehearse=rehearse,
         given=GivenLayout(said),
     )
+    return make_plan(request, rehearse=rehearse)

@@ -42,11 +42,16 @@ ROOMS = {
     "torch": (
         *(
             "graph/capture.py",
+            "graph/higher_order.py",
             "graph/inserting.py",
             "graph/one_sample.py",
             "graph/optimizer_probe.py",
             "graph/parameter_groups.py",
             "graph/scalar_indices.py",
+            "graph/python_state.py",
+            "graph/repeated_calls.py",
+            "graph/step.py",
+            "graph/value_numbers.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",
             "graph/value_checks.py",

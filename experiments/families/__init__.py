@@ -4,6 +4,7 @@ from families import (  # noqa: F401 - fills the registry
     found,
     graphs,
     held_out,
+    kept_state,
     language,
     plain,
     training,

@@ -31,6 +31,7 @@ class Family:
         tolerance: largest allowed error of a weight, relative to how far the weights moved.
         is_random: the step draws random numbers; the reference is given the same ones.
         is_quick: cheap enough for the test suite.
+        refused: a part of the text with which capture refuses it; empty if it runs.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Family:
     tolerance: float
     is_random: bool
     is_quick: bool
+    refused: str = ""
 
     def workload(self) -> Workload:
         """The workload, with the same weights in every process."""
@@ -65,13 +67,19 @@ def family(
     tolerance: float = FLOAT64,
     is_random: bool = False,
     is_quick: bool = False,
+    refused: str = "",
 ) -> Callable[[Callable[[], Workload]], Callable[[], Workload]]:
     """Enter the decorated function in ``FAMILIES``."""
 
     def enter(build: Callable[[], Workload]) -> Callable[[], Workload]:
         assert name not in FAMILIES, f"two families are called {name}"
         FAMILIES[name] = Family(
-            name=name, build=build, tolerance=tolerance, is_random=is_random, is_quick=is_quick
+            name=name,
+            build=build,
+            tolerance=tolerance,
+            is_random=is_random,
+            is_quick=is_quick,
+            refused=refused,
         )
         return build
 

@@ -43,7 +43,8 @@ class Row(NamedTuple):
     Attributes:
         family: its name.
         strategies: error of each strategy that was executed, relative to how far weights moved.
-        equal: whether at least three were executed and all of them came out equal.
+        equal: whether at least three were executed and all of them came out equal, or it was
+            refused with the words that it should be.
         tolerance: largest error that counts as equal.
         refused: what was refused and why: by strategy, or under ``capture``.
         failed: what went wrong otherwise, the same way.
@@ -89,6 +90,8 @@ def run_family(family: Family, limit_s: float, *, searches: bool = True) -> Row:
     noise = max(told["noise"].values(), default=0.0)
     tolerance = max(family.tolerance, 3 * noise)
     equal = len(told["strategies"]) >= 3 and worst <= tolerance and not told["failed"]
+    if family.refused:
+        equal = family.refused in told["refused"].get("capture", "")
     return Row(family.name, told["strategies"], equal, tolerance, told["refused"], told["failed"])
 
 

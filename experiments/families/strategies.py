@@ -19,7 +19,8 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import Special
 from heterog.planners.model_parallel import balanced_chain
 from heterog.planners.plan import Plan, make_plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.planners.planner import Budget, Candidate, MethodRow
+from heterog.planners.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
@@ -74,7 +75,17 @@ def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
         if strategy is not None:
             yield name, _plan_of(graph, strategy)
     if searches:
-        yield "searched", make_plan(graph, cluster(), methods=METHODS, budget=SEARCH)
+        yield (
+            "searched",
+            make_plan(
+                Request(
+                    graph=graph,
+                    cluster=cluster(),
+                    methods=tuple(METHODS),
+                    budget=Budget.parse(SEARCH),
+                )
+            ),
+        )
 
 
 def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:

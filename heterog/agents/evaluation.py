@@ -18,7 +18,7 @@ from heterog.planners.given import GIVEN
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem
 from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.registry import AUTO, built_in_methods
+from heterog.planners.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
@@ -45,15 +45,8 @@ def long_search(
         clock: Function that returns the seconds by which a budget in seconds is kept.
     """
     # A policy's proposals must not be among the seeds of the searches that it is compared with.
-    rows = run_methods(
-        evaluator,
-        [AUTO],
-        known=built_in_methods(),
-        budget=budget,
-        seed=seed,
-        progress=progress,
-        clock=clock,
-    )
+    request = Request(graph=evaluator.graph, cluster=evaluator.cluster, budget=budget, seed=seed)
+    rows = run_methods(evaluator, request, Session(progress=progress, clock=clock))
     best = replace(
         best_row(rows),
         method=LONG_SEARCH,

@@ -41,9 +41,10 @@ from heterog.workers import HERE, Workers, is_asked_to_stop, open_workers
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.planners.compare import Comparison, Question
+    from heterog.planners.compare import Comparison
     from heterog.planners.issue_order import Rehearse
     from heterog.planners.planner import Stop
+    from heterog.planners.request import Request
 
 
 def compare(
@@ -74,21 +75,30 @@ def compare(
     seconds is each worker's own time.
     """
     from heterog.files import write_atomically
-    from heterog.planners.compare import Question
+    from heterog.planners.compare import compare_methods
     from heterog.planners.plan import parse_orders
     from heterog.planners.planner import Budget
+    from heterog.planners.registry import Methods
+    from heterog.planners.request import Request, Session
     from heterog.report.tables import methods_table
 
     names, known = load_methods(methods)
-    question = Question(
-        methods=tuple(names),
-        known=known,
-        budget=Budget.parse(budget),
-        seed=seed,
-        step_barrier=not no_step_barrier,
-        orders=parse_orders(order),
-        given=load_layout(layout, is_required=False),
-    )
+    asked_orders, parsed = parse_orders(order), Budget.parse(budget)
+    given = load_layout(layout, is_required=False)
+
+    def request_for(graph: "OpGraph", target: "Cluster") -> Request:
+        return Request(
+            graph=graph,
+            cluster=target,
+            methods=tuple(names),
+            known=known,
+            budget=parsed,
+            seed=seed,
+            orders=asked_orders,
+            step_barrier=not no_step_barrier,
+            given=given,
+        )
+
     targets = [load_cluster(name) for name in split_names(clusters)]
     documents: list[dict[str, Any]] = []
 
@@ -105,7 +115,8 @@ def compare(
                     stop_when_interrupted() as stop,
                     progress_line(as_json) as progress,
                 ):
-                    result = question.ask(graph, target, progress, stop)
+                    session = Session(progress=progress, stop=stop)
+                    result = compare_methods(request_for(graph, target), session)
                     result = _rehearsed(result, rehearse, stop)
                 yield result
                 if stop.is_requested:
@@ -113,9 +124,12 @@ def compare(
             return
         everything = list(cases())
         with stop_when_interrupted(crew.stop) as stop, progress_line(as_json) as progress:
-            asked = replace(question, known=None), methods
-            pairs = [(graph, target) for graph, target, _ in everything]
-            for done, result in enumerate(crew.map(_compare, asked, pairs), 1):
+            # A user's methods cannot be sent: workers read their files themselves.
+            requests = [
+                replace(request_for(graph, target), known=Methods(()))
+                for graph, target, _ in everything
+            ]
+            for done, result in enumerate(crew.map(_compare, methods, requests), 1):
                 text = f"{result.graph.name} on {result.cluster.name}"
                 progress(text, done / len(everything), float("inf"))
                 # Here: the kernels of a captured step cannot be sent to workers.
@@ -149,12 +163,13 @@ def _rehearsed(found: "Comparison", rehearse: "Rehearse | None", stop: "Stop") -
     return found if rehearse is None else found.rehearsed(rehearse, stop)
 
 
-def _compare(asked: "tuple[Question, str]", pair: "tuple[OpGraph, Cluster]") -> "Comparison":
+def _compare(methods: str, request: "Request") -> "Comparison":
+    from heterog.planners.compare import compare_methods
     from heterog.planners.planner import Stop
+    from heterog.planners.request import Session
 
-    question, methods = asked
-    known = load_methods(methods)[1]  # of a user's file: their code cannot be sent
-    return replace(question, known=known).ask(*pair, stop=Stop(is_asked_to_stop))
+    known = load_methods(methods)[1]
+    return compare_methods(replace(request, known=known), Session(stop=Stop(is_asked_to_stop)))
 
 
 def _csv(documents: list[dict[str, Any]]) -> str:

@@ -139,6 +139,7 @@ def plan(
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
     from heterog.planners.promise import Promise
+    from heterog.planners.request import Request, Session
     from heterog.report.answer import answer, brief_answer
     from heterog.report.html import write_report
     from heterog.simulator.evaluator import Evaluator
@@ -154,7 +155,7 @@ def plan(
     if not slow_down >= 1.0:
         raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
     parsed = Budget.parse(budget)
-    parse_orders(order)
+    orders = parse_orders(order)
     methods, known = load_methods(method, policy, encoder)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
@@ -185,6 +186,20 @@ def plan(
     if library is not None:
         lookup = library.look_up(evaluator, step_barrier=not no_step_barrier)
         warn(lookup.warning)
+    request = Request(
+        graph=graph,
+        cluster=target,
+        methods=tuple(methods),
+        known=known,
+        budget=parsed,
+        seed=seed,
+        orders=orders,
+        step_barrier=not no_step_barrier,
+        objective=best_at,
+        given=given,
+        seeds=None if lookup is None else lookup.seeds,
+        asynchronous=averaged,
+    )
     promise = Promise(
         parsed, is_explained=True, with_changes=not no_changes, started_s=time.process_time
     )
@@ -194,26 +209,8 @@ def plan(
         stop_when_interrupted(seats.stop if seats else lambda: None) as stop,
         progress_line(as_json) as progress,
     ):
-        found = make_plan(
-            graph,
-            target,
-            evaluator=evaluator,
-            promise=promise,
-            methods=methods,
-            known=known,
-            budget=parsed,
-            seed=seed,
-            order=order,
-            step_barrier=not no_step_barrier,
-            rehearse=rehearse,
-            given=given,
-            progress=progress,
-            stop=stop,
-            objective=best_at,
-            seeds=None if lookup is None else lookup.seeds,
-            seats=seats,
-            asynchronous=averaged,
-        )
+        session = Session(progress=progress, stop=stop, promise=promise, seats=seats)
+        found = make_plan(request, session, evaluator=evaluator, rehearse=rehearse)
         if library is not None and found.strategy.inexact is None:
             warn(library.keep(found, evaluator))
         if codec is not None and not stop.is_requested:

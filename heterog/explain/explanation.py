@@ -17,9 +17,8 @@ from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import run_method
 from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Problem, Spending, Stop
+from heterog.planners.planner import Budget, MethodRow, Problem, Progress, Spending, Stop
 from heterog.planners.registry import built_in_methods
-from heterog.planners.sharing import Progress
 from heterog.planners.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order

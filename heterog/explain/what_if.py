@@ -20,9 +20,8 @@ from heterog.explain.changed_cluster import (
     strategies_with,
 )
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Budget, Problem, Spending
+from heterog.planners.planner import Budget, Problem, Progress, Spending
 from heterog.planners.registry import built_in_methods
-from heterog.planners.sharing import Progress
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order

@@ -8,6 +8,8 @@ autograd's sequence number. Only this file, ``static_shapes``, ``value_checks`` 
 touch private names of torch.
 """
 
+import gc
+import linecache
 import operator
 import sys
 import traceback
@@ -21,11 +23,11 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorDeviceMismatchError,
     FakeTensorMode,
     unset_fake_temporarily,
 )
@@ -33,7 +35,6 @@ from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen
-from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
@@ -42,6 +43,7 @@ from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
 from heterog.graph.function_caches import caches_without_fakes
+from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_costs import (
     bytes_read_and_written,
@@ -60,10 +62,13 @@ from heterog.graph.op_graph import (
 from heterog.graph.optimizer_probe import Kind, ProbedGroup, probe_options, update_scope
 from heterog.graph.parameter_groups import ParameterGroup, group_numbers, parameter_groups
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.python_state import PythonState
+from heterog.graph.repeated_calls import check_repeats
 from heterog.graph.sharding_rules.sparse import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct
 from heterog.graph.static_shapes import statistics_of_unread_norms, with_static_shapes
+from heterog.graph.step import Step
 from heterog.graph.traced_constants import (
     MADE_AT,
     make_repeated_constants_once,
@@ -72,7 +77,6 @@ from heterog.graph.traced_constants import (
 from heterog.graph.update_scope import UpdateScope
 from heterog.graph.value_checks import answered_guards, spread_checks
 from heterog.graph.workload import Workload, named_leaves
-from heterog.local_losses import LocalBlocks
 
 _DATA_DEPENDENT = (
     DataDependentOutputException,
@@ -144,15 +148,34 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch, whose ops this one shall have.
     """
-    with caches_without_fakes(), statistics_of_unread_norms():
-        return _capture_step(workload, planned)
+    with caches_without_fakes(), statistics_of_unread_norms(), _without_collections():
+        try:
+            return _capture_step(workload, planned, in_memory=False)
+        except _UnknownConstant:
+            return _capture_step(workload, planned, in_memory=True)
 
 
-def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Have Python collect no garbage, which would look through all that a trace keeps, often."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class _UnknownConstant(Exception):
+    """A step reads a tensor that was made with the model, whose values are not known."""
+
+
+def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: bool) -> CapturedStep:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(action="ignore"), mode:
         with _clear_errors(workload, None):
-            model = _make_model(workload)
+            model = _make_model(workload, in_memory=in_memory)
             batch = workload.make_batch()
         with unset_fake_temporarily():  # options that are tensors are real
             groups = parameter_groups(workload, model)
@@ -173,7 +196,16 @@ def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
         if not parameters:
             some = "parameter" if workload.parameter_groups is None else "grouped parameter"
             raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
-    traced = _trace(workload, mode, model, parameters, buffers, batch)
+    checks_calls = planned is None  # or it was checked when it was planned
+    try:
+        traced = _trace(
+            workload, mode, model, parameters, buffers, batch, checks_calls=checks_calls
+        )
+    except CaptureError as error:
+        if isinstance(error.__cause__, FakeTensorDeviceMismatchError) and not in_memory:
+            raise _UnknownConstant from error  # on the meta device
+        raise
+    _check_constants(workload, traced, in_memory=in_memory)
     if planned is not None:
         add_ops_of_more_samples(traced.graph, planned)
     inputs = parameters, buffers, frozen, batch, groups
@@ -187,6 +219,20 @@ def _capture_step(workload: Workload, planned: OpGraph | None) -> CapturedStep:
     return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))
 
 
+def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: bool) -> None:
+    """Refuse a constant that has no values, or ask for a model in memory, where it has."""
+    constants = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
+    for name in constants:
+        value = getattr(traced, str(name))
+        if isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
+            if not in_memory:
+                raise _UnknownConstant
+            raise CaptureError(
+                f"workload '{workload.name}': the step reads a tensor of {tuple(value.shape)} "
+                "that it has kept from its capture; make it a buffer, or an input of the step."
+            )
+
+
 def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
     """Entries of the sparse matrices that a step multiplies with, in the order of its ops."""
     products = (module for module in model.modules() if isinstance(module, SparseProduct))
@@ -195,14 +241,18 @@ def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
     return tuple(by_key[key] for key in used if key in by_key)
 
 
-def _make_model(workload: Workload) -> nn.Module:
+def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
     """Make the model without memory: fake, or on the meta device where fake tensors cannot follow.
 
     Fake parameters cannot be converted (``model.double()``) nor initialised by code that reads
     its own values (``trunc_normal_``); meta ones can, but attributes that are plain tensors would
     be on the wrong device, so fake ones are tried first. A model that decides by its values when
-    it is made (an orthogonal parametrization) is made in memory.
+    it is made (an orthogonal parametrization) is made in memory, as is one whose step reads a
+    tensor in a plain attribute.
     """
+    if in_memory:
+        with unset_fake_temporarily():
+            return workload.make_model()
     try:
         return workload.make_model()
     except (RuntimeError, *_DATA_DEPENDENT):
@@ -220,6 +270,7 @@ def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
         twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
         return twin.requires_grad_(value.requires_grad)
     if isinstance(value, FakeTensor):
+        value.constant = None  # its values are those of the first step only
         return value
     return mode.from_tensor(value, static_shapes=True)
 
@@ -258,6 +309,27 @@ _WAYS_OUT = (
         "/torch_geometric/",
         "pass the number of nodes or graphs where it is counted otherwise (size, dim_size, "
         "num_nodes), and drop nodes or edges from the data, not in the model.",
+    ),
+    *(
+        (
+            f"/transformers/models/{name}/",
+            "which tokens attend to all others is such a value, and no setting of this model "
+            "leaves the question out. A model whose config has a sliding_window (Mistral, Gemma) "
+            "attends to neighbours as well, and can be planned.",
+        )
+        for name in ("longformer", "led")
+    ),
+    (
+        "/transformers/models/videomae/",
+        "a mask as an index gives as many patches as it has truths. Where all samples keep as "
+        "many, pass the places of these and take them with torch.gather, in a copy of the "
+        "embeddings and of the loss; VideoMAEForVideoClassification masks nothing.",
+    ),
+    (
+        "/transformers/models/autoformer/",
+        "by how many steps a series is delayed is such a value, and no setting of this model "
+        "leaves the question out. TimeSeriesTransformer with encoder_layerdrop and "
+        "decoder_layerdrop of 0 can be planned.",
     ),
     (
         "/transformers/",
@@ -302,6 +374,8 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     op = getattr(error, "func", None)
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
         return _WAYS_OUT_OF_OP[op._schema.name]
+    if any("/nn/modules/batchnorm.py" in each.filename for each in _torchs_frames(error)):
+        return _OF_BATCH_NORM
     line = (frame.line or "") if frame else ""
     if isinstance(error, DataDependentOutputException):
         for words, advice in _WAYS_OUT_OF_STATEMENT.items():
@@ -315,6 +389,18 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
         "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
         "torch.where or a product with the mask usually does the same."
     )
+
+
+_OF_BATCH_NORM = (
+    "BatchNorm with momentum=None divides by the number of steps, which is such a value. Give it "
+    "a momentum (0.1 is torch's own), for a moving average instead of the mean over all steps."
+)
+
+
+def _torchs_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of torch's modules in which an error came up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [each for each in frames if "/torch/nn/" in each.filename.replace("\\", "/")]
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -356,6 +442,13 @@ def _users_lines() -> str:
             lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
         frame = frame.f_back
     return " ".join(lines)
+
+
+def _users_line() -> str:
+    """The innermost line of the user's code that runs now, with what it says."""
+    place = _users_lines().split(" ")[0]
+    path, _, line = place.rpartition(":")
+    return f"{path}:{line} (`{linecache.getline(path, int(line)).strip()}`)" if path else ""
 
 
 class _OpenModules:
@@ -400,29 +493,11 @@ def _trace(
     parameters: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     batch: Any,
+    *,
+    checks_calls: bool,
 ) -> fx.GraphModule:
     """Trace the step as it runs, and if it mutates tensors a second time without that."""
-
-    def step(
-        parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
-    ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
-        for parameter in parameters.values():
-            parameter.grad = None  # of an earlier step
-        # The backward pass is inside, too: functions of the user's own may read the model there.
-        with stateless._reparametrize_module(model, {**parameters, **buffers}, tie_weights=True):
-            loss = workload.step_loss(model, batch)
-            setup_stacktrace_preservation_hooks([_root_of(workload, loss)])
-            gradients = torch.autograd.grad(
-                loss, list(parameters.values()), _gradient_of(model, loss), allow_unused=True
-            )
-        every = [
-            _with_accumulated(parameter, gradient)
-            for parameter, gradient in zip(parameters.values(), gradients, strict=True)
-        ]
-        _check_dense(workload, dict(zip(parameters, every, strict=True)))
-        wanted = [_as_added_up(workload, gradient) for gradient in every]
-        return loss.detach(), wanted, list(buffers.values())
-
+    step = Step(workload, model, parameters, buffers, batch, where=_users_line)
     # oneDNN's fused RNN kernel cannot be replayed from a graph; the plain one can.
     with (
         warnings.catch_warnings(action="ignore"),
@@ -430,12 +505,16 @@ def _trace(
         torch.backends.mkldnn.flags(enabled=False),
         fx_traceback.preserve_node_meta(),
         with_static_shapes(model),
+        plain_control_flow(),
         _OpenModules(model) as modules,
         _LinesOfConstants(),
         answered_guards(),
         _clear_errors(workload, modules),
     ):
-        raw = make_fx(step)(dict(parameters), dict(buffers), batch)
+        kept = PythonState({"the model": model, "the loss": workload.loss})
+        raw = make_fx(lambda *inputs: step.traced(*inputs))(dict(parameters), dict(buffers), batch)
+        if checks_calls:
+            check_repeats(workload.name, step, kept)
         flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
@@ -467,59 +546,6 @@ def _mutates(graph: fx.Graph) -> bool:
         else target is not operator.getitem
         for target in targets
     )
-
-
-def _with_accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """A gradient with what the backward pass has added to the parameter's ``.grad`` itself.
-
-    Functions that compute their forward pass again call ``backward`` on it (reversible layers).
-    """
-    added, parameter.grad = parameter.grad, None
-    if added is None or gradient is None:
-        return gradient if added is None else added
-    return gradient + added
-
-
-def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
-    """A gradient in the dtype in which it is summed."""
-    dtype = workload.reduce_dtype
-    if gradient is None or dtype is None or not gradient.is_floating_point():
-        return gradient
-    return gradient.to(dtype)
-
-
-def _gradient_of(model: nn.Module, loss: Tensor) -> Tensor | None:
-    """Initial gradient of the backward pass; ``None`` to make it from the loss.
-
-    Blocks with losses of their own start before the sum of all losses is known.
-    """
-    if isinstance(model, LocalBlocks):
-        return torch.ones((), dtype=loss.dtype, device=loss.device)
-    return None
-
-
-def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:
-    """Node at which the backward pass begins; refuses a loss that cannot be trained."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise CaptureError(
-            f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}."
-        )
-    if loss.grad_fn is None:
-        raise CaptureError(
-            f"workload '{workload.name}': the loss does not depend on any parameter."
-        )
-    return loss.grad_fn
-
-
-def _check_dense(workload: Workload, gradients: Mapping[str, Tensor | None]) -> None:
-    for name, gradient in gradients.items():
-        if gradient is not None and gradient.layout != torch.strided:
-            raise CaptureError(
-                f"workload '{workload.name}': the gradient of '{name}' is sparse; leave out "
-                "sparse=True where it is looked up. Modules need not be changed: their "
-                "gradients are made dense."
-            )
 
 
 def _drop_unused_placeholders(module: fx.GraphModule) -> None:

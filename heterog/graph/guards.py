@@ -2,9 +2,9 @@
 
 Code that goes on after such a question has always had the same answer, so the answer changes no
 graph: it can be asked when the step runs. An ``if`` that only prints, warns or logs changes none
-either. Any other question about values decides which ops run. What is asked is read from the
-syntax tree of the frame that asks: CPython tells the place of each instruction in its source
-(PEP 657).
+either. One that mends values which are not finite is taken for one that raises if there are any.
+Any other question about values decides which ops run. What is asked is read from the syntax tree
+of the frame that asks: CPython tells the place of each instruction in its source (PEP 657).
 """
 
 import ast
@@ -108,6 +108,11 @@ def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
+def _attribute(call: ast.Call) -> str:
+    """Name of the function or method that is called."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else _called(call)
+
+
 class _Source:
     """Expressions of a file by their places, and what is around each."""
 
@@ -135,7 +140,7 @@ class _Source:
         statement = self._parent.get(above[-1])
         found = self._goes_on_if(statement, above[-1], frame)
         if found is None:
-            return None
+            return self._guard_of_finite(leaf, statement, above[-1])
         wanted, raises = found
         # From the whole test down: what each part has to be for the test to be as wanted.
         for part, below in zip(above[:0:-1], above[-2::-1], strict=True):
@@ -148,6 +153,24 @@ class _Source:
         if raises and isinstance(leaf, ast.Compare) and len(leaf.ops) > 1 and not wanted:
             return None  # a < b < c is two truths, of which one is enough
         return Guard(wanted, raises, self._text(statement))
+
+    def _guard_of_finite(
+        self, leaf: ast.expr, statement: ast.AST | None, test: ast.AST
+    ) -> Guard | None:
+        """Guard of an ``if`` that mends values which are not finite, or goes on without them.
+
+        A step of a plan takes the way of finite values, and raises where there are others.
+        """
+        if not isinstance(statement, ast.If) or statement.test is not test:
+            return None
+        asked = {_attribute(each) for each in ast.walk(leaf) if isinstance(each, ast.Call)}
+        if any(isinstance(each, ast.Not | ast.Compare) for each in ast.walk(leaf)):
+            return None
+        if "isfinite" in asked and not asked & {"any", "isnan", "isinf"}:
+            return Guard(True, True, self._text(statement))
+        if asked & {"isnan", "isinf"} and not asked & {"all", "isfinite"}:
+            return Guard(False, True, self._text(statement))
+        return None
 
     def is_number_of_guard(self, instruction: dis.Instruction, frame: FrameType) -> bool:
         """Whether the number at a place is only computed with and compared, in guards' tests."""
@@ -258,6 +281,8 @@ class _Source:
         if isinstance(statement, ast.If):
             raises_at_once = _only_raises(statement.body)
             words = f"if {test}: raise" if raises_at_once else f"if {test}: ... else: raise"
+            if not raises_at_once and not _only_raises(statement.orelse):
+                words = f"if {test}:"
         if len(words) > _LONGEST_TEXT:
             words = words[: _LONGEST_TEXT - 3] + "..."
         # Not the whole path: it would differ between machines that run the same plan.

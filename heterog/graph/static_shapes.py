@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributions import Distribution
 from torch.fx.node import _side_effectful_functions
 
+from heterog.graph.python_state import is_of_library
 from heterog.graph.scalar_indices import looked_up
 from heterog.graph.value_checks import check_all
 
@@ -160,25 +161,31 @@ def _graphs_without_self_loops() -> Iterator[None]:
         check(edge_index)
         return loops.add_self_loops(edge_index, *args, **keywords)
 
-    with _everywhere(drop, drop_none), _everywhere(add, add_all):
+    with everywhere(drop, drop_none), everywhere(add, add_all):
         yield
 
 
 @contextmanager
-def _everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in every module that has imported it by its name."""
-    name = function.__name__
-    users = [
-        vars(module)
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get(name) is function
-    ]
-    for names in users:
+def everywhere(function: Callable[..., Any], instead: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function in every module that has imported it.
+
+    Libraries have it under its own name, files of the user may have any other.
+    """
+    own = function.__name__
+    users: list[tuple[dict[str, Any], str]] = []
+    for module in list(sys.modules.values()):
+        names: dict[str, Any] = getattr(module, "__dict__", {})
+        if names.get(own) is function:
+            users.append((names, own))
+        if not is_of_library(getattr(module, "__file__", None) or ""):
+            others = [name for name, each in names.items() if each is function and name != own]
+            users += [(names, name) for name in others]
+    for names, name in users:
         names[name] = instead
     try:
         yield
     finally:
-        for names in users:
+        for names, name in users:
             names[name] = function
 
 

@@ -57,9 +57,12 @@ def answered_guards() -> Iterator[None]:
     Others are left to torch, which refuses them; see ``heterog.graph.guards``. Functions of
     tensors are replaced meanwhile, since modes for them are not asked in the backward pass.
     """
-    replaced = [(owner, name, vars(owner).get(name)) for owner, name in _ASKED]
-    for owner, name, _ in replaced:
-        setattr(owner, name, _asked(getattr(owner, name), _ASKED[owner, name]))
+    functions: dict[tuple[Any, str], tuple[Callable[..., Any], Any]]
+    functions = {place: (_asked, truth_of) for place, truth_of in _ASKED.items()}
+    functions.update(_DRAWN)
+    replaced = [(owner, name, vars(owner).get(name)) for owner, name in functions]
+    for (owner, name), (wrap, how) in functions.items():
+        setattr(owner, name, wrap(getattr(owner, name), how))
     try:
         yield
     finally:
@@ -83,6 +86,8 @@ def _asked(function: Callable[..., Any], truth_of: _Truth | None) -> Callable[..
         is_unknown = any(isinstance(each, FakeTensor) and each.constant is None for each in args)
         if not is_unknown:
             return function(*args, **keywords)
+        if truth_of is _itself and (known := getattr(args[0], _ANSWER, None)) is not None:
+            return known
         frame = sys._getframe(1)
         if truth_of is None:
             if is_number_of_guard(frame):
@@ -118,6 +123,43 @@ def _are_close(*args: Any, **keywords: Any) -> Tensor:
 def _contains(values: Tensor, value: Tensor | float) -> Tensor:
     return torch.eq(values, value).any()
 
+
+_UNIT, _ANSWER = "_heterog_is_drawn_from_unit", "_heterog_answer"
+"""Attributes of fake tensors: whether ``torch.rand`` drew it; the truth that it has anyway."""
+
+
+def _marked(function: Callable[..., Any], _: object) -> Callable[..., Any]:
+    """``torch.rand`` whose results say so."""
+
+    @functools.wraps(function)
+    def draw(*args: Any, **keywords: Any) -> Any:
+        drawn = function(*args, **keywords)
+        setattr(drawn, _UNIT, True)
+        return drawn
+
+    return draw
+
+
+def _compared_with_bounds(function: Callable[..., Any], is_less: object) -> Callable[..., Any]:
+    """A comparison that knows that draws are at least 0 and below 1: layers never left out."""
+
+    @functools.wraps(function)
+    def compare(self: Tensor, other: Any) -> Any:
+        result = function(self, other)
+        if isinstance(other, int | float) and getattr(self, _UNIT, False):
+            if other <= 0 or other >= 1:
+                setattr(result, _ANSWER, (other >= 1) is is_less)
+        return result
+
+    return compare
+
+
+_DRAWN: Mapping[tuple[Any, str], tuple[Callable[..., Any], Any]] = {
+    (torch, "rand"): (_marked, None),
+    (Tensor, "__lt__"): (_compared_with_bounds, True),
+    (Tensor, "__ge__"): (_compared_with_bounds, False),
+}
+"""What LayerDrop asks with: how it is replaced."""
 
 _ASKED: Mapping[tuple[Any, str], _Truth | None] = {
     (Tensor, "item"): None,

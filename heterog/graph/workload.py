@@ -89,10 +89,14 @@ class Workload:
                 )
 
     def make_model(self) -> nn.Module:
-        """The module itself, made now if ``model`` is a function."""
+        """The module itself, made now if ``model`` is a function.
+
+        Of what ``torch.compile`` has wrapped it is the module inside: a plan runs its ops.
+        """
         from torch import nn
 
         model = self.model if isinstance(self.model, nn.Module) else self.model()
+        model = getattr(model, "_orig_mod", model)
         if not isinstance(model, nn.Module):
             raise CaptureError(
                 f"workload '{self.name}': the model function returned {type(model).__name__}, "

@@ -18,8 +18,9 @@ from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
 from heterog.healing.service import Message, answer_requests
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
-from heterog.planners.planner import MethodRow, Stop
+from heterog.planners.planner import Budget, MethodRow, Stop
 from heterog.planners.portfolio import rehearsed
+from heterog.planners.request import Request, Session
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import CostModel
@@ -74,17 +75,16 @@ class Planning:
         running = self._running(question)
         left = remaining(self._whole_cluster, question.lost)
         evaluator = self._evaluator(running, left, question)
-        plan = make_plan(
-            running.graph,
-            evaluator.cluster,
+        request = Request(
+            graph=running.graph,
+            cluster=evaluator.cluster,
             methods=question.methods,
             known=default_methods(),
-            budget=question.budget,
+            budget=Budget.parse(question.budget),
             step_barrier=running.strategy.step_barrier,
-            evaluator=evaluator,
-            rehearse=self._rehearse,
-            stop=self._stop,
         )
+        session = Session(stop=self._stop)
+        plan = make_plan(request, session, evaluator=evaluator, rehearse=self._rehearse)
 
         def moving_s(strategy: Strategy) -> float:
             return question.restart_s + transfer_s(

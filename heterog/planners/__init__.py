@@ -4,6 +4,7 @@ The service:
 
 - ``planner`` is the protocol and the budgets, ``registry`` the methods by name; ``methods`` has a
   line about each, ``conformance`` checks a new one.
+- ``request`` is what is asked of a search, and its session.
 - ``portfolio`` runs methods and is ``auto``: ``judging`` judges one, ``sharing`` and ``rounds``
   divide the budget, ``promise`` keeps an answer in time, ``together`` uses several workers,
   ``seeds`` and ``library`` hand over strategies that are known before, ``given`` a person's own.

@@ -20,17 +20,15 @@ from dataclasses import dataclass, replace
 from heterog.cluster.topology import Cluster
 from heterog.planners.host_sets import ranked_host_sets
 from heterog.planners.host_subset import HostSubset
-from heterog.planners.objective import Objective, hosts_used, rent_per_s
-from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Stop
+from heterog.planners.objective import hosts_used, rent_per_s
+from heterog.planners.planner import Budget, Candidate, MethodRow
 from heterog.planners.portfolio import prepare, run_methods
 from heterog.planners.promise import Promise
-from heterog.planners.registry import AUTO, Methods
+from heterog.planners.registry import AUTO
+from heterog.planners.request import Request, Session
 from heterog.planners.seeds import SeedPlanner
-from heterog.planners.sharing import Progress
-from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
-from heterog.workers import Seats
 
 MOST_SEARCHED = 8
 """Most sets of hosts beside the whole cluster that are searched in."""
@@ -39,35 +37,6 @@ WHOLE_PART, SETS_PART = 0.35, 0.45
 with the set of the best plan."""
 LEAST_SET_S = 0.7
 """Seconds below which a search in a set finds little more than baselines: fewer sets then."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The same question for every search, on any hosts; see ``portfolio.run_methods``.
-
-    Attributes:
-        methods: Names of the methods.
-        known: Methods that the names are looked up in.
-        seed: Seed of everything random.
-        step_barrier: Whether a step ends with all updates.
-        orders: Orders that searching methods may choose from.
-        given: A person's own strategy, judged on the whole cluster.
-        seeds: Strategies for the whole cluster to start from.
-        progress: Function that gets every method's progress.
-        stop: Switch that ends the searches early.
-        seats: Workers that search at the same time, if any.
-    """
-
-    methods: Sequence[str]
-    known: Methods
-    seed: int
-    step_barrier: bool
-    orders: tuple[Order, ...]
-    given: Planner | None
-    seeds: SeedPlanner | None
-    progress: Progress
-    stop: Stop
-    seats: Seats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,22 +61,22 @@ class CheapestSearch:
 
     Args:
         evaluator: Evaluator of the graph and the whole cluster, which has prices.
-        objective: Objective that decides among the plans found.
-        asked: Question for every search.
+        request: Request whose objective decides among the plans found.
+        session: Who hears of it, may end it, and takes part.
     """
 
-    def __init__(self, evaluator: Evaluator, objective: Objective, asked: Asked) -> None:
+    def __init__(self, evaluator: Evaluator, request: Request, session: Session) -> None:
         self._evaluator = evaluator
-        self._objective = objective
-        self._asked = asked
+        self._objective = request.objective
+        self._request, self._session = request, session
         self._evaluators: dict[tuple[int, ...], Evaluator] = {}
         self._found: list[tuple[HostSubset, MethodRow]] = []
 
     def run(self, budget: Budget, promise: Promise) -> list[MethodRow]:
         """Search until the budget is over; one row per method, the best by the objective."""
-        named = self._asked.methods
-        wanted = [each for each in self._asked.known if AUTO in named or each.name in named]
-        prepare(self._evaluator, wanted, self._asked.progress, self._asked.stop)
+        named = self._request.methods
+        wanted = [each for each in self._request.known if AUTO in named or each.name in named]
+        prepare(self._evaluator, wanted, self._session)
         promise.begin()
         everything = tuple(range(self._evaluator.cluster.num_hosts))
         sets = [
@@ -129,7 +98,7 @@ class CheapestSearch:
             self._search(everything, Budget(seconds=each_s * (len(sets) - kept) or 0.5 * each_s))
             sets = sets[:kept]
         for hosts, part in zip(sets, parts, strict=False):
-            if not (self._asked.stop.is_requested or self._is_hopeless(hosts)):
+            if not (self._session.stop.is_requested or self._is_hopeless(hosts)):
                 self._search(hosts, part)
         if budget.seconds is not None and sets:
             self._go_on(promise, LEAST_SET_S)
@@ -160,33 +129,34 @@ class CheapestSearch:
     def _search(self, hosts: tuple[int, ...], part: Budget) -> None:
         subset = HostSubset(whole=self._evaluator.cluster, hosts=hosts)
         evaluator = self._on(subset)
-        asked, progress = self._asked, self._asked.progress
+        request, session = self._request, self._session
+        progress = session.progress
         if not subset.is_whole:
             where = subset.name
-            progress = lambda method, fraction, best: asked.progress(  # noqa: E731
+            progress = lambda method, fraction, best: session.progress(  # noqa: E731
                 f"{method} on {where}", fraction, best
             )
         rows = run_methods(
             evaluator,
-            asked.methods,
-            known=asked.known,
-            budget=part,
-            seed=asked.seed,
-            step_barrier=asked.step_barrier,
-            orders=asked.orders,
-            given=asked.given if subset.is_whole else None,
-            seeds=self._seeds(subset),
-            progress=progress,
-            stop=asked.stop,
-            promise=None if part.seconds is None else Promise(part),
-            seats=asked.seats,
+            replace(
+                request,
+                cluster=subset.part,
+                budget=part,
+                given=request.given if subset.is_whole else None,
+                seeds=self._seeds(subset),
+            ),
+            replace(
+                session,
+                progress=progress,
+                promise=None if part.seconds is None else Promise(part),
+            ),
         )
         self._found += [(subset, row) for row in rows]
 
     def _go_on(self, promise: Promise, least_s: float) -> None:
         """Spend what is left of a budget in seconds on the hosts of the best plan."""
         able = [pair for pair in self._found if pair[1].candidate is not None]
-        if not able or self._asked.stop.is_requested:
+        if not able or self._session.stop.is_requested:
             return
         subset, best = min(able, key=lambda pair: self._rank(*pair))
         assert best.candidate is not None
@@ -205,9 +175,9 @@ class CheapestSearch:
         ]
         if again:
             return SeedPlanner("continued", again)
-        if self._asked.seeds is None:
+        if self._request.seeds is None:
             return None
-        return self._asked.seeds.on(subset)
+        return self._request.seeds.on(subset)
 
     def _on(self, subset: HostSubset) -> Evaluator:
         if subset.is_whole:
@@ -231,7 +201,7 @@ class CheapestSearch:
         objective, whole = self._objective, self._evaluator
         part = HostSubset(whole=whole.cluster, hosts=hosts).part
         bound = lower_bound_s(whole.graph, part, whole.cost_model, with_op_rules=True)
-        least_s = bound.seconds if self._asked.step_barrier else bound.compute_s
+        least_s = bound.seconds if self._request.step_barrier else bound.compute_s
         rent = rent_per_s(whole.cluster, hosts)
         best = min(
             (self._rank(*pair) for pair in self._found if pair[1].step_time_s is not None),

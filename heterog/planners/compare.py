@@ -1,6 +1,5 @@
 """Methods side by side on one model and cluster, every one with the full budget."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,7 +7,7 @@ from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.issue_order import IssuedSteps, Rehearse
 from heterog.planners.plan import cost_per_step, row_to_dict
-from heterog.planners.planner import Budget, MethodRow, Planner, Spending, Stop
+from heterog.planners.planner import Budget, MethodRow, Spending, Stop
 from heterog.planners.portfolio import (
     assert_not_below,
     best_row,
@@ -18,49 +17,13 @@ from heterog.planners.portfolio import (
     with_noise,
 )
 from heterog.planners.promise import NOISE_PART
-from heterog.planners.registry import AUTO, Methods, built_in_methods
-from heterog.planners.sharing import Progress
+from heterog.planners.registry import AUTO
+from heterog.planners.request import Request, Session
 from heterog.simulator.cost_model import CostModel
-from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 
 _NO_LIMIT = 10**12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """The arguments of ``compare_methods``, which explains them, but for model and cluster."""
-
-    methods: tuple[str, ...]
-    budget: Budget
-    known: Methods | None = None
-    seed: int = 0
-    step_barrier: bool = True
-    orders: tuple[Order, ...] = tuple(Order)
-    given: Planner | None = None
-
-    def ask(
-        self,
-        graph: OpGraph,
-        cluster: Cluster,
-        progress: Progress = lambda method, fraction, best: None,
-        stop: Stop | None = None,
-    ) -> "Comparison":
-        """Compare on one model and cluster."""
-        return compare_methods(
-            graph,
-            cluster,
-            self.methods,
-            budget=self.budget,
-            known=self.known,
-            seed=self.seed,
-            step_barrier=self.step_barrier,
-            orders=self.orders,
-            given=self.given,
-            progress=progress,
-            stop=stop,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,47 +91,22 @@ class Comparison:
         return documents
 
 
-def compare_methods(
-    graph: OpGraph,
-    cluster: Cluster,
-    methods: Sequence[str],
-    *,
-    budget: Budget,
-    known: Methods | None = None,
-    seed: int = 0,
-    step_barrier: bool = True,
-    orders: tuple[Order, ...] = tuple(Order),
-    cost_model: CostModel | None = None,
-    given: Planner | None = None,
-    progress: Progress = lambda method, fraction, best: None,
-    stop: Stop | None = None,
-) -> Comparison:
+def compare_methods(request: Request, session: Session | None = None) -> Comparison:
     """Run methods, each with the full budget; ``auto`` picks from all rows that were computed.
-
-    ``given`` is a person's own strategy, a row beside the methods; see ``planners.given``.
 
     Raises:
         StrategyError: no method applies.
     """
-    evaluator = Evaluator(graph, cluster, cost_model)
-    known = known or built_in_methods()
-    wanted = known.names if AUTO in methods else methods
-    rows = run_methods(
-        evaluator,
-        wanted,
-        known=known,
-        budget=budget,
-        seed=seed,
-        step_barrier=step_barrier,
-        orders=orders,
-        given=given,
-        progress=progress,
-        stop=stop,
-    )
+    session = session or Session()
+    evaluator = Evaluator(request.graph, request.cluster, request.cost_model)
+    has_auto = AUTO in request.methods
+    wanted = request.known.names if has_auto else request.methods
+    rows = run_methods(evaluator, replace(request, methods=wanted), session)
+    budget = request.budget
     noise = budget if budget.seconds is None else budget.part(NOISE_PART)
-    rows = with_noise(evaluator, rows, Spending(noise, evaluator, stop=stop))
+    rows = with_noise(evaluator, rows, Spending(noise, evaluator, stop=session.stop))
     picked_from = ""
-    if AUTO in methods:
+    if has_auto:
         best = best_row(rows)
         picked_from = best.method
         total = sum(row.num_evaluations for row in rows)
@@ -183,16 +121,19 @@ def compare_methods(
             )
         )
     bound = lower_bound_s(
-        graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows)
+        request.graph,
+        request.cluster,
+        evaluator.cost_model,
+        with_op_rules=use_op_rules(rows),
     ).seconds
-    if step_barrier:
+    if request.step_barrier:
         assert_not_below(rows, bound)
     return Comparison(
-        graph=graph,
-        cluster=cluster,
+        graph=request.graph,
+        cluster=request.cluster,
         rows=tuple(rows),
         lower_bound_s=bound,
-        seed=seed,
+        seed=request.seed,
         picked_from=picked_from,
-        cost_model=cost_model,
+        cost_model=request.cost_model,
     )

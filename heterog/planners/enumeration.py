@@ -1,5 +1,6 @@
 """Points of a small space, tried one by one until all are seen or the budget is over."""
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
@@ -98,6 +99,8 @@ class Enumeration(ABC, Generic[Point]):
         """
         begin = time.perf_counter()
         self.problem, self.spending = problem, problem.spend()
+        # What was too large to simulate may not be in a longer round.
+        self.cost = {point: cost for point, cost in self.cost.items() if cost[1] < math.inf}
         with self.spending.limits():
             self.search()
         return PlanResult(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from heterog.planners.sharing import Progress
+from heterog.planners.planner import Progress
 from heterog.simulator.evaluator import Evaluator
 
 MOST_POINTS = 48

@@ -30,7 +30,7 @@ from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluator import Evaluation, Outcome
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
@@ -82,6 +82,7 @@ class MegatronGrid(Planner):
         spending = problem.spend()
         grid = problem.resumed(_Grid)
         grid.problem, grid.spending = problem, spending
+        grid.forget_too_large()
         with spending.limits():
             grid.search()
         return PlanResult(
@@ -120,6 +121,14 @@ class _Grid:
         self.varied: set[tuple[object, ...]] = set()
         self._computed: dict[tuple[int, int], float] = {}
         self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
+
+    def forget_too_large(self) -> None:
+        """Forget what was too large to simulate: it may not be in a longer round."""
+        self.found = {
+            point: pair
+            for point, pair in self.found.items()
+            if pair[0].outcome != Outcome.TOO_LARGE
+        }
 
     def search(self) -> None:
         """Shapes and micro-batches in the leanest manner that fits, the best in other manners."""

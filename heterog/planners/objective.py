@@ -19,8 +19,7 @@ from enum import StrEnum
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.planners.planner import MethodRow
-from heterog.planners.portfolio import Rank, by_time
+from heterog.planners.planner import MethodRow, Rank, by_time
 from heterog.strategy.strategy import Strategy
 
 _DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h|d|w)")

@@ -24,7 +24,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.names import shown
 from heterog.planners.background import BackgroundPlan, plan_background
-from heterog.planners.cheapest import Asked, CheapestSearch, Offer, offers_of_rows
+from heterog.planners.cheapest import CheapestSearch, Offer, offers_of_rows
 from heterog.planners.cost import Cost, cost_of
 from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
@@ -32,23 +32,27 @@ from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import run_method
 from heterog.planners.objective import FASTEST, Aim, Objective, cost_per_s
 from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
-from heterog.planners.planner import Budget, MethodRow, Planner, Problem, Spending, Stop
-from heterog.planners.portfolio import (
+from heterog.planners.planner import (
+    Budget,
+    MethodRow,
+    Planner,
+    Problem,
     Rank,
+    Spending,
+    Stop,
+    by_time,
+)
+from heterog.planners.portfolio import (
     assert_not_below,
     best_row,
-    by_time,
     rehearsed,
     run_methods,
     use_op_rules,
     with_noise,
 )
 from heterog.planners.promise import Promise
-from heterog.planners.registry import AUTO, Methods, built_in_methods
-from heterog.planners.seeds import SeedPlanner
-from heterog.planners.sharing import Progress
+from heterog.planners.request import Request, Session
 from heterog.planners.stability import Gain, gain, reference_of
-from heterog.simulator.cost_model import CostModel
 from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -60,7 +64,6 @@ from heterog.strategy.lowering import lower
 from heterog.strategy.program import LAST_OP_KIND, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
-from heterog.workers import Seats
 
 SCHEMA_VERSION = 1
 BEST = "best"
@@ -473,151 +476,97 @@ def _same_gains(told: Sequence[_Gain], found: Sequence[_Gain]) -> bool:
 
 
 def make_plan(
-    graph: OpGraph,
-    cluster: Cluster,
+    request: Request,
+    session: Session | None = None,
     *,
-    methods: Sequence[str] = (AUTO,),
-    known: Methods | None = None,
-    budget: Budget | str = "30s",
-    seed: int = 0,
-    order: str = BEST,
-    step_barrier: bool = True,
-    cost_model: CostModel | None = None,
     evaluator: Evaluator | None = None,
     rehearse: Rehearse | None = None,
-    given: Planner | None = None,
-    progress: Progress = lambda method, fraction, best: None,
-    stop: Stop | None = None,
-    promise: Promise | None = None,
-    objective: Objective = FASTEST,
-    seeds: SeedPlanner | None = None,
-    seats: Seats | None = None,
-    asynchronous: Planner | None = None,
 ) -> Plan:
     """Plan one training step on a cluster.
 
-    A budget in seconds is for all of it, but for what is imported and compiled; see ``Promise``.
-
     Args:
-        graph: The captured step.
-        cluster: Devices and links.
-        methods: Names of planners; ``auto`` runs all of them.
-        known: Methods that the names are looked up in; those of this package without a policy by
-            default.
-        budget: Limit such as ``"30s"`` for all of it, or ``"5000e"`` (evaluations) for the search.
-        seed: Seed of everything random.
-        order: Name of the one order that searching methods may use; ``best`` allows all.
-        step_barrier: Whether a step ends with all updates.
-        cost_model: Model of the seconds of tasks; see ``Evaluator`` for the default.
-        evaluator: Evaluator of graph, cluster and cost model; made of them if ``None``.
+        request: What to plan, by which methods, and what limits them.
+        session: Who hears of it, may end it, and takes part; by default nobody.
+        evaluator: Evaluator of the request's graph, cluster and cost model; made of them if
+            ``None``.
         rehearse: Function that executes the winner on shapes alone; if that fails, the next best
             wins. See ``heterog.runtime.rehearsal.rehearsal_of``.
-        given: A person's own strategy, a row beside the methods; see ``planners.given``.
-        progress: Callback for every method's progress.
-        stop: Signal that ends the search early; the plan is then the best so far.
-        promise: Division of the same budget, which keeps a part for what the caller does next.
-        objective: Aim of the plan; by default the shortest step.
-        seeds: Strategies that are known already, for searches to start from.
-        seats: Workers that search at the same time; see ``planners.together``.
-        asynchronous: Method that a person asked for by name and whose training is not exact (its
-            weights differ from one device's); judged last, beside what is exact.
 
     Raises:
         StrategyError: no method has a strategy at all.
         ClusterError: the objective needs prices that the cluster does not have.
-        UnknownNameError: a method or order does not exist.
-        BudgetError: the budget allows no search.
+        UnknownNameError: a method does not exist.
     """
-    parsed = Budget.parse(budget) if isinstance(budget, str) else budget
-    evaluator = evaluator or Evaluator(graph, cluster, cost_model)
-    promise = promise or Promise(parsed)
+    session = session or Session()
+    evaluator = evaluator or Evaluator(request.graph, request.cluster, request.cost_model)
+    promise = session.promise or Promise(request.budget)
     issued = IssuedSteps(evaluator)
     promise.follow(
         issued,
         is_rehearsed=rehearse is not None,
         # Its long part is kept, with and without rules of single ops.
-        ahead=lambda: lower_bound_s(graph, cluster, evaluator.cost_model),
+        ahead=lambda: lower_bound_s(request.graph, request.cluster, evaluator.cost_model),
     )
-    history = SearchHistory(evaluator, progress)
+    history = SearchHistory(evaluator, session.progress)
     begin = time.perf_counter()
-    asked = Asked(
-        methods=methods,
-        known=known or built_in_methods(),
-        seed=seed,
-        step_barrier=step_barrier,
-        orders=parse_orders(order),
-        given=given,
-        seeds=seeds,
-        progress=history.tell,
-        stop=stop or Stop(),
-        seats=seats,
-    )
-    rows, offers = _searched(evaluator, objective, asked, parsed, promise)
-    if asynchronous is not None:
-        rows = [*rows, _asynchronous_row(evaluator, asynchronous, asked, rows)]
+    told = replace(session, progress=history.tell, promise=promise)
+    rows, offers = _searched(evaluator, request, told, promise)
+    if request.asynchronous is not None:
+        row = _asynchronous_row(evaluator, request.asynchronous, request, session, rows)
+        rows = [*rows, row]
     search_seconds = time.perf_counter() - begin
-    rank = objective.rank(evaluator.cluster)
+    rank = request.objective.rank(evaluator.cluster)
     if rehearse is not None:
-        progress("rehearsal", 0.0, math.inf)
+        session.progress("rehearsal", 0.0, math.inf)
         spending = _spending(evaluator, promise.rehearsal_s, promise)
         rows = rehearsed(issued, rows, rehearse, spending=spending, rank=rank)
     plan = plan_from_rows(
         evaluator,
         rows,
-        budget=str(parsed),
-        seed=seed,
+        budget=str(request.budget),
+        seed=request.seed,
         search_seconds=search_seconds,
-        noise=_spending(evaluator, promise.noise_s, promise, stop),
+        noise=_spending(evaluator, promise.noise_s, promise, session.stop),
         issued=issued,
         rank=rank,
     )
     return replace(
         plan,
         history=history.of([row.method for row in rows]),
-        objective=objective,
+        objective=request.objective,
         offers=offers,
     )
 
 
 def _searched(
-    evaluator: Evaluator, objective: Objective, asked: Asked, budget: Budget, promise: Promise
+    evaluator: Evaluator, request: Request, session: Session, promise: Promise
 ) -> tuple[list[MethodRow], tuple[Offer, ...]]:
     """Rows of all methods, and the trades of time for money that were found in the search."""
-    if not objective.is_time:
-        objective.require_prices(evaluator.cluster)
-        search = CheapestSearch(evaluator, objective, asked)
-        return search.run(budget, promise), search.offers()
-    rows = run_methods(
-        evaluator,
-        asked.methods,
-        known=asked.known,
-        budget=budget,
-        seed=asked.seed,
-        step_barrier=asked.step_barrier,
-        orders=asked.orders,
-        given=asked.given,
-        seeds=asked.seeds,
-        progress=asked.progress,
-        stop=asked.stop,
-        promise=promise,
-        seats=asked.seats,
-    )
+    if not request.objective.is_time:
+        request.objective.require_prices(evaluator.cluster)
+        search = CheapestSearch(evaluator, request, session)
+        return search.run(request.budget, promise), search.offers()
+    rows = run_methods(evaluator, request, session)
     has_prices = evaluator.cluster.prices is not None
     return rows, offers_of_rows(rows, evaluator.cluster) if has_prices else ()
 
 
 def _asynchronous_row(
-    evaluator: Evaluator, planner: Planner, asked: Asked, rows: Sequence[MethodRow]
+    evaluator: Evaluator,
+    planner: Planner,
+    request: Request,
+    session: Session,
+    rows: Sequence[MethodRow],
 ) -> MethodRow:
     """Row of a method that is not exact; it sees the rows of exact ones, they do not see it."""
     problem = Problem(
         evaluator=evaluator,
         budget=Budget(evaluations=_ASYNCHRONOUS),
-        seed=asked.seed,
-        step_barrier=asked.step_barrier,
-        orders=asked.orders,
+        seed=request.seed,
+        step_barrier=request.step_barrier,
+        orders=request.orders,
         seeds=tuple(row.candidate for row in rows if row.candidate is not None),
-        stop=asked.stop,
+        stop=session.stop,
     )
     return run_method(planner, problem)
 

@@ -12,7 +12,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
@@ -290,7 +290,10 @@ class PlanResult:
     note: str = ""
 
 
+Progress = Callable[[str, float, float], None]
+"""Function called with (method, fraction of its budget spent, best seconds so far)."""
 Search = TypeVar("Search")
+Point = TypeVar("Point")
 _RESUMED = "resumed"
 
 
@@ -400,6 +403,15 @@ class MethodRow:
         return self.overflow_bytes, self.step_time_s or 0.0
 
 
+Rank = Callable[[MethodRow], tuple[float, ...]]
+"""Function from a method's row to a few numbers; the row with the smallest is the best."""
+
+
+def by_time(row: MethodRow) -> tuple[float, ...]:
+    """Rank by the shortest step among those that fit; by nearness to fitting if none does."""
+    return row.preference
+
+
 STAGES = ("baseline", "zero_shot", "search")
 """Stages in the order in which methods run: searches start from what earlier ones found."""
 
@@ -445,6 +457,11 @@ class Planner(Protocol):
         begun.
         """
         return 0.0
+
+
+def without_too_large(found: dict[Point, Evaluation]) -> dict[Point, Evaluation]:
+    """Evaluations that hold in a longer round, too, in which larger programs are simulated."""
+    return {point: each for point, each in found.items() if each.outcome != Outcome.TOO_LARGE}
 
 
 def best_of(evaluations: list[Evaluation]) -> int:

@@ -8,8 +8,7 @@ referee.
 """
 
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
@@ -19,53 +18,36 @@ from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import under_noise
 from heterog.planners.planner import (
-    Budget,
     Candidate,
     MethodRow,
     Planner,
     Problem,
+    Progress,
+    Rank,
     Spending,
-    Stop,
+    by_time,
 )
 from heterog.planners.promise import Promise
-from heterog.planners.registry import AUTO, Methods, built_in_methods
-from heterog.planners.sharing import Progress, Shares, SharesTogether
+from heterog.planners.registry import AUTO, Methods
+from heterog.planners.request import Request, Session
+from heterog.planners.sharing import Shares, SharesTogether
 from heterog.planners.stability import reference_of
-from heterog.planners.together import Question, Together, can_be_sent
+from heterog.planners.together import Together, can_be_sent
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.kernels import compilation_told
 from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats
 
-Rank = Callable[[MethodRow], tuple[float, ...]]
-"""Function from a method's row to a few numbers; the row with the smallest is the best."""
-
-
-def by_time(row: MethodRow) -> tuple[float, ...]:
-    """Rank by the shortest step among those that fit; by nearness to fitting if none does."""
-    return row.preference
-
 
 def run_methods(
     evaluator: Evaluator,
-    methods: Sequence[str],
+    request: Request,
+    session: Session | None = None,
     *,
-    budget: Budget,
-    known: Methods | None = None,
-    seed: int = 0,
-    step_barrier: bool = True,
-    orders: tuple[Order, ...] = tuple(Order),
     without: Collection[str] = (),
-    given: Planner | None = None,
-    seeds: Planner | None = None,
-    progress: Progress = lambda method, fraction, best: None,
-    stop: Stop | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    promise: Promise | None = None,
-    seats: Seats | None = None,
 ) -> list[MethodRow]:
-    """Run methods and judge them by the referee.
+    """Run the methods of a request and judge them by the referee.
 
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
     seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
@@ -74,25 +56,11 @@ def run_methods(
     searches in equal parts; baselines do not count.
 
     Args:
-        evaluator: Evaluator of the graph and cluster.
-        methods: Names of methods; ``auto`` means all that have something to find on the cluster.
-        budget: Budget of each method that searches; ``auto`` divides it among its searches.
-        known: Methods that the names are looked up in; those of this package without a policy by
-            default.
-        seed: Seed of everything random.
-        step_barrier: Whether a step ends with all updates.
-        orders: Orders that searching methods may choose from.
+        evaluator: Evaluator of the request's graph and cluster.
+        request: Methods and what limits them; each method that searches has the budget, which
+            ``auto`` divides among its searches. Objective and asynchronous method are not used.
+        session: Who hears of it, may end it, and takes part; by default nobody.
         without: Names of methods that do not run at all, not even to give searches a start.
-        given: A person's own strategy, judged first beside the baselines; searches start from it,
-            too.
-        seeds: Strategies that are known already, likewise; see ``planners.seeds``.
-        progress: Function that gets every method's progress.
-        stop: Switch that ends the methods early; the first that has a strategy is finished.
-        clock: Function that returns the seconds by which a budget in seconds is kept.
-        promise: What else a budget in seconds is for; all methods then share it by its clock,
-            even without ``auto``.
-        seats: Workers that keep their state, which then run the methods that share a budget,
-            several at a time; see ``planners.together``.
 
     Returns:
         One row per method, in the order they ran: baselines first.
@@ -100,49 +68,30 @@ def run_methods(
     Raises:
         UnknownNameError: a method does not exist.
     """
-    known = known or built_in_methods()
-    chosen = [each for each in _chosen(methods, known, evaluator) if each.name not in without]
-    searching = any(planner.stage == "search" for planner in chosen)
-    running = [
-        planner
-        for planner in known
-        if planner in chosen
-        or (searching and planner.stage == "baseline" and planner.name not in without)
-    ]
-    running.sort(key=lambda planner: planner.comes_last)
-    for own in (given, seeds):
-        if own is not None:
-            chosen.append(own)
-            running.insert(0, own)
-    stop = stop or Stop()
-    prepare(evaluator, running, progress, stop)
-    is_shared = AUTO in methods or (promise is not None and budget.seconds is not None)
-    promise = promise or Promise(budget, clock=clock)
+    session = session or Session()
+    chosen, running = _planners_of(request, evaluator, without)
+    prepare(evaluator, running, session)
+    budget, searching = request.budget, any(each.stage == "search" for each in chosen)
+    is_shared = AUTO in request.methods or (
+        session.promise is not None and budget.seconds is not None
+    )
+    promise = session.promise or Promise(budget, clock=session.clock)
     together = None
-    if seats is not None and is_shared:
-        progress(f"load kernels on {len(seats)} workers", 0.0, math.inf)
-        question = Question(
-            graph=evaluator.graph,
-            cluster=evaluator.cluster,
-            cost_model=evaluator.cost_model,
-            step_barrier=step_barrier,
-            orders=orders,
-        )
-        together = Together(seats, question)
-        together.prepare([planner for planner in running if can_be_sent(planner)])
+    if session.seats is not None and is_shared:
+        together = _seated(session.seats, evaluator, request, running, session.progress)
     promise.begin()
     asked = Problem(
         evaluator=evaluator,
         budget=budget,
-        seed=seed,
-        step_barrier=step_barrier,
-        orders=orders,
-        stop=stop,
+        seed=request.seed,
+        step_barrier=request.step_barrier,
+        orders=request.orders,
+        stop=session.stop,
         clock=promise.clock,
     )
-    shares = Shares(asked, running, promise, progress)
+    shares = Shares(asked, running, promise, session.progress)
     if together is not None:
-        shares = SharesTogether(asked, running, promise, progress, together)
+        shares = SharesTogether(asked, running, promise, session.progress, together)
     if is_shared:
         shares.divide()
         if budget.seconds is not None and searching:
@@ -156,9 +105,45 @@ def run_methods(
     ]
 
 
-def prepare(
-    evaluator: Evaluator, running: Sequence[Planner], progress: Progress, stop: Stop
-) -> None:
+def _planners_of(
+    request: Request, evaluator: Evaluator, without: Collection[str]
+) -> tuple[list[Planner], list[Planner]]:
+    """The methods asked for, and those that run: baselines too, where searches start from them."""
+    chosen = [each for each in _chosen(request, evaluator) if each.name not in without]
+    searching = any(planner.stage == "search" for planner in chosen)
+    running = [
+        planner
+        for planner in request.known
+        if planner in chosen
+        or (searching and planner.stage == "baseline" and planner.name not in without)
+    ]
+    running.sort(key=lambda planner: planner.comes_last)
+    for own in (request.given, request.seeds):
+        if own is not None:
+            chosen.append(own)
+            running.insert(0, own)
+    return chosen, running
+
+
+def _seated(
+    seats: Seats,
+    evaluator: Evaluator,
+    request: Request,
+    running: Sequence[Planner],
+    progress: Progress,
+) -> Together:
+    """Workers who know the request and have prepared the methods whose code they have."""
+    progress(f"load kernels on {len(seats)} workers", 0.0, math.inf)
+    # The evaluator's model is resolved; a user's methods stay here.
+    asked = replace(
+        request, cost_model=evaluator.cost_model, known=Methods(()), given=None, seeds=None
+    )
+    together = Together(seats, asked)
+    together.prepare([planner for planner in running if can_be_sent(planner)])
+    return together
+
+
+def prepare(evaluator: Evaluator, running: Sequence[Planner], session: Session) -> None:
     """Import, read and compile what methods need, which no budget counts.
 
     Raises:
@@ -166,16 +151,16 @@ def prepare(
     """
 
     def tell(name: str, part: float) -> None:
-        if stop.is_requested:
+        if session.stop.is_requested:
             raise KeyboardInterrupt
-        progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
+        session.progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
 
     # Methods import it where they use it, because ranks import methods and need not wait for it.
     import_module("scipy.interpolate")
-    progress("load kernels", 0.0, math.inf)
+    session.progress("load kernels", 0.0, math.inf)
     with compilation_told(tell):
         evaluator.warm_up()
-    progress("load methods", 0.0, math.inf)
+    session.progress("load methods", 0.0, math.inf)
     for planner in running:
         planner.prepare(evaluator)
 
@@ -319,12 +304,12 @@ def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
         )
 
 
-def _chosen(methods: Sequence[str], known: Methods, evaluator: Evaluator) -> list[Planner]:
-    if AUTO not in methods:
-        return [known[name] for name in methods]
+def _chosen(request: Request, evaluator: Evaluator) -> list[Planner]:
+    if AUTO not in request.methods:
+        return [request.known[name] for name in request.methods]
     graph, cluster = evaluator.graph, evaluator.cluster
     return [
         planner
-        for planner in known
-        if planner.name in methods or planner.joins_auto(graph, cluster)
+        for planner in request.known
+        if planner.name in request.methods or planner.joins_auto(graph, cluster)
     ]

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import JUDGED_PART, run_method
-from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Problem, Purse, Stop
+from heterog.planners.planner import (
+    Budget,
+    Candidate,
+    MethodRow,
+    Planner,
+    Problem,
+    Progress,
+    Purse,
+    Stop,
+)
 from heterog.planners.promise import Promise
 from heterog.planners.rounds import STARVED, Contender, next_of
 from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal
@@ -30,8 +39,6 @@ _TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 1_000_000
 _LEAST_TASKS = 200_000
 """Most tasks of a program for each second of the whole budget and of a method's own part, and at
 least: lowering and simulating that takes a few percent of the whole, a quarter of the part."""
-Progress = Callable[[str, float, float], None]
-"""Function called with (method, fraction of its budget spent, best seconds so far)."""
 
 
 class Shares:

@@ -11,36 +11,14 @@ would do the same work everywhere; they are dealt out.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from heterog.cluster.topology import Cluster
-from heterog.graph.op_graph import OpGraph
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, Problem, Stop
-from heterog.simulator.cost_model import CostModel
-from heterog.simulator.engine import Order
+from heterog.planners.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, is_asked_to_stop
 
 Ran = tuple[MethodRow, float]
 """Row of a method, and the seconds that it took."""
-
-
-@dataclass(frozen=True, eq=False, slots=True, kw_only=True)
-class Question:
-    """The question for all seats, sent to each once.
-
-    Attributes:
-        graph: Graph of one training step.
-        cluster: Devices and links.
-        cost_model: Cost model with the seconds of tasks.
-        step_barrier: Whether a step ends with all updates.
-        orders: Orders that searching methods may choose from.
-    """
-
-    graph: OpGraph
-    cluster: Cluster
-    cost_model: CostModel
-    step_barrier: bool
-    orders: tuple[Order, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +43,11 @@ class Together:
 
     Args:
         seats: Workers that keep their state.
-        question: Question for all of them.
+        request: Request for all of them.
     """
 
-    def __init__(self, seats: Seats, question: Question) -> None:
-        self._seats, self._question = seats, question
+    def __init__(self, seats: Seats, request: Request) -> None:
+        self._seats, self._request = seats, request
 
     @property
     def num_seats(self) -> int:
@@ -78,14 +56,14 @@ class Together:
 
     def prepare(self, planners: Sequence[Planner]) -> None:
         """Let all seats import, read and compile what methods need."""
-        self._seats.run(_prepare, self._question, [tuple(planners)] * len(self._seats))
+        self._seats.run(_prepare, self._request, [tuple(planners)] * len(self._seats))
 
     def take(self, turns: Sequence[Turn]) -> list[list[Ran]]:
         """Run one turn on each seat; return the results of its methods, in their order.
 
         A seat that was asked to stop hands over what it has.
         """
-        return [ran or [] for ran in self._seats.run(_take, self._question, turns)]
+        return [ran or [] for ran in self._seats.run(_take, self._request, turns)]
 
     def stop(self) -> None:
         """Ask all methods for their best so far."""
@@ -114,41 +92,41 @@ def can_be_sent(planner: Planner) -> bool:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Desk:
+class _Seat:
     """State of a seat between turns: an evaluator, and what its methods resume from."""
 
-    question: Question
+    request: Request
     evaluator: Evaluator
     memories: dict[str, dict[str, object]] = field(default_factory=dict)
 
 
-_desk: _Desk | None = None
+_seat: _Seat | None = None
 
 
-def _at_desk(question: Question) -> _Desk:
-    global _desk
-    if _desk is None or _desk.question is not question:
-        evaluator = Evaluator(question.graph, question.cluster, question.cost_model)
-        _desk = _Desk(question=question, evaluator=evaluator)
-    return _desk
+def _seat_for(request: Request) -> _Seat:
+    global _seat
+    if _seat is None or _seat.request is not request:
+        evaluator = Evaluator(request.graph, request.cluster, request.cost_model)
+        _seat = _Seat(request=request, evaluator=evaluator)
+    return _seat
 
 
-def _prepare(question: Question, planners: tuple[Planner, ...]) -> None:
-    evaluator = _at_desk(question).evaluator
+def _prepare(request: Request, planners: tuple[Planner, ...]) -> None:
+    evaluator = _seat_for(request).evaluator
     evaluator.warm_up()
     for planner in planners:
         planner.prepare(evaluator)
 
 
-def _take(question: Question, turn: Turn) -> list[Ran]:
-    desk = _at_desk(question)
-    desk.evaluator.most_tasks = turn.most_tasks
+def _take(request: Request, turn: Turn) -> list[Ran]:
+    seat = _seat_for(request)
+    seat.evaluator.most_tasks = turn.most_tasks
     problem = Problem(
-        evaluator=desk.evaluator,
+        evaluator=seat.evaluator,
         budget=turn.methods[0][1] if turn.methods else Budget(evaluations=1),
         seed=turn.seed,
-        step_barrier=question.step_barrier,
-        orders=question.orders,
+        step_barrier=request.step_barrier,
+        orders=request.orders,
     )
     stop = Stop(is_asked_to_stop)
     ran: list[Ran] = []
@@ -157,7 +135,7 @@ def _take(question: Question, turn: Turn) -> list[Ran]:
         seeds = (*turn.seeds, *found)
         if stop.is_requested and seeds:
             break
-        memory = desk.memories.setdefault(planner.name, {})
+        memory = seat.memories.setdefault(planner.name, {})
         # There must be some strategy: until then nobody is stopped.
         asked = stop if seeds else Stop()
         part = replace(problem, budget=budget, seeds=seeds, memory=memory, stop=asked)

@@ -24,8 +24,8 @@ from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, reward_of
 from heterog.errors import ConformanceError, HeterogError
 from heterog.graph.serialize import save_graph
-from heterog.planners.compare import Question
 from heterog.planners.planner import Budget
+from heterog.planners.request import Request
 from tests.envs.cases import language_graph, mixed_cluster
 
 CODE = """
@@ -185,8 +185,13 @@ def test_commands_take_what_files_hold(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         assert {row["method"] for row in json.loads(done.stdout)["rows"]} == {"ddp", "thumb"}
         # A worker process reads the file again.
-        question = Question(methods=("thumb",), budget=Budget(evaluations=5))
-        (row,) = _compare((question, methods), (language_graph(), mixed_cluster())).rows
+        request = Request(
+            graph=language_graph(),
+            cluster=mixed_cluster(),
+            methods=("thumb",),
+            budget=Budget(evaluations=5),
+        )
+        (row,) = _compare(methods, request).rows
         assert row.method == "thumb"
     finally:
         ENCODERS.pop("Features", None)

@@ -31,13 +31,13 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_methods
 from heterog.planners.promise import Promise
 from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.strategy import Decision, Sync
 from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
+from tests.planners.asking import run_methods
 
 ROOT = Path(__file__).parents[2]
 

@@ -25,6 +25,7 @@ from tests.envs.cases import (
     pipelined_pair,
     toy_pair,
 )
+from tests.planners.asking import run_methods
 
 
 def test_every_candidate_is_legal_and_different() -> None:
@@ -256,7 +257,6 @@ def test_reward_is_the_log_of_the_speedup_and_grades_overrun() -> None:
 
 def test_baseline_is_the_best_data_parallel_plan() -> None:
     from heterog.planners.planner import Budget
-    from heterog.planners.portfolio import run_methods
     from heterog.simulator.evaluator import Evaluator
 
     pair = language_pair()

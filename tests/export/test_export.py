@@ -28,11 +28,12 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import Plan, make_plan
+from heterog.planners.plan import Plan
 from heterog.runtime.launch import free_port
 from heterog.runtime.testbed import load_testbed
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
+from tests.planners.asking import make_plan
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
 

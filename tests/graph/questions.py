@@ -225,3 +225,16 @@ def raises_after_a_choice(x: Tensor) -> None:
         if MOST > 3:
             return
         raise ValueError
+
+
+def mends_what_is_not_finite(x: Tensor) -> None:
+    made = x.double().reciprocal()
+    if not torch.isfinite(made).all():
+        made.clamp_(-1e4, 1e4)
+    if made.dtype == torch.float64 and (torch.isinf(made).any() or made.isnan().any()):
+        x.add_(1)
+
+
+def goes_on_where_something_is_finite(x: Tensor) -> None:
+    if torch.isfinite(x.double().reciprocal()).any():
+        x.add_(1)

@@ -814,3 +814,13 @@ def test_a_second_trace_would_find_the_same_step(
     once, twice, is_traced_again = traces_of(monkeypatch, workload_of(name))
     assert not is_traced_again
     assert graph_to_dict(once) == graph_to_dict(twice)
+
+
+def test_a_batch_norm_that_counts_its_steps_is_refused_with_advice_that_works() -> None:
+    def model(momentum: float | None) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=momentum))
+
+    batch = torch.randn(8, 3), torch.randn(8, 4)
+    with pytest.raises(CaptureError, match="Give it a momentum"):
+        capture(workload(lambda: model(None), *batch))
+    capture(workload(lambda: model(0.1), *batch))

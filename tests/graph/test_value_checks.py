@@ -33,10 +33,12 @@ from tests.graph.questions import (
     chooses,
     computes_with_the_number,
     converts,
+    goes_on_where_something_is_finite,
     keeps_the_answer,
     keeps_the_number,
     lets_torch_raise,
     loops,
+    mends_what_is_not_finite,
     prints,
     raises_after_a_choice,
     raises_between_bounds,
@@ -130,6 +132,19 @@ def test_a_failed_check_names_the_line_that_asked() -> None:
         step.module(*Asking(raises_if_not_all).parameters(), x, torch.zeros(8, 4).double())
 
 
+def test_a_branch_that_mends_what_is_not_finite_is_taken_for_one_that_raises() -> None:
+    step = step_of(mends_what_is_not_finite)
+    state = list(Asking(mends_what_is_not_finite).parameters())
+    target = torch.zeros(8, 4, dtype=torch.float64)
+    step.module(*state, torch.ones(8, 3).long(), target)
+    with pytest.raises(
+        RuntimeError, match=r"\(`if not torch.isfinite\(made\).all\(\):`\) does not"
+    ):
+        step.module(*state, torch.zeros(8, 3).long(), target)
+    with pytest.raises(CaptureError, match="values decide there"):
+        step_of(goes_on_where_something_is_finite)
+
+
 def test_questions_about_activations_and_gradients_change_no_gradient() -> None:
     torch.manual_seed(0)
     model, x, y = Trains(), torch.randn(8, 3), torch.randn(8, 4)
@@ -187,3 +202,19 @@ def test_a_question_of_a_library_below_is_left_to_torch() -> None:
 
     with pytest.raises(CaptureError, match="depends on tensor values"):
         step_of(asks_a_lists_question)
+
+
+def test_layers_that_are_never_left_out_ask_nothing() -> None:
+    def left_out(rate: float) -> Question:
+        def question(x: torch.Tensor) -> None:
+            if torch.rand([]) < rate:
+                x.add_(1)
+
+        return question
+
+    kinds = [op.kind for op in step_of(left_out(0.0)).graph.ops]
+    assert "add_.Tensor" not in kinds
+    assert CHECK not in kinds
+    step_of(left_out(1.0))
+    with pytest.raises(CaptureError, match="no LayerDrop"):
+        step_of(left_out(0.1))

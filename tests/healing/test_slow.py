@@ -16,11 +16,12 @@ from heterog.graph.capture import capture
 from heterog.healing.busy import BusyClock
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.runtime.testbed import Testbed, is_supported
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.zoo import load_workload
+from tests.planners.asking import make_plan
 from tests.thorough import THOROUGH
 
 _REASON = is_supported()

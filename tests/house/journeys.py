@@ -110,11 +110,11 @@ def _asked() -> "tuple[OpGraph, Cluster]":
 
 def evaluation() -> Walk:
     """A strategy to its step time."""
-    from heterog.planners.plan import make_plan
+    from heterog import api
     from heterog.simulator.evaluator import Evaluator
 
     graph, cluster = _asked()
-    strategy = make_plan(graph, cluster, methods=("cp_ar",), budget="5e").strategy
+    strategy = api.plan(graph, cluster, method="cp_ar", budget="5e").strategy
     evaluator = Evaluator(graph, cluster)
     with walking() as walk:
         evaluator.evaluate(strategy)
@@ -124,10 +124,12 @@ def evaluation() -> Walk:
 def planning() -> Walk:
     """A graph to a plan, by all methods."""
     from heterog.planners.plan import make_plan
+    from heterog.planners.planner import Budget
+    from heterog.planners.request import Request
 
     graph, cluster = _asked()
     with walking() as walk:
-        make_plan(graph, cluster, methods=("auto",), budget="40e")
+        make_plan(Request(graph=graph, cluster=cluster, budget=Budget(evaluations=40)))
     return walk
 
 

@@ -13,7 +13,7 @@ from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
 from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
 from heterog.planners.lossy import with_codec
-from heterog.planners.plan import Plan, make_plan
+from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, Problem
 from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.engine import Order
@@ -26,6 +26,7 @@ from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
+from tests.planners.asking import make_plan
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
 from tests.simulator.builders import by_sheets, cluster_of
 

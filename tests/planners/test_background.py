@@ -18,11 +18,12 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.background import BackgroundPlan, best_allowance, plan_background
 from heterog.planners.data_parallel import even_shares, uniform_strategy
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.multiplex import make_foreground
 from heterog.strategy.strategy import Decision
+from tests.planners.asking import make_plan
 from tests.simulator.builders import cluster_of
 
 

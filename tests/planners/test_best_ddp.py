@@ -16,13 +16,13 @@ from heterog.planners.best_ddp import BUCKETS, BestDataParallel, class_sets
 from heterog.planners.data_parallel import balanced_homes, device_speeds, uniform_strategy
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_methods
 from heterog.planners.promise import Promise
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import Decision, Sync
+from tests.planners.asking import run_methods
 from tests.planners.test_budget import clocked
 from tests.thorough import one_in
 

@@ -33,11 +33,12 @@ from heterog.planners.planner import (
     Stop,
     TimeUp,
 )
-from heterog.planners.portfolio import run_methods, with_noise
+from heterog.planners.portfolio import with_noise
 from heterog.planners.registry import built_in_methods
 from heterog.planners.spmd.a_star import Search
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
+from tests.planners.asking import run_methods
 from tests.planners.test_planners import graph as mlp
 
 assert heterog.agents.planners  # registers the policies

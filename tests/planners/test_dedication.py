@@ -17,12 +17,13 @@ from heterog.planners.judging import run_method
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.pipette.planner import Pipette
 from heterog.planners.planner import Budget, Candidate, Planner, Problem, Stop
-from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.portfolio import best_row
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.program import FloatArray, Program
 from heterog.strategy.strategy import Strategy
+from tests.planners.asking import run_methods
 from tests.planners.test_pipette import needs_data, published
 from tests.planners.test_pipette_method import (
     NUM_HOSTS,

@@ -21,9 +21,10 @@ from heterog.graph.workload import Workload
 from heterog.planners.library.adapting import adapted
 from heterog.planners.library.entry import EntryRecord, described, distance, entry_of
 from heterog.planners.library.store import MOST_ENTRY_BYTES, MOST_SEEDS, PlanLibrary
-from heterog.planners.plan import Plan, make_plan
+from heterog.planners.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from tests.planners.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import one_in
 

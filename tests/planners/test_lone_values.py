@@ -9,13 +9,13 @@ from heterog.graph.batch_plan import norms_of_lone_values
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.planners.compare import compare_methods
 from heterog.planners.planner import Budget
 from heterog.planners.registry import AUTO
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
 from heterog.simulator.evaluator import Evaluator, Outcome
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision
+from tests.planners.asking import compare_methods
 from tests.runtime.strategies import ALL, cluster, plan_of, strategy_of
 
 

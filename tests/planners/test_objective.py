@@ -32,10 +32,10 @@ from heterog.planners.objective import (
     rent_per_s,
     tokens_per_sample,
 )
-from heterog.planners.plan import Plan, load_plan, make_plan
+from heterog.planners.plan import Plan, load_plan
 from heterog.planners.planner import Budget
-from heterog.planners.portfolio import run_methods
 from heterog.simulator.evaluator import Evaluator
+from tests.planners.asking import make_plan, run_methods
 from tests.thorough import THOROUGH, few_of
 
 FILE = """

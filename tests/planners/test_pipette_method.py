@@ -21,11 +21,11 @@ from heterog.planners.pipette.layouts import (
 )
 from heterog.planners.pipette.planner import Pipette, _Search, _Trial
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_methods
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.program import FloatArray
+from tests.planners.asking import run_methods
 from tests.simulator.builders import cluster_of
 from tests.strategy.test_layouts import graph_of
 from tests.thorough import THOROUGH

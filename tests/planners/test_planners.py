@@ -42,7 +42,7 @@ from heterog.planners.planner import (
     Problem,
     Spending,
 )
-from heterog.planners.portfolio import best_row, run_methods
+from heterog.planners.portfolio import best_row
 from heterog.planners.registry import built_in_methods
 from heterog.planners.repair import repair
 from heterog.simulator.compile_kernels import smallest_graph
@@ -51,6 +51,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import LowerBound
 from heterog.strategy.space import StrategySpace, device_sets
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
+from tests.planners.asking import run_methods
 from tests.simulator.builders import cluster_of
 from tests.thorough import one_in
 

@@ -11,9 +11,8 @@ import pytest
 import heterog.planners.issue_order as issue_order
 from heterog.graph.capture import capture_step
 from heterog.planners.issue_order import IssuedStep, IssuedSteps, issued_step
-from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Candidate, MethodRow, Purse, Spending, TimeUp
-from heterog.planners.portfolio import UNPLAYED, run_methods
+from heterog.planners.portfolio import UNPLAYED
 from heterog.planners.promise import (
     EXPLANATION_S,
     LAST_S,
@@ -30,6 +29,7 @@ from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.strategy.strategy import Strategy
+from tests.planners.asking import make_plan, run_methods
 from tests.planners.test_budget import clocked
 from tests.runtime.cases import workload_of
 from tests.runtime.strategies import cluster, graph_of

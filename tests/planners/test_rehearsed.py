@@ -9,16 +9,15 @@ import pytest
 import heterog
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
-from heterog.planners.compare import compare_methods
 from heterog.planners.issue_order import IssuedStep
 from heterog.planners.judging import run_method
-from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.registry import AUTO, built_in_methods
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import Strategy
+from tests.planners.asking import compare_methods, make_plan
 from tests.runtime.cases import batch_of, workload_of
 from tests.simulator.builders import linear_chain
 from tests.thorough import THOROUGH, few_of, one_in

@@ -16,9 +16,8 @@ from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.planners.issue_order import sends_by_op
 from heterog.planners.judging import run_method
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import run_methods
 from heterog.planners.registry import built_in_methods
 from heterog.planners.rounds import FADES, Contender, next_of
 from heterog.report.answer import brief_answer
@@ -26,6 +25,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.program import LAST_OP_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.strategy.space import MAX_DEVICE_SETS, device_sets
+from tests.planners.asking import make_plan, run_methods
 from tests.planners.test_budget import clocked
 from tests.planners.test_planners import graph as mlp
 from tests.simulator.builders import random_case
@@ -103,6 +103,19 @@ def test_an_enumeration_goes_on_where_it_was(method: str) -> None:
     )
     assert once.step_time_s is not None
     assert best <= once.step_time_s * 1.02
+
+
+@pytest.mark.parametrize("method", ["two_segment", "pipeline", "megatron_grid", "islands"])
+def test_what_was_too_large_in_a_short_round_is_tried_in_a_longer_one(method: str) -> None:
+    evaluator = Evaluator(mlp(), Cluster.load("paper_8gpu"))
+    evaluator.most_tasks = 1
+    short = Problem(evaluator=evaluator, budget=Budget(evaluations=20))
+    planner = planner_by_name(method)
+    planner.plan(short)
+    evaluator.most_tasks = math.inf
+    longer = replace(short, budget=Budget(evaluations=60))
+    anew = planner.plan(replace(longer, memory={}))
+    assert planner.plan(longer).candidates[0] == anew.candidates[0]
 
 
 def test_local_search_goes_on_and_takes_up_what_others_found() -> None:

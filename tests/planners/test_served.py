@@ -15,7 +15,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
 from heterog.planners.averaged import AveragedReplicas
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.served import ServedTeams, asynchronous_method
 from heterog.simulator.engine import Order
@@ -33,6 +33,7 @@ from heterog.strategy.codec import Codec, CodecKind, CodecRule
 from heterog.strategy.codec import Traffic as CodedTraffic
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
+from tests.planners.asking import make_plan
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
 from tests.simulator.builders import cluster_of
 

@@ -11,7 +11,7 @@ from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
 from heterog.healing.job import HealingJob
 from heterog.planners.lossy import with_codec
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.planners.served import asynchronous_method
 from heterog.planners.stashed import StashedPipelines
 from heterog.simulator.engine import Order
@@ -23,6 +23,7 @@ from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.planners.asking import make_plan
 from tests.runtime.strategies import cluster, graph_of, plan_of
 from tests.simulator.builders import cluster_of
 from tests.simulator.test_stash import pipeline

@@ -11,11 +11,11 @@ from heterog.cli import app
 from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
 from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import run_methods
 from heterog.planners.registry import built_in_methods
 from heterog.planners.together import can_be_sent, deal
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
+from tests.planners.asking import run_methods
 from tests.planners.test_planners import graph as mlp
 from tests.test_interrupt import started, wait_for
 from tests.thorough import IS_THOROUGH, THOROUGH, cases

@@ -246,6 +246,15 @@ class Penalty(OwnLoss):
         return functional.cross_entropy(self.model(tokens), labels.flatten()) + 0.01 * penalty
 
 
+class Scheduled(OwnLoss):
+    """A weight that follows the number of the step, which is an input of it."""
+
+    def forward(self, tokens: Tensor, step: Tensor, labels: Tensor) -> Tensor:
+        logits = self.model(tokens)
+        weight = torch.where(step < 1, 0.0, 0.1 * step)
+        return functional.cross_entropy(logits, labels.flatten()) + weight * logits.square().mean()
+
+
 class RepeatedEncodings(nn.Module):
     """Encodings of positions, repeated for every sample before they are projected, as in XLNet."""
 
@@ -296,6 +305,7 @@ OWN_LOSS: dict[str, Any] = {
     "pseudo-labels": (PseudoLabels, None),
     "weighted labels": (WeightedLabels, None),
     "penalty": (Penalty, None),
+    "scheduled": (Scheduled, None),
 }
 LOCAL: dict[str, Any] = {"local blocks": (in_blocks, None)}
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
@@ -362,6 +372,8 @@ def batch_of(name: str, step: int) -> tuple[Tensor, ...]:
         source = torch.randint(0, 13, (BATCH, 4), generator=generator)
         source[2:5, 2:] = PADDING
         return source, tokens, labels
+    if name == "scheduled":
+        return tokens, torch.tensor(step), labels
     return tokens, labels
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from heterog.cluster import Cluster, PairLimit
 from heterog.planners.host_order import on_hosts
-from heterog.planners.plan import make_plan
+from tests.planners.asking import make_plan
 from tests.runtime.cases import MODELS, SGD, assert_same, reference, train, train_sharded
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of

@@ -18,12 +18,12 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
-from heterog.planners.plan import make_plan
 from heterog.runtime import testbed as module
 from heterog.runtime.launch import LaunchError, ranks_of_this_process, run_commands, run_ranks
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.testbed import Testbed
 from heterog.zoo import load_workload
+from tests.planners.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH, few_of
 

@@ -13,11 +13,12 @@ import pytest
 from heterog.cli import main
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.runtime import launch
 from heterog.runtime.launch import LaunchError, run_ranks
 from heterog.strategy.tensor_parallel import shardings
 from heterog.zoo import load_workload
+from tests.planners.asking import make_plan
 from tests.simulator.builders import cluster_of, plan_by_hand
 from tests.thorough import THOROUGH
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import make_plan
 from heterog.planners.registry import built_in_methods
 from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.planners.asking import make_plan
 from tests.runtime.cases import (
     MODELS,
     NORMALISED,

@@ -15,7 +15,7 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.runtime import op_profiler, profiler
 from heterog.runtime.deploy import deploy
 from heterog.runtime.link_profiler import profile_links
@@ -30,6 +30,7 @@ from heterog.runtime.profiler import (
 )
 from heterog.simulator.measurements import LinkMeasurement, OpMeasurement, op_signature
 from heterog.zoo import load_workload
+from tests.planners.asking import make_plan
 from tests.runtime.ranks import Ranks
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH

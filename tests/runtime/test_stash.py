@@ -12,7 +12,7 @@ import torch
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.deploy import deploy
@@ -22,6 +22,7 @@ from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy
+from tests.planners.asking import make_plan
 from tests.runtime.cases import BATCH, batch_of, workload_of
 from tests.runtime.interrupted import interrupted_after
 from tests.runtime.ranks import Ranks

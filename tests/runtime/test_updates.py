@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.plan import load_plan
 from heterog.runtime import optimizer
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Decision, Strategy
+from tests.planners.asking import make_plan
 from tests.runtime.cases import (
     STEPS,
     Recipe,

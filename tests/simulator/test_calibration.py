@@ -14,7 +14,6 @@ from heterog.cluster import Cluster, device_type
 from heterog.errors import ClusterError, InputFileError
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import make_plan
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.calibration import Calibration, calibrate, extrapolated_by, link_error
 from heterog.simulator.collectives import alpha_beta
@@ -33,6 +32,7 @@ from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.tables import graph_tables
+from tests.planners.asking import make_plan
 from tests.simulator.builders import cluster_of, linear_chain
 
 T4 = device_type("T4")

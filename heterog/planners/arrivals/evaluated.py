@@ -18,6 +18,7 @@ from heterog.planners.arrivals.ramp import devices_of
 from heterog.planners.host_subset import HostSubset
 from heterog.planners.planner import Budget
 from heterog.planners.portfolio import run_methods
+from heterog.planners.request import Request
 from heterog.simulator.evaluator import Evaluator
 
 METHODS = ("cp_ar", "ddp_accumulate")
@@ -196,7 +197,10 @@ class EvaluatedCluster:
         for methods in (self.methods, IF_TOO_LARGE if len(devices) > 1 else ()):
             if not methods:
                 continue
-            rows = run_methods(evaluator, methods, budget=_SEARCHED)
+            request = Request(
+                graph=graph, cluster=evaluator.cluster, methods=methods, budget=_SEARCHED
+            )
+            rows = run_methods(evaluator, request)
             fits = [(row.step_time_s, row.method) for row in rows if row.step_time_s is not None]
             if fits:
                 seconds, method = min(fits)

@@ -38,7 +38,13 @@ from heterog.planners.islands.composing import (
 )
 from heterog.planners.islands.slices import Slices
 from heterog.planners.megatron_grid import MOST_TASKS, least_bubble
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
+from heterog.planners.planner import (
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+    without_too_large,
+)
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
 from heterog.simulator.evaluator import Evaluation, Outcome
@@ -85,6 +91,7 @@ class Islands(Planner):
         spending = problem.spend()
         search = problem.resumed(CompositionSearch)
         search.problem, search.spending = problem, spending
+        search.found = without_too_large(search.found)
         with spending.limits():
             search.run()
         best = search.returned()
@@ -526,7 +533,8 @@ class CompositionSearch:
                 return False
             self.refined.add(start)
             self.beside_best = [point for point in self.beside(start) if point not in self.found]
-        self.simulate(self.beside_best.pop(0))
+        self.simulate(self.beside_best[0])
+        self.beside_best.pop(0)  # only now: a search may be cut in between
         return True
 
     def beside(self, point: Composition) -> Iterator[Composition]:

@@ -31,7 +31,13 @@ from heterog.planners.pipette.layouts import (
     ranks,
     stage_by_stage,
 )
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
+from heterog.planners.planner import (
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+    without_too_large,
+)
 from heterog.planners.recomputing import cheaper_layouts, surely_kept
 from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.layouts.layout import LayoutError, Recompute
@@ -80,6 +86,7 @@ class Pipette(Planner):
         spending = problem.spend()
         search = problem.resumed(_Search)
         search.problem, search.spending = problem, spending
+        search.found = without_too_large(search.found)
         with spending.limits():
             search.run()
         best = search.best(NUM_RETURNED)
@@ -111,7 +118,7 @@ class _Search:
         self.strategies: dict[_Trial, Strategy] = {}
         self._parameters = float(parameter_bytes(evaluator).sum())
         self._activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
-        self._found: dict[_Trial, Evaluation] = {}
+        self.found: dict[_Trial, Evaluation] = {}
         self._refused: dict[_Trial, str] = {}
         self._orders: dict[tuple[Point, Pricing], Order] = {}
         self._ranked: tuple[Point, ...] = ()
@@ -150,7 +157,7 @@ class _Search:
 
     def best(self, count: int) -> list[_Trial]:
         """The best trials so far, best first."""
-        return sorted(self._found, key=lambda trial: self._found[trial].preference)[:count]
+        return sorted(self.found, key=lambda trial: self.found[trial].preference)[:count]
 
     @property
     def refusal(self) -> str:
@@ -207,7 +214,10 @@ class _Search:
                 num_steps=COOLED,
                 is_over=self._is_annealed,
             )
-            self._orders[key] = tuple(point.hosts[place] for place in found.order)
+            order = tuple(point.hosts[place] for place in found.order)
+            if self._is_annealed():  # a longer round may find a better one
+                return order
+            self._orders[key] = order
         return self._orders[key]
 
     def _is_annealed(self) -> bool:
@@ -243,9 +253,9 @@ class _Search:
 
     def _try(self, trial: _Trial) -> Evaluation | None:
         """Simulate a trial; ``None`` if it is impossible or the budget is over."""
-        if trial in self._found:
-            return self._found[trial]
-        if trial in self._refused or (self._found and self.spending.is_over):
+        if trial in self.found:
+            return self.found[trial]
+        if trial in self._refused or (self.found and self.spending.is_over):
             return None
         layout = trial.point.layout
         problem = self.problem
@@ -262,8 +272,8 @@ class _Search:
         except (LayoutError, StrategyError) as error:
             self._refused[trial] = str(error)
             return None
-        self._found[trial], self.strategies[trial] = evaluation, strategy
-        best = self._found[self.best(1)[0]]
+        self.found[trial], self.strategies[trial] = evaluation, strategy
+        best = self.found[self.best(1)[0]]
         problem.report(self.spending.fraction, best.step_time_s)
         return evaluation
 

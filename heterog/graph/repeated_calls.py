@@ -1,0 +1,211 @@
+"""Finds out whether a step computes the same at every call, as a captured one does.
+
+A model may count its calls, anneal a weight, or leave layers out by numbers of ``random``.
+A captured step would go on with what the first call found. So the step is called again, on fake
+tensors and without a trace: once as it stands, then with other random states, then with counters
+where they will be after many calls. What is changed and not read (statistics for a log, caches)
+makes no difference and is allowed.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from heterog.errors import CaptureError
+from heterog.graph.python_state import MISSING, NUM_SEEDS, PythonState, Slot
+from heterog.graph.step import Step
+from heterog.graph.value_numbers import Results
+
+_OFTEN = 720_720_000
+"""Number of calls that everything which happens every n-th time divides, for n up to 16, tens,
+hundreds and thousands, and after which warm-ups have ended."""
+_FAR = (_OFTEN - 1, _OFTEN, 120)
+_LONG = 1_000
+"""Entries of a list that has grown for long."""
+_MAX_TRIED = 40
+_MAX_NAMED = 3
+
+
+def check_repeats(name: str, step: Step, kept: PythonState) -> None:
+    """Refuse a step that computes something else when it is called again.
+
+    Args:
+        name: Name of the workload.
+        step: The step, which was called to be captured.
+        kept: What Python kept before that call; it is put back.
+
+    Raises:
+        CaptureError: it does; says what decides that, and the way out.
+    """
+    try:
+        _Check(name, step, kept).look()
+    finally:
+        kept.put_back()
+
+
+class _Check:
+    """Calls a step again and again, each time in another state of Python.
+
+    It begins without a backward pass, which takes half of the time; where something was changed,
+    the backward pass may read it, too.
+    """
+
+    def __init__(self, name: str, step: Step, before: PythonState) -> None:
+        self._name, self._step, self._before = name, step, before
+        self._first = step.results
+        self._backward = False
+
+    def look(self) -> None:
+        """Call the step in all states that are worth trying."""
+        changed = self._before.changes()
+        if swapped := [slot for slot in changed if _has_parameters(slot)]:
+            self._raise(swapped, "")
+        drawn = [slot for slot in changed if slot.holder.seeded is not None]
+        if len(changed) > len(drawn):
+            self._backward = True
+            self._before.put_back()
+            self._first = self._step.call(backward=True)
+        begun = self._before.taken_again()
+        self._call_with(_seeded(drawn, 0))
+        for choice in range(1, NUM_SEEDS if drawn else 0):
+            begun = self._before.taken_again()
+            self._call_with(_seeded(drawn, choice))
+        moving = {slot.place: slot for slot in begun.changes() if slot.holder.seeded is None}
+        if moving:
+            self._look_far(begun.taken_again(), moving)
+        self._refuse_written()
+
+    def _look_far(self, later: PythonState, moving: Mapping[tuple[Any, Any], Slot]) -> None:
+        """Call the step once more, and then as it will be after many calls.
+
+        Args:
+            later: What is kept after the second call.
+            moving: What that call has changed, by place.
+        """
+        self._call_with([])
+        changed = later.changes()
+        paces = [(moving[each.place].before, each) for each in changed if each.place in moving]
+        lists = [each for each in changed if each.before is MISSING and isinstance(each.key, int)]
+        for calls in _FAR:
+            far = [(slot, value) for start, slot in paces for value in _after(start, slot, calls)]
+            for slot in lists:
+                slot.append(min(calls, _LONG))
+            if far or lists:
+                self._call_with(far)
+            lists = []
+
+    def _call_with(self, values: Iterable[tuple[Slot, Any]]) -> None:
+        """Call the step with some values put in their places; refuse it if that matters."""
+        for slot, value in values:
+            slot.put(value)
+        now = self._before.changes()
+        if self._call() is not None:
+            self._refuse(now, self._step.first_new)
+
+    def _call(self) -> Results | None:
+        """What the step computes now, if that is something else than at first."""
+        found = self._step.call(self._backward)
+        return None if found is None or self._first is None or found == self._first else found
+
+    def _call_as_first(self, slots: Iterable[Slot]) -> Results | None:
+        """The same, with all as it was at first but for some places."""
+        self._before.put_back()
+        for slot in slots:
+            slot.put(slot.after)
+        return self._call()
+
+    def _refuse(self, changed: list[Slot], where: str) -> None:
+        """Say which places decide what is computed.
+
+        It must be sure that something does: values may also differ because a tensor was made in a
+        way that is not seen. Then they differ in the same way when nothing else does.
+        """
+        control = self._call_as_first(())
+        if control is not None:
+            again = self._call_as_first(())
+            if again != control:
+                self._raise(self._written(), where)
+            return
+        tried = changed[:_MAX_TRIED]
+        named = [slot for slot in tried if self._call_as_first([slot]) is not None]
+        self._raise(named or tried, where)
+
+    def _written(self) -> list[Slot]:
+        """Attributes that are tensors in whose memory the step writes."""
+        return [slot for slot in self._before.tensors() if self._step.is_written(slot.before)]
+
+    def _refuse_written(self) -> None:
+        """Refuse a step that writes to constants, which have their values for all steps."""
+        if written := self._written():
+            names = ", ".join(slot.text for slot in written[:_MAX_NAMED])
+            raise CaptureError(
+                f"workload '{self._name}': the step writes in place to {names}, a tensor that is "
+                f"neither parameter nor buffer: {_WAYS_OUT['tensor']}"
+            )
+
+    def _raise(self, slots: list[Slot], where: str) -> None:
+        unseen = self._before.unseen[:_MAX_NAMED] or ["something that Python keeps"]
+        texts = [slot.text for slot in slots[:_MAX_NAMED]] or [" or ".join(unseen)]
+        raise CaptureError(
+            f"workload '{self._name}': the step computes something else when it is called again"
+            f"{f', first at {where}' if where else ''}: {', '.join(texts)} decides that. "
+            f"All steps of a plan run the same ops with the same constants: {_way_out(slots)}"
+        )
+
+
+def _has_parameters(slot: Slot) -> bool:
+    """Whether a module is put in another's place, whose parameters are then those of its name."""
+    modules = [each for each in (slot.before, slot.after) if isinstance(each, nn.Module)]
+    return any(True for module in modules for _ in module.parameters())
+
+
+def _seeded(slots: Iterable[Slot], choice: int) -> Iterator[tuple[Slot, Any]]:
+    for slot in slots:
+        if slot.holder.seeded is not None:
+            yield slot, slot.holder.seeded(choice)
+
+
+def _after(start: Any, slot: Slot, calls: int) -> Iterator[Any]:
+    """The value of a place after many calls, if three values tell how it goes on."""
+    one, two = slot.before, slot.after
+    if not all(isinstance(each, int | float) for each in (start, one, two)):
+        return
+    if any(isinstance(each, bool) for each in (start, one, two)):
+        return
+    if two - one == one - start:
+        yield (two - one) * calls if isinstance(two, int) else two + (two - one) * calls
+    elif start and one and abs(two / one - one / start) < 1e-9:
+        yield two * (two / one) ** min(calls, 100_000)
+
+
+_WAYS_OUT = {
+    "draw": (
+        "draw with torch (torch.where(torch.rand(()) < p, ...)), whose draws are a part of the "
+        "step, or draw outside and pass the result as a tensor of the batch."
+    ),
+    "module": (
+        "which module runs may not change; keep all of them, and choose among their results with "
+        "torch.where by a tensor of the batch or a buffer."
+    ),
+    "tensor": (
+        "what a step keeps for the next one belongs in a buffer (register_buffer) that it writes "
+        "in place."
+    ),
+    "other": (
+        "what follows the number of the step is an input of it, a tensor of one number in the "
+        "batch (guide, 'What changes from step to step'); what the step computes for the next one "
+        "belongs in a buffer (register_buffer) that it writes in place."
+    ),
+}
+
+
+def _way_out(slots: list[Slot]) -> str:
+    """Advice for what decides."""
+    if any(slot.holder.seeded is not None for slot in slots):
+        return _WAYS_OUT["draw"]
+    if any(map(_has_parameters, slots)):
+        return _WAYS_OUT["module"]
+    if any(isinstance(each, Tensor) for slot in slots for each in (slot.before, slot.after)):
+        return _WAYS_OUT["tensor"]
+    return _WAYS_OUT["other"]

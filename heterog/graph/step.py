@@ -1,0 +1,172 @@
+"""One training step of a workload as a function of parameters, buffers and batch.
+
+It is called once to be traced, and again on fake tensors to see whether it computes the same.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+
+from heterog.errors import CaptureError
+from heterog.graph.value_numbers import Results, ValueNumbers
+from heterog.graph.workload import Workload
+from heterog.local_losses import LocalBlocks
+
+logger = logging.getLogger(__name__)
+
+
+class Step:
+    """A forward and a backward pass of a workload, with the values that they compute.
+
+    Attributes:
+        results: What its last call has computed; ``None`` if it has failed.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Any,
+        where: Callable[[], str],
+    ) -> None:
+        self._workload, self._model = workload, model
+        self._inputs = parameters, buffers, batch
+        self.results: Results | None = None
+        self._numbers = ValueNumbers(where)
+
+    def traced(
+        self, parameters: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+        """The loss, the gradients and the new values of the buffers.
+
+        Only the forward pass is numbered: a mode would change how the backward pass is traced.
+        """
+        loss, gradients = self._run(parameters, buffers, batch, backward=True)
+        _check_dense(self._workload, dict(zip(parameters, gradients, strict=True)))
+        wanted = [_as_added_up(self._workload, gradient) for gradient in gradients]
+        return loss.detach(), wanted, list(buffers.values())
+
+    @property
+    def first_new(self) -> str:
+        """Where the last call first computes what none did before it; empty if nowhere."""
+        return self._numbers.first_new
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether calls have written to the memory of a tensor."""
+        return self._numbers.is_written(tensor)
+
+    def call(self, backward: bool) -> Results | None:
+        """Call the step without a trace, with its backward pass or without.
+
+        Returns:
+            What it computes; ``None`` if it fails.
+        """
+        parameters, buffers, batch = self._inputs
+        self.results = None
+        try:
+            self._run(dict(parameters), dict(buffers), batch, backward=backward, is_traced=False)
+        except Exception:
+            logger.debug("a further call of the step fails", exc_info=True)
+        return self.results
+
+    def _run(
+        self,
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        batch: Any,
+        *,
+        backward: bool,
+        is_traced: bool = True,
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        for parameter in parameters.values():
+            parameter.grad = None  # of an earlier step
+        state, gradients = {**parameters, **buffers}, list[Tensor | None]()
+        # The backward pass is inside, too: functions of the user's own may read the model there.
+        with stateless._reparametrize_module(self._model, state, tie_weights=True):
+            with self._numbers.run(_named_inputs(state, batch)):
+                loss = self._workload.step_loss(self._model, batch)
+            root = _root_of(self._workload, loss)
+            results = self._numbers.results(loss)
+            if backward:
+                setup_stacktrace_preservation_hooks([root])
+                with nullcontext() if is_traced else self._numbers.numbering():
+                    gradients = self._gradients(loss, parameters)
+            if backward and not is_traced:
+                results += self._numbers.results(*gradients)
+            self.results = results
+        return loss, gradients
+
+    def _gradients(self, loss: Tensor, parameters: dict[str, Tensor]) -> list[Tensor | None]:
+        """Gradients of the loss, by parameter."""
+        every = list(parameters.values())
+        begin = _gradient_of(self._model, loss)
+        found = torch.autograd.grad(loss, every, begin, allow_unused=True)
+        return [_with_accumulated(*each) for each in zip(every, found, strict=True)]
+
+
+def _named_inputs(state: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:
+    """Inputs of a step by names that no two of them share."""
+    given = {f"batch {place}": each for place, each in enumerate(pytree.tree_leaves(batch))}
+    return {**state, **{name: each for name, each in given.items() if isinstance(each, Tensor)}}
+
+
+def _with_accumulated(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """A gradient with what the backward pass has added to the parameter's ``.grad`` itself.
+
+    Functions that compute their forward pass again call ``backward`` on it (reversible layers).
+    """
+    added, parameter.grad = parameter.grad, None
+    if added is None or gradient is None:
+        return gradient if added is None else added
+    return gradient + added
+
+
+def _as_added_up(workload: Workload, gradient: Tensor | None) -> Tensor | None:
+    """A gradient in the dtype in which it is summed."""
+    dtype = workload.reduce_dtype
+    if gradient is None or dtype is None or not gradient.is_floating_point():
+        return gradient
+    return gradient.to(dtype)
+
+
+def _gradient_of(model: nn.Module, loss: Tensor) -> Tensor | None:
+    """Initial gradient of the backward pass; ``None`` to make it from the loss.
+
+    Blocks with losses of their own start before the sum of all losses is known.
+    """
+    if isinstance(model, LocalBlocks):
+        return torch.ones((), dtype=loss.dtype, device=loss.device)
+    return None
+
+
+def _root_of(workload: Workload, loss: object) -> torch.autograd.graph.Node:
+    """Node at which the backward pass begins; refuses a loss that cannot be trained."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise CaptureError(
+            f"workload '{workload.name}': the loss must be a scalar tensor, got {shape}."
+        )
+    if loss.grad_fn is None:
+        raise CaptureError(
+            f"workload '{workload.name}': the loss does not depend on any parameter."
+        )
+    return loss.grad_fn
+
+
+def _check_dense(workload: Workload, gradients: Mapping[str, Tensor | None]) -> None:
+    for name, gradient in gradients.items():
+        if gradient is not None and gradient.layout != torch.strided:
+            raise CaptureError(
+                f"workload '{workload.name}': the gradient of '{name}' is sparse; leave out "
+                "sparse=True where it is looked up. Modules need not be changed: their "
+                "gradients are made dense."
+            )

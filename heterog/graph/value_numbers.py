@@ -1,0 +1,252 @@
+"""Value numbering: tells whether two runs of a step compute the same from the same inputs.
+
+Every tensor gets a value that stands for the expression it was computed by: the op, and the values
+of what it reads. Two runs compute the same if their results have the same values. What a step has
+cached for the next one keeps its value, so a step that reads a mask is equal to one that makes it.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import c_char
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_LARGEST_CONSTANT_BYTES = 1 << 26
+"""Larger constants are not compared: they are tables, which no step writes."""
+
+
+class Value:
+    """What a tensor was computed by; equal expressions are the same object.
+
+    Attributes:
+        varies: Whether it depends on inputs of the step or on random draws.
+    """
+
+    __slots__ = ("varies",)
+
+    def __init__(self, varies: bool) -> None:
+        self.varies = varies
+
+
+Results = tuple[Value | None, ...]
+"""Values of what a run of a step has made: of its inputs, which may be written to, and outputs."""
+
+
+class ValueNumbers:
+    """Values of all tensors that were seen in some runs of one step.
+
+    Attributes:
+        first_new: Where the last run first computed what no run before it has; empty if nowhere.
+    """
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        self.first_new = ""
+        self._where = where
+        self._run = 0
+        self._value_of: dict[Any, Value] = {}
+        self._of_tensor: dict[int, tuple[Value, int]] = {}  # by id, with the run
+        self._of_storage: dict[int, tuple[Value, int]] = {}  # what was written to it
+        self._alive: list[Tensor] = []  # so that no other tensor gets the id of one
+        self._unknown: set[int] = set()  # constants of unknown values
+        self._num_met: int = 0
+        self._met: set[int] = set()
+        self._num_draws = 0
+        self._inputs: tuple[Tensor, ...] = ()
+
+    @contextmanager
+    def run(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
+        """Number what is computed in the body, which is one run of the step on some inputs."""
+        self._run += 1
+        self._num_draws = self._num_met = 0
+        self._met = set()
+        self.first_new = ""
+        self._inputs = tuple(inputs.values())
+        for name, tensor in inputs.items():
+            self._of_storage.pop(_storage(tensor), None)
+            self._name(tensor, self._value(("input", name), varies=True))
+        with self.numbering():
+            yield
+
+    def numbering(self) -> TorchDispatchMode:
+        """Context in which the last run goes on."""
+        return _Numbering(self)
+
+    def results(self, *outputs: Tensor | None) -> Results:
+        """Values of some results of the last run, and of its inputs."""
+        every = (*outputs, *self._inputs)
+        return tuple(None if each is None else self.of(each) for each in every)
+
+    def of(self, tensor: Tensor) -> Value:
+        """The value of a tensor as it is now."""
+        if id(tensor) in self._unknown and id(tensor) not in self._met:
+            self._met.add(id(tensor))
+            self._num_met += 1
+        found = self._of_tensor.get(id(tensor))
+        value = self._name(tensor, self._constant(tensor)) if found is None else self._now(*found)
+        written = self._of_storage.get(_storage(tensor)) if self._of_storage else None
+        if written is None:
+            return value
+        wrote = self._now(*written)
+        return self._value(("written", value, wrote), varies=value.varies or wrote.varies)
+
+    def _now(self, value: Value, run: int) -> Value:
+        """A value of an earlier run is another one now, if it depends on that run's inputs."""
+        if run == self._run or not value.varies:
+            return value
+        return self._value(("kept", value), varies=True)
+
+    def is_written(self, tensor: Tensor) -> bool:
+        """Whether a run has written to the memory of a tensor."""
+        return _storage(tensor) in self._of_storage
+
+    def key_of(self, op: Any, args: Any, keywords: Any) -> tuple[Any, bool]:
+        """What an op computes, before it runs, and whether that varies."""
+        read: list[Value] = []
+        if _overwrites(op, args):  # what was there before does not count
+            args = (str(args[0].dtype), tuple(args[0].shape), *args[1:])
+        key = (op, self._key(args, read), self._key(sorted(keywords.items()), read))
+        varies = any(value.varies for value in read)
+        if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
+            self._num_draws += 1
+            return (*key, self._num_draws), True
+        return key, varies
+
+    def record(
+        self, op: Any, args: Any, keywords: Any, key: Any, *, varies: bool, result: Any
+    ) -> None:
+        """Note what an op has computed and written."""
+        is_new = key not in self._value_of
+        value = self._value(key, varies=varies)
+        if is_new and self._run > 1 and not self.first_new:
+            self.first_new = self._where()
+        schema = getattr(op, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for tensor in _written_by(schema, args, keywords):
+                before = self._of_storage.get(_storage(tensor))
+                is_gone = before is None or _overwrites(op, args)
+                now = None if is_gone or before is None else self._now(*before)
+                wrote = self._value(("writes", value, now), varies=varies)
+                self._of_storage[_storage(tensor)] = (wrote, self._run)
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        given = {id(each) for each in (*args, *keywords.values())}
+        for place, output in enumerate(outputs):
+            if isinstance(output, Tensor) and id(output) not in given:
+                self._name(output, self._value(("output", value, place), varies=varies))
+
+    def _key(self, argument: Any, read: list[Value]) -> Any:
+        """Something hashable that is equal for arguments that are."""
+        if isinstance(argument, Tensor):
+            read.append(self.of(argument))
+            return read[-1]
+        if isinstance(argument, tuple | list):
+            return tuple([self._key(each, read) for each in argument])
+        if isinstance(argument, float | complex):
+            return repr(argument)  # NaN is not equal to itself, and 1.0 is to 1
+        if callable(argument) or isinstance(argument, torch.Generator):
+            return type(argument)
+        try:
+            hash(argument)
+        except TypeError:
+            return repr(argument)
+        return argument
+
+    def _value(self, key: Any, *, varies: bool) -> Value:
+        found = self._value_of.get(key)
+        if found is None:
+            found = self._value_of[key] = Value(varies)
+        return found
+
+    def _name(self, tensor: Tensor, value: Value) -> Value:
+        self._of_tensor[id(tensor)] = (value, self._run)
+        self._alive.append(tensor)
+        return value
+
+    def _constant(self, tensor: Tensor) -> Value:
+        """Value of a tensor that the step has not made: by its elements, if they are known."""
+        shape = (str(tensor.dtype), tuple(tensor.shape))
+        elements = _elements(tensor)
+        if elements is not None:
+            return self._value(("constant", elements, shape), varies=False)
+        self._unknown.add(id(tensor))
+        self._met.add(id(tensor))
+        self._num_met += 1
+        return self._value(("unknown", self._num_met, shape), varies=False)
+
+
+class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Numbers every op that runs."""
+
+    def __init__(self, numbers: ValueNumbers) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers = numbers
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
+        key, varies = self._numbers.key_of(func, args, keywords)
+        result = func(*args, **keywords)
+        self._numbers.record(func, args, keywords, key, varies=varies, result=result)
+        return result
+
+
+def _written_by(schema: Any, args: Any, keywords: Any) -> Iterator[Tensor]:
+    """The arguments that an op writes to."""
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else keywords.get(argument.name)
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(tensor, Tensor):
+                yield tensor
+
+
+def _overwrites(op: Any, args: Any) -> bool:
+    """Whether an op writes all elements of some memory anew."""
+    if op not in _OVERWRITING or not isinstance(args[0], Tensor):
+        return False
+    tensor = args[0]
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+_aten = torch.ops.aten
+_OVERWRITING = frozenset(
+    {
+        _aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor,
+        _aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float,
+    }
+)  # fmt: skip
+
+
+def _storage(tensor: Tensor) -> int:
+    """A key that is equal for views of the same memory."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)  # sparse
+
+
+def _elements(tensor: Tensor) -> str | None:
+    """Digest of the elements of a tensor that is no fake one and in this process's memory."""
+    real = tensor.constant if isinstance(tensor, FakeTensor) else tensor
+    if real is None or isinstance(real, FakeTensor) or type(real) not in _PLAIN:
+        return None
+    if real.device.type != "cpu" or real.layout != torch.strided:
+        return None
+    storage = real.untyped_storage()
+    size = storage.nbytes()
+    if size > _LARGEST_CONSTANT_BYTES:
+        return None
+    view = repr((real.stride(), real.storage_offset())).encode()
+    memory = bytes((c_char * size).from_address(storage.data_ptr())) if size else b""
+    return hashlib.blake2b(view + memory, digest_size=16).hexdigest()
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)

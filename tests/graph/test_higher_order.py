@@ -1,0 +1,116 @@
+"""Control flow of torch, and compiled modules, are captured as what they compute."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as torch_map
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+
+from heterog.errors import CaptureError
+from heterog.graph.capture import CapturedStep, capture_step
+from heterog.graph.workload import Workload
+
+
+class Flow(nn.Module):
+    """Two layers, and a function that makes a result of them."""
+
+    def __init__(self, function: Callable[["Flow", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def captured(model: nn.Module) -> CapturedStep:
+    batch = (torch.randn(6, 3, 4), torch.randn(6, 4))
+    step = Workload(model, batch, nn.functional.mse_loss, torch.optim.SGD, {"lr": 0.1})
+    return capture_step(step)
+
+
+def loss_of(step: CapturedStep, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    inputs = [value.detach() for value in (*model.parameters(), *model.buffers())]
+    constants = {node.target for node in step.module.graph.nodes if node.op == "placeholder"}
+    assert len(constants) == len(inputs) + 2
+    loss: Tensor = torch.fx.Interpreter(step.module).run(*inputs, x, y)[0]
+    return loss
+
+
+def step_of_scan(m: Flow, carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    carry = torch.tanh(m.one(carry) + x)
+    return carry, m.other(carry)
+
+
+def by_scan(m: Flow, x: Tensor) -> Tensor:
+    carry, outputs = scan(lambda c, u: step_of_scan(m, c, u), x.new_zeros(6, 4), x, dim=1)
+    return carry + outputs.mean(0)  # type: ignore[no-any-return]
+
+
+def by_loop(m: Flow, x: Tensor) -> Tensor:
+    carry, outputs = x.new_zeros(6, 4), []
+    for place in range(3):
+        carry, output = step_of_scan(m, carry, x[:, place])
+        outputs.append(output)
+    return carry + torch.stack(outputs).mean(0)
+
+
+def chosen(m: Flow, x: Tensor) -> Tensor:
+    made: Tensor = torch.cond(x.mean() > 0, m.one, m.other, (x.sum(1),))
+    return made
+
+
+def chosen_by_if(m: Flow, x: Tensor) -> Tensor:
+    made: Tensor = (m.one if x.mean() > 0 else m.other)(x.sum(1))
+    return made
+
+
+FLOWS: dict[str, tuple[Callable[[Flow, Tensor], Tensor], Callable[[Flow, Tensor], Tensor]]] = {
+    "scan": (by_scan, by_loop),
+    "cond": (chosen, chosen_by_if),
+    "map": (
+        lambda m, x: torch_map(m.one, x.transpose(0, 1)).sum(0),
+        lambda m, x: m.one(x).sum(1),
+    ),
+    "associative scan": (
+        lambda m, x: associative_scan(torch.add, m.one(x), 1)[:, -1],
+        lambda m, x: m.one(x).sum(1),
+    ),
+    "compiled function": (
+        lambda m, x: torch.compile(lambda z: m.one(z).sin(), backend="eager")(x).sum(1),
+        lambda m, x: m.one(x).sin().sum(1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_control_flow_computes_what_plain_python_does(name: str) -> None:
+    flow, plain = FLOWS[name]
+    model = Flow(flow)
+    step = captured(model)
+    for sign in (1.0, -1.0):
+        x, y = sign * torch.rand(6, 3, 4), torch.randn(6, 4)
+        with torch.no_grad():
+            wanted = nn.functional.mse_loss(plain(model, x), y)
+        torch.testing.assert_close(loss_of(step, model, x, y), wanted)
+
+
+def test_a_compiled_model_is_the_module_inside() -> None:
+    model = torch.compile(nn.Sequential(nn.Flatten(), nn.Linear(12, 4)), backend="eager")
+    names = [tensor.name for tensor in captured(model).graph.tensors]  # type: ignore[arg-type]
+    assert names[:2] == ["1.weight", "1.bias"]
+
+
+def test_a_loop_that_ends_by_values_is_refused_with_what_to_do() -> None:
+    def loop(m: Flow, x: Tensor) -> Tensor:
+        start = (torch.tensor(0), m.one(x))
+        step = lambda i, h: (i + 1, h.exp())  # noqa: E731
+        made = while_loop(lambda i, h: h.sum() < 3, step, start)  # type: ignore[no-untyped-call]
+        return made[1].sum(1)  # type: ignore[no-any-return]
+
+    with pytest.raises(CaptureError, match="a fixed number of passes"):
+        captured(Flow(loop))
