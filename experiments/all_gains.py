@@ -1,4 +1,4 @@
-"""Every table of gains in ``docs/results.md`` again, at one commit, in pieces that may be stopped.
+"""All tables of gains in ``docs/notebook/searches.md`` again, in pieces that may be stopped.
 
     python experiments/all_gains.py --folder gains --minutes 60
     python experiments/all_gains.py --folder gains --summary   # what is there so far

@@ -1,4 +1,4 @@
-"""The tables of gains in ``docs/results.md`` again: every method on some models and clusters.
+"""Tables of gains in ``docs/notebook/searches.md``: every method on some models and clusters.
 
     python experiments/gain_tables.py --budget 300e --rows gains.jsonl
     python experiments/gain_tables.py --budget 300e --rows gains.jsonl --beside before.jsonl

@@ -8,7 +8,17 @@
     step = heterog.deploy(workload, plan)        # on every rank, under torchrun
     for batch in loader: loss = step(batch)      # same loss, same weights as on one device
 
-Names are loaded when they are first used, so that ``import heterog`` is quick.
+Names are loaded when they are first used, so that ``import heterog`` is quick. ARCHITECTURE.md
+says how the packages hang together; the docstring of each package is a map of its modules. Of no
+package:
+
+- ``api`` has the entry points above, ``local_losses`` models cut into blocks with their own
+  losses.
+- ``errors``, ``units`` and ``names`` are used everywhere: what users read, conversions, legal
+  names.
+- ``files``, ``records`` and ``yaml_files`` read what comes from outside, ``user_code`` Python
+  files.
+- ``workers`` runs independent jobs in processes or on Ray.
 """
 
 from importlib import import_module
@@ -26,7 +36,7 @@ if TYPE_CHECKING:
     from heterog.runtime.loss_scale import LossScale
     from heterog.strategy.strategy import Strategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Balancer",
     "Cluster",

@@ -227,6 +227,19 @@ def test_long_functions_get_fewer() -> None:
     assert len(found) <= LONG_FUNCTIONS, found
 
 
+PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("folder", PACKAGES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_package_is_a_map_of_its_modules(folder: Path) -> None:
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__", "__main__"}
+    if folder != PACKAGE:  # ARCHITECTURE.md is the map of the packages themselves
+        names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    missing = {name for name in names if f"``{name}``" not in said}
+    assert not missing, f"say in {folder.name}/__init__.py what {sorted(missing)} hold"
+
+
 def test_root_links_lead_into_the_package() -> None:
     root = PACKAGE.parent
     for name in ("simulator", "envs", "agents"):

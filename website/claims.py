@@ -2,9 +2,9 @@
 
     python -m website.claims
 
-The lab notebook, ``docs/results.md``, keeps everything that was measured, with its history. A
-claim is what holds now: one sentence, its numbers, and how to make them again. A test finds each
-number and commit of a claim in the section of the notebook that it names.
+The lab notebook, ``docs/notebook/``, keeps what was measured and is still current. A claim is one
+sentence, its numbers, and how to make them again. A test finds each number and commit of a claim
+in the section of the notebook that it names.
 """
 
 import json
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "docs" / "claims"
+NOTEBOOK = FOLDER.with_name("notebook")
 PAGES = {
     "plans": (
         "Searched plans",
@@ -54,7 +55,7 @@ class Claim:
         seed: Seed or seeds; ``"none"`` where nothing is random.
         hardware: What it ran on.
         command: Command that makes the numbers again.
-        section: Heading of the notebook's section.
+        section: Heading of the notebook's section, on whichever page it is.
         limits: What the numbers do not say.
     """
 
@@ -84,12 +85,25 @@ def anchor(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def notebook_page(section: str) -> Path:
+    """The page of the lab notebook that has a section with this heading."""
+    found = [
+        path
+        for path in sorted(NOTEBOOK.glob("*.md"))
+        if f"## {section}" in path.read_text().splitlines()
+    ]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} pages of docs/notebook/ have a section '{section}'")
+    return found[0]
+
+
 def section_of(claim: Claim) -> str:
     """One claim as a part of its page."""
     rows = [f"| {what} | **{value}** |" for what, value in claim.values]
+    link = f"../notebook/{notebook_page(claim.section).name}"
     origin = (
         f"Commit {claim.commit}; seed {claim.seed}; {claim.hardware}. "
-        f"Details: [{claim.section}](../results.md#{anchor(claim.section)})."
+        f"Details: [{claim.section}]({link}#{anchor(claim.section)})."
     )
     return "\n".join(
         [
@@ -117,8 +131,7 @@ def index(claims: tuple[Claim, ...]) -> str:
         *("# What is claimed", "", MADE, ""),
         "Each claim has its numbers, the commit, seed and hardware they were made with, the",
         "command that makes them again, and what they do not say.",
-        "The [lab notebook](../results.md) keeps",
-        "everything that was measured, with its history.",
+        "The [lab notebook](../notebook/index.md) has the details.",
     ]
     for key, (title, _) in PAGES.items():
         lines += ["", f"## {title}", "", "| claim | first number |", "|---|---|"]

@@ -28,7 +28,7 @@ ROOT_PAGES = {
 """Pages at the root of the repository, by what they are called on the site."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 PICTURE = re.compile(r"^!\[([^\]]*)\]\(([^)\s]+\.svg)\)$", re.MULTILINE)
-CODE = re.compile(r"(^```.*?^```$|(?:^ {4}.*\n)+|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(^```.*?^```$|(?:^ {4}[^\n]*\n)+|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 HEADED_TABLE = re.compile(r"^([^\s|].*)\n(\|)", re.MULTILINE)
 
 

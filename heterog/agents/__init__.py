@@ -1,4 +1,16 @@
-"""Planners that learn."""
+"""Agents: policies that learn to propose strategies, and the methods that ask them.
+
+- ``encoder`` and ``policy`` are the network, ``graph_data`` its input, ``config`` its sizes and
+  the settings of training, ``checkpoint`` a policy on disk, ``shipped`` those of the package.
+- ``training`` learns on many pairs: ``sources`` gives pairs, ``elites`` searches for good rows,
+  ``imitation``, ``reinforce`` and ``ppo`` (``ppo_training``) learn, ``scoring`` rates rows in
+  parallel, ``validation`` measures. ``finetune`` learns on one pair, ``evaluation`` compares.
+- ``proposals`` are what a policy answers: ``ways`` draw rows, ``stages`` and ``segments`` make
+  other rows of them, ``op_level`` scores the best at the op level, ``finishing`` adds teams and
+  schedules.
+- ``planners`` are the methods ``agent`` and ``agent+search``; ``job_ppo`` learns for arriving
+  jobs; ``conformance`` checks encoders.
+"""
 
 from heterog.names import refuse_link
 

@@ -1,6 +1,19 @@
 """Unequal GPUs in the training loop you have: shares, a sampler and exact weights.
 
 ``Balancer`` is what a loop uses; the other names are its parts, for loops with special needs.
+
+- ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
+  are for frameworks, ``elastic`` lets ranks train alone and merges them.
+- ``shares`` says how much of a batch each rank gets, ``start`` what it begins with; ``dealing``,
+  ``sampler``, ``loader`` and ``tokens`` deal the samples, ``micro_batches`` cuts a rank's part.
+- ``weights`` and ``gradients`` make the update that of one process. ``updates`` and ``open_steps``
+  notice where updates and steps end, ``replicas`` ranks whose weights differ, ``batch_norms``
+  ranks with few samples, ``arguments`` mistakes of a first try.
+- What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` (which needs
+  ``fixed_draws``) and ``label_means``; ``for_trainer_arguments`` obeys or refuses a Trainer's.
+- ``clock`` measures what a rank computes between its waits (``watching`` finds these), ``speeds``
+  fits it, ``rebalancing`` decides when shares change and ``following`` changes them. ``group`` are
+  the ranks of the job.
 """
 
 from heterog.balance.balancer import Balancer

@@ -1,1 +1,16 @@
-"""The operator graph of a training step."""
+"""The operator graph of a training step: how it is captured, and how its ops may be cut.
+
+- ``workload`` is what is trained, ``op_graph`` its graph, ``serialize`` a graph's file.
+- ``capture`` traces a ``step`` on fake tensors, again with other ``python_state``
+  (``repeated_calls``, compared by ``value_numbers``). Its helpers: ``higher_order`` (control flow
+  of torch), ``static_shapes`` (what torch does otherwise meanwhile), ``traced_constants``
+  (constants that all samples share), ``guards`` and ``value_checks`` (questions about values that
+  only guard), ``scalar_indices``, ``one_sample``, ``inserting``, ``function_caches``,
+  ``parameter_groups``. ``op_costs`` counts FLOPs and bytes; ``optimizer_probe`` finds out what an
+  optimizer looks at (``update_scope``).
+- ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.
+  ``batch_plan`` cuts the batch with them, ``axis_plan`` also ops with rules of their own
+  (``op_rule``; ``resized_rules`` on other batches). ``halo``, ``sparse_pattern`` and
+  ``sparse_product`` are for ops that read rows of neighbours.
+- ``grouping`` cuts the ops into groups that share one decision.
+"""

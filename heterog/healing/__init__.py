@@ -5,13 +5,16 @@ the ranks, one for each host, which hold the newest snapshots in memory. When a 
 is left gets a new plan, every new rank takes what it needs of the newest complete snapshot, and
 training goes on at the step after it.
 
-- ``wire`` and ``keeper`` are the process and its protocol, ``keepers`` talks to several of them.
+- ``wire`` and ``keeper`` are the process and its protocol, ``keepers`` talks to several of them,
+  ``near_keeper`` to that of this host.
 - ``snapshots`` says which snapshot is the newest complete one.
 - ``job`` runs a plan and heals it (``heterog run --heal``). Its ``crew`` is this machine, or
-  ``several``, which meet at a ``rendezvous``; ``host`` is the process of each.
+  ``several``, which meet at a ``rendezvous``; ``host`` is the process of each. Ranks read what to
+  run in an ``assignment`` and write a ``journal``; ``options`` are the settings.
 - ``rank`` is what each rank does, ``sending`` and ``restoring`` move the state of a plan,
-  ``steering`` decides with the help of ``planning``, a process that plans for what is left;
-  ``remaining`` and ``moving`` say what is left and what it costs to go there. ``checkpoints`` are
-  written beside training.
+  ``steering`` decides with the help of ``planning``, a process that plans for what is left
+  (a ``service`` that answers a ``question``); ``remaining`` and ``moving`` say what is left and
+  what it costs to go there, ``busy`` who is slow, ``trial`` whether a change kept its promise.
+  ``checkpoints`` are written beside training, by the process in ``writing``.
 - ``loop`` is for loops with a ``Balancer`` under torchrun.
 """

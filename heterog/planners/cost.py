@@ -18,7 +18,7 @@ class Cost:
         per_hour: Rent of all of them together for an hour.
         per_step: Cost of a training step.
         per_million_samples: Cost of training on a million samples.
-        per_million_tokens: Likewise for tokens; ``None`` where samples have none.
+        per_million_tokens: Cost of training on a million tokens; ``None`` without tokens.
         num_steps: Number of steps of the run; ``None`` if not given, and then so is what follows.
         total_s: Seconds of the run.
         total: Cost of the run.

@@ -49,7 +49,7 @@ class Dedication(Planner):
 
     @staticmethod
     def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
-        """Whether ``auto`` gives it a part: where pairs of alike hosts differ."""
+        """Whether ``auto`` runs it: only where rates between alike hosts differ."""
         if not cluster.pairs:
             return False
         rates = HostRates.of_cluster(cluster)
@@ -76,7 +76,7 @@ class Dedication(Planner):
 
 
 def _places_differ(rates: HostRates, hosts: tuple[int, ...]) -> bool:
-    """Whether it matters which of some alike hosts has which place."""
+    """Whether links make a difference between hosts that are otherwise alike."""
     own = np.array(hosts, np.int32)
     others = np.setdiff1d(np.arange(rates.num_hosts, dtype=np.int32), own)
     seen_from = rates.s_per_byte[np.ix_(others, own)]  # [num_others, num_own]

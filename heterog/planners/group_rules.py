@@ -56,7 +56,7 @@ class GroupRules:
         return () if rules is None else self.row_of(rules.op_rules)
 
     def row_of(self, op_rules: OpRules) -> RuleRow:
-        """The numbers of a strategy's rules, without those of constants, which have no effect."""
+        """Numbers of a strategy's rules; rules of constants are left out, they have no effect."""
         return self.added((), self._by_group(op_rules))
 
     def op_rules(self, rules: RuleRow) -> OpRules:
@@ -83,7 +83,7 @@ class GroupRules:
         return self._may_cut[rules]
 
     def added(self, rules: RuleRow, place: Place) -> RuleRow:
-        """Rules with those of a place; a group whose rules contradict these loses its own."""
+        """Add the rules of a place; they replace a group's own rules that contradict them."""
         row = list(rules or (0,) * self._num_groups)
         for group, new in place.items():
             old = self._parts[row[group]]
@@ -93,7 +93,7 @@ class GroupRules:
         return _normal(row)
 
     def removed(self, rules: RuleRow, place: Place) -> RuleRow:
-        """Rules without those of a place."""
+        """Remove the rules of one place."""
         row = list(rules or (0,) * self._num_groups)
         for group, old in place.items():
             gone = {op for op, _ in old}
@@ -102,7 +102,7 @@ class GroupRules:
         return _normal(row)
 
     def without(self, rules: RuleRow, groups: Collection[int]) -> RuleRow:
-        """Rules without those of some groups."""
+        """Remove the rules of some groups."""
         return _normal([0 if group in groups else n for group, n in enumerate(rules)])
 
     def holds(self, rules: RuleRow, place: Place) -> bool:

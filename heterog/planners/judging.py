@@ -144,7 +144,7 @@ _KNOWN = "run_method"  # in a problem's memory, beside what the method keeps
 
 @dataclass(slots=True)
 class _Known:
-    """What earlier rounds of the same method said of its candidates, which often stay the same."""
+    """Verdicts of earlier rounds on the same candidates, which often do not change."""
 
     evaluator: Evaluator
     evaluations: dict[tuple[Strategy, Order], Evaluation] = field(default_factory=dict)

@@ -128,7 +128,7 @@ def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Bounda
 
 
 def slowest_first(found: Sequence[Boundary]) -> list[Boundary]:
-    """Boundaries in the order in which codecs are put on them."""
+    """Boundaries, slowest first: the order in which they get codecs."""
     return sorted(found, key=lambda each: (-each.seconds, each.traffic, each.devices))
 
 

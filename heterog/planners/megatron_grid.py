@@ -145,7 +145,7 @@ class _Grid:
         self._vary(self._best_shapes()[:NUM_VARIED])
 
     def _best_shapes(self) -> list[_Point]:
-        """Shapes that are not varied yet, each in its best manner so far.
+        """Shapes that have not been varied, each with its best settings so far.
 
         First come those that would be shortest without the bubble that other schedules save.
         """

@@ -102,7 +102,7 @@ class Objective:
         return overflow_bytes, late_s, step_time_s * cost_per_s, step_time_s
 
     def missed_s(self, step_time_s: float) -> float:
-        """Seconds by which all steps end after the deadline; 0 if in time or without one."""
+        """Seconds from the deadline to the end of the last step; 0 if in time or without one."""
         if self.deadline_s is None or self.num_steps is None:
             return 0.0
         return max(step_time_s * self.num_steps - self.deadline_s, 0.0)

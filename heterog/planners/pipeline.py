@@ -362,7 +362,7 @@ class _Enumeration(Enumeration[_Point]):
                 )
 
     def _cheaper(self, start: _Point) -> Iterator[_Point]:
-        """If stages make everything again: less and less of it, in as many or in all stages."""
+        """For stages that recompute everything: recompute less, in as many or in all stages."""
         if not start.recomputing or start.keeps != Keeps.NOTHING:
             return
         for keeps in reversed(self.kinds[:-1]):

@@ -120,7 +120,7 @@ class _Step(NamedTuple):
 
     @property
     def rounded(self) -> float:
-        """Bytes per second to three digits, so that alike layers keep their order."""
+        """Bytes per second to three digits, so that equal layers tie and keep their order."""
         return float(f"{self.bytes_per_s:.2e}")
 
 
@@ -217,7 +217,7 @@ class _Repair:
         return self.tried[strategy]
 
     def _is_confirmed(self, tried: _Tried) -> bool:
-        """Whether the referee agrees that it fits; otherwise leave more room from now on."""
+        """Whether the referee agrees that it fits; if not, later repairs leave more room."""
         judged = self._peak(self.evaluator.referee(tried.strategy, self.order))
         if self._shortage(judged) <= 0.0:
             return True
@@ -469,7 +469,7 @@ class _Repair:
         yield last
 
     def _bytes_per_sample(self, tried: _Tried) -> FloatArray:
-        """Bytes that a sample takes on each device, from those of the present ones."""
+        """Bytes per sample on each device, from the samples that it has now."""
         evaluator = self.evaluator
         resident = resident_bytes(evaluator.tables, evaluator.encode(tried.strategy))
         samples = np.zeros(self.cluster.num_devices)

@@ -99,7 +99,7 @@ class Contender:
         self.is_done = seconds < _ENDED_EARLY * given_s and not goes_on
 
     def gain_beside(self, best_s: float) -> float:
-        """Its gain per second, if the best plan of all had been then what it is by now."""
+        """Gain per second of its last part, measured against the best plan found by now."""
         if math.isinf(self.step_time_s):
             return 0.0
         part: float = (self.behind * best_s / self.step_time_s) ** _BEHIND

@@ -187,7 +187,7 @@ def strategy_in_teams(
 
 
 def without_needless_rules(graph: OpGraph, strategy: Strategy) -> Strategy:
-    """The same without rules where every device is a team of its own, for which they mean nothing.
+    """Remove rules where every device is its own team: they have no effect there.
 
     Args:
         graph: Graph of one training step.

@@ -148,7 +148,7 @@ def unbounded_samples_per_s(paces: Sequence[TeamPace], samples: Sequence[int]) -
 
 
 def server_seconds(paces: Sequence[TeamPace]) -> float:
-    """Seconds for which one step of all teams keeps the busiest device of the server busy.
+    """Seconds of work that one step of all teams gives the server's busiest device.
 
     No step takes less.
     """

@@ -42,7 +42,7 @@ def smallest_graph() -> OpGraph:
 
 
 def main() -> None:
-    """Run every kernel that a plan needs; that of background jobs compiles at its first use."""
+    """Run every kernel that a plan needs, except the one for background jobs."""
     with compilation_told(_print):
         Evaluator(smallest_graph(), Cluster.load("paper_8gpu")).warm_up()
 

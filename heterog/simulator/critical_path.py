@@ -191,7 +191,7 @@ def _hosts(cluster: Cluster, hosts: Iterable[int]) -> str:
 
 
 def _pieces_of(step: PathStep, timeline: Timeline, cost_model: CostModel) -> Iterator[PathPiece]:
-    """A wait, if there is one, and the task; communication has its latency apart."""
+    """The wait before a task, if any, and the task; latency of communication is separate."""
     block = block_of(timeline.module(step.task))
     purpose = _purpose(timeline, step.task)
     if step.wait_s > 0.0:

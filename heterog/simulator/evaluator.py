@@ -421,7 +421,7 @@ class Evaluator:
         return staged.pace(self._timings.seconds[:number], replayed.finish[:number]), local_s
 
     def _exchanges_on_links_s(self, strategy: Strategy) -> float:
-        """Seconds for which one step of all teams holds the link that is held longest.
+        """Seconds that one step of all teams occupies the busiest link.
 
         Teams of one host share its NIC, and a device of the server sends and receives for others.
         """
@@ -485,7 +485,7 @@ class Evaluator:
         return TeamPace(whole[0], compute_s, whole[1], *busy)
 
     def _busy_s(self, traffic: Traffic, *, is_push: bool) -> float:
-        """Seconds for which an exchange holds the server's own link, and its device.
+        """Seconds that an exchange occupies the server's link, and its device.
 
         A push holds the device for the optimizer's step, a pull for the copy of the weights.
         """
@@ -598,7 +598,7 @@ class Evaluator:
         return float(floor)
 
     def _load(self, channel: IntArray, payload: FloatArray) -> FloatArray:
-        """Seconds for which each link is held by payloads over channels, -1 for none.
+        """Seconds that payloads over channels occupy each link; -1 marks no channel.
 
         Args:
             channel: Channel of each payload.
@@ -616,11 +616,11 @@ class Evaluator:
         return load
 
     def seconds_per_byte(self, channel: Channel) -> float:
-        """Seconds for which a payload byte holds the slowest link of a channel."""
+        """Seconds that one byte of payload occupies the slowest link of a channel."""
         return self._pricer.seconds(channel).seconds_per_byte
 
     def _held_by(self, channel: int) -> FloatArray:
-        """Seconds for which a channel holds each link per payload byte.  # [num_resources]"""
+        """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""
         if channel not in self._held:
             row = self._held[channel] = np.zeros(len(self.cluster.resources))
             held = self._pricer.seconds(self.channels[channel]).held

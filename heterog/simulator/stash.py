@@ -108,7 +108,7 @@ class StagePace:
         return seconds if self.num_micro == 1 else max(seconds, self._by_passes(stash))
 
     def _messages_s(self) -> float:
-        """Seconds of a batch's messages in a row, with what comes between those of two batches."""
+        """Seconds of a batch's messages one after the other, and the gap to the next batch's."""
         inputs = (
             self.num_micro * lag + self.forward_s[target]
             for (_, target), lag in self.forward_lag_s.items()
@@ -213,7 +213,7 @@ def _mirrored(lag_s: Mapping[Pair, float], count: int) -> dict[Pair, float]:
 
 
 def held_s(tape: Tape, prices: Prices) -> float:
-    """Seconds for which all messages of a step hold the link that is held longest.
+    """Seconds that all messages of a step occupy the busiest link.
 
     Args:
         tape: Tape of the step.
@@ -304,7 +304,7 @@ class StagedStep:
         return found
 
     def _busy(self, seconds: FloatArray) -> FloatArray:
-        """Seconds for which a pass keeps the busiest device of a stage.
+        """Seconds that a pass takes on the busiest device of a stage.
 
         Returns:
             # [num_micro * 2, num_stages]

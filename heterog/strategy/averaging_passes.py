@@ -1,4 +1,4 @@
-"""Passes over memory that a replica makes in one averaging, beside encoding and decoding.
+"""Passes over memory of a replica in one averaging; encoding and decoding not counted.
 
 ``runtime.averaging`` makes these passes, ``simulator.averaging`` prices them as stated here.
 

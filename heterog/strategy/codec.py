@@ -11,8 +11,8 @@ of elements alone, so that the receiver knows it beforehand.
 - ``int8``: every element as one of 255 steps of the largest magnitude in its block of 256
   elements; the block's scale travels as an fp32 number.
 - ``top_k``: the k elements of largest magnitude, as they are; zeros elsewhere. Ties are decided
-  for the lowest index. Where they lie is told by indices or by a bitmap, whichever leaves room
-  for more values.
+  for the lowest index. Their positions are sent as indices or as a bitmap, whichever leaves
+  room for more values.
 
 With ``d`` elements of ``v`` bytes and indices of ``x`` bytes, k kept elements cost ``k (v + x)``
 bytes, or ``k v + d / 8`` with a bitmap. ``reduction`` is stated in bytes, ``r = d v / message``,
@@ -46,7 +46,7 @@ class Traffic(IntEnum):
     ACTIVATIONS = 0
     """Values of the forward pass, sent between groups on unlike devices."""
     ACTIVATION_GRADIENTS = 1
-    """Values of the backward pass, likewise."""
+    """Values of the backward pass that stages send each other."""
     GRADIENTS = 2
     """Gradients of parameters: in all-reduces, and pushed to parameter servers."""
     PARAMETERS = 3

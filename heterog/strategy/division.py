@@ -205,7 +205,7 @@ def split_in_proportion(total: int, weights: Sequence[float]) -> tuple[int, ...]
 
 
 def _taken(size: int, left: list[int]) -> tuple[int, ...]:
-    """Cut a size in proportion to what is left, and give any excess to others that have some."""
+    """Cut a size in proportion to what is left; an excess goes to those with some left."""
     row = split_in_proportion(size, left)
     counts = [min(count, limit) for count, limit in zip(row, left, strict=True)]
     missing = size - sum(counts)

@@ -288,7 +288,7 @@ class _Signatures:
 
     @cached_property
     def _class(self) -> IntArray:
-        """Number of each device's class: alike devices of which alike is said.  # [num_devices]"""
+        """Class of each device: equal hardware that the choice treats equally.  # [num_devices]"""
         cluster, said = self._cluster, self._said
         of_host = [
             (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
@@ -320,7 +320,7 @@ class _Signatures:
 
 
 def _parts_added(rings: Rings) -> FloatArray:
-    """The parts that each device adds up, ascending, in rings of whatever number; -1 fills rows.
+    """The parts that each device adds up, ascending, in all of its rings; padded with -1.
 
     Returns:
         # [num_devices, most rings of a device]
@@ -362,7 +362,7 @@ def _fold(
 
 
 def _folded_teams(teams: Teams, columns: IntArray) -> Teams:
-    """Restrict teams to the columns; numbers, places and sizes stay those of whole teams."""
+    """Keep only some devices of the teams; numbers, places and sizes count the whole teams."""
     kept = {
         name: np.ascontiguousarray(getattr(teams, name)[..., columns])
         for name in teams._fields

@@ -165,7 +165,7 @@ def scores_again(
     is_backward: Sequence[bool],
     own_reads: Sequence[Sequence[int]],
 ) -> Iterator[Recomputation]:
-    """What runs again of each attention, before the first backward op that reads any of it.
+    """The ops of each attention that run again before the first backward op that reads them.
 
     Args:
         scores: Ops of each attention, by row.

@@ -52,7 +52,7 @@ class _HelperCode(_KernelCode):
 
     @property
     def codegen(self) -> Any:
-        """What is told the environment of a function once that is in the engine."""
+        """The object that numba hands a function's environment to once it is in the engine."""
         return _NoEngine()
 
 
@@ -67,7 +67,7 @@ class KernelCompiler(Compiler):
     _library: type[JITCodeLibrary] = _KernelCode
 
     def define_pipelines(self) -> list[Any]:
-        """As numba's, with a library of ours for the code."""
+        """Do as numba does, with ``_library`` for the code."""
         state = self.state
         codegen = state.targetctx.codegen()
         library = self._library(codegen, state.func_id.func_qualname)

@@ -235,7 +235,7 @@ def _averaging(record: _AveragingRecord | None) -> Averaging | None:
 
 
 def _inexact_to_dict(strategy: Strategy) -> dict[str, Any]:
-    """An exact strategy has no such fields, so that its file is what it always was."""
+    """The fields of modes; empty for an exact strategy, whose file does not mention them."""
     averaging, server = strategy.averaging, strategy.asynchronous
     found: dict[str, Any] = {}
     if averaging is not None:

@@ -143,7 +143,7 @@ def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
 
 
 def oldest_weights(strategy: "Strategy") -> int:
-    """Number of updates by which the weights of any gradient are older; 0 without a stash."""
+    """The largest number of updates by which a gradient's weights are old; 0 without a stash."""
     if strategy.stash is None:
         return 0
     count = len(stages_of(strategy))
@@ -157,10 +157,10 @@ def stage_of(strategy: "Strategy", device: int) -> int | None:
 
 
 def one_at_a_time(strategy: "Strategy", num_devices: int) -> PipelineSchedule:
-    """The schedule of a step on its own: a micro-batch begins where the one before has ended.
+    """The schedule of a step on its own: each micro-batch begins when the one before has ended.
 
-    So its times are those of single passes, of which ``simulator.stash`` makes the pace of stages
-    that have several under way, and its memory that of a stage that is not behind.
+    Its times are those of single passes, from which ``simulator.stash`` finds the pace of stages
+    with several batches under way. Its memory is that of a stage without older weights.
     """
     groups = [decision.devices for decision in strategy.decisions]
     chunks = device_chunks(groups, num_devices)

@@ -110,7 +110,7 @@ def micro_batch_of(
 
 
 def stage_fault(program: Program, strategy: Strategy, tables: GraphTables) -> str:
-    """Find why stages cannot run batches apart from each other; empty if they can.
+    """Say why stages cannot work on different batches at a time; empty if they can.
 
     Args:
         program: Program of one step.

@@ -210,15 +210,15 @@ class Strategy:
 
     @property
     def apart(self) -> Averaging | AsynchronousServer | None:
-        """How teams that train alone come together; ``None``: gradients are summed in every step.
+        """The mode in which teams train alone; ``None`` if gradients are summed in every step.
 
-        With either the weights are not those of one device.
+        Weights then differ from those of one device.
         """
         return self.averaging or self.asynchronous
 
     @property
     def inexact(self) -> Averaging | AsynchronousServer | WeightStash | None:
-        """What makes the weights others than those of one device, codecs left out."""
+        """The mode that gives other weights than one device; ``None`` if exact. Not codecs."""
         return self.apart or self.stash
 
     @property

@@ -56,7 +56,7 @@ class Domain(IntEnum):
 
 
 class Recut(IntEnum):
-    """How a team cuts the one value of an op anew, as soon as it is made."""
+    """How a team changes the cut of an op's only output as soon as it is made."""
 
     NONE = 0
     SUMMED = 1
@@ -412,7 +412,7 @@ class _Builder:
         }
 
     def _remake_tables(self) -> dict[str, Any]:
-        """Ops by which slots are filled that need a value as it was made, if there are such."""
+        """Ops that fill a slot by making its value again, where that is possible."""
         remakes = Remakes(self.graph, self.plan, self.grouping.group, self.gathered)
         found: list[Remake | None] = []
         for value, _, whole, _, _, window in self.slots:
@@ -482,7 +482,7 @@ class _Builder:
         }
 
     def _batch_tables(self) -> dict[str, Any]:
-        """Bytes that stay on a device: those that every device holds, and those of the batch."""
+        """Bytes that stay on a device for the step: what every device holds, and the batch."""
         graph = self.graph
         batch_bytes = float(
             sum(graph.tensor_bytes[tensor] for tensor in graph.inputs_of_kind(TensorKind.BATCH))
@@ -622,7 +622,7 @@ class _Builder:
         return Domain.SLICES + parameter_axis - 1 if parameter_axis >= 0 else Domain.PEERS
 
     def _batch_is_read_whole(self) -> bool:
-        """Whether an op needs samples of which its device has no share."""
+        """Whether some op needs samples of the batch that its device does not have."""
         graph, plan = self.graph, self.plan
         inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
         return any(

@@ -131,7 +131,7 @@ def test_a_compiled_step_takes_its_kernels_bytes_and_launches() -> None:
 
 @THOROUGH
 def test_kernels_are_as_many_as_inductor_compiles_and_runs() -> None:
-    """Inductor on this CPU; what it does otherwise than on a GPU stands in ``docs/results.md``."""
+    """Inductor on this CPU; ``docs/notebook/compiled.md`` says what differs on a GPU."""
     script = Path(__file__).parents[2] / "experiments" / "compiled_kernels.py"
     command = [sys.executable, str(script), "--models", "mlp,residual net", "--json"]
     printed = subprocess.run(command, capture_output=True, check=True, timeout=900).stdout

@@ -9,7 +9,7 @@ import pytest
 
 import heterog
 from website import command_pages, gallery, reference, stage
-from website.claims import FOLDER, PAGES, Claim, anchor, load_claims, made_pages
+from website.claims import FOLDER, PAGES, Claim, anchor, load_claims, made_pages, notebook_page
 from website.pictures import FOLDER as PICTURES
 from website.pictures import PICTURES as DRAWN
 
@@ -20,7 +20,7 @@ CLAIMS = load_claims()
 
 def notebook_section(heading: str) -> str:
     """Text of the lab notebook below a heading, up to the next one."""
-    text = (ROOT / "docs" / "results.md").read_text()
+    text = notebook_page(heading).read_text()
     found = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     assert found, f"the notebook has no section '{heading}'"
     return " ".join(found[1].split())
@@ -125,18 +125,19 @@ def test_a_silent_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_every_page_is_reached() -> None:
     assert not stage.unlisted((ROOT / "mkdocs.yml").read_text())
-    assert "guide.md" in stage.unlisted("nav:\n  - Other guide: for/other-guide.md\n")
+    assert "start.md" in stage.unlisted("nav:\n  - Other start: for/other-start.md\n")
 
 
 @pytest.mark.parametrize(
     ("text", "staged"),
     [
-        ("[a](guide.md#running-a-plan)", "[a](guide.md#running-a-plan)"),
+        ("[a](guide/running.md#running-a-plan)", "[a](guide/running.md#running-a-plan)"),
         ("[a](../ARCHITECTURE.md)", "[a](architecture.md)"),
         ("[a](../README.md#what-to-trust)", "[a](index.md#what-to-trust)"),
         ("[a](../heterog/api.py)", "a"),
         ("[a](https://example.org)", "[a](https://example.org)"),
         ("`[a](../heterog/api.py)`", "`[a](../heterog/api.py)`"),
+        ("    code\n\n[a](../heterog/api.py)", "    code\n\na"),
         ("- a\n  - b", "- a\n    - b"),
         ("Numbers:\n| a |\n|---|\n", "Numbers:\n\n| a |\n|---|\n"),
         ("```python\nx = [a](b)\n  - y\n```\n", "```python\nx = [a](b)\n  - y\n```\n"),
@@ -147,9 +148,9 @@ def test_a_page_is_staged(text: str, staged: str) -> None:
 
 
 def test_links_of_pages_at_the_root_lead_to_the_same_pages() -> None:
-    text = "[a](docs/balance.md), [b](docs/results.md#device-models)"
+    text = "[a](docs/balance.md), [b](docs/notebook/device-models.md#kernels)"
     staged = stage.staged_text(text, ROOT / "CHANGELOG.md", "changelog.md")
-    assert staged == "[a](balance.md), [b](results.md#device-models)"
+    assert staged == "[a](balance.md), [b](notebook/device-models.md#kernels)"
 
 
 def test_a_link_to_nothing_is_named() -> None:

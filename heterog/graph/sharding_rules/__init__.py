@@ -1,8 +1,13 @@
 """The effect of each ATen op on placements: the sharding rules along one mesh axis.
 
 ``propagate`` finds the rule for given placements, ``legal_rules`` lists all ways to run an op, and
-``local_args`` rewrites the sizes among an op's arguments for one device. The table ``RULES`` is
-filled by one module per family of ops; the rules use only shapes and arguments, and no torch.
+``local_args`` rewrites the sizes among an op's arguments for one device. The rules use only shapes
+and arguments, and no torch.
+
+- ``table`` has the table ``RULES`` and picks rules from it; ``legal`` and ``local`` as above.
+- One module per family of ops fills the table: ``attention``, ``creation``, ``halo``,
+  ``indexing``, ``loss``, ``matmul``, ``norm``, ``pointwise``, ``reduction``, ``sparse``,
+  ``spatial``, ``view``.
 """
 
 from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the table

@@ -179,7 +179,7 @@ class EvaluatedCluster:
         return self._steps[key]
 
     def _likeness(self, devices: tuple[int, ...]) -> tuple[object, ...]:
-        """A key that is equal for sets of devices that no job can tell apart."""
+        """A key that is equal for sets of devices on which every job takes equally long."""
         cluster = self.cluster
         if cluster.pairs:  # the lines between hosts are individual
             return devices

@@ -36,7 +36,7 @@ def fewest_in_time(state: JobQueueing) -> int:
 
 
 def fewest_that_fit(state: JobQueueing) -> int:
-    """The fewest devices with which the job starts now and ends in time; ours.
+    """The fewest devices with which the job starts now and ends in time; not one of PAC-ML's.
 
     It asks where the job would run and how long that takes, not what perfect splits would give.
     """
@@ -48,7 +48,7 @@ def fewest_that_fit(state: JobQueueing) -> int:
 
 
 def fastest(state: JobQueueing) -> int:
-    """The degree with which the job ends first; 0 if nothing fits. Ours."""
+    """The degree with which the job ends first; 0 if nothing fits. Not one of PAC-ML's."""
     found = [
         (place.seconds, degree)
         for degree in state.legal()

@@ -208,7 +208,7 @@ class CompositionSearch:
             self.done.add(structure)
 
     def _structures(self) -> Iterable[Structure]:
-        """The kind that does most per second on its own, which is often best, then all others."""
+        """The kind with the most work per second first, as it is often best; then all others."""
         speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
         total = [sum(speeds[device] for own in kind.devices for device in own) for kind in kinds]
         roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
@@ -411,7 +411,7 @@ class CompositionSearch:
                 return
 
     def until_it_fits(self, point: Composition) -> Iterator[Composition]:
-        """A composition, then leaner and leaner manners of it."""
+        """A composition, then variants that need less and less memory."""
         yield point
         lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
         undivided = replace(lean, splits_backward=False)

@@ -1,7 +1,8 @@
 """Pipette: uniform layouts and the order of hosts for links that are not equal (DATE 2024).
 
-``latency`` has the paper's six models of a step, ``communication`` the cost of an order of hosts,
-``annealing`` the search for an order.
+``layouts`` lists the uniform layouts, ``latency`` has the paper's six models of a step,
+``communication`` the cost of an order of hosts, ``annealing`` the search for an order, and
+``planner`` is the method.
 """
 
 from heterog.planners.pipette.annealing import Annealed, anneal

@@ -195,7 +195,7 @@ class _Search:
         return tuple(point.hosts[place] for place in places.tolist())
 
     def _dedicated(self, point: Point, pricing: Pricing) -> Order:
-        """The order of hosts with the shortest communication; as given if all are alike."""
+        """The order of hosts with the shortest communication; as given if all links are equal."""
         given = self._as_given(point)
         rates = self.rates.among(np.array(sorted(given), np.int32))
         if not rates.differ:
@@ -240,7 +240,7 @@ class _Search:
         yield self._dedicated(point, Pricing.PUBLISHED)
 
     def _counted(self, given: _Trial, traffic: HostTraffic) -> Order:
-        """The order on which a program's traffic costs least."""
+        """The order of hosts in which a program's traffic costs least."""
         host_in = annealed_order(
             traffic,
             self.rates,
@@ -278,7 +278,7 @@ class _Search:
         return evaluation
 
     def _until_it_fits(self, point: Point) -> Sequence[Point]:
-        """A layout as it is, and leaner ones, without those that surely overflow."""
+        """A layout and variants that need less memory, except those that surely overflow."""
         manners = [(0, Recompute.NONE)]
         if self.graph.updates_elementwise and point.layout.dp > 1:
             manners.append((1, Recompute.NONE))

@@ -65,7 +65,7 @@ class Liveness:
 
 
 def liveness(tables: GraphTables) -> Liveness:
-    """Bytes from each value's maker to its last reader; gradients of parameters apart."""
+    """Bytes alive from each value's maker to its last reader, without parameters' gradients."""
     num_ops, num_values = len(tables.op_id), len(tables.value_op)
     last = tables.value_op.astype(np.int64).copy()
     reader = np.repeat(np.arange(num_ops), np.diff(tables.read_start))
@@ -127,7 +127,7 @@ def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[flo
 
 
 def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
-    """Slices that leave all devices equal room beside their samples; empty if equal ones do.
+    """Slices that leave all devices equal room for samples; empty if equal slices do.
 
     The paper's slices are equal. Let device d have room m_d beside what it keeps whole and its
     samples, shared out by speed. With D bytes to divide, the room L that is left solves

@@ -171,7 +171,7 @@ class _Search:
     def _slice_groups(
         self, stage: int, devices: tuple[int, ...]
     ) -> Iterator[tuple[tuple[int, ...], ...]]:
-        """No groups, and those of hosts if these are alike and several."""
+        """No slice groups; then one group for each host, if there are several of equal size."""
         yield ()
         host_of = self.evaluator.cluster.host_of
         groups: dict[int, list[int]] = {}

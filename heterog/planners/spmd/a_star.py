@@ -362,7 +362,7 @@ class Search:
                 best[codes] = (cost, choice)
 
     def _simplified(self, value_class: int, wanted: int, entry: Entry) -> Entry:
-        """One entry for all those that later rows cannot tell apart."""
+        """One representative of all entries that mean the same to later rows."""
         if self._is_parameter[value_class] or _made(entry) < 0:
             return entry
         key = (value_class, wanted, entry)
@@ -385,7 +385,7 @@ class Search:
         return [delivery.price(made, forms | more) - paid for more in _subsets(wanted)]
 
     def _excess_of(self, kind_number: int, entries: tuple[Entry, Entry]) -> float:
-        """Most by which a value's further cost may be higher with the first entry."""
+        """Upper bound of how much more a value may cost later with the first entry."""
         one, other = entries
         kind = self.segments.kinds[kind_number]
         if self._is_parameter[kind.value_class]:

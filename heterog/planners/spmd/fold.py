@@ -179,7 +179,7 @@ def fold_in_order(
 
 
 def _needed_forms(row: Row) -> dict[int, int]:
-    """Forms (bit sets) in which the triples of a row may need each value."""
+    """The forms, as bit sets, in which some triple of a row needs each value."""
     found: dict[int, int] = {}
     for triple in row.triples:
         for value, form in triple.needs:
@@ -190,7 +190,7 @@ def _needed_forms(row: Row) -> dict[int, int]:
 def _wanted_after(
     needs: Sequence[dict[int, int]], touched: dict[int, tuple[int, ...]], order: Sequence[int]
 ) -> list[dict[int, int]]:
-    """For each place, the forms in which rows after it may need the values touched there."""
+    """For each place, the forms in which later rows may need the values used there."""
     later: dict[int, int] = {}
     found: list[dict[int, int]] = [{}] * len(order)
     for place in range(len(order) - 1, -1, -1):

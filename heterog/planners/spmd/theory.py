@@ -216,7 +216,7 @@ class _Builder:
                     value.add(form_of(place, graph.batch_size))
 
     def _close(self, rows: list[Row]) -> None:
-        """Offer every form to all ops that a rule connects with it, until nothing is new."""
+        """Spread forms to all ops that rules connect, until none is new."""
         touching: dict[int, list[int]] = {}
         for number, row in enumerate(rows):
             for value in dict.fromkeys((*(read.value for read in row.reads), *row.writes)):

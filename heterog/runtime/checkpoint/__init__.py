@@ -19,6 +19,10 @@ is there: a crash at any time leaves the old one.
 Nothing is unpickled, neither from files nor from the network: ranks exchange JSON, and tensors are
 read by ``torch.load(weights_only=True)``. torch's own description of such a folder is a pickle
 (``data-3/.metadata``); it is written for torch's tools, ``checkpoint.json`` is what is read here.
+
+``state`` says what a step saves and which rank saves it, ``held`` which ``boxes`` a rank holds,
+``averaged`` and ``left_out`` what modes add; ``contents`` is the index, ``files`` the rest,
+``resume`` loads.
 """
 
 import json

@@ -146,7 +146,7 @@ class _Tables(NamedTuple):
 
 
 def listed_name(type_name: str) -> str:
-    """The name in the catalogue of a type of which a cluster file states some numbers.
+    """The catalogue's name of a type that a cluster file changes.
 
     >>> listed_name("GH200-custom2"), listed_name("GH200")
     ('GH200', 'GH200')
@@ -239,7 +239,7 @@ def collectives_of(type_name: str) -> Mapping[str, CollectiveModel]:
 
 
 def shipped_peak_errors() -> PeakErrors:
-    """Errors of predicted peaks of memory: those of the one type on which some were measured."""
+    """Errors of predicted peaks of memory, from the only type with measured peaks."""
     return _tables().peaks
 
 

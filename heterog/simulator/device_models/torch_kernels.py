@@ -140,7 +140,7 @@ def _as_float32(call: OpCall) -> float:
 
 
 def _update_passes(graph: OpGraph) -> float:
-    """Passes of a foreach optimizer over those of one kernel that does it all."""
+    """Memory passes of a foreach optimizer, as a multiple of those of a single fused kernel."""
     state = round(graph.optimizer_state_ratio)
     fused = 3 + 2 * state  # parameter and gradient read, parameter written; state read and written
     return _OPTIMIZERS.get(graph.optimizer, {}).get(state, fused) / fused
@@ -164,7 +164,7 @@ def _taps(call: OpCall) -> float:
 
 
 def is_depthwise(call: OpCall) -> bool:
-    """Whether a convolution has a group for each channel, for which PyTorch has own kernels."""
+    """Whether a convolution is depthwise (a group per channel): PyTorch has kernels for these."""
     weight, groups = call.args.get("weight"), call.args.get("groups")
     if not isinstance(weight, TensorRef) or not isinstance(groups, int) or groups <= 1:
         return False

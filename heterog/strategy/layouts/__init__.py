@@ -1,1 +1,6 @@
-"""Layouts: today's uniform parallelism, in the terms of Megatron and FSDP, as strategies."""
+"""Layouts: today's uniform parallelism, in the terms of Megatron and FSDP, as strategies.
+
+``layout`` is the description, ``files`` reads it from other programs' files, ``placed`` makes a
+strategy of it: ``stages`` cuts the groups, ``pipelines`` puts teams beside and behind each other,
+``tensor``, ``positions``, ``context`` and ``experts`` are the rules inside teams.
+"""

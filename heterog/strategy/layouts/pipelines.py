@@ -333,7 +333,7 @@ _T = TypeVar("_T")
 
 
 def _beside(parts: Sequence[tuple[tuple[_T, ...], ...]]) -> tuple[tuple[_T, ...], ...]:
-    """Merge parts of which at most one has an entry for each device."""
+    """Merge the entries of several parts; no device has an entry in more than one."""
     length = max(map(len, parts))
     return tuple(
         next((part[device] for part in parts if device < len(part) and part[device]), ())

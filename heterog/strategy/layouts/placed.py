@@ -250,7 +250,7 @@ def _with_copies(layout: Layout, sizes: Sizes, hosts: Sequence[int]) -> Sizes:
 
 
 def _without_slices(layout: Layout, sizes: Sizes) -> Layout:
-    """Remove ZeRO from a layout where every replica keeps a copy of its own."""
+    """Remove ZeRO from a layout in which every replica keeps a whole copy."""
     if layout.zero and sizes.dp_replicate == sizes.dp > 1:
         return replace(layout, zero=0, dp_replicate=1)
     return layout

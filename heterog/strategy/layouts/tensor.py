@@ -175,7 +175,7 @@ def _ways(graph: OpGraph, groups: tuple[int, ...]) -> tuple[OpRules, ...]:
 
 
 def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> list[OpRules]:
-    """Ways that share no op, and that split the most work less the cost of what they send.
+    """Ways without a common op that together split most work, less the cost of messages.
 
     A byte costs ``1 / _LEAST_OF_BEST`` of the work that the best way splits for each byte that it
     sends, whatever the sizes: a way that is so much worse than another one on any device is left
@@ -283,7 +283,7 @@ def _added_in_parts(
 def _done_by_all(
     graph: OpGraph, groups: Sequence[int], split: dict[int, OpRule]
 ) -> dict[int, OpRule]:
-    """Rules by which every member runs the other ops of the groups."""
+    """Rules that let every member of a team run all other ops of the groups."""
     chosen, group = set(groups), group_ops(graph).group
     return {
         index: OpRule(inputs=tuple(R for _ in op.inputs), outputs=(R,) * op.num_outputs, units=1)

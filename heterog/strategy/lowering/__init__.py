@@ -21,9 +21,11 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 
 ``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
 ``tape`` its output, ``resident`` the bytes that stay on a device for the whole step, ``stashed``
-those that a stash adds. Each file calls only files further down in this list: ``stashed``,
-``resident``, ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``,
-``compute``, ``convert``, ``remake``, ``scratch``, ``choice``, ``tape``.
+those that a stash adds. ``halo``, ``pieces`` and ``sparse_rows`` find the rows that neighbours
+own, ``turns`` the order of a device's tasks; ``encoding`` adds the tasks of codecs at the end.
+Each file calls only files further down in this list: ``stashed``, ``resident``, ``walk``,
+``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``, ``compute``, ``convert``,
+``remake``, ``scratch``, ``choice``, ``tape``.
 """
 
 import numpy as np

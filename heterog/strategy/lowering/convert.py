@@ -79,7 +79,7 @@ def convert(
 
 @helper
 def wait_for_inputs(tables: GraphTables, choice: Choice, scratch: Scratch, reader: int) -> None:
-    """Make what is made again for an op wait for an input that has come before it."""
+    """Let values that are made again for an op wait for an input that is already there."""
     division = choice.division[tables.op_group[reader]]
     scratch.awaited[:] = -1
     for device in range(scratch.span[division, 0], scratch.span[division, 1]):
@@ -189,7 +189,7 @@ def _convert_along_batch(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """Convert a value of an op that follows the batch: each device has its own samples of it."""
+    """Convert a value of an op that follows the batch, of which each device has its samples."""
     kind = tables.value_kind[tables.slot_value[slot]]
     whole = tables.slot_whole[slot]
     reader = target + len(choice.member) * tables.slot_axis[slot]
@@ -217,7 +217,7 @@ def _convert_ruled(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> None:  # fmt: skip
-    """Convert a value of an op with a rule: each device has all samples of its team of it.
+    """Convert a value of an op with a rule, of which each device has all its team's samples.
 
     Along the axis of the rule it has its units (S), a part of a sum (P) or everything (R).
     """
@@ -486,9 +486,10 @@ def _bring_whole(
 def _sends(
     choice: Choice, scratch: Scratch, division: int, other: int, device: int, place: int
 ) -> bool:
-    """Whether a device is the one of its team from which another gets a value that all hold.
+    """Whether a device sends a value, which its whole team holds, to a device of another team.
 
-    That is the one at the other's own position, or the first holder if that one holds nothing.
+    The sender is the member at the receiver's position, or the first holder if that one holds
+    nothing.
     """
     teams = choice.teams
     team = teams.number[division, other]

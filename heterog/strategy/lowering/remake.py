@@ -24,7 +24,7 @@ def remake(
     tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
     target: int, micro: int,
 ) -> bool:  # fmt: skip
-    """Make what a slot needs on the devices that read it, if these have none of it.
+    """Make a slot's value on the devices that read it, if they have no part of it.
 
     The first op waits for what ``wait_for_inputs`` has noted: a device would otherwise make the
     values of all its micro-batches as soon as it has nothing else to do, and hold them.
@@ -81,7 +81,7 @@ def _is_lacking(
     tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
     micro: int,
 ) -> bool:  # fmt: skip
-    """Note which readers have nothing of what they need, if all others have just that.
+    """Note which readers have no part of a value, if all other readers have exactly theirs.
 
     Where readers have a part, as where neighbouring groups have slightly other shares, the rest is
     sent: to make all of it again would take longer, and memory twice.
