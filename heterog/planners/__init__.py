@@ -6,7 +6,7 @@ The service:
   line about each, ``conformance`` checks a new one.
 - ``request`` is what is asked of a search, and its session.
 - ``portfolio`` runs methods and is ``auto``: ``judging`` judges one, ``sharing`` and ``rounds``
-  divide the budget, ``promise`` keeps an answer in time, ``together`` uses several workers,
+  divide the budget, ``allotment`` keeps an answer in time, ``together`` uses several workers,
   ``seeds`` and ``library`` hand over strategies that are known before, ``given`` a person's own.
 - ``compare`` puts methods side by side; ``stability`` asks how sure a gain is, ``history`` keeps
   how a search went.
