@@ -112,11 +112,9 @@ def _orders(whole: StepSettings, allowed: tuple[Order, ...]) -> tuple[Order, ...
 class Scorer:
     """Scores rows at the op level, under any settings of the whole step."""
 
-    def __init__(self, problem: Problem, pair: "Pair") -> None:
+    def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
         evaluator = problem.evaluator
-        self._problem = problem
         self.pair = pair
-        self._most_evaluations = math.inf
         self._space = StrategySpace(
             evaluator.graph,
             evaluator.cluster,
@@ -125,7 +123,6 @@ class Scorer:
             device_speeds(evaluator),
             pair.table,
         )
-        self._num_tasks = 0
         self._num_evaluations = 0
         self._scored: dict[tuple[bytes, StepSettings], Preference] = {}
         self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}
@@ -141,12 +138,13 @@ class Scorer:
             )
             for keeps in self._kinds
         }
-        self._most_tasks = MOST_TASKS
         self._finisher = Finisher(evaluator, self._space)
+        self.begin(problem, spent)
 
     def begin(self, problem: Problem, spent: int) -> None:
         """Begin to score rows with a budget, of which some evaluations are spent already."""
         self._problem, self._num_tasks, self._most_tasks = problem, 0, MOST_TASKS
+        self._most_evaluations = math.inf
         if problem.budget.evaluations is not None:
             left = max(problem.budget.evaluations - spent, 1)
             self._most_evaluations = self._num_evaluations + left

@@ -164,9 +164,10 @@ class Proposals:
             if scorer is None:
                 if not len(own[0].rows):  # out of time before it was drawn in
                     continue
-                scorer = Scorer(problem, table)
+                scorer = Scorer(problem, table, spent())
                 self._scorers.append((scorer, own))
-            scorer.begin(problem, spent())
+            else:
+                scorer.begin(problem, spent())
             with spending.limits():
                 _score(scorer, own)
                 scorer.judge_best()
@@ -224,8 +225,7 @@ def rescore(
     Returns:
         The best candidates, best first, and the evaluations made.
     """
-    scorer = Scorer(problem, pair)
-    scorer.begin(problem, spent)
+    scorer = Scorer(problem, pair, spent)
     scorer.search(rows)
     found = tuple(candidate for (_, candidate), _ in scorer.candidates())
     return found, scorer.num_evaluations

@@ -74,12 +74,15 @@ class _Enumeration:
         first = {each: self._first(each) for each in self._replicas()}
         ranked = sorted(first, key=lambda each: first[each].cost)
         for replicas in ranked:
-            for sync in ALL_REDUCES if len(replicas.devices) > 1 else ():
+            if len(replicas.devices) == 1 or self._is_hopeless(replicas):
+                continue
+            for sync in ALL_REDUCES:
                 for bucket_bytes in self._buckets:
                     if (sync, bucket_bytes) != (ALL_REDUCES[0], self._buckets[0]):
                         self._judge(replicas, first[replicas].num_micro, sync, bucket_bytes)
         for replicas in ranked:
-            for homes in self._homes(replicas.devices):
+            is_hopeless = self._is_hopeless(replicas, is_served=True)
+            for homes in () if is_hopeless else self._homes(replicas.devices):
                 self._judge_served(replicas, first[replicas].num_micro, homes)
 
     def _replicas(self) -> Iterator[Replicas]:
@@ -111,10 +114,11 @@ class _Enumeration:
                 low = middle + 1
         return _First.of(found, num_micro)
 
-    def _is_hopeless(self, replicas: Replicas) -> bool:
-        """Whether parameters, their gradients and their state fill a device alone."""
+    def _is_hopeless(self, replicas: Replicas, *, is_served: bool = False) -> bool:
+        """Whether parameters, and their state unless servers have it, fill a device alone."""
         evaluator = self._evaluator
-        state_bytes = self._bytes.sum() * (2.0 + evaluator.graph.optimizer_state_ratio)
+        state_ratio = 0.0 if is_served else evaluator.graph.optimizer_state_ratio
+        state_bytes = self._bytes.sum() * (1.0 + state_ratio)
         devices = [evaluator.cluster.devices[device] for device in replicas.devices]
         return bool(state_bytes > min(device.usable_memory_bytes for device in devices))
 
