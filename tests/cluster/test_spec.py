@@ -303,7 +303,7 @@ ERRORS = [
     (
         "hosts:",
         "reserved_memory: .inf\nhosts:",
-        "{path}, line 3, reserved_memory: cannot convert float infinity to integer.",
+        "{path}, line 3, reserved_memory: inf is no number.",
     ),
     (
         "      - type: T4",
