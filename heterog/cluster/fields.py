@@ -22,9 +22,13 @@ def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
             )
         try:
             return parse(value)
-        except (HeterogError, ValueError, OverflowError) as error:
+        except HeterogError as error:
             raise PydanticCustomError(
                 "value", "{text}", {"text": str(error).rstrip(".")}
+            ) from error
+        except (ValueError, OverflowError) as error:  # of float, which quotes all of a text
+            raise PydanticCustomError(
+                "value", "{text} is no number", {"text": shown(value)}
             ) from error
 
     return BeforeValidator(read)

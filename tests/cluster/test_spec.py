@@ -292,7 +292,8 @@ ERRORS = [
     ("hosts:", "efficiency: 0\nhosts:", "{path}, line 3, efficiency: 0 is not above 0."),
     ("hosts:", "efficiency: 1.5\nhosts:", "line 3, efficiency: 1.5 is not at most 1."),
     ("hosts:", "efficiency: .nan\nhosts:", "line 3, efficiency: nan is not above 0."),
-    ("hosts:", "efficiency: high\nhosts:", "line 3, efficiency: could not convert string to"),
+    ("hosts:", "efficiency: high\nhosts:", "line 3, efficiency: 'high' is no number"),
+    ("hosts:", f"efficiency: {'a' * 9000}\nhosts:", f"line 3, efficiency: '{'a' * 56}... is no"),
     (
         "hosts:",
         "reserved_memory: 15 GiB\nhosts:",
@@ -302,7 +303,7 @@ ERRORS = [
     (
         "hosts:",
         "reserved_memory: .inf\nhosts:",
-        "{path}, line 3, reserved_memory: cannot convert float infinity to integer.",
+        "{path}, line 3, reserved_memory: inf is no number.",
     ),
     (
         "      - type: T4",
