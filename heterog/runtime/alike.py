@@ -37,6 +37,9 @@ something to step."""
 _SAMPLED = 256
 """Elements of each tensor of a batch that are compared, at equal distances."""
 
+_PIECE = 2**18
+"""Elements that are summed at a time: two MiB of float64."""
+
 _MOST_TOLD = 3
 """Most differences that an error names."""
 
@@ -70,15 +73,8 @@ def compare(facts: Facts, when: str) -> None:
     )
 
 
-def compared_at(num_steps: int, *, is_free_running: bool) -> bool:
-    """Whether ranks compare what they have before a step.
-
-    Args:
-        num_steps: Number of steps before it.
-        is_free_running: Whether ranks may be in different steps, except before the first.
-    """
-    if is_free_running:
-        return num_steps == 0
+def compared_at(num_steps: int) -> bool:
+    """Whether ranks compare what they have before a step, after some number of others."""
     return num_steps < 2 or num_steps % COMPARED_EVERY == 0
 
 
@@ -142,10 +138,7 @@ def compare_weights(names: Sequence[str], held: Sequence[Tensor | None], when: s
         StrategyError: replicas differ; names the first. All ranks raise.
     """
     mine = torch.tensor(
-        [
-            math.nan if value is None else float(value.detach().abs().double().sum())
-            for value in held
-        ],
+        [math.nan if value is None else _size(value.detach()) for value in held],
         dtype=torch.float64,
     )
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -163,6 +156,14 @@ def compare_weights(names: Sequence[str], held: Sequence[Tensor | None], when: s
         "Something changes weights on some ranks only: an optimizer that draws random numbers, or "
         "code that writes to parameters; do it alike on all ranks."
     )
+
+
+def _size(value: Tensor) -> float:
+    """Sum of the sizes of a tensor's elements, without a copy of the whole."""
+    if not value.numel():
+        return 0.0
+    pieces = value.reshape(-1).split(_PIECE)
+    return float(torch.stack([piece.abs().double().sum() for piece in pieces]).sum())
 
 
 def _digest(value: Tensor) -> str:

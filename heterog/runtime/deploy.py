@@ -160,11 +160,14 @@ class DeployedStep:
 
     def _compare_step(self, batch: Any) -> None:
         """Compare with other ranks what the next step trains with, in some of the steps."""
-        if not compared_at(self.num_steps, is_free_running=self.is_free_running):
+        # Ranks that run freely may be in different steps and cannot wait for each other.
+        if self.is_free_running or not compared_at(self.num_steps):
             return
         compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
         strategy = self.plan.strategy
-        if weights_compared_at(self.num_steps) and strategy.inexact is None:
+        # Codecs leave replicas apart by what messages lack.
+        is_exact = strategy.inexact is None and not strategy.codecs
+        if is_exact and weights_compared_at(self.num_steps):
             self.flush()
             rows = {row: tensor for row, (_, tensor, _) in enumerate(self.captured.graph.updates)}
             held = self.part.parameters

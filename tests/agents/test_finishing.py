@@ -11,6 +11,7 @@ import heterog.agents.planners  # noqa: F401  registers the methods
 from heterog.agents.elites import find_elites
 from heterog.agents.finishing import Finish, Scheduled, moved_cuts
 from heterog.agents.op_level import Scorer, StepSettings
+from heterog.agents.planners import default_methods
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.agents.segments import BACKWARD, rows_in_segments, seconds_of_cuts
 from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
@@ -324,7 +325,8 @@ def test_a_model_of_a_single_block_is_planned() -> None:
     pair = Pair(chain_graph(1, 64), mixed_cluster())
     assert pair.num_blocks == 1
     assert rows_in_segments(pair, 10) == []
-    found = make_plan(pair.graph, pair.cluster, methods=["agent"], budget="100e")
+    known = default_methods()
+    found = make_plan(pair.graph, pair.cluster, methods=["agent"], known=known, budget="100e")
     assert found.outcome == "ok"
     assert find_elites(pair, 20, np.random.default_rng(0)).rows.shape[1] == 1
     env = StrategyEnv([pair])

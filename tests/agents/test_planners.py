@@ -252,6 +252,7 @@ def test_among_others_an_answer_is_whole_or_not_begun(
     rows = run_methods(
         evaluator,
         ["agent", "agent+search", "two_segment"],
+        known=default_methods(),
         budget=budget,
         allotment=Allotment(budget, clock=clock),
     )

@@ -644,7 +644,7 @@ def train_without(rank: int, name: str, plan_path: str, kind: str, only: int) ->
     executor.turns = [turn for turn in executor.turns if turn.task not in left_out]
     try:
         return run_steps(step, name)
-    except (AssertionError, KeyError, IndexError, RuntimeError):
+    except (AssertionError, KeyError, IndexError, RuntimeError, StrategyError):
         # The ranks stay in step: each of them fails in its own first step or none does.
         return None
 
