@@ -21,7 +21,7 @@ from tests.test_interrupt import started, wait_for
 from tests.thorough import IS_THOROUGH, THOROUGH, cases
 
 BUDGET = Budget(evaluations=cases(240, 40))
-TARGET = "a100_v100_16"
+TARGET = "paper_8gpu"
 
 
 def rows_of(seats: Seats | None, budget: Budget = BUDGET) -> list[MethodRow]:
