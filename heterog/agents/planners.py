@@ -141,6 +141,7 @@ class Agent(Planner):
 
     stage = "zero_shot"
     resumes = True
+    answers_whole = True
 
     def __init__(
         self,
@@ -191,6 +192,7 @@ class AgentSearch(Planner):
     stage = "search"
     resumes = True
     is_random = True
+    answers_whole = True
 
     def __init__(self, policy: str = DEFAULT_POLICY, *, name: str = "agent+search") -> None:
         self.name = name

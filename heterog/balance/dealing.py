@@ -76,7 +76,7 @@ def without_singles(counts: Sequence[int]) -> tuple[int, ...]:
     A rank with one gets another from the rank with most, or else gives its own away.
 
     >>> without_singles((7, 1)), without_singles((2, 1, 1)), without_singles((2, 1))
-    ((6, 2), (2, 2, 0), (3, 0))
+    ((6, 2), (2, 0, 2), (3, 0))
     """
     found = list(counts)
     for rank in range(len(found)):

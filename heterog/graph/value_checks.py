@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import has_side_effect
+from torch.utils._device import _device_constructors
 
 from heterog.graph.guards import guard_of_answer, guard_of_truth, is_number_of_guard
 from heterog.graph.inserting import insert_before
@@ -60,6 +61,8 @@ def answered_guards() -> Iterator[None]:
     functions: dict[tuple[Any, str], tuple[Callable[..., Any], Any]]
     functions = {place: (_asked, truth_of) for place, truth_of in _ASKED.items()}
     functions.update(_DRAWN)
+    # Torch remembers what ``torch.device`` applies to: before functions are replaced.
+    _device_constructors()
     replaced = [(owner, name, vars(owner).get(name)) for owner, name in functions]
     for (owner, name), (wrap, how) in functions.items():
         setattr(owner, name, wrap(getattr(owner, name), how))

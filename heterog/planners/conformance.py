@@ -167,7 +167,8 @@ class _Adapted(Planner):
 
     def __init__(self, made: Planner) -> None:
         self.name, self.stage, self._made = made.name, made.stage, made
-        for hook in ("resumes", "comes_last", "is_random", "prepare", "joins_auto", "whole_s"):
+        hooks = ("resumes", "comes_last", "is_random", "answers_whole", "most_part")
+        for hook in (*hooks, "prepare", "joins_auto", "whole_s"):
             if hasattr(made, hook):
                 setattr(self, hook, getattr(made, hook))
 

@@ -435,6 +435,8 @@ class Planner(Protocol):
     """Whether it only improves what the others have found, so that it runs after them."""
     is_random: bool = False
     """Whether another seed gives another search, so that several workers may run it."""
+    answers_whole: bool = False
+    """Whether its answers are whole or not begun, and it may have another; see ``whole_s``."""
     most_part: float = 1.0
     """Most that it takes of a budget in seconds that several methods share."""
 

@@ -95,7 +95,7 @@ class Contender:
         self.evaluations += evaluations
         self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
         # Whose answers are whole hands one over and may have another.
-        goes_on = evaluations > 0 and hasattr(self.planner, "whole_s")
+        goes_on = evaluations > 0 and self.planner.answers_whole
         self.is_done = seconds < _ENDED_EARLY * given_s and not goes_on
 
     def gain_beside(self, best_s: float) -> float:
@@ -117,7 +117,7 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
 
     Whose plan became the best has the first turn, then one that was starved:
 
-    >>> class Method:
+    >>> class Method(Planner):
     ...     name, stage, resumes = "a", "search", True
     >>> quick, slow = Contender(planner=Method()), Contender(planner=Method())
     >>> of_round = {"given_s": 1.0, "seconds": 1.0, "best_s": 1.0}

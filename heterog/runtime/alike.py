@@ -162,7 +162,7 @@ def _size(value: Tensor) -> float:
     """Sum of the sizes of a tensor's elements, without a copy of the whole."""
     if not value.numel():
         return 0.0
-    pieces = value.reshape(-1).split(_PIECE)
+    pieces = torch.split(value.reshape(-1), _PIECE)
     return float(torch.stack([piece.abs().double().sum() for piece in pieces]).sum())
 
 

@@ -30,8 +30,7 @@ def test_gymnasium_finds_nothing_wrong(name: str) -> None:
 WAYS = (
     "import heterog.envs; gym.make('heterog/Strategy-v1').reset(seed=0)",
     "gym.make('heterog.envs:heterog/StrategyOneShot-v1').reset(seed=0)",
-    # ``envs`` is the link beside the package.
-    "import envs, heterog.envs; gym.make_vec('heterog/Strategy-v1', num_envs=2).reset(seed=0)",
+    "import heterog.envs; gym.make_vec('heterog/Strategy-v1', num_envs=2).reset(seed=0)",
 )
 IN_FORKS = """
 import os, sys, gymnasium as gym

@@ -1,5 +1,7 @@
 """Control flow of torch, and compiled modules, are captured as what they compute."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -114,3 +116,24 @@ def test_a_loop_that_ends_by_values_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(CaptureError, match="a fixed number of passes"):
         captured(Flow(loop))
+
+
+def test_capture_leaves_device_contexts_as_they_are() -> None:
+    """``torch.rand`` is replaced meanwhile; torch remembered that instead of its own."""
+    code = (
+        "import torch, heterog\n"
+        "from torch import nn\n"
+        "from heterog.graph.capture import capture\n"
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(2, 2)\n"
+        "    def forward(self, x):\n"
+        "        with torch.device('cpu'):\n"
+        "            return self.layer(x) + torch.rand(2)\n"
+        "loss, batch = nn.functional.mse_loss, (torch.zeros(4, 2), torch.zeros(4, 2))\n"
+        "capture(heterog.Workload(Net(), batch, loss, torch.optim.SGD, {'lr': 1}))\n"
+        "with torch.device('meta'):\n"
+        "    assert torch.rand(2).is_meta\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
