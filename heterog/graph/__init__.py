@@ -6,8 +6,8 @@
   of torch), ``static_shapes`` (what torch does otherwise meanwhile), ``traced_constants``
   (constants that all samples share), ``guards`` and ``value_checks`` (questions about values that
   only guard), ``scalar_indices``, ``one_sample``, ``inserting``, ``function_caches``,
-  ``parameter_groups``. ``op_costs`` counts FLOPs and bytes; ``optimizer_probe`` finds out what an
-  optimizer looks at (``update_scope``).
+  ``collector``, ``parameter_groups``. ``op_costs`` counts FLOPs and bytes; ``optimizer_probe``
+  finds out what an optimizer looks at (``update_scope``).
 - ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.
   ``batch_plan`` cuts the batch with them, ``axis_plan`` also ops with rules of their own
   (``op_rule``; ``resized_rules`` on other batches). ``halo``, ``sparse_pattern`` and

@@ -8,7 +8,6 @@ autograd's sequence number. Only this file, ``static_shapes``, ``value_checks`` 
 touch private names of torch.
 """
 
-import gc
 import linecache
 import operator
 import sys
@@ -42,6 +41,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
+from heterog.graph.collector import without_collector
 from heterog.graph.function_caches import caches_without_fakes
 from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.one_sample import add_ops_of_more_samples
@@ -148,23 +148,11 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
         workload: Model, example batch, loss and optimizer class.
         planned: The same step on another batch, whose ops this one shall have.
     """
-    with caches_without_fakes(), statistics_of_unread_norms(), _without_collections():
+    with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
         try:
             return _capture_step(workload, planned, in_memory=False)
         except _UnknownConstant:
             return _capture_step(workload, planned, in_memory=True)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Have Python collect no garbage, which would look through all that a trace keeps, often."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _UnknownConstant(Exception):

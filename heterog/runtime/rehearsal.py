@@ -8,9 +8,7 @@ nobody sends, or give a kernel what it refuses fails here, in words, and not on 
 What depends on data is not checked: values, and the memory that is really needed.
 """
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
+from heterog.graph.collector import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.planners.issue_order import IssuedStep, Rehearse
 from heterog.planners.planner import TimeUp
@@ -121,7 +120,7 @@ def rehearse(
     def make() -> _Stage:
         return _Stage(captured, strategy, program, task_order, sent_before, clips, check)
 
-    with torch.no_grad(), _without_collector():
+    with torch.no_grad(), without_collector():
         return _play(make)
 
 
@@ -132,22 +131,6 @@ def _play(make: Callable[[], "_Stage"]) -> str:
     except StrategyError as error:
         return str(error)
     return stage.play()
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Switch off Python's search for reference cycles.
-
-    A rehearsal makes hundreds of thousands of objects, which reference counts free; the search
-    would start again and again, and each time look through all of torch and the graph.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
