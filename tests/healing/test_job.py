@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from heterog.cluster.topology import Cluster
+from heterog.files import write_atomically
 from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
@@ -196,6 +197,11 @@ def start_agent(number: int, port: int, log: Path) -> "subprocess.Popen[bytes]":
     )
 
 
+def set_pace(pace: Path, seconds: float) -> None:
+    """Say how long a step takes; whole at once, as ranks read it at any time."""
+    write_atomically(pace, str(seconds).encode())
+
+
 def wait_for_ranks(log: Path, num_ranks: int, num_steps: int) -> None:
     """Wait until the last steps of the log were done by so many ranks."""
     deadline_s = time.monotonic() + 200
@@ -213,20 +219,20 @@ def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(tmp_path: Path
     from heterog.runtime.launch import free_port
 
     log, pace, port = tmp_path / "log.jsonl", tmp_path / "pace", free_port()
-    pace.write_text("0.02")
+    set_pace(pace, 0.02)
     agents = [start_agent(number, port, log) for number in range(2)]
     try:
         wait_for_ranks(log, 2, 12)
         worker = subprocess.run(
             ["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True, check=True
         )
-        pace.write_text("0.5")  # while agents notice and start
+        set_pace(pace, 0.5)  # while agents notice and start
         for pid in (agents[1].pid, *map(int, worker.stdout.split())):
             os.kill(pid, signal.SIGKILL)
         wait_for_ranks(log, 1, 2)
         agents.append(start_agent(2, port, log))
         wait_for_ranks(log, 2, 3)
-        pace.write_text("0.02")
+        set_pace(pace, 0.02)
         (tmp_path / "enough").touch()
         assert [agent.wait(120) for agent in (agents[0], agents[2])] == [0, 0]
     finally:
