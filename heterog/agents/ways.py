@@ -115,10 +115,6 @@ class Way:
         """The coarse evaluator's score of each row."""
         return [self.pair.score(row) for row in self.rows]
 
-    def drew(self, row: IntArray) -> bool:
-        """Whether a row is one of these."""
-        return bool((self.rows == row).all(axis=1).any())
-
 
 def make_ways(network: Policy, tables: Sequence[Pair], num_samples: int) -> list[Way]:
     """Ways from each table without micro-batches, then from each with them.

@@ -9,7 +9,7 @@
   ``loss_scale``).
 - One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``windows``,
   ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``, ``halos``,
-  ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``, ``batch_norm``.
+  ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``.
 - ``alike`` compares ranks, ``unchanged`` a model with what was captured. ``rehearsal`` plays all
   ranks on shapes. ``checkpoint`` keeps a step under any plan.
 - Not exact: ``averaging``, ``asynchronous`` with its ``weight_server``, ``stash``, ``codecs`` with

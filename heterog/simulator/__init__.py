@@ -9,7 +9,7 @@
   ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.
   ``intervals`` and ``peak_errors`` say how sure predictions are.
 - Modes: ``averaging``, ``asynchronous``, ``exchange`` and ``stash``, with ``small_tape`` and the
-  closed forms of ``unequal_updates`` and ``shared_band``. ``multiplex`` runs a second job in the
+  closed forms of ``unequal_updates``. ``multiplex`` runs a second job in the
   gaps.
 - ``compile_kernels`` compiles the kernels before they are needed.
 """
