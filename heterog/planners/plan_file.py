@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from heterog.errors import BudgetError, InputFileError
-from heterog.planners.planner import OUTCOMES, Budget
+from heterog.errors import BudgetError, HeterogError, InputFileError
+from heterog.planners.background import BackgroundPlan
+from heterog.planners.objective import FASTEST, Aim, Objective
+from heterog.planners.planner import OUTCOMES, Budget, MethodRow
 from heterog.records import (
     Amount,
     Count,
@@ -262,3 +264,42 @@ def _rate_fault(record: PlanRecord) -> str:
 
 def _close(found: Sequence[float], wanted: Sequence[float]) -> bool:
     return len(found) == len(wanted) and bool(np.allclose(found, wanted, rtol=_CLOSE, atol=0.0))
+
+
+def objective_of(record: PlanRecord, where: str) -> Objective:
+    """The objective of a plan's file; ``where`` names it in errors."""
+    if record.objective is None:
+        return FASTEST
+    values = record.objective.model_dump()
+    try:
+        return Objective(**(values | {"aim": Aim(values["aim"])}))
+    except (HeterogError, ValueError) as error:
+        raise InputFileError(f"{where}: field 'objective': {error}") from error
+
+
+def row_of(record: RowRecord) -> MethodRow:
+    """The result of a method."""
+    return MethodRow(
+        method=record.method,
+        stage=record.stage,
+        outcome=record.outcome,
+        step_time_s=record.step_time_s,
+        order=record.order,
+        peak_memory_bytes=tuple(record.peak_memory_bytes),
+        num_evaluations=record.num_evaluations,
+        search_seconds=record.search_seconds,
+        shortage=record.shortage,
+        noisy_step_times_s=tuple(record.noisy_step_times_s),
+        is_rehearsed=record.is_rehearsed,
+        note=record.note,
+        is_starved=record.starved,
+    )
+
+
+def background_of(record: BackgroundRecord | None) -> BackgroundPlan | None:
+    """The second job, if there is one."""
+    if record is None:
+        return None
+    values = record.model_dump(exclude={"slow_down", "total_samples_per_s"})
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return BackgroundPlan(**(values | lists))

@@ -35,7 +35,7 @@ def samplers(
                 sum(shares),
                 seed=seed,
                 shuffle=shuffle,
-                **({"drop_last": False} | options),
+                drop_last=drop_last,
             ),
             rank=rank,
             num_ranks=len(shares),
