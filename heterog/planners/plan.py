@@ -24,18 +24,19 @@ from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.planners.allotment import Allotment
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.cheapest import CheapestSearch, Offer, offers_of_rows
-from heterog.planners.cost import Cost, cost_of
+from heterog.planners.cost import Cost, cost_of, cost_per_step
 from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import run_method
-from heterog.planners.objective import FASTEST, Objective, cost_per_s
+from heterog.planners.objective import FASTEST, Objective
 from heterog.planners.plan_checks import contradiction, program_fault
 from heterog.planners.plan_file import (
     background_of,
     objective_of,
     read_plan_record,
     row_of,
+    row_to_dict,
 )
 from heterog.planners.planner import (
     Budget,
@@ -428,9 +429,7 @@ def make_plan(
     plan = plan_from_rows(
         evaluator,
         rows,
-        budget=str(request.budget),
-        seed=request.seed,
-        search_seconds=search_seconds,
+        Searched(budget=str(request.budget), seed=request.seed, seconds=search_seconds),
         noise=_spending(evaluator, allotment.noise_s, allotment, session.stop),
         issued=issued,
         rank=rank,
@@ -485,13 +484,30 @@ def _spending(
     return Spending(budget, evaluator, stop=stop, clock=allotment.clock)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """How the rows of a plan were found.
+
+    Attributes:
+        budget: Budget of the search, as given.
+        seed: Seed of the search, as given.
+        seconds: Seconds of all methods together.
+    """
+
+    budget: str = "1e"
+    seed: int = 0
+    seconds: float = 0.0
+
+
+NOT_SEARCHED = Searched()
+"""For strategies that somebody made by hand."""
+
+
 def plan_from_rows(
     evaluator: Evaluator,
     rows: Sequence[MethodRow],
+    searched: Searched = NOT_SEARCHED,
     *,
-    budget: str,
-    seed: int,
-    search_seconds: float,
     noise: Spending | None = None,
     issued: IssuedSteps | None = None,
     rank: Rank = by_time,
@@ -501,9 +517,7 @@ def plan_from_rows(
     Args:
         evaluator: Evaluator that judged the rows.
         rows: Rows of all methods.
-        budget: Budget of the search, as given.
-        seed: Seed of the search, as given.
-        search_seconds: Seconds of all methods together.
+        searched: How they were found.
         noise: Limit on the draws of noise; ``None`` for no limit.
         issued: Orders of candidates that may have been made already.
         rank: Function that ranks the rows.
@@ -533,10 +547,10 @@ def plan_from_rows(
         method=row.method,
         rows=tuple(rows),
         lower_bound_s=bound,
-        budget=budget,
-        seed=seed,
+        budget=searched.budget,
+        seed=searched.seed,
         calibration=evaluator.cost_model.name,
-        search_seconds=search_seconds,
+        search_seconds=searched.seconds,
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
         interval_s=None if row.step_time_s is None else evaluator.interval(row.step_time_s),
@@ -557,44 +571,3 @@ def parse_orders(name: str) -> tuple[Order, ...]:
     except KeyError:
         known = [BEST, *(order.name.lower() for order in Order)]
         raise UnknownNameError("order", name, known) from None
-
-
-def cost_per_step(row: MethodRow, cluster: Cluster) -> float | None:
-    """Price of a step of a row; ``None`` where that is not known."""
-    if cluster.prices is None or row.step_time_s is None or row.candidate is None:
-        return None
-    return row.step_time_s * cost_per_s(row.candidate.strategy, cluster)
-
-
-def row_to_dict(
-    row: MethodRow,
-    *,
-    model: str,
-    cluster: str,
-    lower_bound_s: float,
-    batch_size: int,
-    seed: int,
-    cost_per_step: float | None = None,
-) -> dict[str, Any]:
-    """A row as ``--json`` prints it, with its cost if that is known."""
-    cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
-    return {
-        "model": model,
-        "cluster": cluster,
-        "method": row.method,
-        "stage": row.stage,
-        "outcome": row.outcome,
-        "step_time_s": row.step_time_s,
-        "lower_bound_s": lower_bound_s,
-        "order": row.order,
-        "peak_memory_bytes": list(row.peak_memory_bytes),
-        "noisy_step_times_s": list(row.noisy_step_times_s),
-        "num_evaluations": row.num_evaluations,
-        "search_seconds": row.search_seconds,
-        "shortage": row.shortage,
-        "is_rehearsed": row.is_rehearsed,
-        "note": row.note,
-        "starved": row.is_starved,
-        "batch_size": batch_size,
-        "seed": seed,
-    } | cost

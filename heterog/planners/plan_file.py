@@ -303,3 +303,37 @@ def background_of(record: BackgroundRecord | None) -> BackgroundPlan | None:
     values = record.model_dump(exclude={"slow_down", "total_samples_per_s"})
     lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
     return BackgroundPlan(**(values | lists))
+
+
+def row_to_dict(
+    row: MethodRow,
+    *,
+    model: str,
+    cluster: str,
+    lower_bound_s: float,
+    batch_size: int,
+    seed: int,
+    cost_per_step: float | None = None,
+) -> dict[str, Any]:
+    """A row as ``--json`` prints it, with its cost if that is known."""
+    cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
+    return {
+        "model": model,
+        "cluster": cluster,
+        "method": row.method,
+        "stage": row.stage,
+        "outcome": row.outcome,
+        "step_time_s": row.step_time_s,
+        "lower_bound_s": lower_bound_s,
+        "order": row.order,
+        "peak_memory_bytes": list(row.peak_memory_bytes),
+        "noisy_step_times_s": list(row.noisy_step_times_s),
+        "num_evaluations": row.num_evaluations,
+        "search_seconds": row.search_seconds,
+        "shortage": row.shortage,
+        "is_rehearsed": row.is_rehearsed,
+        "note": row.note,
+        "starved": row.is_starved,
+        "batch_size": batch_size,
+        "seed": seed,
+    } | cost

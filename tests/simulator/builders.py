@@ -819,4 +819,4 @@ def plan_by_hand(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Plan:
         search_seconds=0.0,
         candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
     )
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_from_rows(evaluator, [row])

@@ -12,7 +12,6 @@ samples and micro-batches of the very best so far are moved in between, for as l
 this takes half of the time, so that a search that is cut short has done both.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -82,7 +81,6 @@ class Islands(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Estimate, simulate the best, refine the very best."""
-        begin = time.perf_counter()
         spending = problem.spend()
         search = problem.resumed(CompositionSearch)
         search.problem, search.spending = problem, spending
@@ -96,7 +94,6 @@ class Islands(Planner):
                 for point in best
             ),
             num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             reason=""
             if search.found or spending.is_over
             else "no machines can share out the samples and layers of this model",
