@@ -36,7 +36,7 @@ from heterog.graph.capture import capture, capture_step
 from heterog.planners.averaged import island_decisions
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.lossy import with_codec
-from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.planners.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
 from heterog.planners.planner import Budget
 from heterog.planners.request import Request
 from heterog.planners.served import asynchronous_method
@@ -70,7 +70,7 @@ def plans_of(
     exact = [row for row in both.rows if row.method != asked.name]
     evaluator = Evaluator(graph, cluster)
     found = {
-        name: plan_from_rows(evaluator, rows, budget=budget, seed=0, search_seconds=0.0)
+        name: plan_from_rows(evaluator, rows, Searched(budget=budget))
         for name, rows in (("exact", exact), ("averaged", [averaged]))
     }
     for codec in codecs:

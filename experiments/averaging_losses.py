@@ -152,7 +152,7 @@ def save_plans(model: str, folder: Path, rows: Sequence[str]) -> None:
             search_seconds=0.0,
             candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
         )
-        plan = plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+        plan = plan_from_rows(evaluator, [row])
         plan.save(folder / f"{number}.json")
 
 

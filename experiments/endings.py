@@ -25,7 +25,7 @@ from heterog.planners.allotment import (
     WRITING_OP_S,
 )
 from heterog.planners.issue_order import IssuedSteps, Rehearse
-from heterog.planners.plan import plan_from_rows
+from heterog.planners.plan import Searched, plan_from_rows
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.portfolio import run_methods
 from heterog.planners.request import Request
@@ -53,9 +53,7 @@ def ending_of(evaluator: Evaluator, row: MethodRow, rehearse: Rehearse) -> dict[
     assert step is not None
     said, rehearsal_s = timed(lambda: rehearse(candidate.strategy, step, lambda: None))
     plan, described_s = timed(
-        lambda: plan_from_rows(
-            evaluator, [row], budget="5s", seed=0, search_seconds=0.0, issued=issued
-        )
+        lambda: plan_from_rows(evaluator, [row], Searched(budget="5s"), issued=issued)
     )
     with tempfile.TemporaryDirectory() as folder:
         _, written_s = timed(lambda: plan.save(Path(folder) / "plan.json"))

@@ -36,12 +36,14 @@ from rows import geometric_mean, keep_row, progress, read_rows, script_parser, t
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
+from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import ask
 from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.planner import Budget, MethodRow, Problem
+from heterog.planners.request import Request
 from heterog.simulator.evaluator import Evaluator
 
 PAPER_BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
@@ -68,12 +70,15 @@ def evaluate_pair(
     """Everything about one policy on one pair."""
     found = evaluate_policy(
         policy,
-        load_checkpoint(policy),
-        graph,
-        cluster,
-        budget=Budget.parse(arguments.budget),
-        finetune=Budget.parse(arguments.finetune) if arguments.finetune else None,
-        seed=arguments.seed,
+        Request(
+            graph=graph,
+            cluster=cluster,
+            budget=Budget.parse(arguments.budget),
+            seed=arguments.seed,
+        ),
+        tuned=FineTuned(load_checkpoint(policy).policy, Budget.parse(arguments.finetune))
+        if arguments.finetune
+        else None,
         searched=searched,
         leads_search=not arguments.no_search,
         progress=teller(),

@@ -251,7 +251,7 @@ def given_plan(evaluator: Evaluator, strategy: Strategy) -> Plan:
         peak_memory_bytes=found.peak_memory_bytes, num_evaluations=1, search_seconds=0.0,
         candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
     )  # fmt: skip
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_from_rows(evaluator, [row])
 
 
 def training_plans(model: str) -> dict[str, Plan]:

@@ -28,7 +28,7 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan, load_plan, plan_from_rows
+from heterog.planners.plan import Plan, Searched, load_plan, plan_from_rows
 from heterog.planners.planner import Budget, Planner, Problem
 from heterog.planners.poplar import STAGES, EvenZero, Poplar
 from heterog.runtime.deploy import deploy
@@ -50,7 +50,7 @@ def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) ->
     def made(planner: Planner) -> Plan:
         row = run_method(planner, problem)
         return plan_from_rows(
-            evaluator, [row], budget=str(budget), seed=0, search_seconds=row.search_seconds
+            evaluator, [row], Searched(budget=str(budget), seconds=row.search_seconds)
         )
 
     plans: dict[str, Plan] = {}

@@ -185,7 +185,7 @@ def pipelines(evaluator: Evaluator) -> dict[str, MethodRow]:
 
 def as_plan(evaluator: Evaluator, row: MethodRow) -> Plan:
     """The file that ranks are given."""
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_from_rows(evaluator, [row])
 
 
 def serve(folder: Path, model: str, num_pairs: int) -> None:

@@ -23,7 +23,7 @@ from heterog.agents.shipped import (
     TRAINING_ZOO,
 )
 from heterog.agents.sources import GENERATED, PIPELINED_PART, PairSource, captured, parse_clusters
-from heterog.agents.training import Trainer
+from heterog.agents.training import RunFiles, Trainer
 from heterog.files import check_writable, write_json
 from heterog.workers import open_workers
 
@@ -76,14 +76,16 @@ def main() -> None:
                 seed=arguments.seed,
             ),
             config,
-            provenance={
-                "name": arguments.policy,
-                "command": f"python experiments/train_zoo.py {arguments.policy} --seed "
-                f"{arguments.seed} --pairs {arguments.pairs} --steps {arguments.steps}",
-                "generated_clusters": generated,
-            },
-            logdir=arguments.logdir,
-            checkpoint=arguments.checkpoint,
+            files=RunFiles(
+                provenance={
+                    "name": arguments.policy,
+                    "command": f"python experiments/train_zoo.py {arguments.policy} --seed "
+                    f"{arguments.seed} --pairs {arguments.pairs} --steps {arguments.steps}",
+                    "generated_clusters": generated,
+                },
+                logdir=arguments.logdir,
+                checkpoint=arguments.checkpoint,
+            ),
             workers=workers,
             report=report,
         ).run()

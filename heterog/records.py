@@ -89,7 +89,6 @@ Json: TypeAlias = Annotated[Any, AfterValidator(_checked_json)]
 Int32: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT32)]
 """A count or an index in the kernels' range."""
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT32)]
-Signed64: TypeAlias = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 NumBytes: TypeAlias = Annotated[int, Field(ge=0, le=2**53)]
 """Up to 8 PiB, which a float still represents exactly."""
 Amount: TypeAlias = Annotated[float, Field(ge=0.0, le=1e24, allow_inf_nan=False)]

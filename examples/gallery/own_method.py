@@ -22,7 +22,7 @@ class Lucky:
         rows = draw(rule_of_thumb(pair), pair, 8, rng).rows
         rows = rows[np.argsort([pair.score(row).step_time_s for row in rows])]
         candidates, spent = rescore(problem, pair, rows, spent=8)
-        return PlanResult(candidates=candidates, num_evaluations=8 + spent, search_seconds=0.0)
+        return PlanResult(candidates=candidates, num_evaluations=8 + spent)
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:
         search_seconds=0.0,
         candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
     )
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_from_rows(evaluator, [row])
 
 
 def _strategy(graph: OpGraph, decisions: list[Decision], homes: tuple[int, ...] = ()) -> Strategy:

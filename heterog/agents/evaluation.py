@@ -8,11 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from heterog.agents.checkpoint import Checkpoint
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent, AgentSearch
-from heterog.cluster import Cluster
-from heterog.graph.op_graph import OpGraph
 from heterog.planners.compare import Comparison
 from heterog.planners.given import GIVEN
 from heterog.planners.judging import run_method
@@ -59,32 +56,23 @@ def long_search(
 
 def evaluate_policy(
     policy: str,
-    checkpoint: Checkpoint,
-    graph: OpGraph,
-    cluster: Cluster,
+    request: Request,
     *,
-    budget: Budget,
-    finetune: Budget | None = None,
-    seed: int = 0,
+    tuned: FineTuned | None = None,
     searched: Sequence[MethodRow] | None = None,
     leads_search: bool = True,
-    given: Planner | None = None,
     progress: Progress = lambda method, fraction, best: None,
 ) -> Comparison:
     """Rows of one model on one cluster.
 
     Args:
         policy: Name or file of the policy.
-        checkpoint: The policy, loaded.
-        graph: The model.
-        cluster: Cluster on which it runs.
-        budget: Budget of ``auto`` without the policy, divided among its searches, and again of
-            ``agent+search``.
-        finetune: Budget of fine-tuning; none if ``None``.
-        seed: Seed of everything random.
+        request: Model, cluster and seed; the budget is that of ``auto`` without the policy,
+            divided among its searches, and again of ``agent+search``. A given layout is a row
+            beside the others; no search starts from it.
+        tuned: The policy with a budget of fine-tuning, if it is tuned.
         searched: Rows of ``long_search`` with the same budget and seed, if they exist.
         leads_search: Whether ``agent+search`` runs, too.
-        given: A person's own layout, a row beside the others; no search starts from it.
         progress: Function that gets every method's progress.
 
     Returns:
@@ -92,18 +80,19 @@ def evaluate_policy(
         ``agent+search``, every search without the policy, and ``search``, which is ``auto``
         without the policy. The agent's seconds count from graph and policy in memory.
     """
-    evaluator = Evaluator(graph, cluster)
+    evaluator = Evaluator(request.graph, request.cluster)
+    budget, seed = request.budget, request.seed
     if searched is None:
         searched = long_search(evaluator, budget=budget, seed=seed, progress=progress)
     rows = list(searched)
     asked: list[Planner] = [
-        *([given] if given is not None else []),
+        *([request.given] if request.given is not None else []),
         Agent(policy, name="agent_greedy", num_samples=1),
         Agent(policy, name="agent_16", num_samples=16),
         Agent(policy),
     ]
-    if finetune is not None:
-        asked.append(FineTuned(checkpoint.policy, finetune))
+    if tuned is not None:
+        asked.append(tuned)
     if leads_search:
         asked.append(AgentSearch(policy))
     seeds = tuple(
@@ -114,10 +103,10 @@ def evaluate_policy(
         problem = Problem(evaluator=evaluator, budget=budget, seed=seed, seeds=seeds)
         rows.append(run_method(planner, problem))
     return Comparison(
-        graph=graph,
-        cluster=cluster,
+        graph=request.graph,
+        cluster=request.cluster,
         rows=tuple(rows),
-        lower_bound_s=lower_bound_s(graph, cluster, evaluator.cost_model).seconds,
+        lower_bound_s=lower_bound_s(request.graph, request.cluster, evaluator.cost_model).seconds,
         seed=seed,
         cost_model=evaluator.cost_model,
     )

@@ -9,7 +9,6 @@ in the way that the best proposal came from: plain, pipelined, or with a divided
 
 import copy
 import math
-import time
 
 import numpy as np
 import torch
@@ -63,7 +62,6 @@ class FineTuned(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Learn until the budget is over; return the best strategies seen."""
-        begin = time.perf_counter()
         before = propose(problem, self.policy)
         pair = before.pair
         spending = Spending(self._budget, pair.evaluator)
@@ -109,7 +107,6 @@ class FineTuned(Planner):
         return PlanResult(
             candidates=(*candidates, *before.candidates, *after.candidates),
             num_evaluations=spending.evaluations + rescored + proposed,
-            search_seconds=time.perf_counter() - begin,
         )
 
 

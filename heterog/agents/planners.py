@@ -11,7 +11,6 @@ further draws, so that the policy's probabilities order them.
 torch is imported when one is asked to plan.
 """
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -45,7 +44,6 @@ _LAST_S, _HAS_ASKED = "last_s", "has_asked"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
     num_evaluations=0,
-    search_seconds=0.0,
     reason=f"a policy is not asked about more than {MOST_DEVICES} devices",
 )
 
@@ -127,7 +125,7 @@ def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
         f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.seconds:.1f} s "
         "that it has; a larger --budget lets it answer"
     )
-    return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
+    return PlanResult(candidates=(), num_evaluations=0, reason=reason)
 
 
 class Agent(Planner):
@@ -165,7 +163,6 @@ class Agent(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Propose once; most of the budget is left over."""
-        begin = time.perf_counter()
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
         if _is_too_short(needed_s := self.whole_s(problem), problem):
@@ -177,7 +174,6 @@ class Agent(Planner):
         return PlanResult(
             candidates=found.candidates,
             num_evaluations=found.num_evaluations,
-            search_seconds=time.perf_counter() - begin,
         )
 
 
@@ -213,7 +209,6 @@ class AgentSearch(Planner):
         """Propose, then search with the rest of the budget."""
         from heterog.agents.policy import draw
 
-        begin = time.perf_counter()
         if problem.evaluator.cluster.num_devices > MOST_DEVICES:
             return _TOO_MANY
         if problem.memory.get(_HAS_ASKED):
@@ -245,7 +240,6 @@ class AgentSearch(Planner):
         return PlanResult(
             candidates=(*searched.candidates, *found.candidates[:1]),
             num_evaluations=found.num_evaluations + searched.num_evaluations,
-            search_seconds=time.perf_counter() - begin,
         )
 
 

@@ -198,18 +198,38 @@ class Samples:
     masks: npt.NDArray[np.bool_]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variety:
+    """How draws differ from exact draws of a policy.
+
+    Attributes:
+        num_steady: Number of first rows with the same noise on a candidate's score at all blocks.
+            They are no exact draws: where the policy hesitates between two candidates, all blocks
+            go the same way (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
+        num_changes: How often each row changes its candidate, if memory allows; draws are exact
+            given that number. Free if ``None``, and in pipelines.  # [num_rows]
+        temperature: Divisor of the logits; draws are the policy's own at 1.
+        recompute: Whether to count memory as if every block recomputed.
+    """
+
+    num_steady: int = 0
+    num_changes: IntArray | None = None
+    temperature: float = 1.0
+    recompute: bool = False
+
+
+EXACT = Variety()
+
+
 def draw(
     scores: PairScores,
     pair: Pair,
     num_rows: int,
     rng: np.random.Generator,
+    variety: Variety = EXACT,
     *,
     greedy: bool = False,
-    num_steady: int = 0,
-    num_changes: IntArray | None = None,
-    temperature: float = 1.0,
     keep_masks: bool = False,
-    recompute: bool = False,
 ) -> Samples:
     """Draw strategies block by block, within the memory that is left.
 
@@ -223,23 +243,20 @@ def draw(
         pair: The pair itself.
         num_rows: Number of strategies.
         rng: Generator for the draws.
+        variety: How they differ from exact draws.
         greedy: Whether to take the best candidate at each block instead of drawing.
-        num_steady: Number of first rows with the same noise on a candidate's score at all blocks.
-            They are no exact draws: where the policy hesitates between two candidates, all blocks
-            go the same way (perturb-and-MAP: Papandreou and Yuille, ICCV 2011).
-        num_changes: How often each row changes its candidate, if memory allows; draws are exact
-            given that number. Free if ``None``, and in pipelines.  # [num_rows]
-        temperature: Divisor of the logits; draws are the policy's own at 1.
         keep_masks: Whether to return possible candidates, for exact log-probabilities.
-        recompute: Whether to count memory as if every block recomputed.
     """
     if num_rows == 0:
         empty = np.zeros((0, pair.num_blocks), np.int32)
         return Samples(rows=empty, masks=np.zeros((0, *scores.unary.shape), np.bool_))
-    noise = None if greedy else temperature * _noise(pair, num_rows, num_steady, rng)
+    noise = None
+    if not greedy:
+        noise = variety.temperature * _noise(pair, num_rows, variety.num_steady, rng)
     if pair.num_micro == 1:
-        memory = RunningMemory(pair, num_rows, recompute=recompute)
-        changes = None if num_changes is None else _Changes(scores, num_changes)
+        memory = RunningMemory(pair, num_rows, recompute=variety.recompute)
+        wanted = variety.num_changes
+        changes = None if wanted is None else _Changes(scores, wanted)
         return _decode(scores, noise, memory, changes, keep_masks=keep_masks)
     low, high = (np.full(num_rows, limit) for limit in STAGE_LIMITS)
     cut_weights = np.resize(CUT_WEIGHTS, num_rows)
@@ -247,7 +264,7 @@ def draw(
     # and finally with the smallest under which the row was seen to end.
     for halving in range(_HALVINGS + 1):
         limits = high if halving == _HALVINGS else np.sqrt(low * high)
-        memory = RunningMemory(pair, num_rows, recompute=recompute)
+        memory = RunningMemory(pair, num_rows, recompute=variety.recompute)
         stages = RunningStages(memory, pair, limits, cut_weights)
         samples = _decode(scores, noise, stages, keep_masks=keep_masks)
         low = np.where(stages.is_late, limits, low)

@@ -22,7 +22,7 @@ from stable_baselines3.common.type_aliases import Schedule
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor
 
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.policy import Policy, Scores, draw, log_probabilities, masks_of
 from heterog.envs.pair import Pair
@@ -30,9 +30,8 @@ from heterog.envs.reward import RewardFunction, reward_of
 from heterog.envs.spaces import Padded, Padding, pair_space
 from heterog.envs.strategy_env import StrategyOneShotEnv
 
-NUM_ENVS = 16
-STEPS_PER_ROLLOUT = 8
-"""Number of pairs in a rollout; every environment plays each once."""
+_FIRST_COEFFICIENT = 3e-3
+"""Coefficient of the entropy of whole strategies, in nats, before it is steered."""
 
 
 class TurnsEnv(gym.Wrapper[Padded, npt.NDArray[np.int64], Padded, npt.NDArray[np.int64]]):
@@ -214,63 +213,47 @@ class PpoLearner:
     Args:
         pairs: Pairs to play.
         network: Sizes of a new policy.
-        seed: Seed of everything random.
-        learning_rate: Learning rate of Adam; ``rate`` may be changed between rollouts.
-        entropy: Coefficient of the entropy of whole strategies, in nats; ``coefficient`` may be
-            changed between rollouts.
+        config: Settings: environments side by side, pairs of a rollout, learning rate and seed.
         reward: Reward of a scored strategy.
-        initial: Policy to continue from.
-        num_envs: Number of environments side by side.
-        steps_per_rollout: Number of pairs played in a rollout.
-        logdir: Folder for stable-baselines3's own TensorBoard logs.
 
     Attributes:
-        rate: Learning rate of the next rollout's passes.
+        rate: Learning rate of the next rollout's passes; like ``coefficient``, it may be changed
+            between rollouts.
     """
 
     def __init__(
         self,
         pairs: Sequence[Pair],
         network: PolicyConfig,
-        *,
-        seed: int = 0,
-        learning_rate: float = 5e-4,
-        entropy: float = 3e-3,
+        config: TrainingConfig,
         reward: RewardFunction = reward_of,
-        initial: Policy | None = None,
-        num_envs: int = NUM_ENVS,
-        steps_per_rollout: int = STEPS_PER_ROLLOUT,
-        logdir: str | None = None,
     ) -> None:
         padding = Padding.of(pairs)
-        self.rate = learning_rate
+        self.rate, seed = config.learning_rate, config.seed
 
         def make() -> gym.Env[Any, Any]:
             return TurnsEnv(StrategyOneShotEnv(pairs, padding, reward), seed)
 
-        self.envs = DummyVecEnv([make for _ in range(num_envs)])
+        self.envs = DummyVecEnv([make for _ in range(config.samples_per_pair)])
         self.model = PPO(
             PairPolicy,
             self.envs,
             # Its own schedules restart at every call of learn(); ours covers the whole run.
             learning_rate=lambda _: self.rate,
-            n_steps=steps_per_rollout,
-            batch_size=num_envs * steps_per_rollout,
+            n_steps=config.pairs_per_step,
+            batch_size=config.samples_per_pair * config.pairs_per_step,
             n_epochs=2,
             gamma=1.0,  # an episode is one step: there is nothing to discount
             gae_lambda=1.0,
-            ent_coef=entropy,
+            ent_coef=_FIRST_COEFFICIENT,
             max_grad_norm=1.0,
             policy_kwargs={
                 "features_extractor_kwargs": {"pairs": pairs, "network": network},
                 "seed": seed,
             },
-            tensorboard_log=logdir,
             seed=seed,
             device="cpu",
         )
-        if initial is not None:
-            self.policy.load_state_dict(initial.state_dict())
 
     @property
     def actor_critic(self) -> PairPolicy:

@@ -22,15 +22,7 @@ class PpoTrainer(Trainer):
     def make_policy(self, network: PolicyConfig) -> Policy:
         """The policy inside stable-baselines3's."""
         pairs = [self.source.pair(index) for index in range(self.config.num_pairs)]
-        self.learner = PpoLearner(
-            pairs,
-            network,
-            seed=self.config.seed,
-            learning_rate=self.config.learning_rate,
-            reward=self.reward,
-            num_envs=self.config.samples_per_pair,
-            steps_per_rollout=self.config.pairs_per_step,
-        )
+        self.learner = PpoLearner(pairs, network, self.config, self.reward)
         return self.learner.policy
 
     def advance(self, examples: list[Example], num_steps: int, begin: float) -> None:
@@ -63,7 +55,7 @@ class PpoTrainer(Trainer):
 def make_trainer(
     source: PairSource,
     config: TrainingConfig,
-    network: PolicyConfig | None = None,
+    network: PolicyConfig | Policy | None = None,
     **options: Any,
 ) -> Trainer:
     """The trainer for a configuration's algorithm.
@@ -71,7 +63,7 @@ def make_trainer(
     Args:
         source: Source of the pairs.
         config: Settings; the algorithm decides.
-        network: Sizes of a new policy.
+        network: Sizes of a new policy, or a policy to begin with.
         **options: Other arguments of ``Trainer``.
     """
     kind = PpoTrainer if config.algorithm == Algorithm.PPO else Trainer

@@ -8,7 +8,7 @@ checkpoint, so a run that was stopped and resumed ends with the same weights as 
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,34 @@ class TrainingResult:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFiles:
+    """What a run reads and keeps.
+
+    Attributes:
+        provenance: Record stored with the policy (names of models and clusters, the command).
+        logdir: Folder for TensorBoard; none if ``None``.
+        checkpoint: File that is renewed at every validation; none if ``None``.
+        resume: Checkpoint to resume from.
+    """
+
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    logdir: Path | None = None
+    checkpoint: Path | None = None
+    resume: Path | None = None
+
+
+NO_FILES = RunFiles()
+
+
 class Trainer:
     """One run; see the module docstring.
 
     Args:
         source: Source of the pairs.
         config: Settings.
-        network: Sizes of a new policy.
-        provenance: Record stored with the policy (names of models and clusters, the command).
-        logdir: Folder for TensorBoard; none if ``None``.
-        checkpoint: File that is renewed at every validation; none if ``None``.
-        resume: Checkpoint to resume from.
-        initial: Weights to begin with, of the same network.
+        network: Sizes of a new policy, or a policy to begin with.
+        files: What is read and kept.
         reward: Reward that REINFORCE and PPO maximise. With another than ``reward_of``, validation
             keeps the policy with the highest mean reward instead of the fastest one.
         workers: Workers that search pairs and score strategies; the policy does not depend on
@@ -82,26 +98,24 @@ class Trainer:
         self,
         source: PairSource,
         config: TrainingConfig,
-        network: PolicyConfig | None = None,
+        network: PolicyConfig | Policy | None = None,
+        files: RunFiles = NO_FILES,
         *,
-        provenance: Mapping[str, Any] | None = None,
-        logdir: Path | None = None,
-        checkpoint: Path | None = None,
-        resume: Path | None = None,
-        initial: Policy | None = None,
         reward: RewardFunction = reward_of,
         workers: Workers = HERE,
         report: Report = lambda stage, fraction, text: None,
     ) -> None:
         self.source, self.config, self.report = source, config, report
-        self._file, self._workers = checkpoint, workers
-        self._provenance = dict(provenance or {})
+        self._files, self._workers = files, workers
         self.reward = reward
         check_settings(config, reward)
         torch.manual_seed(config.seed)
-        self.policy = self.make_policy(network or PolicyConfig())
-        if initial is not None:
-            self.policy.load_state_dict(initial.state_dict())
+        network = network or PolicyConfig()
+        if isinstance(network, Policy):
+            self.policy = self.make_policy(network.config)
+            self.policy.load_state_dict(network.state_dict())
+        else:
+            self.policy = self.make_policy(network)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
         )
@@ -121,9 +135,9 @@ class Trainer:
         self.best: tuple[float, dict[str, torch.Tensor]] | None = None
         self._pairs: dict[int, Pair] = {}
         self._elites: list[dict[str, Any]] | None = None
-        self._writer = SummaryWriter(str(logdir)) if logdir is not None else None
-        if resume is not None:
-            self._resume(load_checkpoint(resume), resume)
+        self._writer = SummaryWriter(str(files.logdir)) if files.logdir is not None else None
+        if files.resume is not None:
+            self._resume(load_checkpoint(files.resume), files.resume)
 
     def make_policy(self, network: PolicyConfig) -> Policy:
         """A new policy."""
@@ -301,7 +315,7 @@ class Trainer:
         self.report("validation", self.step / self.config.num_steps, text)
 
     def _described(self, seconds: float) -> dict[str, Any]:
-        return self._provenance | {
+        return dict(self._files.provenance) | {
             "training_config": _plain(self.config),
             "reward": _name(self.reward),
             "history": [dict(row) for row in self.history],
@@ -312,7 +326,7 @@ class Trainer:
         }
 
     def _save(self, examples: list[Example]) -> None:
-        if self._file is None:
+        if self._files.checkpoint is None:
             return
         assert self.best is not None
         state = {
@@ -331,7 +345,7 @@ class Trainer:
             "elites": [_record(example) for example in examples],
         } | self.state()
         save_checkpoint(
-            self._file,
+            self._files.checkpoint,
             Checkpoint(policy=self.policy, provenance=self._described(0.0), training=state),
         )
 

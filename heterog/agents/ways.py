@@ -19,7 +19,7 @@ from functools import partial
 
 import numpy as np
 
-from heterog.agents.policy import PairScores, Policy, draw, score_pairs
+from heterog.agents.policy import PairScores, Policy, Variety, draw, score_pairs
 from heterog.agents.segments import rows_in_segments
 from heterog.agents.stages import rows_near
 from heterog.envs.observation import WHOLE_OVERFLOWS
@@ -77,17 +77,18 @@ class Way:
         elif self.pair.num_micro > 1:
             cold = free // 2 if len(self.rows) else 0
             mindful = np.concatenate([
-                drawn(free - cold, num_steady=(free - cold) // 2).rows,
-                drawn(cold, num_steady=cold // 2, temperature=COLD).rows,
+                drawn(free - cold, variety=Variety(num_steady=(free - cold) // 2)).rows,
+                drawn(cold, variety=Variety(num_steady=cold // 2, temperature=COLD)).rows,
             ])  # fmt: skip
         else:
             few = free // 3
             changes = 1 + np.arange(few, dtype=np.int32) % MOST_CHANGES
             mindful = np.concatenate([
-                drawn(free - few, num_steady=(free - few) // 2).rows,
-                drawn(few, num_changes=changes).rows,
+                drawn(free - few, variety=Variety(num_steady=(free - few) // 2)).rows,
+                drawn(few, variety=Variety(num_changes=changes)).rows,
             ])  # fmt: skip
-        recomputed = drawn(loose, num_steady=loose // 2, recompute=True).rows
+        again = Variety(num_steady=loose // 2, recompute=True)
+        recomputed = drawn(loose, variety=again).rows
         rows = np.unique(np.concatenate([self.rows, mindful, recomputed]), axis=0)
         is_new = np.array([row.tobytes() not in self._known for row in rows], np.bool_)
         self.rows = rows[is_new]
@@ -114,10 +115,6 @@ class Way:
     def found(self) -> list[Score]:
         """The coarse evaluator's score of each row."""
         return [self.pair.score(row) for row in self.rows]
-
-    def drew(self, row: IntArray) -> bool:
-        """Whether a row is one of these."""
-        return bool((self.rows == row).all(axis=1).any())
 
 
 def make_ways(network: Policy, tables: Sequence[Pair], num_samples: int) -> list[Way]:

@@ -10,7 +10,6 @@ from heterog.balance.dealing import (
     Deal,
     GlobalBatches,
     IndexArray,
-    SampleBatches,
     without_singles,
 )
 from heterog.balance.shares import BalanceError, check_shares, scaled_shares
@@ -63,25 +62,6 @@ class ShareSampler(Sampler[list[int]]):
         self._start = 0
         self._drawn = 0
         self._begun: int | None = None
-
-    @classmethod
-    def of_samples(
-        cls,
-        num_samples: int,
-        batch_size: int,
-        *,
-        rank: int,
-        num_ranks: int,
-        shares: Sequence[int] | None = None,
-        seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
-    ) -> "ShareSampler":
-        """Make a sampler of global batches of equal size; arguments as ``SampleBatches``."""
-        batches = SampleBatches(
-            num_samples, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
-        )
-        return cls(batches, rank=rank, num_ranks=num_ranks, shares=shares)
 
     @property
     def epoch(self) -> int:

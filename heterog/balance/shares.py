@@ -133,26 +133,6 @@ def shares_from_speeds(speeds: Sequence[float], total: int) -> tuple[int, ...]:
     return best_shares([RankSpeed(unit_s=1 / speed) for speed in speeds], total)
 
 
-def count_turns(path: Sequence[int], band: float = 0.05) -> int:
-    """How often a rank's share goes back by more than a part of it; so often it swings.
-
-    Args:
-        path: Share of one rank after each change.
-        band: Part of a share that is no turn, nor is one unit: it is found step by step.
-
-    >>> count_turns([64, 34, 35, 34]), count_turns([64, 34, 39, 34])
-    (0, 2)
-    """
-    count, way, end = 0, 0, path[0]
-    for share in path[1:]:
-        if way * (share - end) > 0:
-            end = share
-        elif abs(share - end) > max(band * end, 1):
-            count += way != 0
-            way, end = (1 if share > end else -1), share
-    return count
-
-
 def check_shares(shares: Sequence[int], num_ranks: int, total: int) -> tuple[int, ...]:
     """Return the shares, if they fit.
 

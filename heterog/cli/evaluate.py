@@ -53,6 +53,8 @@ def evaluate(
 
     from heterog.agents.checkpoint import load_checkpoint
     from heterog.agents.evaluation import evaluate_policy, summary
+    from heterog.agents.finetune import FineTuned
+    from heterog.planners.request import Request
     from heterog.report.tables import methods_table
 
     if encoder:
@@ -64,13 +66,8 @@ def evaluate(
             with progress_line(as_json) as progress:
                 found = evaluate_policy(
                     policy,
-                    checkpoint,
-                    graph,
-                    target,
-                    budget=parsed,
-                    finetune=tuning,
-                    seed=seed,
-                    given=given,
+                    Request(graph=graph, cluster=target, budget=parsed, seed=seed, given=given),
+                    tuned=None if tuning is None else FineTuned(checkpoint.policy, tuning),
                     progress=progress,
                 )
             documents += found.to_dicts()

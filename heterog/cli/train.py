@@ -91,11 +91,11 @@ def train(
 
     from heterog.agents.checkpoint import save_checkpoint
     from heterog.agents.ppo_training import make_trainer
-    from heterog.agents.training import check_settings
+    from heterog.agents.training import RunFiles, check_settings
     from heterog.envs.conformance import load_reward
     from heterog.envs.reward import reward_of
 
-    network, start = _network(encoder, initial)
+    network = _network(encoder, initial)
     judge = load_reward(reward) if reward else reward_of
     config = TrainingConfig(
         algorithm=Algorithm(algorithm),
@@ -112,11 +112,12 @@ def train(
             _source(names, graphs, clusters, max_devices, config, report),
             config,
             network,
-            provenance={"name": output.stem, "asked_clusters": clusters},
-            logdir=logdir,
-            checkpoint=checkpoint,
-            resume=resume,
-            initial=start,
+            files=RunFiles(
+                provenance={"name": output.stem, "asked_clusters": clusters},
+                logdir=logdir,
+                checkpoint=checkpoint,
+                resume=resume,
+            ),
             reward=judge,
             workers=crew,
             report=report,
@@ -138,22 +139,22 @@ def _check_sizes(pairs: int, steps: int, search: int, max_devices: int | None) -
         raise HeterogError(f"--max-devices {max_devices}: a cluster needs 2 devices or more.")
 
 
-def _network(encoder: str, initial: str) -> "tuple[PolicyConfig, Policy | None]":
-    """Sizes of the network to train, and the policy to begin with if there is one."""
+def _network(encoder: str, initial: str) -> "PolicyConfig | Policy":
+    """Sizes of the network to train, or the policy to begin with if there is one."""
     from heterog.agents.checkpoint import load_checkpoint
 
     name = use_encoder(encoder) if encoder else ""
     if not initial:
         network = PolicyConfig(encoder=name) if name else PolicyConfig()
         # The paper's network decides each block on its own.
-        return (replace(network, rank=0) if name == "paper" else network), None
+        return replace(network, rank=0) if name == "paper" else network
     start = load_checkpoint(initial).policy
     if name not in ("", start.config.encoder):
         raise HeterogError(
             f"--initial {initial} has the encoder '{start.config.encoder}', and its weights do "
             f"not fit '{name}'; leave one of the two out."
         )
-    return start.config, start
+    return start
 
 
 def _source(

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from heterog.envs.pair import Pair, Score
 
 BOUND = 1.5
-WORST = -BOUND - 1.0
-"""Least possible reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

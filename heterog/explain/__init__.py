@@ -3,5 +3,6 @@
 - ``explanation`` has all facts of a plan: ``decided`` and ``lowered`` what it does, ``fit`` what
   would make it fit, ``what_if`` what a purchase would save, simulated on a ``changed_cluster``.
 - ``differences`` compares two strategies.
-- ``sentences`` and ``peak_words`` turn facts into words.
+- ``sentences``, ``decided_words`` and ``peak_words`` turn facts into words, ``wording`` numbers
+  and lists.
 """

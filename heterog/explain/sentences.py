@@ -7,37 +7,27 @@ asked for.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from heterog.cluster.topology import Cluster
-from heterog.explain.decided import Decided, Range
+from heterog.explain.decided_words import SMALL, decided_words
 from heterog.explain.fit import Remedy, RemedyKind
-from heterog.explain.lowered import (
-    ALONE,
-    ELSEWHERE,
-    IN_SLICES,
-    MADE_WHOLE,
-    SAMPLES,
-    WHOLE,
-    Aggregation,
-    Split,
-)
 from heterog.explain.peak_words import near_limit
 from heterog.explain.what_if import Change
+from heterog.explain.wording import (
+    bytes_of,
+    listed,
+    names_of,
+    percent,
+    seconds_of,
+    times_slower,
+)
 from heterog.planners.given import GIVEN
 from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.stash import oldest_weights, stages_of
-from heterog.strategy.strategy import Strategy
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
-
-_MOST_RANGES = 8
 _MOST_PLACES = 4
-_SMALL = 0.02
-"""Part of a step below which pieces are summed up."""
 _NOTHING = 0.005
 """Part of a step below which a saving counts as nothing."""
 _NEAR_BOUND = 0.10
@@ -52,14 +42,6 @@ _METHODS = {
     "best_ddp": "the best shares, synchronisation and buckets on the best hosts",
     "tuned_uniform": "shares in proportion to speed, reduce-scatter and all-gather, best hosts",
 }
-_ORDERS = {  # first come, first served is the usual order
-    "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
-    "program": "Of several tasks that wait, the one that comes first in the program goes first.",
-}
-_NO_BARRIER = (
-    "There is no step barrier: a forward op of the next step begins when its own parameters are "
-    "new, not when all are."
-)
 _MOVED = {
     Purpose.GRADIENTS: "to exchange gradients",
     Purpose.PARAMETERS: "to fetch parameters",
@@ -70,7 +52,7 @@ _MOVED = {
 def paragraphs(facts: "Explanation") -> tuple[str, ...]:
     """All paragraphs, those about the plan first."""
     found = (
-        _decided(facts),
+        " ".join((decided_words(facts), *_left_out_machines(facts))),
         _limits(facts),
         _memory(facts),
         _quality(facts),
@@ -89,8 +71,8 @@ def _beside(simple_s: float, step_s: float) -> str:
     """
     longer = simple_s / step_s - 1.0
     if longer < -5e-4:
-        return f"takes {_percent(-longer)} less time"
-    return "takes as long" if longer < 5e-4 else f"takes only {_percent(longer)} longer"
+        return f"takes {percent(-longer)} less time"
+    return "takes as long" if longer < 5e-4 else f"takes only {percent(longer)} longer"
 
 
 def recommendation(facts: "Explanation") -> str:
@@ -124,206 +106,8 @@ def recommendation(facts: "Explanation") -> str:
     if facts.changes and facts.changes[0].saving >= 0.05:
         change = facts.changes[0]
         words += f" If something is to be bought, {change.what} would save most "
-        words += f"({_percent(change.saving)} of the step)."
+        words += f"({percent(change.saving)} of the step)."
     return words
-
-
-# --- what was decided ---------------------------------------------------------------------------
-
-
-def _decided(facts: "Explanation") -> str:
-    decided, cluster = facts.decided, facts.plan.cluster
-    batch = facts.plan.graph.batch_size
-    said = [
-        _ranges(decided, cluster, batch),
-        _micro_batches(decided, batch),
-        _stash(facts.plan.strategy),
-        *_aggregation(decided, cluster),
-        _recomputing(decided),
-        "" if decided.step_barrier else _NO_BARRIER,
-        _ORDERS.get(facts.plan.order, ""),
-        *_left_out_machines(facts),
-    ]
-    return " ".join(filter(None, said))
-
-
-def _ranges(decided: Decided, cluster: Cluster, batch: int) -> str:
-    if len(decided.ranges) == 1:
-        return f"The whole model runs on {_placed(decided.ranges[0], cluster, batch)}."
-    shown = sorted(decided.ranges, key=lambda r: -r.num_groups)[:_MOST_RANGES]
-    words = [
-        f"{_span(each)} on {_placed(each, cluster, batch)}"
-        for each in decided.ranges
-        if each in shown
-    ]
-    rest = len(decided.ranges) - len(shown)
-    more = f"; and {rest} shorter ranges" if rest else ""
-    return (
-        f"The model's {decided.num_groups} groups of modules run in {len(decided.ranges)} ranges: "
-        f"{'; '.join(words)}{more}."
-    )
-
-
-def _span(each: Range) -> str:
-    if each.num_groups == 1:
-        return each.first
-    return f"{each.first} to {each.last} ({_groups(each.num_groups)})"
-
-
-def _placed(each: Range, cluster: Cluster, batch: int) -> str:
-    """Devices with their shares: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``.
-
-    If rules split ops along other axes, the axis with most of the work, and its part of it.
-    """
-    if len(each.devices) == 1:
-        device = cluster.devices[each.devices[0]]
-        return f"{device.name} ({device.type.name})"
-    if not each.splits:
-        return _shared(each.devices, each.shares, f" of {batch} samples", cluster)
-    first = each.splits[0]
-    unit = "samples" if first.axis == SAMPLES else "units"
-    of = "" if first.axis == WHOLE else f" of {first.units} {unit}"
-    where = _shared(each.devices, first.shares, of, cluster)
-    if len(each.splits) == 1 and first.axis == SAMPLES:
-        return where
-    others = [split for split in each.splits[1:] if split.work >= _SMALL]
-    rest = [f"{_percent(split.work)} {_axis(split)}" for split in others]
-    part = f", {_percent(first.work)} of the FLOPs" if len(each.splits) > 1 else ""
-    more = f" ({', '.join(rest)})" if rest else ""
-    return f"{where} {_axis(first)}{part}{more}"
-
-
-def _shared(devices: Sequence[int], shares: Sequence[int], of: str, cluster: Cluster) -> str:
-    """Devices by type and share; those that take part in undivided work have no number."""
-    alike: dict[tuple[str, int], list[str]] = {}
-    for index, share in zip(devices, shares, strict=True):
-        device = cluster.devices[index]
-        alike.setdefault((device.type.name, share), []).append(device.name)
-    words = []
-    for position, ((kind, share), names) in enumerate(alike.items()):
-        total = of if position == 0 else ""
-        each_of = " each" if len(names) > 1 else ""
-        amount = f", {share}{total}{each_of}" if of or not share else ""
-        words.append(f"{_names(names)} ({kind}{amount})")
-    return _listed(words)
-
-
-def _axis(split: Split) -> str:
-    """The axis along which ops are divided: ``"by columns and rows"``."""
-    return "whole on each" if split.axis == WHOLE else f"by {split.axis}"
-
-
-def _micro_batches(decided: Decided, batch: int) -> str:
-    if decided.num_micro_batches == 1:
-        late = _late_weights(decided.schedule)  # all that a schedule says of one micro-batch
-        return f"The batch goes through in one piece.{late}" if late else ""
-    sizes = sorted(set(decided.micro_batch_sizes))
-    about = " or ".join(str(size) for size in sizes)
-    if len(sizes) > 3:
-        about = f"{sizes[0]} to {sizes[-1]}"
-    return (
-        f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about} "
-        f"samples.{_schedule(decided.schedule)}"
-    )
-
-
-def _stash(strategy: Strategy) -> str:
-    """What stages that do not wait keep, where it is most: on the first one."""
-    if strategy.stash is None:
-        return ""
-    age = oldest_weights(strategy)
-    behind = strategy.stash.behind(0, len(stages_of(strategy)))
-    prefix = "micro-" if strategy.num_micro_batches > 1 else ""
-    one, many = f"{prefix}batch", f"{prefix}batches"
-    if behind == 0:
-        return f"Each stage waits for the gradient of its own {one}."
-    return (
-        f"Stages do not wait: the first one runs {behind} more {one if behind == 1 else many} "
-        f"forward before a gradient comes back, with weights up to {age} step{'s' * (age != 1)} "
-        f"old, of which it keeps {age + 1} versions."
-    )
-
-
-def _schedule(schedule: PipelineSchedule) -> str:
-    """Sentences about the order of micro-batches, with a space before each."""
-    caps = sorted({cap for caps in schedule.in_flight for cap in caps if cap})
-    said = ""
-    if caps:
-        most = f"{caps[0]}" if len(caps) == 1 else f"{caps[0]} to {caps[-1]}"
-        said += f" A device holds at most {most} of them at a time, by its place in the pipeline."
-    if schedule.turns:
-        said += " Each device takes up their passes in an order of its own that the plan states."
-    return said + _late_weights(schedule)
-
-
-def _late_weights(schedule: PipelineSchedule) -> str:
-    """A sentence about when gradients of weights are made, with a space before it."""
-    if not schedule.splits_backward:
-        return ""
-    return " Gradients of weights are computed when a device would otherwise wait."
-
-
-def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
-    """Sentences about the aggregation of gradients, and those that need none."""
-    found = {each.way: each for each in decided.aggregations}
-    said = []
-    by_way = [each for each in decided.aggregations if each.is_aggregated]
-    if by_way:
-        how = _listed([_way(each, cluster, alone=len(by_way) == 1) for each in by_way])
-        said.append(f"Gradients are aggregated by {how}.")
-    elif set(found) == {ALONE} and len(decided.ranges) > 1:
-        said.append("Every parameter is on one device, so no gradients are aggregated.")
-    if IN_SLICES in found:
-        each = found[IN_SLICES]
-        said.append(
-            f"{_parameters(each)} {_live(each)} in slices, each on one device: their gradients "
-            "are not aggregated."
-        )
-    if MADE_WHOLE in found:
-        each = found[MADE_WHOLE]
-        said.append(f"Each replica gets the gradients of {_parameters(each)} whole, from values.")
-    if ELSEWHERE in found:
-        each = found[ELSEWHERE]
-        servers = _names([cluster.devices[device].name for device in each.servers])
-        said.append(
-            f"{_parameters(each)} {_live(each, 'is', 'are')} updated on another device than "
-            f"where {_live(each, 'it is', 'they are')} used ({servers})."
-        )
-    return said
-
-
-def _way(each: Aggregation, cluster: Cluster, *, alone: bool) -> str:
-    """One aggregation with its servers or buckets, and its groups if there are others."""
-    if each.servers:
-        how = f" on {_names([cluster.devices[device].name for device in each.servers])}"
-    elif each.num_buckets < each.num_parameters:
-        largest = format_bytes(each.largest_bucket_bytes)
-        how = f" in {each.num_buckets} bucket{'s' * (each.num_buckets > 1)} of up to {largest}"
-    else:
-        how = " tensor by tensor"
-    groups = "" if alone else f" ({_groups(each.num_groups)})"
-    return f"{each.way}{groups}{how}"
-
-
-def _parameters(each: Aggregation) -> str:
-    some = f"{each.num_parameters} parameter{'s' * (each.num_parameters > 1)}"
-    return f"{some} ({format_bytes(each.num_bytes)})"
-
-
-def _live(each: Aggregation, one: str = "lives", several: str = "live") -> str:
-    return one if each.num_parameters == 1 else several
-
-
-def _recomputing(decided: Decided) -> str:
-    if decided.num_recomputing == 0:
-        return ""
-    whole = decided.num_recomputing == decided.num_groups
-    who = "All groups" if whole else f"{_groups(decided.num_recomputing)} of {decided.num_groups}"
-    verb = "computes" if decided.num_recomputing == 1 and not whole else "compute"
-    return (
-        f"{who} {verb} {decided.recomputed} again for the backward pass instead of keeping them, "
-        "which saves memory."
-    )
 
 
 def _left_out_machines(facts: "Explanation") -> list[str]:
@@ -338,14 +122,14 @@ def _left_out_machines(facts: "Explanation") -> list[str]:
     for some in alike.values():
         said = _left_out(facts, *some[0])
         names = [cluster.hosts[cluster.host_of[devices[0]]].name for devices, _ in some[1:]]
-        words.append(f"{said} The same holds for {_listed(names)}." if names else said)
+        words.append(f"{said} The same holds for {listed(names)}." if names else said)
     return words
 
 
 def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | None) -> str:
     cluster = facts.plan.cluster
     kinds = dict.fromkeys(cluster.devices[device].type.name for device in devices)
-    who = f"{_names([cluster.devices[d].name for d in devices])} ({', '.join(kinds)})"
+    who = f"{names_of([cluster.devices[d].name for d in devices])} ({', '.join(kinds)})"
     verb = "is" if len(devices) == 1 else "are"
     if with_s is None:
         return f"{who} {verb} left out: with work there, nothing that was tried fits into memory."
@@ -356,7 +140,7 @@ def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | No
             f"{who} {verb} left out, although a plan that gives {them} work takes only "
             f"{format_seconds(with_s)}."
         )
-    longer = f"{_percent(more)} longer" if more < 1.0 else f"{1.0 + more:.0f} times as long"
+    longer = f"{percent(more)} longer" if more < 1.0 else f"{1.0 + more:.0f} times as long"
     return (
         f"{who} {verb} left out: giving {them} work as well takes {format_seconds(with_s)} at "
         f"best ({longer})."
@@ -369,7 +153,7 @@ def _left_out(facts: "Explanation", devices: tuple[int, ...], with_s: float | No
 def _limits(facts: "Explanation") -> str:
     by_limit = {limit: [p for p in facts.pieces if p.limit == limit] for limit in Limit}
     # Rounded so that they add up to 100.
-    parts = split_in_proportion(100, tuple(_seconds(some) for some in by_limit.values()))
+    parts = split_in_proportion(100, tuple(seconds_of(some) for some in by_limit.values()))
     percent = dict(zip(by_limit, parts, strict=True))
     said = []
     if percent[Limit.COMPUTE]:
@@ -392,12 +176,12 @@ def _limits(facts: "Explanation") -> str:
 def _queued(facts: "Explanation") -> list[str]:
     """Sentences about collectives that wait for one another, if that matters."""
     return [
-        f"{_percent(each.seconds / facts.step_time_s)} of the step is spent in collectives that "
+        f"{percent(each.seconds / facts.step_time_s)} of the step is spent in collectives that "
         f"waited for the communicator of "
-        f"{_names([facts.plan.cluster.devices[device].name for device in each.devices])}, which "
+        f"{names_of([facts.plan.cluster.devices[device].name for device in each.devices])}, which "
         "runs one at a time."
         for each in facts.queued
-        if each.seconds >= _SMALL * facts.step_time_s
+        if each.seconds >= SMALL * facts.step_time_s
     ]
 
 
@@ -411,7 +195,7 @@ def _on_devices(facts: "Explanation", pieces: Sequence[PathPiece]) -> str:
         return f" on {shown[0][0]}{_mostly(shown[0][1])}"
     for place, some in shown:
         kind = cluster.devices[cluster.device_index(place)].type.name
-        part = _percent(_seconds(some) / facts.step_time_s)
+        part = percent(seconds_of(some) / facts.step_time_s)
         words.append(f"{part} on {place} ({kind}){_mostly(some)}")
     return f": {', '.join([*words, *rest])}"
 
@@ -422,7 +206,7 @@ def _for_links(facts: "Explanation", pieces: Sequence[PathPiece]) -> str:
     rest = _rest(facts, places, shown, "for other links")
     if len(shown) == 1 and not rest:
         return f", {shown[0][0]}"
-    words = [f"{_percent(_seconds(some) / facts.step_time_s)} {place}" for place, some in shown]
+    words = [f"{percent(seconds_of(some) / facts.step_time_s)} {place}" for place, some in shown]
     return f": {', '.join([*words, *rest])}"
 
 
@@ -433,7 +217,7 @@ def _grouped(
     groups: dict[str, list[PathPiece]] = {}
     for piece in pieces:
         groups.setdefault(key(piece), []).append(piece)
-    return dict(sorted(groups.items(), key=lambda entry: (-_seconds(entry[1]), entry[0])))
+    return dict(sorted(groups.items(), key=lambda entry: (-seconds_of(entry[1]), entry[0])))
 
 
 def _largest(
@@ -441,7 +225,7 @@ def _largest(
 ) -> list[tuple[str, list[PathPiece]]]:
     """The few groups that matter, at least one."""
     first = list(places.items())[:_MOST_PLACES]
-    return [entry for entry in first if _seconds(entry[1]) >= _SMALL * whole] or first[:1]
+    return [entry for entry in first if seconds_of(entry[1]) >= SMALL * whole] or first[:1]
 
 
 def _rest(
@@ -451,21 +235,21 @@ def _rest(
     where: str,
 ) -> list[str]:
     left = list(places.values())[len(shown) :]
-    part = sum(_seconds(some) for some in left) / facts.step_time_s
-    return [f"{_percent(part)} {where}"] if part >= _NOTHING else []
+    part = sum(seconds_of(some) for some in left) / facts.step_time_s
+    return [f"{percent(part)} {where}"] if part >= _NOTHING else []
 
 
 def _mostly(pieces: Sequence[PathPiece]) -> str:
     """The family of modules (``encoder.layer.3-7``) with most of the seconds, if one has many."""
     families = _grouped(pieces, lambda piece: _family(piece.block))
     family, some = next(iter(families.items()))
-    part = _seconds(some) / _seconds(pieces)
+    part = seconds_of(some) / seconds_of(pieces)
     blocks = merge_blocks(piece.block for piece in some)
     # In a model of numbered modules only, the family of all is no place.
     if part < 0.3 or not family:
         return ""
     name = blocks[0] if len(blocks) == 1 else f"{family}*"
-    return f" in {name}" if part > 0.95 else f", mostly in {name} ({_percent(part)} of that)"
+    return f" in {name}" if part > 0.95 else f", mostly in {name} ({percent(part)} of that)"
 
 
 def _family(block: str) -> str:
@@ -483,11 +267,11 @@ def _busy(facts: "Explanation") -> str:
     most = max(range(len(devices)), key=lambda d: facts.busy[d])
     least = min(range(len(devices)), key=lambda d: facts.busy[d])
     if facts.busy[most] - facts.busy[least] < 0.1:
-        return f"All devices are about equally busy, {_percent(mean)} of the step on average."
+        return f"All devices are about equally busy, {percent(mean)} of the step on average."
     return (
-        f"On average the devices are busy for {_percent(mean)} of the step, {devices[most].name} "
-        f"most ({_percent(facts.busy[most])}), {devices[least].name} least "
-        f"({_percent(facts.busy[least])})."
+        f"On average the devices are busy for {percent(mean)} of the step, {devices[most].name} "
+        f"most ({percent(facts.busy[most])}), {devices[least].name} least "
+        f"({percent(facts.busy[least])})."
     )
 
 
@@ -502,7 +286,7 @@ def _memory(facts: "Explanation") -> str:
         part = fullest.peak_bytes / fullest.usable_bytes
         return (
             f"Memory suffices. {fullest.device} ({fullest.device_type}) is the fullest: "
-            f"{_of(fullest.peak_bytes, fullest.usable_bytes)} ({_percent(part)}), most of it "
+            f"{bytes_of(fullest.peak_bytes, fullest.usable_bytes)} ({percent(part)}), most of it "
             f"{what}.{known}"
         )
     short = [d for d in facts.fit.devices if d.lacking_bytes]
@@ -540,7 +324,7 @@ def _parts(device: DeviceMemory) -> str:
     }
     ranked = sorted(device.parts, key=lambda part: -part[1])
     shown = [part for part in ranked if part[1] >= 0.05 * device.peak_bytes]
-    return _listed([f"{names.get(kind, kind)} ({format_bytes(size)})" for kind, size in shown])
+    return listed([f"{names.get(kind, kind)} ({format_bytes(size)})" for kind, size in shown])
 
 
 def _remedy_advice(found: Sequence[Remedy]) -> str:
@@ -572,7 +356,7 @@ def _remedy_advice(found: Sequence[Remedy]) -> str:
         if r.kind == RemedyKind.MEMORY
     ]
     if memory:
-        words.append(f"have {_listed(memory)}")
+        words.append(f"have {listed(memory)}")
     return f"This plan does not fit; to make it fit, {', or '.join(words)}."
 
 
@@ -589,8 +373,8 @@ def _quality(facts: "Explanation") -> str:
             "gain from anything else that was tried."
         )
     return (
-        f"The plan is {_ratio(quality.data_parallel_s, facts.step_time_s)} as fast as the best "
-        f"data parallelism ({quality.data_parallel}: {_METHODS[quality.data_parallel]}; "
+        f"The plan is {times_slower(quality.data_parallel_s, facts.step_time_s)} as fast as the "
+        f"best data parallelism ({quality.data_parallel}: {_METHODS[quality.data_parallel]}; "
         f"{seconds})."
     )
 
@@ -634,12 +418,12 @@ def _bound(facts: "Explanation") -> str:
     which = "plan" if facts.bound.with_op_rules else "plan without rules for single ops"
     if left <= _NEAR_BOUND:
         return (
-            f"At most {_percent(left)} is left to gain on this cluster: no {which} takes less "
+            f"At most {percent(left)} is left to gain on this cluster: no {which} takes less "
             f"than {bound}, as {why}."
         )
     return (
         f"No {which} on this cluster can take less than {bound}, as {why}. That leaves at most "
-        f"{_percent(left)} to gain, but the limit counts no communication, so part of it is out "
+        f"{percent(left)} to gain, but the limit counts no communication, so part of it is out "
         "of reach."
     )
 
@@ -655,10 +439,10 @@ def _changes(changes: Sequence[Change]) -> str:
         said = "; ".join(_saved(each) for each in helpful)
         words.append(f"What would help (planned anew with up to {most} simulations each): {said}.")
     if useless and helpful:
-        words.append(f"Next to nothing would come of {_listed(useless)}.")
+        words.append(f"Next to nothing would come of {listed(useless)}.")
     elif useless:
         words.append(
-            f"Nothing that was tried would save as much as half a percent: {_listed(useless)}."
+            f"Nothing that was tried would save as much as half a percent: {listed(useless)}."
         )
     return " ".join(words)
 
@@ -675,48 +459,6 @@ def _saved(change: Change) -> str:
         return f"with {change.what}{where} it fits and takes {format_seconds(change.after_s)}"
     assert change.after_s is not None
     return (
-        f"{change.what}{where} would save {_percent(change.saving)} "
+        f"{change.what}{where} would save {percent(change.saving)} "
         f"({format_seconds(change.before_s)} -> {format_seconds(change.after_s)})"
     )
-
-
-# --- words --------------------------------------------------------------------------------------
-
-
-def _seconds(pieces: Iterable[PathPiece]) -> float:
-    return sum(piece.seconds for piece in pieces)
-
-
-def _groups(count: int) -> str:
-    return "1 group" if count == 1 else f"{count} groups"
-
-
-def _percent(part: float) -> str:
-    """Whole percent, with a decimal for small parts.
-
-    >>> _percent(0.416), _percent(0.0163), _percent(0.0)
-    ('42 %', '1.6 %', '0.0 %')
-    """
-    return f"{100 * part:.1f} %" if part < 0.0995 else f"{100 * part:.0f} %"
-
-
-def _ratio(slow: float, fast: float) -> str:
-    return f"{slow / fast:.2f} times"
-
-
-def _of(num_bytes: float, whole: float) -> str:
-    return f"{format_bytes(num_bytes)} of {format_bytes(whole)}"
-
-
-def _names(names: Sequence[str]) -> str:
-    """Some names in full, many as their number and the ends."""
-    if len(names) > 4:
-        return f"{len(names)} devices, {names[0]} to {names[-1]}"
-    return _listed(names)
-
-
-def _listed(words: Sequence[str]) -> str:
-    """``"a, b and c"``."""
-    if len(words) < 2:
-        return "".join(words)
-    return f"{', '.join(words[:-1])} and {words[-1]}"

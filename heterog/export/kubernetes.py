@@ -8,7 +8,7 @@ import yaml
 
 from heterog.export.folder import Export, ExportError
 from heterog.export.ranks import RankEntry, by_host, ranks_of
-from heterog.export.torchrun import runtime_folder
+from heterog.export.torchrun import Target, runtime_folder
 from heterog.planners.plan import Plan
 from heterog.units import format_bytes
 
@@ -37,12 +37,10 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
     def folder(remarks: tuple[str, ...]) -> Export:
         return runtime_folder(
             plan,
-            TARGET,
-            sources,
-            what=_WHAT,
             # Server side: kubectl's own record of what it applied may not exceed 256 KiB.
-            start="kubectl apply --server-side -k .",
-            ranks=ranks,
+            Target(TARGET, _WHAT, "kubectl apply --server-side -k ."),
+            sources,
+            ranks,
             remarks=remarks,
             plan_file=PLAN_FILE,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from heterog.cluster import Cluster
 from heterog.export.folder import Export, fill
 from heterog.export.ranks import RankEntry, by_host, ranks_of
-from heterog.export.torchrun import runtime_folder
+from heterog.export.torchrun import Target, runtime_folder
 from heterog.planners.plan import Plan
 
 TARGET = "slurm"
@@ -25,11 +25,9 @@ def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
     ranks = ranks_of(plan.cluster)
     folder = runtime_folder(
         plan,
-        TARGET,
+        Target(TARGET, _WHAT, "sbatch job.sbatch --steps 100"),
         sources,
-        what=_WHAT,
-        start="sbatch job.sbatch --steps 100",
-        ranks=ranks,
+        ranks,
         remarks=_unlike_links(plan.cluster, ranks),
     )
     files = {

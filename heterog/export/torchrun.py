@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from heterog.export.folder import (
     RANKS_FILE,
@@ -64,19 +65,29 @@ class WorkloadCode:
 def export_torchrun(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of any plan."""
     ranks = ranks_of(plan.cluster)
-    return runtime_folder(
-        plan, TARGET, sources, what=_WHAT, start=launch_command(ranks), ranks=ranks
-    )
+    return runtime_folder(plan, Target(TARGET, _WHAT, launch_command(ranks)), sources, ranks)
+
+
+class Target(NamedTuple):
+    """Another launcher of ranks.
+
+    Attributes:
+        name: Its name on the command line.
+        what: What its folder is, in a sentence.
+        start: Command that starts the ranks.
+    """
+
+    name: str
+    what: str
+    start: str
 
 
 def runtime_folder(
     plan: Plan,
-    target: str,
+    target: Target,
     sources: Sequence[str],
-    *,
-    what: str,
-    start: str,
     ranks: tuple[RankEntry, ...],
+    *,
     remarks: tuple[str, ...] = (),
     plan_file: str = "plan.json",
 ) -> Export:
@@ -95,13 +106,13 @@ def runtime_folder(
         plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
         "train.py": fill("torchrun_train.py.tmpl", plan_file=plan_file),
         USER_FILE: user,
-        RANKS_FILE: ranks_document(plan, target, ranks, digest(user)),
+        RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
         "launch.sh": launch_script(ranks),
         "README.md": readme(
             plan,
-            target,
-            what=what,
-            start=start,
+            target.name,
+            what=target.what,
+            start=target.start,
             user=code.to_do,
             num_ranks=len(ranks),
             not_expressed=not_expressed,
@@ -109,7 +120,7 @@ def runtime_folder(
     }
     if code.model_file:
         files[MODEL_FILE] = code.model_file
-    return Export(target=target, files=files, not_expressed=not_expressed)
+    return Export(target=target.name, files=files, not_expressed=not_expressed)
 
 
 def plan_content(plan: Plan, *, compressed: bool = False) -> bytes:

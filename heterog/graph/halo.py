@@ -11,9 +11,7 @@ The gradient of the input at the rows ``[a, b)`` in turn needs the gradients of 
 that read any of them (``Stencil.readers``): no device has to add up what others computed.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 from heterog.errors import StrategyError
@@ -103,44 +101,3 @@ class Stencil:
         begin = -((self.reach - 1 - self.padding - owned.begin) // self.stride)
         end = (owned.end - 1 + self.padding) // self.stride + 1
         return Rows(begin, end).clipped(output_size)
-
-
-class Transfer(NamedTuple):
-    """Rows that one part sends to another."""
-
-    source: int
-    target: int
-    rows: Rows
-
-
-def cut_rows(counts: Sequence[int]) -> tuple[Rows, ...]:
-    """Rows of each part, given their numbers.
-
-    >>> cut_rows((3, 1))
-    (Rows(begin=0, end=3), Rows(begin=3, end=4))
-    """
-    ends = list(accumulate(counts))
-    return tuple(Rows(end - count, end) for count, end in zip(counts, ends, strict=True))
-
-
-def transfers(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[Transfer, ...]:
-    """Find the transfers that give every part the rows that it needs.
-
-    Args:
-        owned: Rows of each part; together all rows, each once.
-        needed: Rows that each part needs.
-    """
-    return tuple(
-        Transfer(source, target, piece)
-        for target, wanted in enumerate(needed)
-        for source, have in enumerate(owned)
-        if source != target and (piece := have.overlap(wanted)).num
-    )
-
-
-def received(owned: Sequence[Rows], needed: Sequence[Rows]) -> tuple[int, ...]:
-    """Number of rows that each part receives from others."""
-    counts = [0] * len(needed)
-    for each in transfers(owned, needed):
-        counts[each.target] += each.rows.num
-    return tuple(counts)

@@ -17,7 +17,7 @@ from heterog.healing.question import Question
 from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
 from heterog.healing.service import Message, answer_requests
 from heterog.planners.issue_order import IssuedSteps, Rehearse
-from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.planners.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
 from heterog.planners.planner import Budget, MethodRow, Stop
 from heterog.planners.portfolio import rehearsed
 from heterog.planners.request import Request, Session
@@ -118,9 +118,7 @@ class Planning:
         return plan_from_rows(
             evaluator,
             rows,
-            budget=plan.budget,
-            seed=plan.seed,
-            search_seconds=plan.search_seconds,
+            Searched(budget=plan.budget, seed=plan.seed, seconds=plan.search_seconds),
             issued=issued,
         )
 

@@ -42,7 +42,6 @@ _BEAT_S = 1.0
 _JOIN_S = 300.0
 _KEEPER_S = 30.0
 _END_S = 8.0
-_POLL_S = 0.02
 
 
 @dataclass(slots=True)

@@ -6,8 +6,9 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.allotment import NOISE_PART
+from heterog.planners.cost import cost_per_step
 from heterog.planners.issue_order import IssuedSteps, Rehearse
-from heterog.planners.plan import cost_per_step, row_to_dict
+from heterog.planners.plan_file import row_to_dict
 from heterog.planners.planner import Budget, MethodRow, Spending, Stop
 from heterog.planners.portfolio import (
     assert_not_below,

@@ -2,9 +2,16 @@
 
 from dataclasses import dataclass
 
-from heterog.cluster.topology import Cluster
+from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.objective import Objective, hosts_used, rent_per_s, tokens_per_sample
+from heterog.planners.objective import (
+    Objective,
+    cost_per_s,
+    hosts_used,
+    rent_per_s,
+    tokens_per_sample,
+)
+from heterog.planners.planner import MethodRow
 from heterog.strategy.strategy import Strategy
 
 
@@ -71,3 +78,10 @@ def cost_of(
         total=None if steps is None else steps * per_step,
         missed_s=None if objective.deadline_s is None else objective.missed_s(step_time_s),
     )
+
+
+def cost_per_step(row: MethodRow, cluster: Cluster) -> float | None:
+    """Price of a step of a row; ``None`` where that is not known."""
+    if cluster.prices is None or row.step_time_s is None or row.candidate is None:
+        return None
+    return row.step_time_s * cost_per_s(row.candidate.strategy, cluster)

@@ -10,7 +10,6 @@
 """
 
 import math
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -102,7 +101,6 @@ class Trials:
     def __init__(self, problem: Problem) -> None:
         self.spending = problem.spend()
         self._evaluator = problem.evaluator
-        self._begin_s = time.perf_counter()
         self._tried: list[tuple[tuple[float, float], Strategy, Order]] = []
         self._best_s = math.inf
 
@@ -130,7 +128,6 @@ class Trials:
                 Candidate(strategy=each, orders=(order,)) for _, each, order in ranked
             ),
             num_evaluations=self.spending.evaluations,
-            search_seconds=time.perf_counter() - self._begin_s,
         )
 
 
@@ -156,9 +153,7 @@ class DataParallel(Planner):
                     f"its {transfers} transfers take about {seconds:.0f} s to simulate, of the "
                     f"{problem.budget.seconds:.1f} s that it has; a larger --budget lets it try"
                 )
-                return PlanResult(
-                    candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason
-                )
+                return PlanResult(candidates=(), num_evaluations=0, reason=reason)
         return _best_variants(problem, variants)
 
     def _variants(self, problem: Problem) -> Iterator[Strategy]:
@@ -244,7 +239,6 @@ def _ranked_variants(
     strategies: list[Strategy],
     limits: AbstractContextManager[None],
 ) -> PlanResult:
-    begin = time.perf_counter()
     tried: list[tuple[Strategy, Evaluation]] = []
     spending = problem.spend()
     # Without a barrier every row has the same freedom to choose its order.
@@ -258,7 +252,6 @@ def _ranked_variants(
     return PlanResult(
         candidates=tuple(Candidate(strategy=each, orders=orders) for each, _ in ranked),
         num_evaluations=spending.evaluations,
-        search_seconds=time.perf_counter() - begin,
     )
 
 

@@ -7,7 +7,6 @@ each, the referee the best ones. The result is the best of these and of the plan
 it is never worse. ``auto`` runs it last, on its winner.
 """
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -57,7 +56,6 @@ class Dedication(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Permute the hosts of the best plans so far."""
-        begin = time.perf_counter()
         spending = problem.spend()
         search = problem.resumed(_Search)
         search.problem, search.spending = problem, spending
@@ -70,7 +68,6 @@ class Dedication(Planner):
         return PlanResult(
             candidates=(best,),
             num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             note="" if best is starts[0] else _gain_in_words(starts[0], best),
         )
 

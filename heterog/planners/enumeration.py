@@ -1,7 +1,6 @@
 """Points of a small space, tried one by one until all are seen or the budget is over."""
 
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
@@ -97,7 +96,6 @@ class Enumeration(ABC, Generic[Point]):
             problem: A problem on the same evaluator.
             reason: Reason to give if there was no point to try.
         """
-        begin = time.perf_counter()
         self.problem, self.spending = problem, problem.spend()
         # What was too large to simulate may not be in a longer round.
         self.cost = {point: cost for point, cost in self.cost.items() if cost[1] < math.inf}
@@ -106,7 +104,6 @@ class Enumeration(ABC, Generic[Point]):
         return PlanResult(
             candidates=tuple(self._candidate(point) for point in self.best(NUM_RETURNED)),
             num_evaluations=self.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             reason="" if self.cost or self.spending.is_over else reason,
         )
 

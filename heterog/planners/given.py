@@ -67,13 +67,10 @@ class GivenLayout(Planner):
         except (LayoutError, StrategyError) as error:
             if self.is_required:
                 raise
-            return PlanResult(
-                candidates=(), num_evaluations=0, search_seconds=0.0, reason=str(error)
-            )
+            return PlanResult(candidates=(), num_evaluations=0, reason=str(error))
         orders = (Order.FIFO,) if problem.step_barrier else problem.orders
         return PlanResult(
             candidates=(Candidate(strategy=placed.strategy, orders=orders),),
             num_evaluations=0,
-            search_seconds=0.0,
             note=" ".join([f"{self.layout}.", *self.remarks, *placed.remarks]),
         )

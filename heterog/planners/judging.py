@@ -41,7 +41,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     """
     evaluator = problem.evaluator
     spending = problem.spend()
-    result = PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0)
+    result = PlanResult(candidates=(), num_evaluations=0)
     # A method that ignores its limits is ended by these, a little later and without a result.
     whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
     with replace(problem, budget=whole).spend().limits():
@@ -49,6 +49,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         if searching.seconds is not None:
             searching = searching.part(1.0 - JUDGED_PART)
         result = planner.plan(replace(problem, budget=searching))
+    searched_s = spending.seconds if result.search_seconds is None else result.search_seconds
     is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
     judged = _judged(planner, problem, result, spending)
     is_starved = is_cut and result.num_evaluations < STARVED
@@ -66,7 +67,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         order="",
         peak_memory_bytes=(),
         num_evaluations=result.num_evaluations,
-        search_seconds=spending.seconds if problem.budget.seconds else result.search_seconds,
+        search_seconds=spending.seconds if problem.budget.seconds else searched_s,
         shortage=result.reason or _OUT_OF_TIME * is_cut,
         note="; ".join(notes),
         is_starved=is_starved,
@@ -88,7 +89,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
         shortage=best.shortage,
         overflow_bytes=best.overflow_bytes,
         candidate=Candidate(strategy=strategy, orders=(best.order,), judged=best),
-        search_seconds=spending.seconds if problem.budget.seconds else result.search_seconds,
+        search_seconds=spending.seconds if problem.budget.seconds else searched_s,
     )
 
 

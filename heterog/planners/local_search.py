@@ -12,7 +12,6 @@ budget anneals with the referee as the judge.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -136,7 +135,6 @@ class _Search:
     def run(self, problem: Problem) -> PlanResult:
         """Search with a problem's budget, which may be a later problem than the first."""
         self.problem, self.spending = problem, problem.spend()
-        begin = time.perf_counter()
         with self.spending.limits():
             self._search()
         # Without time for the referee, the engine's results go to whoever judges later.
@@ -151,7 +149,6 @@ class _Search:
         return PlanResult(
             candidates=self._with_best_seed(candidates),
             num_evaluations=self.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
         )
 
     def _strategy(self, state: State) -> Strategy:

@@ -9,7 +9,6 @@ into memory; after every few of them the manner of the best one is varied. Cut s
 it hands over the best so far.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -78,7 +77,6 @@ class MegatronGrid(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Go through the grid, then vary the manner of the best points."""
-        begin = time.perf_counter()
         spending = problem.spend()
         grid = problem.resumed(_Grid)
         grid.problem, grid.spending = problem, spending
@@ -91,7 +89,6 @@ class MegatronGrid(Planner):
                 for _, given in grid.best(NUM_RETURNED)
             ),
             num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             reason="" if grid.found else "no uniform layout divides the batch and the machines",
             note=", ".join(str(given.layout) for _, given in grid.best(1)),
         )

@@ -1,7 +1,5 @@
 """Methods that do not replicate: the whole step on one device, or a balanced chain of devices."""
 
-import time
-
 import numpy as np
 
 from heterog.graph.grouping import group_ops
@@ -168,7 +166,6 @@ def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) 
 
 def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """The best few strategies, best first."""
-    begin = time.perf_counter()
     spending = problem.spend()
     found: list[tuple[Evaluation, Candidate]] = []
     with spending.limits():
@@ -181,5 +178,4 @@ def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     return PlanResult(
         candidates=tuple(candidate for _, candidate in found[:3]),
         num_evaluations=spending.evaluations,
-        search_seconds=time.perf_counter() - begin,
     )

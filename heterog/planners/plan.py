@@ -14,7 +14,6 @@ from heterog.cluster import Cluster
 from heterog.errors import (
     ClusterError,
     GraphError,
-    HeterogError,
     InputFileError,
     StrategyError,
     UnknownNameError,
@@ -22,17 +21,23 @@ from heterog.errors import (
 from heterog.files import write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
-from heterog.names import shown
 from heterog.planners.allotment import Allotment
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.cheapest import CheapestSearch, Offer, offers_of_rows
-from heterog.planners.cost import Cost, cost_of
+from heterog.planners.cost import Cost, cost_of, cost_per_step
 from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import run_method
-from heterog.planners.objective import FASTEST, Aim, Objective, cost_per_s
-from heterog.planners.plan_file import BackgroundRecord, PlanRecord, RowRecord, read_plan_record
+from heterog.planners.objective import FASTEST, Objective
+from heterog.planners.plan_checks import contradiction, program_fault
+from heterog.planners.plan_file import (
+    background_of,
+    objective_of,
+    read_plan_record,
+    row_of,
+    row_to_dict,
+)
 from heterog.planners.planner import (
     Budget,
     MethodRow,
@@ -61,7 +66,6 @@ from heterog.simulator.lower_bound import lower_bound_s
 from heterog.simulator.peak_errors import PeakErrors
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
-from heterog.strategy.program import LAST_OP_KIND, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Strategy
 
@@ -69,9 +73,6 @@ SCHEMA_VERSION = 1
 BEST = "best"
 _NO_LIMIT = 10**12  # evaluations
 _ASYNCHRONOUS = 100  # evaluations; its search tries a dozen strategies
-_SAME_PEAK = 1e-6
-"""Largest relative difference of interval ends, and difference of probabilities, to ignore."""
-_Gain = tuple[str, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -356,7 +357,7 @@ def load_plan(path: str | Path) -> Plan:
         step_time_s=record.step_time_s,
         peak_memory_bytes=tuple(record.peak_memory_bytes),
         method=record.method,
-        rows=tuple(_row_from_record(row) for row in record.methods),
+        rows=tuple(row_of(row) for row in record.methods),
         lower_bound_s=record.lower_bound_s,
         budget=record.budget,
         seed=record.seed,
@@ -368,111 +369,16 @@ def load_plan(path: str | Path) -> Plan:
         peak_errors=None
         if record.peak_errors is None
         else PeakErrors(**record.peak_errors.model_dump()),
-        background=_background_from_record(record.background),
+        background=background_of(record.background),
         history=tuple(MethodHistory.from_dict(each.model_dump()) for each in record.history),
-        objective=_objective_from_record(record, where),
+        objective=objective_of(record, where),
         offers=tuple(
             Offer(**(each.model_dump() | {"hosts": tuple(each.hosts)})) for each in record.offers
         ),
     )
-    if fault := _contradiction(plan, record) or _program_fault(plan):
+    if fault := contradiction(plan, record) or program_fault(plan):
         raise InputFileError(f"{where}: {fault}.")
     return plan
-
-
-def _objective_from_record(record: PlanRecord, where: str) -> Objective:
-    if record.objective is None:
-        return FASTEST
-    values = record.objective.model_dump()
-    try:
-        return Objective(**(values | {"aim": Aim(values["aim"])}))
-    except (HeterogError, ValueError) as error:
-        raise InputFileError(f"{where}: field 'objective': {error}") from error
-
-
-def _program_fault(plan: Plan) -> str:
-    """Reason why the stored order cannot be run; empty if it can, or if there is none."""
-    if not plan.is_written:
-        return ""
-    program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
-    if program.hash != plan.program_hash:
-        return (
-            f"field 'program_hash' is {plan.program_hash}, but this heterog makes program "
-            f"{program.hash} of its strategy; plan again"
-        )
-    if len(plan.task_order) != program.num_tasks:
-        return f"field 'task_order' has {len(plan.task_order)} of {program.num_tasks} tasks"
-    if (early := program.read_too_early(plan.task_order)) is not None:
-        task, needed = early
-        return f"field 'task_order' has task {task} before task {needed}, whose result it reads"
-    for number, (send, op) in enumerate(plan.sent_before):
-        is_send = program.kind[send] == TaskKind.SEND
-        if not is_send or program.kind[op] > LAST_OP_KIND:
-            return f"field 'sent_before.{number}' is not a transfer and an op"
-        if program.channels[int(program.channel[send])].devices[0] != program.device[op]:
-            return (
-                f"field 'sent_before.{number}' has an op that does not run where it is sent from"
-            )
-    return ""
-
-
-def _contradiction(plan: Plan, record: PlanRecord) -> str:
-    """First field of a file that contradicts its graph, cluster or strategy; empty if none."""
-    num_devices = plan.cluster.num_devices
-    said = {
-        "model": (record.model, plan.graph.name),
-        "source": (record.source, plan.graph.source),
-        "cluster": (record.cluster, plan.cluster.name),
-        "batch_size": (record.batch_size, plan.graph.batch_size),
-        "step_barrier": (record.step_barrier, plan.strategy.step_barrier),
-    }
-    for field, (here, there) in said.items():
-        if here != there:
-            return f"field '{field}' is {shown(here)}, but what it describes says {shown(there)}"
-    for row in plan.rows:
-        if len(row.peak_memory_bytes) not in (num_devices, *([] if row.step_time_s else [0])):
-            return (
-                f"field 'peak_memory_bytes' of method '{row.method}' has "
-                f"{len(row.peak_memory_bytes)} entries for {num_devices} devices"
-            )
-    beside = plan.background
-    for field in ("idle_share", "samples_per_s", "shortage"):
-        if beside is not None and len(getattr(beside, field)) != num_devices:
-            return f"field 'background.{field}' needs an entry for each of {num_devices} devices"
-    try:
-        gains = plan.gains
-    except ValueError:
-        return "field 'noisy_step_times_s' has different lengths for methods that are compared"
-    if fault := _peaks_fault(plan, record):
-        return fault
-    told = [(each.over, each.speedup, each.low, each.high) for each in record.gains]
-    if not _same_gains(told, [(g.over, g.speedup, g.low, g.high) for g in gains]):
-        return "field 'gains' is not what follows from the step times of its methods"
-    return ""
-
-
-def _peaks_fault(plan: Plan, record: PlanRecord) -> str:
-    """Field about peaks that does not follow from them and their errors; empty if none."""
-    told, found = record.peak_intervals_bytes, plan.peak_intervals_bytes
-    # Whole bytes, of which the last may be rounded otherwise on another machine.
-    if len(told) != len(found) or not np.allclose(told, found, rtol=_SAME_PEAK, atol=1.0):
-        return (
-            "field 'peak_intervals_bytes' is not what follows from 'peak_memory_bytes' and "
-            "'peak_errors'"
-        )
-    here, there = record.fit_probability, plan.fit_probability
-    if (here is None) != (there is None) or abs((here or 0.0) - (there or 0.0)) > _SAME_PEAK:
-        return (
-            f"field 'fit_probability' is {here}, but peaks, their errors and usable memory say "
-            f"{there}"
-        )
-    return ""
-
-
-def _same_gains(told: Sequence[_Gain], found: Sequence[_Gain]) -> bool:
-    return [each[0] for each in told] == [each[0] for each in found] and np.allclose(
-        [each[1:] for each in told], [each[1:] for each in found], rtol=1e-6, atol=0.0
-    )
 
 
 def make_plan(
@@ -523,9 +429,7 @@ def make_plan(
     plan = plan_from_rows(
         evaluator,
         rows,
-        budget=str(request.budget),
-        seed=request.seed,
-        search_seconds=search_seconds,
+        Searched(budget=str(request.budget), seed=request.seed, seconds=search_seconds),
         noise=_spending(evaluator, allotment.noise_s, allotment, session.stop),
         issued=issued,
         rank=rank,
@@ -580,13 +484,30 @@ def _spending(
     return Spending(budget, evaluator, stop=stop, clock=allotment.clock)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """How the rows of a plan were found.
+
+    Attributes:
+        budget: Budget of the search, as given.
+        seed: Seed of the search, as given.
+        seconds: Seconds of all methods together.
+    """
+
+    budget: str = "1e"
+    seed: int = 0
+    seconds: float = 0.0
+
+
+NOT_SEARCHED = Searched()
+"""For strategies that somebody made by hand."""
+
+
 def plan_from_rows(
     evaluator: Evaluator,
     rows: Sequence[MethodRow],
+    searched: Searched = NOT_SEARCHED,
     *,
-    budget: str,
-    seed: int,
-    search_seconds: float,
     noise: Spending | None = None,
     issued: IssuedSteps | None = None,
     rank: Rank = by_time,
@@ -596,9 +517,7 @@ def plan_from_rows(
     Args:
         evaluator: Evaluator that judged the rows.
         rows: Rows of all methods.
-        budget: Budget of the search, as given.
-        seed: Seed of the search, as given.
-        search_seconds: Seconds of all methods together.
+        searched: How they were found.
         noise: Limit on the draws of noise; ``None`` for no limit.
         issued: Orders of candidates that may have been made already.
         rank: Function that ranks the rows.
@@ -628,10 +547,10 @@ def plan_from_rows(
         method=row.method,
         rows=tuple(rows),
         lower_bound_s=bound,
-        budget=budget,
-        seed=seed,
+        budget=searched.budget,
+        seed=searched.seed,
         calibration=evaluator.cost_model.name,
-        search_seconds=search_seconds,
+        search_seconds=searched.seconds,
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
         interval_s=None if row.step_time_s is None else evaluator.interval(row.step_time_s),
@@ -652,70 +571,3 @@ def parse_orders(name: str) -> tuple[Order, ...]:
     except KeyError:
         known = [BEST, *(order.name.lower() for order in Order)]
         raise UnknownNameError("order", name, known) from None
-
-
-def cost_per_step(row: MethodRow, cluster: Cluster) -> float | None:
-    """Price of a step of a row; ``None`` where that is not known."""
-    if cluster.prices is None or row.step_time_s is None or row.candidate is None:
-        return None
-    return row.step_time_s * cost_per_s(row.candidate.strategy, cluster)
-
-
-def row_to_dict(
-    row: MethodRow,
-    *,
-    model: str,
-    cluster: str,
-    lower_bound_s: float,
-    batch_size: int,
-    seed: int,
-    cost_per_step: float | None = None,
-) -> dict[str, Any]:
-    """A row as ``--json`` prints it, with its cost if that is known."""
-    cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
-    return {
-        "model": model,
-        "cluster": cluster,
-        "method": row.method,
-        "stage": row.stage,
-        "outcome": row.outcome,
-        "step_time_s": row.step_time_s,
-        "lower_bound_s": lower_bound_s,
-        "order": row.order,
-        "peak_memory_bytes": list(row.peak_memory_bytes),
-        "noisy_step_times_s": list(row.noisy_step_times_s),
-        "num_evaluations": row.num_evaluations,
-        "search_seconds": row.search_seconds,
-        "shortage": row.shortage,
-        "is_rehearsed": row.is_rehearsed,
-        "note": row.note,
-        "starved": row.is_starved,
-        "batch_size": batch_size,
-        "seed": seed,
-    } | cost
-
-
-def _row_from_record(record: RowRecord) -> MethodRow:
-    return MethodRow(
-        method=record.method,
-        stage=record.stage,
-        outcome=record.outcome,
-        step_time_s=record.step_time_s,
-        order=record.order,
-        peak_memory_bytes=tuple(record.peak_memory_bytes),
-        num_evaluations=record.num_evaluations,
-        search_seconds=record.search_seconds,
-        shortage=record.shortage,
-        noisy_step_times_s=tuple(record.noisy_step_times_s),
-        is_rehearsed=record.is_rehearsed,
-        note=record.note,
-        is_starved=record.starved,
-    )
-
-
-def _background_from_record(record: BackgroundRecord | None) -> BackgroundPlan | None:
-    if record is None:
-        return None
-    values = record.model_dump(exclude={"slow_down", "total_samples_per_s"})
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return BackgroundPlan(**(values | lists))

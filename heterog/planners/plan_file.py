@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from heterog.errors import BudgetError, InputFileError
-from heterog.planners.planner import OUTCOMES, Budget
+from heterog.errors import BudgetError, HeterogError, InputFileError
+from heterog.planners.background import BackgroundPlan
+from heterog.planners.objective import FASTEST, Aim, Objective
+from heterog.planners.planner import OUTCOMES, Budget, MethodRow
 from heterog.records import (
     Amount,
     Count,
@@ -262,3 +264,76 @@ def _rate_fault(record: PlanRecord) -> str:
 
 def _close(found: Sequence[float], wanted: Sequence[float]) -> bool:
     return len(found) == len(wanted) and bool(np.allclose(found, wanted, rtol=_CLOSE, atol=0.0))
+
+
+def objective_of(record: PlanRecord, where: str) -> Objective:
+    """The objective of a plan's file; ``where`` names it in errors."""
+    if record.objective is None:
+        return FASTEST
+    values = record.objective.model_dump()
+    try:
+        return Objective(**(values | {"aim": Aim(values["aim"])}))
+    except (HeterogError, ValueError) as error:
+        raise InputFileError(f"{where}: field 'objective': {error}") from error
+
+
+def row_of(record: RowRecord) -> MethodRow:
+    """The result of a method."""
+    return MethodRow(
+        method=record.method,
+        stage=record.stage,
+        outcome=record.outcome,
+        step_time_s=record.step_time_s,
+        order=record.order,
+        peak_memory_bytes=tuple(record.peak_memory_bytes),
+        num_evaluations=record.num_evaluations,
+        search_seconds=record.search_seconds,
+        shortage=record.shortage,
+        noisy_step_times_s=tuple(record.noisy_step_times_s),
+        is_rehearsed=record.is_rehearsed,
+        note=record.note,
+        is_starved=record.starved,
+    )
+
+
+def background_of(record: BackgroundRecord | None) -> BackgroundPlan | None:
+    """The second job, if there is one."""
+    if record is None:
+        return None
+    values = record.model_dump(exclude={"slow_down", "total_samples_per_s"})
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    return BackgroundPlan(**(values | lists))
+
+
+def row_to_dict(
+    row: MethodRow,
+    *,
+    model: str,
+    cluster: str,
+    lower_bound_s: float,
+    batch_size: int,
+    seed: int,
+    cost_per_step: float | None = None,
+) -> dict[str, Any]:
+    """A row as ``--json`` prints it, with its cost if that is known."""
+    cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
+    return {
+        "model": model,
+        "cluster": cluster,
+        "method": row.method,
+        "stage": row.stage,
+        "outcome": row.outcome,
+        "step_time_s": row.step_time_s,
+        "lower_bound_s": lower_bound_s,
+        "order": row.order,
+        "peak_memory_bytes": list(row.peak_memory_bytes),
+        "noisy_step_times_s": list(row.noisy_step_times_s),
+        "num_evaluations": row.num_evaluations,
+        "search_seconds": row.search_seconds,
+        "shortage": row.shortage,
+        "is_rehearsed": row.is_rehearsed,
+        "note": row.note,
+        "starved": row.is_starved,
+        "batch_size": batch_size,
+        "seed": seed,
+    } | cost

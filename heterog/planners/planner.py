@@ -278,14 +278,14 @@ class PlanResult:
         candidates: Its best strategies, best first by its own evaluations; the referee chooses
             among them. Empty if the method does not apply; ``reason`` then says why.
         num_evaluations: Number of simulations it asked for.
-        search_seconds: Seconds it searched.
+        search_seconds: Seconds it searched, where it knows that better than who called it.
         reason: Reason why there is no candidate.
         note: Remark about the search, for example that a beam cut it short.
     """
 
     candidates: tuple[Candidate, ...]
     num_evaluations: int
-    search_seconds: float
+    search_seconds: float | None = None
     reason: str = ""
     note: str = ""
 

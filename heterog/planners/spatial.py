@@ -12,7 +12,6 @@ from one device to another as long as the simulated step gets shorter. Every dim
 number of units is tried: fewer units are coarser, but go deeper into the network.
 """
 
-import time
 from collections.abc import Iterator
 
 from heterog.cluster.topology import Cluster
@@ -50,7 +49,6 @@ class Spatial(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try every way to cut, then move rows between the devices of the best."""
-        begin = time.perf_counter()
         spending = problem.spend()
         search = _Search(problem, spending, least_units=0)
         reason = why_needless(search.graph, search.cluster)
@@ -67,7 +65,6 @@ class Spatial(Planner):
                 Candidate(strategy=strategy, orders=tuple(Order)) for _, _, strategy in best
             ),
             num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             reason=reason,
             note=_in_words(best[0][1]) if best else "",
         )

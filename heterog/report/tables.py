@@ -13,8 +13,8 @@ from heterog.cluster.catalog import ListedType
 from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
 from heterog.planners.arrivals.queueing import Verdict
+from heterog.planners.cost import cost_per_step
 from heterog.planners.methods import MethodNote
-from heterog.planners.plan import cost_per_step
 from heterog.planners.planner import MethodRow
 from heterog.planners.stability import reference_of
 from heterog.units import GIB, format_bytes, format_seconds

@@ -1,17 +1,19 @@
 """Runs plans on real devices.
 
 - Starting: ``launch`` starts ranks (``forks`` forks them, ``watching`` watches them), ``rank`` is
-  what one does, ``testbed`` limits their CPUs and links. ``accelerators`` knows kinds of devices.
-- A step: ``deploy`` makes it of a plan and a workload, ``rank_program`` is a rank's part of the
-  program, ``step_order`` the sequence that all ranks follow, ``executor`` runs it. ``values``
-  holds what a rank has, ``conversions`` and ``collectives`` exchange it, ``gradients`` and
-  ``losses`` sum up, ``optimizer`` updates (``grouped_optimizer``, ``masters``, ``kept_state``,
-  ``loss_scale``).
+  what one does, ``testbed`` limits their CPUs and links (``emulated_network``). ``accelerators``
+  knows kinds of devices.
+- A step: ``deploy`` makes it of a plan and a workload (``deploy_checks``), ``rank_program`` is a
+  rank's part of the program, ``step_order`` the sequence that all ranks follow, ``executor`` runs
+  it. ``values`` holds what a rank has (``recipes``), ``conversions`` and ``collectives`` exchange
+  it (``under_way``), ``gradients`` and ``losses`` sum up, ``optimizer`` updates
+  (``grouped_optimizer``, ``masters``, ``kept_state``, ``loss_scale``).
 - One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``windows``,
   ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``, ``halos``,
-  ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``, ``batch_norm``.
+  ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``; ``whole_model``
+  brings it together.
 - ``alike`` compares ranks, ``unchanged`` a model with what was captured. ``rehearsal`` plays all
-  ranks on shapes. ``checkpoint`` keeps a step under any plan.
+  ranks on shapes (``rehearsed_wire``). ``checkpoint`` keeps a step under any plan.
 - Not exact: ``averaging``, ``asynchronous`` with its ``weight_server``, ``stash``, ``codecs`` with
   ``feedback``. Beside a step: ``background`` jobs.
 - Measuring: ``profiler`` (``op_profiler``, ``link_profiler``), ``recorder``, ``peak_memory``;

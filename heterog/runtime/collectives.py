@@ -6,10 +6,8 @@ with uneven shapes fail (uneven slices travel as sends and receives), and coales
 later work.
 """
 
-import queue
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.recorder import Recorder
+from heterog.runtime.under_way import InTurn, Sending, Works
 
 _LARGE_BYTES = 1 << 20
 """Messages of an exchange for which turns take less time than they save."""
@@ -42,10 +41,10 @@ class Pending:
 
     def __init__(
         self,
-        work: "dist.Work | _Works | None",
+        work: "dist.Work | Works | None",
         finish: Callable[[], Tensor],
         waited: Callable[[float, float], None] | None = None,
-        forgotten: "Callable[[dist.Work | _Works, Callable[[], Tensor]], None] | None" = None,
+        forgotten: "Callable[[dist.Work | Works, Callable[[], Tensor]], None] | None" = None,
     ) -> None:
         self._work = work
         self._waited = waited
@@ -73,145 +72,6 @@ class Pending:
             self._forgotten(self._work, self._finish)
 
 
-class Sending:
-    """Sends to one rank; holds each tensor until it has been sent.
-
-    gloo reports the end of a send only to the thread that waits for it. A thread does, so that
-    memory is freed at once and not at the end of the step. An accelerator's wait orders streams
-    and does not block, so its tensors are held until ``wait``.
-    """
-
-    def __init__(self) -> None:
-        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
-        self._on_gpu: deque[tuple[dist.Work, Tensor]] = deque()
-        self._sent: list[Tensor] = []
-        self._num_added = self._num_done = 0
-        self._changed = threading.Condition()
-        self._error: Exception | None = None
-        self._thread: threading.Thread | None = None
-
-    def add(self, work: dist.Work, tensor: Tensor) -> int:
-        """Hold a tensor until it is sent; returns the number of sends so far, for ``wait``."""
-        if is_accelerated(tensor):
-            self._on_gpu.append((work, tensor))
-            self._num_added += 1
-            return self._num_added
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._wait, daemon=True)
-            self._thread.start()
-        self._num_added += 1
-        self._under_way.put((work, tensor))
-        self.release()
-        return self._num_added
-
-    def release(self) -> None:
-        """Drop sent tensors in the thread that made them, because profilers count by thread."""
-        with self._changed:
-            self._sent.clear()
-
-    def flush(self) -> None:
-        """Wait until all is sent.
-
-        Raises:
-            RuntimeError: the connection was lost.
-        """
-        self.wait(self._num_added)
-
-    def wait(self, number: int) -> None:
-        """Wait until the first ``number`` sends are done, and drop their tensors.
-
-        Raises:
-            RuntimeError: the connection was lost.
-        """
-        while self._on_gpu and self._num_done < number:
-            work, _ = self._on_gpu.popleft()
-            work.wait()
-            self._num_done += 1
-        with self._changed:
-            self._changed.wait_for(lambda: self._num_done >= number or self._error is not None)
-        if self._error is not None:
-            raise self._error
-        self.release()
-
-    def close(self) -> None:
-        """End the thread, once all is sent."""
-        self._under_way.put(None)
-
-    def _wait(self) -> None:
-        while (taken := self._under_way.get()) is not None:
-            work, tensor = taken
-            del taken
-            try:
-                work.wait()
-            except Exception as error:
-                with self._changed:
-                    self._error = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._sent.append(tensor)
-                del work, tensor
-                self._num_done += 1
-                self._changed.notify_all()
-
-
-class _InTurn:
-    """Receives of one exchange of which each begins when the one before has ended.
-
-    Where all ranks exchange with all others at once, flows share each link's both ends, and not
-    evenly: one of them is done early, and its end of a link idles until the others are. In turns
-    every link carries one flow each way. gloo sends a message only when its receiver is ready for
-    it, so that receivers alone make the turns. A thread starts them, as other work goes on.
-
-    Args:
-        starts: Each starts a receive.
-    """
-
-    def __init__(self, starts: Sequence[Callable[[], Any]]) -> None:
-        self._error: Exception | None = None
-        first, *later = starts
-        self._thread = threading.Thread(target=self._run, args=(first(), later), daemon=True)
-        self._thread.start()
-
-    def wait(self) -> None:
-        """Wait until all have arrived.
-
-        Raises:
-            RuntimeError: the connection was lost.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _run(self, first: dist.Work, later: Sequence[Callable[[], Any]]) -> None:
-        try:
-            first.wait()
-            for start in later:
-                start().wait()
-        except Exception as error:
-            self._error = error
-
-
-class _Works:
-    """Several communications that end together."""
-
-    def __init__(
-        self, works: Sequence[dist.Work | _InTurn], sends: Sequence[tuple[Sending, int]] = ()
-    ) -> None:
-        self._works = works
-        self._sends = sends
-
-    def wait(self) -> None:
-        """Wait until everything to be received has arrived."""
-        for work in self._works:
-            work.wait()
-
-    def wait_for_sends(self) -> None:
-        """Wait until the sent tensors may be dropped."""
-        for sending, number in self._sends:
-            sending.wait(number)
-
-
 class Communicator:
     """The process groups of a plan, seen from one rank.
 
@@ -235,7 +95,7 @@ class Communicator:
         self.open(device_sets)
         self._sending: dict[int, Sending] = {}  # by destination
         self._sent: dict[int, tuple[Sending, int]] = {}  # by tag
-        self._forgotten: list[tuple[dist.Work | _Works, Callable[[], Tensor]]] = []
+        self._forgotten: list[tuple[dist.Work | Works, Callable[[], Tensor]]] = []
 
     def open(self, device_sets: Iterable[tuple[int, ...]]) -> None:
         """Make the process groups of device sets that have none yet; every rank has to call it."""
@@ -470,7 +330,7 @@ class Communicator:
 
     def _exchange(
         self, sent: Sequence[Tensor], received: Sequence[Tensor], devices: tuple[int, ...]
-    ) -> "_Works":
+    ) -> "Works":
         """Send one tensor to each other device and receive one from each.
 
         Not by all-to-all: gloo's posts the sends first, so that its handshakes wait behind data on
@@ -489,7 +349,7 @@ class Communicator:
                 for index in others
                 if sent[index].numel()
             ]
-            return _Works(dist.batch_isend_irecv(operations) if operations else [])
+            return Works(dist.batch_isend_irecv(operations) if operations else [])
         # Every exchange has a tag, as receives that wait for their turn may begin after those of
         # the next one.
         tag = _FIRST_TAG + self._num_exchanges[devices] % _NUM_TAGS
@@ -503,7 +363,7 @@ class Communicator:
         if _goes_in_turns(
             [sent[index] for index in others], [received[index] for index in others]
         ):
-            works.append(_InTurn(starts))
+            works.append(InTurn(starts))
         else:
             works.extend(start() for start in starts)
         sends = []
@@ -511,7 +371,7 @@ class Communicator:
             if sent[index].numel():
                 tensor, dst = sent[index].contiguous(), devices[index]
                 sends.append(self._keep(self._start_send(tensor, dst, group, tag), tensor, dst))
-        return _Works([work for work in works if work is not None], sends)
+        return Works([work for work in works if work is not None], sends)
 
     def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
         assert work is not None
@@ -523,11 +383,11 @@ class Communicator:
     def _new_sending(self) -> Sending:
         return Sending()
 
-    def _pending(self, work: "dist.Work | _Works | None", finish: Callable[[], Tensor]) -> Pending:
+    def _pending(self, work: "dist.Work | Works | None", finish: Callable[[], Tensor]) -> Pending:
         waited = self.recorder.waiting() if self.recorder else None
         return Pending(work, finish, waited, self._keep_forgotten)
 
-    def _keep_forgotten(self, work: "dist.Work | _Works", finish: Callable[[], Tensor]) -> None:
+    def _keep_forgotten(self, work: "dist.Work | Works", finish: Callable[[], Tensor]) -> None:
         """Keep an abandoned communication and the memory that it writes to until ``flush``.
 
         gloo's connection hangs if the memory of a receive that is under way is let go.

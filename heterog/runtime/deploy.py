@@ -1,10 +1,8 @@
 """Deployment: a plan and a workload become a step that trains, on every rank."""
 
-import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,9 +13,8 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
-from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.op_graph import TensorKind
 from heterog.graph.parameter_groups import group_numbers, parameter_groups
-from heterog.graph.sharding_rules import local_shape
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
@@ -33,27 +30,38 @@ from heterog.runtime.asynchronous import AsynchronousTraining, check_teams_are_a
 from heterog.runtime.averaging import Averager
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
-from heterog.runtime.executor import StepExecutor, batch_by_tensor, device_sets, local_ops
+from heterog.runtime.deploy_checks import (
+    as_planned,
+    check_inexact,
+    check_masters,
+    check_same_everywhere,
+    check_scaled,
+    check_world,
+)
+from heterog.runtime.executor import StepExecutor, device_sets
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.grouped_optimizer import make_optimizer
-from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
+from heterog.runtime.local_op import local_ops
+from heterog.runtime.loss_scale import LossScale
 from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
-from heterog.runtime.placed import cut, join, put
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder, TaskTimes, gather_task_times
-from heterog.runtime.resized import Signature, by_name, planned_signature, resize, signature
-from heterog.runtime.slices import SlicedBucket
+from heterog.runtime.resized import (
+    Signature,
+    batch_by_tensor,
+    by_name,
+    planned_signature,
+    resize,
+    signature,
+)
 from heterog.runtime.stash import StashedTraining, StashedWeights, TurnsByMoment
 from heterog.runtime.step_order import StepOrder, step_order
 from heterog.runtime.unchanged import Unchanged
-from heterog.strategy.averaged_buckets import crossing_fault
+from heterog.runtime.whole_model import WholeModel, one_model
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FloatArray, Program, TaskKind
-from heterog.strategy.stash_phases import stage_fault
-from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import graph_tables
 
 MAX_OTHER_SHAPES = 8
 """Number of further batch shapes whose programs are kept: one for the last batch of an epoch, or
@@ -98,10 +106,10 @@ class DeployedStep:
     ) -> None:
         self.rank = dist.get_rank()
         self.plan = plan
-        _check_world(plan)
+        check_world(plan)
         plan.require_written()
-        _check_masters(plan.strategy, workload)
-        self.captured = _as_planned(captured or capture_step(workload), plan, workload.name)
+        check_masters(plan.strategy, workload)
+        self.captured = as_planned(captured or capture_step(workload), plan, workload.name)
         graph = self.captured.graph
         program = lower(graph, plan.cluster, plan.strategy, num_steps=1)
         if program.hash != plan.program_hash:
@@ -109,15 +117,15 @@ class DeployedStep:
                 f"the plan's strategy lowers to program {program.hash} here, not to the plan's "
                 f"{plan.program_hash}: it was made by another version of heterog; plan again."
             )
-        _check_same_everywhere(program.hash)
+        check_same_everywhere(program.hash)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
         self.loss_scale = loss_scale
         self._max_grad_norm = max_grad_norm
-        _check_inexact(graph, plan.strategy, program, clips=self._clips)
-        _check_scaled(graph, loss_scale)
+        check_inexact(graph, plan.strategy, program, clips=self._clips)
+        check_scaled(graph, loss_scale)
         self.device = rank_device()
-        self._model = _one_model(workload, self.device)
+        self._model = one_model(workload, self.device)
         self._names = {tensor: graph.tensors[tensor].name for tensor in range(graph.num_inputs)}
         self.groups = parameter_groups(workload, self._model)
         self._compare_workload(workload, max_grad_norm, loss_scale, seed)
@@ -128,6 +136,7 @@ class DeployedStep:
         )
         self._unchanged = Unchanged(self._model, self.optimizer)
         self.buffers = buffers_of(graph, plan.strategy)
+        self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False
         self._workload, self._seed, self._program = workload, seed, program
         self._communicator = Communicator(self.rank, ())
@@ -322,7 +331,7 @@ class DeployedStep:
                 batch,
                 clips=self._clips,
             )
-            _check_same_everywhere(step.program.hash)
+            check_same_everywhere(step.program.hash)
             found = self._make_executor(
                 step.captured, step.strategy, step.program, range(step.program.num_tasks)
             )
@@ -468,7 +477,7 @@ class DeployedStep:
         splits come together on the first of the devices that have them.
         """
         self._executor.flush()
-        self._join_statistics()
+        self._whole.join_statistics()
 
     def close(self) -> None:
         """Finish all updates and close the process groups; every rank has to call it.
@@ -491,37 +500,7 @@ class DeployedStep:
         one with samples.
         """
         self.flush()
-        graph = self.captured.graph
-        named = dict(self._model.named_parameters())
-        state = {name: value.detach().clone() for name, value in self._model.state_dict().items()}
-        sliced = {row for bucket in self.part.buckets if bucket.stage == 3 for row in bucket.rows}
-        for row, (_, parameter, _) in enumerate(graph.updates):
-            name = self._names[parameter]
-            if row in self.part.sharded and row not in sliced:
-                whole = self._whole(row, named[name].detach())
-                if whole is not None:
-                    state[name] = whole
-                continue
-            owner = self.part.owner(row)
-            if owner == 0 or row in sliced:
-                continue
-            self._bring(state, name, named[name].detach(), owner)
-        trained = {self._names[parameter] for _, parameter, _ in graph.updates}
-        for name, owner in self.buffers.owners.items():
-            if owner and name in state and name not in trained:
-                self._bring(state, name, state[name], owner)
-        pieces: dict[int, list[tuple[int, Tensor]]] = {}
-        for bucket in self.part.buckets:
-            if bucket.stage == 3 and bucket.is_first:
-                for row, piece in self._collect(bucket):
-                    pieces.setdefault(row, []).append((bucket.ring.begin, piece))
-        for row, found in pieces.items():
-            state[self._names[graph.updates[row][1]]] = self._put_together(row, found)
-        if self.rank != 0:
-            return None
-        for name, twin in _tied_names(self._model).items():
-            state[name] = state[twin]
-        return state
+        return self._whole.state_dict()
 
     def require_averaged(self) -> None:
         """Refuse to speak of one model while islands or teams have several.
@@ -565,88 +544,6 @@ class DeployedStep:
         if self.stash is not None:
             self.stash.settle()
             self._communicator.flush()
-
-    def _join_statistics(self) -> None:
-        """Gather buffers that are updated in parts on their owner."""
-        if not self.buffers.split:
-            return
-        # Also frozen parameters, which the forward pass may write (a target network).
-        named = {name: value.detach() for name, value in self._model.named_parameters()}
-        named |= dict(self._model.named_buffers())
-        for name, (place, spans, members) in self.buffers.split.items():
-            owner = self.buffers.owners[name]
-            own = named[name]
-            for device in members:
-                begin, count = spans.units_of(device)
-                if device == owner or count == 0 or self.rank not in (device, owner):
-                    continue
-                part = cut(own, place, spans.units, begin, count).contiguous()
-                if self.rank == device:
-                    dist.send(part, owner)
-                else:
-                    part = torch.empty_like(part)
-                    dist.recv(part, device)
-                    put(own, place, spans.units, begin, part)
-
-    def _bring(self, state: dict[str, Tensor], name: str, own: Tensor, owner: int) -> None:
-        """Send the owner's copy of a tensor to rank 0."""
-        if self.rank == owner:
-            dist.send(own.contiguous(), 0)
-        elif self.rank == 0:
-            state[name] = torch.empty_like(own)
-            dist.recv(state[name], owner)
-
-    def _collect(self, bucket: SlicedBucket) -> list[tuple[int, Tensor]]:
-        """Gather the slices of a bucket on rank 0: each row with its elements, flat."""
-        own = self.part.slices.own.get(bucket.number) if self.rank in bucket.devices else None
-        if self.rank != 0:
-            if own is not None and own.numel():
-                dist.send(own.detach(), 0)
-            return []
-        graph = self.captured.graph
-        dtype = getattr(torch, graph.tensors[graph.updates[bucket.rows[0]][1]].dtype)
-        flat = torch.empty(bucket.num_elements, dtype=dtype, device=self.device)
-        parts = torch.split(flat, list(bucket.counts))
-        for device, part in zip(bucket.devices, parts, strict=True):
-            if device == 0:
-                assert own is not None
-                part.copy_(own.detach())
-            elif part.numel():
-                dist.recv(part, device)
-        return list(zip(bucket.rows, torch.split(flat, list(bucket.sizes)), strict=True))
-
-    def _put_together(self, row: int, found: list[tuple[int, Tensor]]) -> Tensor:
-        """Join the pieces of a parameter that its rings have, by first unit."""
-        graph = self.captured.graph
-        shape = graph.tensors[graph.updates[row][1]].shape
-        if row not in self.part.sharded:
-            return found[0][1].view(shape)
-        place, spans = self.part.sharded[row]
-        pieces = []
-        for _, piece in sorted(found, key=lambda pair: pair[0]):
-            units = piece.numel() * spans.units // math.prod(shape)
-            pieces.append(piece.view(local_shape(shape, place, units, spans.units)))
-        return join(pieces, place)
-
-    def _whole(self, row: int, own: Tensor) -> Tensor | None:
-        """Gather all slices of a sharded parameter on rank 0; ``None`` on the others."""
-        place, spans = self.part.sharded[row]
-        shape = self.captured.graph.tensors[self.captured.graph.updates[row][1]].shape
-        parts: list[tuple[int, Tensor]] = []
-        for device in spans.first_team():
-            begin, count = spans.units_of(device)
-            if count == 0:
-                continue
-            if device == 0:
-                parts.append((begin, own))
-            elif self.rank == device:
-                dist.send(own.contiguous(), 0)
-            elif self.rank == 0:
-                parts.append((begin, own.new_empty(local_shape(shape, place, count, spans.units))))
-                dist.recv(parts[-1][1], device)
-        if self.rank != 0:
-            return None
-        return join([part for _, part in sorted(parts, key=lambda pair: pair[0])], place).clone()
 
     def _buffers(
         self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]
@@ -700,100 +597,3 @@ def _abandon(executors: Mapping[Signature, StepExecutor]) -> None:
     for executor in executors.values():
         with suppress(RuntimeError):  # the other ranks may be gone, or the process group
             executor.abandon()
-
-
-def _check_world(plan: Plan) -> None:
-    ranks = dist.get_world_size()
-    if ranks != plan.cluster.num_devices:
-        raise StrategyError(
-            f"the plan is for {plan.cluster.num_devices} devices of '{plan.cluster.name}', but "
-            f"{ranks} ranks are running; start one rank per device."
-        )
-
-
-def _as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
-    """The captured step, with the plan's word on an optimizer that was planned by its name.
-
-    Raises:
-        StrategyError: it is another step, or its optimizer would train otherwise under the plan.
-    """
-    graph = captured.graph
-    difference = plan.graph.describe_difference(graph)
-    if difference is not None:
-        raise StrategyError(f"the plan was made for another step than '{name}': {difference}.")
-    if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
-        raise StrategyError(
-            f"the plan does not suit the optimizer of '{name}': {fault}. Plan again with this "
-            "workload."
-        )
-    if plan.graph.scope.allows(graph.scope):
-        return captured
-    return replace(captured, graph=replace(graph, seen_scope=plan.graph.scope))
-
-
-def _check_masters(strategy: Strategy, workload: Workload) -> None:
-    if strategy.asynchronous is not None and workload.master_dtype is not None:
-        raise StrategyError(
-            "an asynchronous server keeps weights in the model's own dtype; train without "
-            "master weights, or with an exact plan."
-        )
-
-
-def _check_inexact(graph: OpGraph, strategy: Strategy, program: Program, *, clips: bool) -> None:
-    if strategy.inexact is None:
-        return
-    if clips:
-        raise StrategyError(
-            "max_grad_norm is a norm over one gradient, and loss_scale asks for it, but the "
-            "islands or stages of this plan have one each; train without them, or with an exact "
-            "plan."
-        )
-    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
-    if fault := crossing_fault(program, strategy) or stage_fault(program, strategy, tables):
-        raise StrategyError(f"{fault}.")
-
-
-def _check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:
-    if loss_scale is not None and op_that_begins_backward(graph) is None:
-        raise StrategyError(
-            f"loss_scale cannot scale the loss of '{graph.name}': its backward pass does not "
-            "begin with one loss (blocks with losses of their own have several); train without it."
-        )
-
-
-def _check_same_everywhere(program_hash: str) -> None:
-    """All ranks must have lowered the same program, or their messages would not match."""
-    mine = torch.tensor([int(program_hash, 16) >> 1], dtype=torch.int64)
-    all_hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(all_hashes, mine)
-    differing = [rank for rank, each in enumerate(all_hashes) if not torch.equal(each, mine)]
-    if differing:
-        raise StrategyError(
-            f"rank {dist.get_rank()} lowered another program than ranks {differing}; every rank "
-            "needs the same plan, model code and versions of torch and heterog."
-        )
-
-
-def _one_model(workload: Workload, device: torch.device) -> nn.Module:
-    """The model on a device, with rank 0's weights everywhere."""
-    model = workload.make_model().to(device)
-    with torch.no_grad():
-        for value in (*model.parameters(), *model.buffers()):
-            dist.broadcast(value, 0)
-    return model
-
-
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """Names of the state dict that are other names of a parameter or buffer."""
-    first: dict[int, str] = {id(value): name for name, value in model.named_parameters()}
-    first |= {id(value): name for name, value in model.named_buffers()}
-    every = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    kept = model.state_dict().keys()
-    return {
-        name: first[id(value)]
-        for name, value in every
-        if first[id(value)] != name and name in kept
-    }

@@ -8,18 +8,16 @@ once and waited for where its result is needed. ``conversions`` moves values bet
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
+from heterog.graph.axis_plan import BATCH_AXIS
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.graph.capture import CapturedStep
-from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.workload import named_leaves
+from heterog.graph.op_graph import TensorKind
 from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions, gradient_lane
@@ -33,11 +31,12 @@ from heterog.runtime.op_inputs import Need
 from heterog.runtime.optimizer import Push, StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
+from heterog.runtime.recipes import Recipe
 from heterog.runtime.recorder import Recorder as Recorder
 from heterog.runtime.slices import Slices
 from heterog.runtime.spans import Span, Spans
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
-from heterog.runtime.values import Held, Reader, Recipe, Values
+from heterog.runtime.values import Held, Reader, Values
 from heterog.strategy.averaging import island_of, island_samples, islands
 from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
@@ -564,23 +563,6 @@ _ACTIONS: Mapping[TaskKind, _Action] = {
 state of the step."""
 
 
-def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:
-    """The kernels of a captured step, by index of the op.
-
-    Args:
-        captured: The step.
-        plan: Placements of its tensors along the batch and the axes of a strategy's rules.
-        device: Device on which the kernels run.
-
-    Raises:
-        StrategyError: an op cannot be executed on a part of the batch.
-    """
-    return {
-        index: LocalOp(captured.graph, plan, index, node, device)
-        for index, node in enumerate(captured.node_of_op)
-    }
-
-
 def _check(part: RankProgram) -> None:
     """Refuse micro-batches that the graph's ops do not allow."""
     refused = micro_batches_refused(part.graph, part.num_micro)
@@ -602,26 +584,3 @@ def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
     if strategy.stash is not None:
         found.add(gradient_lane(program))
     return found
-
-
-def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:
-    """Tensors of a batch by their ids in the graph; those of a dict are found by key.
-
-    Raises:
-        StrategyError: tensors are missing or unknown, or one has a wrong shape or dtype.
-    """
-    by_name = {name: value for _, name, value in named_leaves(batch)}
-    ids = {graph.tensors[tensor].name: tensor for tensor in graph.inputs_of_kind(TensorKind.BATCH)}
-    if by_name.keys() != ids.keys():
-        raise StrategyError(
-            f"the batch has {len(by_name)} tensors ({', '.join(by_name)}); the step was planned "
-            f"with {len(ids)} ({', '.join(ids)})."
-        )
-    for name, tensor in ids.items():
-        meta, value = graph.tensors[tensor], by_name[name]
-        if tuple(value.shape) != meta.shape or str(value.dtype) != f"torch.{meta.dtype}":
-            raise StrategyError(
-                f"{meta.name} is {tuple(value.shape)} {value.dtype}; the step was planned with "
-                f"{meta.shape} {meta.dtype}. Every rank gets the whole global batch."
-            )
-    return {tensor: by_name[name] for name, tensor in ids.items()}

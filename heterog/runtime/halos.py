@@ -15,7 +15,7 @@ from heterog.runtime.row_sets import RowSet, common, count, first, rows_of_neigh
 from heterog.runtime.spans import Span, unit_rows
 from heterog.runtime.values import Held, Values, rows_held
 from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import matrix_of
+from heterog.strategy.sparse_tables import matrix_of
 
 
 class _Slot(NamedTuple):

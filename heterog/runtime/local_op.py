@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import values_per_channel
-from heterog.graph.capture import ATTENTION_ALIASES
+from heterog.graph.capture import ATTENTION_ALIASES, CapturedStep
 from heterog.graph.halo import Rows
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
@@ -545,3 +545,20 @@ def _original_args(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, An
         else:
             values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
     return values
+
+
+def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:
+    """The kernels of a captured step, by index of the op.
+
+    Args:
+        captured: The step.
+        plan: Placements of its tensors along the batch and the axes of a strategy's rules.
+        device: Device on which the kernels run.
+
+    Raises:
+        StrategyError: an op cannot be executed on a part of the batch.
+    """
+    return {
+        index: LocalOp(captured.graph, plan, index, node, device)
+        for index, node in enumerate(captured.node_of_op)
+    }

@@ -31,11 +31,13 @@ from heterog.runtime.accelerators import (
     synchronize,
 )
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.executor import StepExecutor, batch_by_tensor, local_ops
+from heterog.runtime.executor import StepExecutor
 from heterog.runtime.grouped_optimizer import make_optimizer
+from heterog.runtime.local_op import local_ops
 from heterog.runtime.masters import Masters
 from heterog.runtime.peak_memory import peak_during, stored_bytes
 from heterog.runtime.rank_program import RankProgram
+from heterog.runtime.resized import batch_by_tensor
 from heterog.runtime.step_order import step_order
 from heterog.simulator.measurements import STEP, OpMeasurement, op_kind, op_signature
 from heterog.strategy.lowering import lower

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from heterog.errors import HeterogError, StrategyError
@@ -104,3 +105,26 @@ def _in_words(batch: Any) -> str:
 def by_name(graph: OpGraph, values: Mapping[int, Any]) -> dict[str, Any]:
     """Change the keys of a mapping from tensor ids to the tensors' names in a graph."""
     return {graph.tensors[tensor].name: value for tensor, value in values.items()}
+
+
+def batch_by_tensor(graph: OpGraph, batch: Any) -> dict[int, Tensor]:
+    """Tensors of a batch by their ids in the graph; those of a dict are found by key.
+
+    Raises:
+        StrategyError: tensors are missing or unknown, or one has a wrong shape or dtype.
+    """
+    by_name = {name: value for _, name, value in named_leaves(batch)}
+    ids = {graph.tensors[tensor].name: tensor for tensor in graph.inputs_of_kind(TensorKind.BATCH)}
+    if by_name.keys() != ids.keys():
+        raise StrategyError(
+            f"the batch has {len(by_name)} tensors ({', '.join(by_name)}); the step was planned "
+            f"with {len(ids)} ({', '.join(ids)})."
+        )
+    for name, tensor in ids.items():
+        meta, value = graph.tensors[tensor], by_name[name]
+        if tuple(value.shape) != meta.shape or str(value.dtype) != f"torch.{meta.dtype}":
+            raise StrategyError(
+                f"{meta.name} is {tuple(value.shape)} {value.dtype}; the step was planned with "
+                f"{meta.shape} {meta.dtype}. Every rank gets the whole global batch."
+            )
+    return {tensor: by_name[name] for name, tensor in ids.items()}

@@ -20,47 +20,42 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
-from ipaddress import IPv4Address, IPv4Network
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from heterog.cluster.hardware import Host
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
-from heterog.errors import HeterogError, HeterogWarning, UnknownNameError
+from heterog.errors import HeterogWarning, UnknownNameError
+from heterog.runtime.emulated_network import (
+    INTERFACE,
+    MTU,
+    SUBNET,
+    Handler,
+    TestbedError,
+    connect,
+    deferred_signals,
+    emulates_delay,
+    host_address,
+    ip,
+    tool_path,
+)
 from heterog.runtime.forks import fields_of_process
 
 _TESTBEDS = resources.files("heterog.runtime") / "testbeds"
 _logger = logging.getLogger(__name__)
 
-_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
-
 _NETNS_FOLDER = Path("/run/netns")
-_SUBNET = IPv4Network("10.77.0.0/16")
-_INTERFACE = "eth0"
-# Jumbo frames: headers take 0.7 % of the rate instead of 4.4 %, so that large transfers reach it.
-_MTU = 9000
-# What may pass at once after a pause. Small, because a message below it is not shaped at all; more
-# at rates above 1 Gbit/s, because a timer that fires late must not lose bandwidth.
-_LEAST_BURST_BYTES = 32 * 1024
-_BURST_S = 0.25e-3
-# Above the largest TCP windows: a full queue would drop packets, and a lost last packet costs a
-# timeout of 200 ms, which no link of the model has.
-_QUEUE_BYTES = 64 * 1024**2
-# Shorter delays are the machine's own.
-_LEAST_NETEM_DELAY_S = 1e-3
 
 _QUOTA_PERIOD_US = 100_000
 _LEAST_QUOTA = 0.01  # of a core; the kernel refuses less than 1 ms
@@ -68,13 +63,6 @@ _LARGEST_SHARES = 262_144  # cgroup v1; a process alone has 1,024
 _LARGEST_WEIGHT = 10_000  # cgroup v2; a process alone has 100
 
 _KILL_TIMEOUT_S = 10.0
-_COMMAND_TIMEOUT_S = 30.0
-
-
-class TestbedError(HeterogError):
-    """A testbed that cannot be built or used here; says what is missing."""
-
-    __test__ = False  # for pytest: a name, not a test
 
 
 def shipped_testbeds() -> tuple[str, ...]:
@@ -113,7 +101,7 @@ def is_supported() -> str | None:
             "where you are root."
         )
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
-        if _tool(tool) is None:
+        if tool_path(tool) is None:
             return f"a testbed needs the command '{tool}': install the package {package}."
     missing = _missing_capabilities()
     if missing:
@@ -166,7 +154,7 @@ class Testbed:
         self.name = ""
         self._owner_pid = 0
         self._is_open = False
-        self._previous_handlers: dict[signal.Signals, _Handler] = {}
+        self._previous_handlers: dict[signal.Signals, Handler] = {}
         _check_hosts(cluster)
         # Other systems than Linux cannot open it, and then report that.
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
@@ -222,13 +210,13 @@ class Testbed:
         if not self._is_open:
             raise TestbedError("the testbed is not open; use it as 'with Testbed(cluster) as ...'")
         namespace = self._namespace(self.cluster.host_of[rank])
-        enter = [_tool("ip") or "ip", "netns", "exec", namespace] if self.has_network else []
+        enter = [tool_path("ip") or "ip", "netns", "exec", namespace] if self.has_network else []
         # The cgroup first: `ip netns exec` mounts a new /sys, which has no cgroups.
         return [
             *("/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"'),
             str(self._cgroup(rank) / "cgroup.procs"),
             *enter,
-            *(_tool("taskset") or "taskset", "-c", str(self._core_of[rank])),
+            *(tool_path("taskset") or "taskset", "-c", str(self._core_of[rank])),
             *argv,
         ]
 
@@ -271,7 +259,7 @@ class Testbed:
         """
         self._check_rank(rank)
         return {
-            "GLOO_SOCKET_IFNAME": _INTERFACE if self.has_network else "lo",
+            "GLOO_SOCKET_IFNAME": INTERFACE if self.has_network else "lo",
             "MASTER_ADDR": self.address(0),
             "OMP_NUM_THREADS": "1",
         }
@@ -285,7 +273,7 @@ class Testbed:
         self._check_rank(rank)
         if not self.has_network:
             return "127.0.0.1"
-        return str(_host_address(self.cluster.host_of[rank]))
+        return str(host_address(self.cluster.host_of[rank]))
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.num_ranks:
@@ -311,19 +299,19 @@ class Testbed:
 
     def _build_network(self) -> None:
         switch = f"{self.name}_switch"
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "switch", "mtu", str(_MTU), "type", "bridge")
-        _ip("-n", switch, "link", "set", "switch", "up")
-        with_delay = _emulates_delay(self.cluster, switch)
+        ip("netns", "add", switch)
+        ip("-n", switch, "link", "add", "switch", "mtu", str(MTU), "type", "bridge")
+        ip("-n", switch, "link", "set", "switch", "up")
+        with_delay = emulates_delay(self.cluster, switch)
         for index, host in enumerate(self.cluster.hosts):
             namespace = self._namespace(index)
-            _ip("netns", "add", namespace)
-            _ip("-n", namespace, "link", "set", "lo", "up")
+            ip("netns", "add", namespace)
+            ip("-n", namespace, "link", "set", "lo", "up")
             delay_s = host.nic_latency_s / 2 if with_delay else 0.0
             rate = self.cluster.nic_bandwidth_bytes_per_s(index)
-            _connect(namespace, switch, f"port{index}", rate, delay_s)
-            address = f"{_host_address(index)}/{_SUBNET.prefixlen}"
-            _ip("-n", namespace, "address", "add", address, "dev", _INTERFACE)
+            connect(namespace, switch, f"port{index}", rate, delay_s)
+            address = f"{host_address(index)}/{SUBNET.prefixlen}"
+            ip("-n", namespace, "address", "add", address, "dev", INTERFACE)
 
     def _close(self) -> None:
         """Removes everything; a child of the owner, where this may be called too, must not."""
@@ -331,7 +319,7 @@ class Testbed:
             return
         self._is_open = False
         try:
-            with _deferred_signals():
+            with deferred_signals():
                 _remove(self.name)
                 # Only now: a signal just before the removal leaves it to the end of the process.
                 atexit.unregister(self._close)
@@ -431,94 +419,6 @@ def _missing_capabilities() -> list[str]:
     effective = int(status.split("CapEff:")[1].split()[0], base=16)
     needed = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # <linux/capability.h>
     return [name for name, bit in needed.items() if not effective >> bit & 1]
-
-
-def _tool(name: str) -> str | None:
-    """Path of a command; sudo and cron leave /usr/sbin out of PATH, where iproute2 is."""
-    return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin:/usr/bin:/bin")
-
-
-def _run_tool(name: str, *arguments: str) -> None:
-    command = [_tool(name) or name, *arguments]
-    try:
-        # To the end, even if Ctrl-C comes: a command that was left alone could still make
-        # something after everything has been removed.
-        with _deferred_signals():
-            subprocess.run(
-                command,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_COMMAND_TIMEOUT_S,
-                process_group=0,
-            )
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().replace("\n", "; ") or f"exit code {error.returncode}"
-        raise TestbedError(f"'{' '.join(command)}' failed: {said}.") from error
-    except subprocess.TimeoutExpired as error:
-        raise TestbedError(
-            f"'{' '.join(command)}' took more than {_COMMAND_TIMEOUT_S:g} s."
-        ) from error
-
-
-def _ip(*arguments: str) -> None:
-    _run_tool("ip", *arguments)
-
-
-def _host_address(host_index: int) -> IPv4Address:
-    return _SUBNET[host_index + 1]
-
-
-def _connect(
-    namespace: str, switch: str, port: str, rate_bytes_per_s: float, delay_s: float
-) -> None:
-    """Joins a namespace to the switch by a veth pair, made in place, that is shaped both ways."""
-    _ip(
-        *("link", "add", _INTERFACE, "netns", namespace, "mtu", str(_MTU), "type", "veth"),
-        *("peer", "name", port, "netns", switch, "mtu", str(_MTU)),
-    )
-    _ip("-n", switch, "link", "set", port, "master", "switch")
-    for side, interface in ((namespace, _INTERFACE), (switch, port)):
-        _shape(side, interface, rate_bytes_per_s, delay_s)
-        if Path("/proc/sys/net/ipv6").exists():  # one address each: gloo takes what comes first
-            _ip("-n", side, "link", "set", interface, "addrgenmode", "none")
-        _ip("-n", side, "link", "set", interface, "up")
-
-
-def _shape(namespace: str, interface: str, rate_bytes_per_s: float, delay_s: float) -> None:
-    """Limits what leaves an interface; the delay, if any, is before the limit."""
-    parent = ["root"]
-    if delay_s > 0:
-        _run_tool(
-            *("tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "handle", "1:"),
-            *("netem", "delay", f"{round(delay_s * 1e6)}us", "limit", "100000"),
-        )
-        parent = ["parent", "1:1", "handle", "10:"]
-    burst_bytes = max(_LEAST_BURST_BYTES, round(rate_bytes_per_s * _BURST_S))
-    _run_tool(
-        *("tc", "-n", namespace, "qdisc", "add", "dev", interface, *parent, "tbf"),
-        *("rate", f"{round(rate_bytes_per_s * 8)}bit", "burst", str(burst_bytes)),
-        *("limit", str(max(_QUEUE_BYTES, 2 * burst_bytes))),
-    )
-
-
-def _emulates_delay(cluster: Cluster, namespace: str) -> bool:
-    """Whether ``netem`` can and must delay packets; warns where it must and cannot."""
-    slowest = max(cluster.hosts, key=lambda host: host.nic_latency_s)
-    if slowest.nic_latency_s <= _LEAST_NETEM_DELAY_S:
-        return False
-    try:
-        delay = ("netem", "delay", "1ms")
-        _run_tool("tc", "-n", namespace, "qdisc", "add", "dev", "lo", "root", *delay)
-    except TestbedError:
-        warnings.warn(
-            f"the NIC latency of host '{slowest.name}' ({slowest.nic_latency_s * 1e3:g} ms) is "
-            "ignored: this kernel has no 'netem'.",
-            HeterogWarning,
-            stacklevel=4,
-        )
-        return False
-    return True
 
 
 def _check_hosts(cluster: Cluster) -> None:
@@ -631,7 +531,7 @@ def _remove(name: str) -> None:
     # Removing a namespace destroys its veths, and with them their other ends.
     for entry in sorted(_NETNS_FOLDER.glob(f"{name}_*")):
         try:
-            _ip("netns", "delete", entry.name)
+            ip("netns", "delete", entry.name)
         except TestbedError as error:
             if entry.exists():  # else another process removed it at the same time
                 _logger.warning("cannot remove a network namespace: %s", error)
@@ -668,25 +568,3 @@ def _kill_all(group: Path) -> None:
         if pid > 1:  # 0 is a process of another pid namespace, and kill(0) is our own group
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-@contextmanager
-def _deferred_signals() -> Iterator[None]:
-    """Lets the body finish before a SIGINT, SIGTERM or SIGHUP has its effect."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-    previous: dict[signal.Signals, _Handler] = {}
-    try:
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            handler = signal.getsignal(number)
-            if handler not in (signal.SIG_IGN, None):
-                previous[number] = handler
-                signal.signal(number, lambda number, frame: received.append(number))
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        if received:
-            signal.raise_signal(received[0])

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from heterog.runtime.rank_program import (
     gathered,
     nearest,
 )
+from heterog.runtime.recipes import Begin, Notes, Recipe
 from heterog.runtime.row_sets import (
     RowSet,
     count,
@@ -80,45 +80,6 @@ class Reader(NamedTuple):
     extent: Extent | None = None
     is_first: bool = True
     is_first_member: bool = True
-
-
-class Begin(Enum):
-    """What a recipe begins with."""
-
-    HELD = 0
-    PARAMETER = 1
-    BATCH = 2
-    MODEL_BUFFER = 3
-
-
-class Recipe(NamedTuple):
-    """How an op's input is read in every step, noted in the first.
-
-    Attributes:
-        begin: Whether it begins with a buffer, a parameter, a tensor of the batch, or a buffer of
-            the model.
-        key: Number of the buffer, or the tensor's id.
-        steps: Functions of a tensor and their further arguments, in order: views and cuts.
-    """
-
-    begin: Begin
-    key: int
-    steps: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...]
-
-
-class _Notes:
-    """Notes of one reading; ``fails`` if it does something else than views and cuts."""
-
-    def __init__(self) -> None:
-        self.begin: tuple[Begin, int] | None = None
-        self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
-        self.fails = False
-
-    def recipe(self) -> Recipe | None:
-        """What was noted, if that is all there is to it."""
-        if self.fails or self.begin is None:
-            return None
-        return Recipe(*self.begin, tuple(self.steps))
 
 
 class Values:
@@ -180,7 +141,7 @@ class Values:
         self._batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
-        self._notes: _Notes | None = None  # of the reading under way, where it is noted
+        self._notes: Notes | None = None  # of the reading under way, where it is noted
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Start a step with the global batch, by tensor id."""
@@ -254,7 +215,7 @@ class Values:
         Returns:
             The tensor, and its recipe; none where more is done than views and cuts.
         """
-        notes = self._notes = _Notes()
+        notes = self._notes = Notes()
         try:
             value = self.read(need, near, reader)
         finally:

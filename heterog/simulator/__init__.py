@@ -1,16 +1,16 @@
 """Predicts step time and memory of a program.
 
 - ``evaluator`` is what planners ask; ``folded`` lowers alike devices once.
-- ``engine`` simulates inside a search, ``referee`` judges what is reported. ``memory`` and
-  ``memory_breakdown`` say what fills a device, ``timeline`` and ``critical_path`` what takes time,
-  ``lower_bound`` what nothing can beat, ``noise`` what unsure speeds change.
+- ``engine`` simulates inside a search (``timings``, ``heaps``), ``referee`` judges what is
+  reported. ``memory`` and ``memory_breakdown`` say what fills a device, ``timeline`` and
+  ``critical_path`` what takes time, ``lower_bound`` what nothing can beat, ``noise`` what unsure
+  speeds change.
 - ``cost_model`` is the interface of prices: ``roofline`` from data sheets, ``device_models`` from
   measured types, ``calibration`` from your own ``measurements`` (``op_fits``, ``link_fits``,
   ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.
   ``intervals`` and ``peak_errors`` say how sure predictions are.
 - Modes: ``averaging``, ``asynchronous``, ``exchange`` and ``stash``, with ``small_tape`` and the
-  closed forms of ``unequal_updates`` and ``shared_band``. ``multiplex`` runs a second job in the
-  gaps.
+  closed forms of ``unequal_updates``. ``multiplex`` runs a second job in the gaps.
 - ``compile_kernels`` compiles the kernels before they are needed.
 """
 

@@ -115,7 +115,6 @@ class KindRecord(Record):
         return self
 
 
-_Samples = Annotated[float, Field(gt=0.0, le=2.0**31, allow_inf_nan=False)]
 _Curve = Annotated[list[Many[Seconds]], Field(min_length=2, max_length=2)]
 
 

@@ -30,16 +30,16 @@ longest path of seconds to the end, HeteroG section 4.2), or program order (``pr
 """
 
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
 from heterog.simulator.cost_model import Prices
-from heterog.strategy.kernel_arguments import by_reference
+from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
+from heterog.simulator.timings import Timings, Workspace, make_workspace
 from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import IN_TURN, NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
+from heterog.strategy.lowering.tape import IN_TURN, NUM_TASKS, Tape
 from heterog.strategy.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
@@ -62,119 +62,6 @@ class Order(IntEnum):
     FIFO = 0
     RANK = 1
     PROGRAM = 2
-
-
-@by_reference
-class Timings(NamedTuple):
-    """Working memory and results of one simulation; grown to the largest program seen."""
-
-    seconds: FloatArray  # of each task
-    start: FloatArray
-    finish: FloatArray
-    rank: FloatArray  # upward; filled when the order or a limit asks for it
-    priority: FloatArray
-    waiting_for: IntArray  # unfinished reads of each task that it waits for
-    awaited: IntArray  # the tasks that make these
-    successor_start: IntArray  # of each task: those that wait for it
-    successor: IntArray
-    is_local: npt.NDArray[np.bool_]  # only later ops of the same device read what it makes
-    events: IntArray  # 2 task at its start, 2 task + 1 at its end: link and free tasks, in order
-    queue_start: IntArray  # segments of ``queue_item``, one heap per queue
-    queue_size: IntArray
-    queue_item: IntArray
-    chain: IntArray  # ops of each device and turn in program order
-    sequence_start: IntArray  # ops of each device in the order in which they ran
-    sequence: IntArray
-    heap_time: FloatArray
-    heap_item: IntArray
-    alive: IntArray  # unfinished readers of each buffer
-    touching: IntArray  # of ``memory_kernel``: events that touch each device's memory
-
-
-def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: int) -> Timings:
-    """Empty arrays with room for a program."""
-    return Timings(
-        seconds=np.empty(num_tasks),
-        start=np.empty(num_tasks),
-        finish=np.empty(num_tasks),
-        rank=np.empty(num_tasks),
-        priority=np.empty(num_tasks),
-        waiting_for=np.empty(num_tasks, np.int32),
-        awaited=np.empty(max(num_reads, 1), np.int32),
-        successor_start=np.empty(num_tasks + 2, np.int32),
-        successor=np.empty(max(num_reads, 1), np.int32),
-        is_local=np.empty(num_tasks, np.bool_),
-        events=np.empty(2 * num_tasks + 1, np.int32),
-        queue_start=np.empty(num_queues + 1, np.int32),
-        queue_size=np.empty(num_queues, np.int32),
-        queue_item=np.empty(num_tasks, np.int32),
-        chain=np.empty(num_tasks, np.int32),
-        sequence_start=np.empty(num_queues + 1, np.int32),
-        sequence=np.empty(num_tasks, np.int32),
-        heap_time=np.empty(4 * num_tasks + 64),
-        heap_item=np.empty(4 * num_tasks + 64, np.int32),
-        alive=np.empty(max(num_buffers, 1), np.int32),
-        # Each buffer is made by a task that starts and ends, and each read ends once.
-        touching=np.empty(2 * num_buffers + num_reads + 1, np.int32),
-    )
-
-
-@by_reference
-class Workspace(NamedTuple):
-    """Working memory of a simulation; made by ``simulate``, because kernels allocate nothing."""
-
-    left: FloatArray  # seconds of compute that each device still has to begin
-    busy: npt.NDArray[np.uint64]  # bit set of links in use
-    free_at: FloatArray  # of each link
-    # Link queues whose head might start now: something arrived, or a link of their gate came free.
-    candidate: IntArray
-    is_candidate: npt.NDArray[np.bool_]
-    is_held: npt.NDArray[np.bool_]  # whether each queue's communicator runs an operation
-    idle: npt.NDArray[np.bool_]  # of each device, as the following
-    busy_until: FloatArray
-    op_until: FloatArray
-    drag_until: FloatArray
-    drag_share: FloatArray
-    debt: FloatArray
-    sending: IntArray  # values that each device sends and has to wait for
-    first_open: IntArray  # first turn with ops left
-    ran: IntArray  # end of the ops in ``Timings.sequence`` that have run
-    touched: IntArray  # devices to look at
-    is_touched: npt.NDArray[np.bool_]
-    chain_of: IntArray  # of each task, -1 if it is no op
-    chain_start: IntArray  # of the ops of each device and turn in ``Timings.chain``
-    position: IntArray  # of the next op of each chain
-    fresh: IntArray  # tasks that just got ready
-
-
-def _make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
-    num_tasks = int(tape.counts[NUM_TASKS])
-    num_turns = int(tape.tasks["turn"][:num_tasks].max(initial=0)) + 1
-    num_chains = num_devices * num_turns
-    times = np.zeros((6, num_devices))
-    return Workspace(
-        left=times[0],
-        busy=np.zeros(prices.gate.shape[1], np.uint64),
-        free_at=np.zeros(prices.num_resources),
-        candidate=np.empty(prices.num_queues, np.int32),
-        is_candidate=np.zeros(prices.num_queues, np.bool_),
-        is_held=np.zeros(prices.num_queues, np.bool_),
-        idle=np.ones(num_devices, np.bool_),
-        busy_until=times[1],
-        op_until=times[2],
-        drag_until=times[3],
-        drag_share=times[4],
-        debt=times[5],
-        sending=np.zeros(num_devices, np.int32),
-        first_open=np.zeros(num_devices, np.int32),
-        ran=np.empty(num_devices, np.int32),
-        touched=np.empty(num_devices, np.int32),
-        is_touched=np.zeros(num_devices, np.bool_),
-        chain_of=np.empty(num_tasks, np.int32),
-        chain_start=np.zeros(num_chains + 1, np.int32),
-        position=np.empty(num_chains, np.int32),
-        fresh=np.empty(num_tasks, np.int32),
-    )
 
 
 @kernel
@@ -228,87 +115,6 @@ def _rank_tasks(tape: Tape, seconds: FloatArray, rank: FloatArray) -> None:
         for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
             maker = tape.buffers[tape.reads[read]].maker
             rank[maker] = max(rank[maker], rank[task])
-
-
-@helper
-def _before(priority: FloatArray, first: int, second: int) -> bool:
-    """Whether task ``first`` goes before ``second``: by priority, then by number."""
-    a = priority[first]
-    b = priority[second]
-    return a < b or (a == b and first < second)
-
-
-@helper
-def _sift_up(priority: FloatArray, items: IntArray, base: int, position: int, task: int) -> None:
-    """Put a task at the end of a heap in ``items[base:]`` and let it rise."""
-    while position > 0:
-        above = (position - 1) >> 1
-        if not _before(priority, task, items[base + above]):
-            break
-        items[base + position] = items[base + above]
-        position = above
-    items[base + position] = task
-
-
-@helper
-def _remove_first(priority: FloatArray, items: IntArray, base: int, size: int) -> None:
-    """Remove the first item of a heap that has ``size`` items left afterwards."""
-    task = items[base + size]
-    position = 0
-    while True:
-        below = 2 * position + 1
-        if below >= size:
-            break
-        if below + 1 < size and _before(priority, items[base + below + 1], items[base + below]):
-            below += 1
-        if not _before(priority, items[base + below], task):
-            break
-        items[base + position] = items[base + below]
-        position = below
-    if size > 0:
-        items[base + position] = task
-
-
-@helper
-def push_event(times: FloatArray, items: IntArray, size: int, time: float, item: int) -> int:
-    """Add an event; returns the new number of events."""
-    position = size
-    while position > 0:
-        above = (position - 1) >> 1
-        if times[above] < time or (times[above] == time and items[above] <= item):
-            break
-        times[position] = times[above]
-        items[position] = items[above]
-        position = above
-    times[position] = time
-    items[position] = item
-    return size + 1
-
-
-@helper
-def pop_event(times: FloatArray, items: IntArray, size: int) -> int:
-    """Remove the first event; returns the new number of events."""
-    size -= 1
-    time, item = times[size], items[size]
-    position = 0
-    while True:
-        below = 2 * position + 1
-        if below >= size:
-            break
-        right = below + 1
-        if right < size and (
-            times[right] < times[below]
-            or (times[right] == times[below] and items[right] < items[below])
-        ):
-            below = right
-        if time < times[below] or (time == times[below] and item <= items[below]):
-            break
-        times[position] = times[below]
-        items[position] = items[below]
-        position = below
-    times[position] = time
-    items[position] = item
-    return size
 
 
 @helper
@@ -433,7 +239,7 @@ def simulate(
     As soon as the end is sure to come after ``limit_s``, the run is given up; it returns (a lower
     bound of the end, ``GIVEN_UP``), and the details are meaningless.
     """
-    work = _make_workspace(tape, prices, num_devices)
+    work = make_workspace(tape, prices, num_devices)
     end, done = _simulate_kernel(tape, prices, timings, work, num_devices, order, limit_s)
     return float(end), int(done)
 
@@ -506,7 +312,7 @@ def _simulate_kernel(
                     sending[sender(prices, tape.tasks[task].channel)] += 1
                 queue = prices.channel_queue[tape.tasks[task].channel]
                 base, size = timings.queue_start[queue], timings.queue_size[queue]
-                _sift_up(priority, items, base, size, task)
+                sift_up(priority, items, base, size, task)
                 timings.queue_size[queue] = size + 1
                 if not is_candidate[queue]:
                     is_candidate[queue] = True
@@ -517,7 +323,7 @@ def _simulate_kernel(
                 if kind >= FIRST_FREE_KIND:
                     queue = num_link_queues + device
                     base, size = timings.queue_start[queue], timings.queue_size[queue]
-                    _sift_up(priority, items, base, size, task)
+                    sift_up(priority, items, base, size, task)
                     timings.queue_size[queue] = size + 1
                 num_touched = touch(device, touched, is_touched, num_touched)
         num_fresh = 0
@@ -577,7 +383,7 @@ def _simulate_kernel(
             if picked < 0 and timings.queue_size[queue] > 0:
                 task = items[timings.queue_start[queue]]
                 timings.queue_size[queue] -= 1
-                _remove_first(
+                remove_first(
                     priority, items, timings.queue_start[queue], timings.queue_size[queue]
                 )
                 if now + rank[task] > limit_s:
@@ -622,7 +428,7 @@ def _simulate_kernel(
                     num_candidates -= 1
                     candidate[slot] = candidate[num_candidates]
                     continue
-                if best < 0 or _before(priority, task, best):
+                if best < 0 or before(priority, task, best):
                     best = task
                 slot += 1
             if best < 0:
@@ -631,7 +437,7 @@ def _simulate_kernel(
             queue = prices.channel_queue[channel]
             is_held[queue] = prices.channel_is_collective[channel]
             timings.queue_size[queue] -= 1
-            _remove_first(priority, items, timings.queue_start[queue], timings.queue_size[queue])
+            remove_first(priority, items, timings.queue_start[queue], timings.queue_size[queue])
             payload = tape.tasks[best].num_bytes
             latency = latency_of(prices, channel, payload)
             if prices.channel_loaded_s[channel] > 0.0:
@@ -749,18 +555,6 @@ def _simulate_kernel(
                             num_candidates += 1
     timings.events[num_events] = -1
     return now, done
-
-
-def with_room(timings: Timings, tape: Tape, num_queues: int) -> Timings:
-    """The simulation's arrays, or larger ones where the tape and the queues need them."""
-    if (
-        tape.counts[NUM_TASKS] > len(timings.seconds)
-        or tape.counts[NUM_READS] > len(timings.successor)
-        or tape.counts[NUM_BUFFERS] > len(timings.alive)
-        or num_queues > len(timings.queue_size)
-    ):
-        return make_timings(len(tape.tasks), len(tape.reads), len(tape.buffers), 2 * num_queues)
-    return timings
 
 
 def run_program(

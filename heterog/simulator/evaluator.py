@@ -22,14 +22,7 @@ from heterog.simulator.asynchronous import TeamPace, steady_seconds
 from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
-from heterog.simulator.engine import (
-    GIVEN_UP,
-    Order,
-    Timings,
-    make_timings,
-    run_program,
-    with_room,
-)
+from heterog.simulator.engine import GIVEN_UP, Order, run_program
 from heterog.simulator.exchange import pull_tape, push_tape
 from heterog.simulator.folded import Folding
 from heterog.simulator.intervals import Interval, interval_around
@@ -38,6 +31,7 @@ from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.simulator.sparse_work import SparseWork
 from heterog.simulator.stash import StagedStep, StagePace, held_s
+from heterog.simulator.timings import Timings, make_timings, with_room
 from heterog.strategy.asynchronous import Traffic, pulls_of, pushes_of
 from heterog.strategy.averaged_buckets import averaged_buckets
 from heterog.strategy.averaging import islands

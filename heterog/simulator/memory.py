@@ -11,7 +11,7 @@ by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``rese
 import numpy as np
 import numpy.typing as npt
 
-from heterog.simulator.engine import Timings
+from heterog.simulator.timings import Timings
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program

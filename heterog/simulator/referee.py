@@ -30,16 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.simulator.cost_model import Prices
-from heterog.simulator.engine import (
-    GIVEN_UP,
-    SEND,
-    Timings,
-    latency_of,
-    pop_event,
-    push_event,
-    sender,
-    touch,
-)
+from heterog.simulator.engine import GIVEN_UP, SEND, latency_of, sender, touch
+from heterog.simulator.heaps import pop_event, push_event
+from heterog.simulator.timings import Timings
 from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape

@@ -7,8 +7,8 @@
   file, ``space`` strategies as rows of integers.
 - Modes: ``averaging`` (``averaged_buckets``, ``averaging_passes``), ``asynchronous``, ``stash``
   (``stash_phases``), ``codec``.
-- ``lowering`` makes a ``program`` of a strategy, on the graph's ``tables`` and the traffic of
-  ``channels``; ``folding`` finds devices that do the same.
+- ``lowering`` makes a ``program`` of a strategy, on the graph's ``tables`` (``value_reads``,
+  ``sparse_tables``) and the traffic of ``channels``; ``folding`` finds devices that do the same.
 - Rules for teams: ``tensor_parallel`` and ``layer_shardings`` for layers, ``dispatch`` for
   experts, ``spatial_split``, ``sequence_split`` (``balanced_runs``) and ``graph_split`` inside
   samples. ``layouts`` reads what people run today.

@@ -45,14 +45,18 @@ SOURCES = (
     "strategy/kernels.py",
     "strategy/lowering/*.py",
     "strategy/program.py",
+    "strategy/sparse_tables.py",
     "strategy/strategy.py",
     "strategy/sync.py",
     "strategy/tables.py",
+    "strategy/value_reads.py",
     "simulator/cost_model.py",
     "simulator/engine.py",
+    "simulator/heaps.py",
     "simulator/memory.py",
     "simulator/multiplex.py",
     "simulator/referee.py",
+    "simulator/timings.py",
 )
 """Files that define kernels, the tuples they unpack, or numbers that are compiled into them."""
 

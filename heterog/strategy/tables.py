@@ -20,23 +20,28 @@ from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Placement, TensorMeta
-from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
-from heterog.graph.sparse_pattern import SparsePattern
 from heterog.strategy.keeping import attention_scores, kept_products, scores_again
 from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.recomputation import Recomputation, recomputations
 from heterog.strategy.remaking import Remake, Remakes
+from heterog.strategy.sparse_tables import (
+    IntArray,
+    SparseTables,
+    int_array,
+    sparse_tables,
+    starts_of,
+)
+from heterog.strategy.value_reads import (
+    ANY_PASS,
+    NO_WINDOW,
+    Slot,
+    ValueReads,
+)
 
-IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
 
 KIND_NUMBER = {"R": 0, "S": 1, "P": 2, "L": 3}
-
-ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
-"""Readers that a slot serves: all; or those of one pass, where a team gathers slices of sums or
-the keys and values of all positions. The backward pass then gathers them again, so that nobody
-keeps the whole in between (Korthikanti et al. 2022, section 4.2.2)."""
 
 
 class Domain(IntEnum):
@@ -63,21 +68,6 @@ class Recut(IntEnum):
     """Parts of a sum become slices: a reduce-scatter."""
     EXCHANGED = 2
     """Slices along one axis become slices along another: an all-to-all."""
-
-
-@by_reference
-class SparseTables(NamedTuple):
-    """Entries of the sparse matrices whose rows are cut, one after the other; see ``window_row``.
-
-    A matrix has one number for each axis along which its rows are cut.
-    """
-
-    axis: IntArray  # [num_matrices]
-    first_row: IntArray  # of each in ``row_starts``  # [num_matrices + 1]
-    first_entry: npt.NDArray[np.int64]  # of each in ``columns``  # [num_matrices + 1]
-    row_starts: npt.NDArray[np.int64]  # each matrix's own
-    columns: IntArray
-    num_columns: IntArray  # [num_matrices]
 
 
 @by_reference
@@ -177,22 +167,6 @@ def graph_tables(
     return _Builder(graph, axis_plan(graph, op_rules), group_ops(graph), blocks).build()
 
 
-WindowRow = tuple[int, int, int, int]
-NO_WINDOW: WindowRow = (0, 0, 0, 0)
-_Slot = tuple[int, int, int, int, int, WindowRow]
-"""Value, reading group, how much of it is needed, axis and pass of the readers, and rows."""
-
-
-def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
-    """Convert a window to the kernel's form: its three numbers, and the total number of rows.
-
-    All 0 for slots that need no rows of others. For the rows that a sparse matrix names, the first
-    number is -1 minus that of the matrix in ``SparseTables``.
-    """
-    assert needed.window is not None
-    return *needed.window, graph.tensors[tensor].shape[needed.dim]
-
-
 class _Builder:
     def __init__(
         self, graph: OpGraph, plan: AxisPlan, grouping: Grouping, blocks: tuple[int, ...]
@@ -214,7 +188,6 @@ class _Builder:
             for tensor in graph.outputs(index):
                 self.value_of[tensor] = len(self.values)
                 self.values.append(tensor)
-        self.gathered = self._gathered_views()
         self.row_of = {op: row for row, op in enumerate(self.ops)}
         self.op_group = [int(grouping.group[index]) for index in self.ops]
         self.is_backward = [graph.ops[index].phase == Phase.BACKWARD for index in self.ops]
@@ -225,12 +198,13 @@ class _Builder:
             for _, parameter, _ in graph.updates
         ]
         # Per op, the values that it reads (and from which slot) and the parameters.
-        self.reads: list[list[tuple[int, _Slot | None]]] = []
+        self.reads: list[list[tuple[int, Slot | None]]] = []
         self.parameter_reads: list[list[int]] = []
-        self.matrices: dict[tuple[str, int], int] = {}  # (key, axis): number
-        self.outside: dict[int, set[int]] = {}  # ways in which other groups look at a value
+        self.ways = ValueReads(
+            graph, plan, grouping, self.block, self.value_of, self.parameter_row
+        )
         for index in self.ops:
-            entries, parameters = self._reads_of(index)
+            entries, parameters = self.ways.of(index)
             self.reads.append(entries)
             self.parameter_reads.append(parameters)
         self.last_read = {
@@ -240,29 +214,17 @@ class _Builder:
             self._gradient_value(parameter, gradient) for _, parameter, gradient in graph.updates
         ]
         self.gradient_slots = [self._gradient_slot(p, made) for _, p, made in graph.updates]
-        self.sparse = _sparse_tables(graph, self.matrices)
+        self.sparse = sparse_tables(graph, self.ways.matrices)
         read_slots = [slot for entries in self.reads for _, slot in entries]
         slots = {*self.gradient_slots, *read_slots}
         self.slots = sorted(slot for slot in slots if slot is not None)
         self.slot_number = {slot: number for number, slot in enumerate(self.slots)}
 
-    def _gathered_views(self) -> list[int]:
-        """How much of a value is needed by the views through which each tensor shows it."""
-        graph, plan = self.graph, self.plan
-        gathered = [AS_MADE] * len(graph.tensors)
-        for index, op in enumerate(graph.ops):
-            if graph.is_view[index]:
-                source = op.inputs[0]
-                whole = max(gathered[source], plan.whole_needed(index, 0, source))
-                for tensor in graph.outputs(index):
-                    gathered[tensor] = whole
-        return gathered
-
     def build(self) -> GraphTables:
         return GraphTables(
             batch_size=self.graph.batch_size,
             num_groups=self.grouping.num_groups,
-            axis_units=_ints(list(self.plan.axes)),
+            axis_units=int_array(list(self.plan.axes)),
             **self._op_tables(),
             **self._recomputation_tables(),
             **self._value_tables(),
@@ -279,23 +241,23 @@ class _Builder:
         for row in range(len(graph.updates)):
             finished[self._last_op(row)].append(row)
         return {
-            "op_id": _ints(self.ops),
-            "op_group": _ints(self.op_group),
-            "op_axis": _ints([int(self.plan.op_axis[index]) for index in self.ops]),
-            "op_recut": _ints(list(map(self._recut, self.ops))),
-            "value_start": _starts([graph.ops[index].num_outputs for index in self.ops]),
-            "read_start": _starts([len(entries) for entries in self.reads]),
-            "read_value": _ints([value for entries in self.reads for value, _ in entries]),
-            "read_slot": _ints(
+            "op_id": int_array(self.ops),
+            "op_group": int_array(self.op_group),
+            "op_axis": int_array([int(self.plan.op_axis[index]) for index in self.ops]),
+            "op_recut": int_array(list(map(self._recut, self.ops))),
+            "value_start": starts_of([graph.ops[index].num_outputs for index in self.ops]),
+            "read_start": starts_of([len(entries) for entries in self.reads]),
+            "read_value": int_array([value for entries in self.reads for value, _ in entries]),
+            "read_slot": int_array(
                 [self._number(slot) for entries in self.reads for _, slot in entries]
             ),
-            "parameter_read_start": _starts([len(rows) for rows in self.parameter_reads]),
-            "parameter_read": _ints([row for rows in self.parameter_reads for row in rows]),
-            "finished_start": _starts([len(rows) for rows in finished]),
-            "finished_parameter": _ints([row for rows in finished for row in rows]),
-            "op_is_backward": _ints([int(flag) for flag in self.is_backward]),
-            "op_is_late": _ints([int(self._is_late(row)) for row in range(len(self.ops))]),
-            "op_is_weights": _ints(self._makes_weights_only()),
+            "parameter_read_start": starts_of([len(rows) for rows in self.parameter_reads]),
+            "parameter_read": int_array([row for rows in self.parameter_reads for row in rows]),
+            "finished_start": starts_of([len(rows) for rows in finished]),
+            "finished_parameter": int_array([row for rows in finished for row in rows]),
+            "op_is_backward": int_array([int(flag) for flag in self.is_backward]),
+            "op_is_late": int_array([int(self._is_late(row)) for row in range(len(self.ops))]),
+            "op_is_weights": int_array(self._makes_weights_only()),
         }
 
     def _recut(self, op: int) -> Recut:
@@ -345,11 +307,11 @@ class _Builder:
         recomputing = {each.reader for each in again if each.ops}
         partly = self._partly(rows, makers)
         return {
-            "op_recomputes": _ints([int(row in recomputing) for row in range(len(self.ops))]),
-            "recompute_start": _starts([len(each.ops) for each in again]),
-            "recompute_op": _ints([row for each in again for row in each.ops]),
-            "partly_start": _starts([len(ops) for ops in partly]),
-            "partly_op": _ints([row for ops in partly for row in ops]),
+            "op_recomputes": int_array([int(row in recomputing) for row in range(len(self.ops))]),
+            "recompute_start": starts_of([len(each.ops) for each in again]),
+            "recompute_op": int_array([row for each in again for row in each.ops]),
+            "partly_start": starts_of([len(ops) for ops in partly]),
+            "partly_op": int_array([row for ops in partly for row in ops]),
         }
 
     def _partly(
@@ -383,18 +345,18 @@ class _Builder:
         split = np.array(kinds) == KIND_NUMBER["S"]
         units = np.array([max(plan.axes[plan.tensor_axis[tensor]], 1) for tensor in values])
         return {
-            "value_op": _ints(self.value_op),
-            "value_tensor": _ints(values),
-            "value_axis": _ints([int(plan.tensor_axis[tensor]) for tensor in values]),
-            "value_kind": _ints(kinds),
+            "value_op": int_array(self.value_op),
+            "value_tensor": int_array(values),
+            "value_axis": int_array([int(plan.tensor_axis[tensor]) for tensor in values]),
+            "value_kind": int_array(kinds),
             "value_bytes": np.where(split, 0.0, sizes),
             "value_bytes_per_unit": np.where(split, sizes / units, 0.0),
             "value_moved_fraction": np.array([self._moved_fraction(each) for each in values]),
-            "value_batch_kind": _ints([KIND_NUMBER[place.kind] for place in over_batch]),
-            "value_is_outermost": _ints([_is_outermost(plan.placements[t]) for t in values]),
-            "value_batch_is_outermost": _ints([_is_outermost(place) for place in over_batch]),
-            "value_is_early": _ints([int(self._is_early(tensor)) for tensor in values]),
-            "value_item_bytes": _ints([_item_bytes(graph, tensor) for tensor in values]),
+            "value_batch_kind": int_array([KIND_NUMBER[place.kind] for place in over_batch]),
+            "value_is_outermost": int_array([_is_outermost(plan.placements[t]) for t in values]),
+            "value_batch_is_outermost": int_array([_is_outermost(place) for place in over_batch]),
+            "value_is_early": int_array([int(self._is_early(tensor)) for tensor in values]),
+            "value_item_bytes": int_array([_item_bytes(graph, tensor) for tensor in values]),
         }
 
     def _slot_tables(self) -> dict[str, Any]:
@@ -402,18 +364,18 @@ class _Builder:
         starts = np.searchsorted(values, np.arange(len(self.values) + 1))
         return {
             "value_slot_start": starts.astype(np.int32),
-            "slot_value": _ints(values),
-            "slot_group": _ints([slot[1] for slot in self.slots]),
-            "slot_whole": _ints([slot[2] for slot in self.slots]),
-            "slot_axis": _ints([slot[3] for slot in self.slots]),
-            "slot_pass": _ints([slot[4] for slot in self.slots]),
+            "slot_value": int_array(values),
+            "slot_group": int_array([slot[1] for slot in self.slots]),
+            "slot_whole": int_array([slot[2] for slot in self.slots]),
+            "slot_axis": int_array([slot[3] for slot in self.slots]),
+            "slot_pass": int_array([slot[4] for slot in self.slots]),
             "slot_window": np.array([slot[5] for slot in self.slots], np.int32).reshape(-1, 4),
             **self._remake_tables(),
         }
 
     def _remake_tables(self) -> dict[str, Any]:
         """Ops that fill a slot by making its value again, where that is possible."""
-        remakes = Remakes(self.graph, self.plan, self.grouping.group, self.gathered)
+        remakes = Remakes(self.graph, self.plan, self.grouping.group, self.ways.gathered)
         found: list[Remake | None] = []
         for value, _, whole, _, _, window in self.slots:
             tensor = self.values[value]
@@ -422,8 +384,8 @@ class _Builder:
             may = is_as_made and not is_there
             found.append(remakes.of_value(tensor, self._moved_fraction(tensor)) if may else None)
         return {
-            "remake_start": _starts([len(each.ops) if each else 0 for each in found]),
-            "remake_op": _ints([self.row_of[op] for each in found if each for op in each.ops]),
+            "remake_start": starts_of([len(each.ops) if each else 0 for each in found]),
+            "remake_op": int_array([self.row_of[op] for each in found if each for op in each.ops]),
             "slot_remade_from": np.array([each.least_bytes if each else 0.0 for each in found]),
         }
 
@@ -442,7 +404,9 @@ class _Builder:
                     readers[row].extend(self.value_of[t] for t in graph.outputs(index)[:1])
         units = [float(plan.axes[axis]) if axis >= 0 else 1.0 for axis in self.parameter_axis]
         return {
-            "parameter_group": _ints([int(self.grouping.group[op]) for op, _, _ in graph.updates]),
+            "parameter_group": int_array(
+                [int(self.grouping.group[op]) for op, _, _ in graph.updates]
+            ),
             "parameter_bytes": np.array(sizes),
             "stepped_bytes": np.array(
                 [
@@ -453,16 +417,18 @@ class _Builder:
             "gradient_bytes": np.array(
                 [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
             ),
-            "gradient_item_bytes": _ints([_item_bytes(graph, g) for _, _, g in graph.updates]),
-            "parameter_item_bytes": _ints([_item_bytes(graph, p) for _, p, _ in graph.updates]),
-            "parameter_dtype": _ints([numbers[pair] for pair in dtypes]),
+            "gradient_item_bytes": int_array([_item_bytes(graph, g) for _, _, g in graph.updates]),
+            "parameter_item_bytes": int_array(
+                [_item_bytes(graph, p) for _, p, _ in graph.updates]
+            ),
+            "parameter_dtype": int_array([numbers[pair] for pair in dtypes]),
             "num_dtypes": max(len(numbers), 1),
             "parameter_workspace": workspace,
-            "parameter_axis": _ints(self.parameter_axis),
+            "parameter_axis": int_array(self.parameter_axis),
             "parameter_units": np.array(units),
-            "parameter_tensor": _ints([parameter for _, parameter, _ in graph.updates]),
-            "reader_start": _starts([len(values) for values in readers]),
-            "reader_value": _ints([value for values in readers for value in values]),
+            "parameter_tensor": int_array([parameter for _, parameter, _ in graph.updates]),
+            "reader_start": starts_of([len(values) for values in readers]),
+            "reader_value": int_array([value for values in readers for value in values]),
             "state_ratio": graph.optimizer_state_ratio,
         }
 
@@ -475,10 +441,10 @@ class _Builder:
             last_values.append(self.value_of[outputs[0]] if waits else -1)
         domains = list(map(self._domain, self.gradient_values, self.parameter_axis))
         return {
-            "parameter_gradient": _ints(self.gradient_values),
-            "parameter_last_value": _ints(last_values),
-            "gradient_domain": _ints(domains),
-            "gradient_slot": _ints([self._number(slot) for slot in self.gradient_slots]),
+            "parameter_gradient": int_array(self.gradient_values),
+            "parameter_last_value": int_array(last_values),
+            "gradient_domain": int_array(domains),
+            "gradient_slot": int_array([self._number(slot) for slot in self.gradient_slots]),
         }
 
     def _batch_tables(self) -> dict[str, Any]:
@@ -501,7 +467,7 @@ class _Builder:
             "batch_is_whole": is_whole,
         }
 
-    def _number(self, slot: _Slot | None) -> int:
+    def _number(self, slot: Slot | None) -> int:
         return -1 if slot is None else self.slot_number[slot]
 
     def _gradient_value(self, parameter: int, gradient: int) -> int:
@@ -519,65 +485,6 @@ class _Builder:
         is made (the other product of a batched matrix product, say).
         """
         return max(self.value_op[self.gradient_values[row]], self.last_read.get(row, -1))
-
-    def _reads_of(self, index: int) -> tuple[list[tuple[int, _Slot | None]], list[int]]:
-        """Values and parameters that a compute op reads, each once per way of reading it."""
-        graph, plan = self.graph, self.plan
-        group, axis = int(self.grouping.group[index]), int(plan.op_axis[index])
-        entries: dict[tuple[int, _Slot | None], None] = {}
-        parameters: dict[int, None] = {}
-        for position, tensor in enumerate(graph.ops[index].inputs):
-            storage = int(graph.storage[tensor])
-            if storage in self.parameter_row:
-                parameters.setdefault(self.parameter_row[storage])
-            if storage not in self.value_of:
-                continue
-            value = self.value_of[storage]
-            maker = int(self.grouping.group[int(graph.producer[storage])])
-            whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
-            is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
-            if maker != CONSTANT_GROUP and not is_near:
-                self.outside.setdefault(storage, set()).add(tensor)
-            window = self._window(index, position, tensor)
-            as_made = is_near and whole == AS_MADE and plan.tensor_axis[storage] == axis
-            as_made = as_made and window == NO_WINDOW
-            if maker == CONSTANT_GROUP or as_made:
-                entries.setdefault((value, None))
-            else:
-                readers = self._pass_of_readers(index, storage, whole)
-                entries.setdefault((value, (value, group, whole, axis, readers, window)))
-        return list(entries), list(parameters)
-
-    def _window(self, index: int, position: int, tensor: int) -> WindowRow:
-        """The rows that an op reads, where its device may lack some of them."""
-        plan, graph = self.plan, self.graph
-        window = plan.window_needed(index, position, tensor)
-        sparse = plan.needed[index][position]
-        if sparse.pattern and plan.is_brought(index, position, tensor):
-            matrix = sparse.pattern, int(plan.op_axis[index])
-            number = self.matrices.setdefault(matrix, len(self.matrices))
-            return -1 - number, 0, 0, graph.tensors[tensor].shape[sparse.dim]
-        if window is None:
-            return NO_WINDOW
-        needed = plan.needed[index][position]
-        own = graph.tensors[tensor].shape[needed.dim] // plan.axes[int(plan.op_axis[index])]
-        if window.step == own and max(window.before, window.after) <= 0:
-            return NO_WINDOW
-        return window_row(graph, tensor, needed)
-
-    def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
-        """The passes whose readers share the conversion of a value for one reader."""
-        graph, plan = self.graph, self.plan
-        is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
-        axis = int(plan.tensor_axis[storage])
-        # Keys and values of all positions.
-        is_context = graph.ops[reader].kind in ATTENTION_KINDS and axis != BATCH_AXIS
-        if not is_gathered or not (is_context or axis in plan.scatter_axes):
-            return ANY_PASS
-        if graph.ops[int(graph.producer[storage])].phase == Phase.BACKWARD:
-            return ANY_PASS
-        is_backward = graph.ops[reader].phase == Phase.BACKWARD
-        return BACKWARD_PASS if is_backward else FORWARD_PASS
 
     def _makes_weights_only(self) -> list[int]:
         """Flags of backward ops whose results lead only to gradients of their own group."""
@@ -598,7 +505,7 @@ class _Builder:
     def _is_read(self, value: int) -> bool:
         return bool(self.graph.consumers[self.values[value]])
 
-    def _gradient_slot(self, parameter: int, gradient: int) -> _Slot | None:
+    def _gradient_slot(self, parameter: int, gradient: int) -> Slot | None:
         """The slot that gathers the gradient of a whole parameter that was made in parts."""
         storage = int(self.graph.storage[gradient])
         made = self.plan.placements[storage]
@@ -626,7 +533,8 @@ class _Builder:
         graph, plan = self.graph, self.plan
         inputs = set(graph.inputs_of_kind(TensorKind.BATCH))
         return any(
-            max(self.gathered[tensor], plan.whole_needed(index, position, tensor)) == EVERYTHING
+            max(self.ways.gathered[tensor], plan.whole_needed(index, position, tensor))
+            == EVERYTHING
             for index in self.ops
             for position, tensor in enumerate(graph.ops[index].inputs)
             if int(graph.storage[tensor]) in inputs
@@ -659,38 +567,10 @@ class _Builder:
     def _moved_fraction(self, storage: int) -> float:
         """Fraction of a value that readers outside its group use (a slice of it, say)."""
         seen = sum(
-            int(self.graph.tensor_bytes[tensor]) for tensor in self.outside.get(storage, ())
+            int(self.graph.tensor_bytes[tensor]) for tensor in self.ways.outside.get(storage, ())
         )
         size = int(self.graph.tensor_bytes[storage])
         return min(seen / size, 1.0) if size and seen else 1.0
-
-
-def matrix_of(sparse: SparseTables, number: int) -> SparsePattern:
-    """The pattern of one of the matrices."""
-    rows = slice(*sparse.first_row[number : number + 2].tolist())
-    entries = slice(*sparse.first_entry[number : number + 2].tolist())
-    return SparsePattern(
-        sparse.row_starts[rows], sparse.columns[entries], int(sparse.num_columns[number])
-    )
-
-
-def _sparse_tables(graph: OpGraph, matrices: dict[tuple[str, int], int]) -> SparseTables:
-    by_key = {pattern.key: pattern for pattern in graph.patterns}
-    missing = [key for key, _ in matrices if key not in by_key]
-    if missing:
-        raise StrategyError(
-            f"graph '{graph.name}' has no entries of the sparse matrix {missing[0]}, whose rows a "
-            "rule cuts; capture the workload again, or take a graph file that has its patterns."
-        )
-    found = [by_key[key] for key, _ in matrices]
-    return SparseTables(
-        axis=_ints([axis for _, axis in matrices]),
-        first_row=_starts([len(each.row_starts) for each in found]),
-        first_entry=np.cumsum([0, *(each.num_entries for each in found)], dtype=np.int64),
-        row_starts=np.concatenate([np.zeros(0, np.int64), *(each.row_starts for each in found)]),
-        columns=np.concatenate([np.zeros(0, np.int32), *(each.columns for each in found)]),
-        num_columns=_ints([each.num_columns for each in found]),
-    )
 
 
 def _is_outermost(place: Placement) -> bool:
@@ -715,11 +595,3 @@ def _item_bytes(graph: OpGraph, tensor: int) -> int:
     if "float" not in meta.dtype or not meta.meta.num_elements:
         return 0
     return int(graph.tensor_bytes[tensor]) // meta.meta.num_elements
-
-
-def _ints(values: Sequence[int]) -> IntArray:
-    return np.array(values, np.int32)
-
-
-def _starts(counts: list[int]) -> IntArray:
-    return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

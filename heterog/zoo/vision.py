@@ -110,16 +110,13 @@ class ConvNorm(nn.Sequential):
         stride: int = 1,
         *,
         padding: int | tuple[int, int] | None = None,
-        groups: int = 1,
         activation: type[nn.Module] | None = nn.ReLU,
         eps: float = 1e-5,
     ) -> None:
         if padding is None:
             padding = kernel // 2 if isinstance(kernel, int) else (kernel[0] // 2, kernel[1] // 2)
         super().__init__(
-            nn.Conv2d(
-                in_channels, out_channels, kernel, stride, padding, groups=groups, bias=False
-            ),
+            nn.Conv2d(in_channels, out_channels, kernel, stride, padding, bias=False),
             nn.BatchNorm2d(out_channels, eps=eps),
         )
         if activation is not None:
@@ -292,7 +289,11 @@ class InvertedResidual(nn.Module):
         super().__init__()
         width = expansion * in_channels
         self.body = nn.Sequential(
-            ConvNorm(width, width, 3, stride, groups=width, activation=nn.ReLU6),
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, stride, 1, groups=width, bias=False),
+                nn.BatchNorm2d(width),
+                nn.ReLU6(),
+            ),
             ConvNorm(width, out_channels, 1, activation=None),
         )
         if expansion != 1:

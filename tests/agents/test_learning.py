@@ -20,6 +20,7 @@ from heterog.agents.ppo import PpoLearner
 from heterog.agents.ppo_training import PpoTrainer, make_trainer
 from heterog.agents.reinforce import POOL_SIZE, Reinforce
 from heterog.agents.sources import PairSource
+from heterog.agents.training import RunFiles
 from heterog.envs.conformance import check_reward
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, reward_of
@@ -106,9 +107,11 @@ def test_a_run_that_was_stopped_goes_on_exactly(algorithm: Algorithm, tmp_path: 
         if stage == "validation" and text.startswith("step 4"):
             raise KeyboardInterrupt
 
-    first = make_trainer(source(), settings, NETWORK, checkpoint=path, report=stop).run()
+    first = make_trainer(
+        source(), settings, NETWORK, files=RunFiles(checkpoint=path), report=stop
+    ).run()
     assert not first.finished
-    second = make_trainer(source(), settings, NETWORK, resume=path).run()
+    second = make_trainer(source(), settings, NETWORK, files=RunFiles(resume=path)).run()
     assert second.finished
     assert second.history == whole.history
     for mine, theirs in zip(
@@ -148,9 +151,11 @@ def test_a_reward_that_nobody_asks_for_is_refused(tmp_path: Path) -> None:
         make_trainer(source(), SETTINGS, NETWORK, reward=slowest)
     settings = settings_of(Algorithm.REINFORCE, num_steps=1, check_every=1, search_evaluations=20)
     path = tmp_path / "checkpoint.pt"
-    make_trainer(source(), settings, NETWORK, checkpoint=path, reward=slowest).run()
+    make_trainer(
+        source(), settings, NETWORK, files=RunFiles(checkpoint=path), reward=slowest
+    ).run()
     with pytest.raises(HeterogError, match=r"another reward: slowest there, reward_of here"):
-        make_trainer(source(), settings, NETWORK, resume=path)
+        make_trainer(source(), settings, NETWORK, files=RunFiles(resume=path))
 
 
 def test_settings_that_an_algorithm_does_not_read_warn() -> None:
@@ -189,29 +194,29 @@ def test_ppo_follows_the_schedules(nats: float) -> None:
 def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     settings = replace(SETTINGS, num_steps=1, check_every=1, search_evaluations=20)
     path = tmp_path / "checkpoint.pt"
-    make_trainer(source(), settings, NETWORK, checkpoint=path).run()
+    make_trainer(source(), settings, NETWORK, files=RunFiles(checkpoint=path)).run()
     with pytest.raises(HeterogError, match=r"other settings: seed 0 there, 1 here"):
-        make_trainer(source(), replace(settings, seed=1), NETWORK, resume=path)
+        make_trainer(source(), replace(settings, seed=1), NETWORK, files=RunFiles(resume=path))
     with pytest.raises(HeterogError, match="another network"):
-        make_trainer(source(), settings, replace(NETWORK, rank=2), resume=path)
+        make_trainer(source(), settings, replace(NETWORK, rank=2), files=RunFiles(resume=path))
 
 
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     settings = settings_of(Algorithm.PPO, num_steps=1, check_every=1, search_evaluations=20)
     path = tmp_path / "checkpoint.pt"
-    make_trainer(source(), settings, NETWORK, checkpoint=path).run()
+    make_trainer(source(), settings, NETWORK, files=RunFiles(checkpoint=path)).run()
     found = load_checkpoint(path)
     older = {name: value for name, value in found.training.items() if name != "coefficient"}
     save_checkpoint(path, replace(found, training=older | {"coefficient_of_entropy": 0.1}))
     with pytest.raises(HeterogError, match=r"has no 'coefficient': another version"):
-        make_trainer(source(), settings, NETWORK, resume=path)
+        make_trainer(source(), settings, NETWORK, files=RunFiles(resume=path))
 
 
 def test_training_is_logged_for_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     settings = settings_of(Algorithm.REINFORCE, num_steps=10, check_every=10)
-    make_trainer(source(), settings, NETWORK, logdir=tmp_path).run()
+    make_trainer(source(), settings, NETWORK, files=RunFiles(logdir=tmp_path)).run()
     events: Any = EventAccumulator(str(tmp_path))
     events.Reload()
     names = set(events.Tags()["scalars"])
@@ -253,7 +258,9 @@ def test_replaying_the_pool_leaves_the_estimate_unbiased() -> None:
 
 
 def test_ppo_encodes_each_pair_once_per_minibatch() -> None:
-    learner = PpoLearner([toy_pair()], NETWORK, num_envs=4, steps_per_rollout=3)
+    learner = PpoLearner(
+        [toy_pair()], NETWORK, TrainingConfig(samples_per_pair=4, pairs_per_step=3)
+    )
     extractor = learner.actor_critic.extractor
     learner.learn(1, lambda number, terms: True)
     # One pair: 3 steps and the value after the last, then 2 epochs of one minibatch.

@@ -14,6 +14,7 @@ from heterog.agents.config import PolicyConfig
 from heterog.agents.graph_data import PairBatch, hetero_data
 from heterog.agents.policy import (
     Policy,
+    Variety,
     draw,
     log_probabilities,
     masks_of,
@@ -72,7 +73,7 @@ def test_steady_draws_do_not_waver() -> None:
     scores = replace(
         scores, unary=np.tile(alike, (pair.num_blocks, 1)), cut=still, stay=still + 1.0
     )
-    rows = draw(scores, pair, 4000, np.random.default_rng(0), num_steady=4000).rows
+    rows = draw(scores, pair, 4000, np.random.default_rng(0), Variety(num_steady=4000)).rows
     assert (rows == rows[:, :1]).all()
     chosen, counts = np.unique(rows[:, 0], return_counts=True)
     allowed = np.flatnonzero(alike == 0.0)
@@ -96,7 +97,11 @@ def test_draws_with_so_many_changes_follow_the_probabilities_given_that(num_chan
     expected = torch.softmax(log_p, 0).numpy()
     wanted = np.full(20_000, num_changes, np.int32)
     drawn = draw(
-        score_pairs(policy, [pair])[0], pair, 20_000, np.random.default_rng(0), num_changes=wanted
+        score_pairs(policy, [pair])[0],
+        pair,
+        20_000,
+        np.random.default_rng(0),
+        Variety(num_changes=wanted),
     ).rows
     numbers = {row.tobytes(): number for number, row in enumerate(rows.astype(np.int32))}
     counts = np.bincount([numbers[row.tobytes()] for row in drawn], minlength=len(rows))
@@ -106,7 +111,7 @@ def test_draws_with_so_many_changes_follow_the_probabilities_given_that(num_chan
 def test_cold_draws_are_those_of_sharper_scores() -> None:
     pair = toy_pair()
     scores = rule_of_thumb(pair)
-    cold = draw(scores, pair, 64, np.random.default_rng(0), temperature=0.5).rows
+    cold = draw(scores, pair, 64, np.random.default_rng(0), Variety(temperature=0.5)).rows
     sharp = replace(scores, unary=2.0 * scores.unary, cut=2.0 * scores.cut, stay=2.0 * scores.stay)
     np.testing.assert_array_equal(cold, draw(sharp, pair, 64, np.random.default_rng(0)).rows)
 

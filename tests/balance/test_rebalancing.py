@@ -1,5 +1,6 @@
 """Shares follow speeds that change and stay where speeds do: simulated ranks with noise."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.balance.rebalancing import Rebalancer
-from heterog.balance.shares import RankSpeed, best_shares, count_turns, step_s
+from heterog.balance.shares import RankSpeed, best_shares, step_s
 from heterog.balance.speeds import LEAST_DIFFERENCES, SpeedEstimate
 
 INTERVAL = 8
@@ -66,6 +67,18 @@ class Job:
     def over_best(self) -> float:
         best = best_shares(self.speeds, sum(self.shares))
         return step_s(self.speeds, self.shares) / step_s(self.speeds, best)
+
+
+def count_turns(path: Sequence[int], band: float = 0.05) -> int:
+    """How often a rank's share goes back by more than a part of it; so often it swings."""
+    count, way, end = 0, 0, path[0]
+    for share in path[1:]:
+        if way * (share - end) > 0:
+            end = share
+        elif abs(share - end) > max(band * end, 1):
+            count += way != 0
+            way, end = (1 if share > end else -1), share
+    return count
 
 
 SPEEDS = st.lists(

@@ -22,18 +22,24 @@ CASES = st.tuples(
 
 
 def samplers(
-    num_samples: int, shares: list[int], seed: int = 0, shuffle: bool = True, **options: bool
+    num_samples: int,
+    shares: list[int],
+    seed: int = 0,
+    shuffle: bool = True,
+    drop_last: bool = False,
 ) -> list[ShareSampler]:
     return [
-        ShareSampler.of_samples(
-            num_samples,
-            sum(shares),
+        ShareSampler(
+            SampleBatches(
+                num_samples,
+                sum(shares),
+                seed=seed,
+                shuffle=shuffle,
+                drop_last=drop_last,
+            ),
             rank=rank,
             num_ranks=len(shares),
             shares=shares,
-            seed=seed,
-            shuffle=shuffle,
-            **options,
         )
         for rank in range(len(shares))
     ]
@@ -170,8 +176,9 @@ def test_what_does_not_fit_is_refused() -> None:
     (sampler,) = samplers(20, [4])
     with pytest.raises(BalanceError, match="0 samples in batches of 4"):
         SampleBatches(0, 4, seed=0, shuffle=True, drop_last=False)
+    batches = SampleBatches(8, 4, seed=0, shuffle=True, drop_last=False)
     with pytest.raises(BalanceError, match="rank 2 does not exist among 2"):
-        ShareSampler.of_samples(8, 4, rank=2, num_ranks=2)
+        ShareSampler(batches, rank=2, num_ranks=2)
     next(iter(sampler))
     with pytest.raises(BalanceError, match="from step 0 on come too late: 1 steps are dealt"):
         sampler.set_shares([4], from_step=0)

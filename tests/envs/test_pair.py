@@ -13,7 +13,7 @@ from heterog.cluster.topology import ROOFLINE, Cluster
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages, Score
-from heterog.envs.reward import WORST, reward_of
+from heterog.envs.reward import BOUND, reward_of
 from heterog.envs.toy import toy_cluster
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
@@ -248,7 +248,7 @@ def test_reward_is_the_log_of_the_speedup_and_grades_overrun() -> None:
         (base / 100, 0.0): 1.5,
         (base * 100, 0.0): -1.5,
         (base / 100, 1.0): -1.5 - math.log(2),
-        (base, 100.0): WORST,
+        (base, 100.0): -BOUND - 1.0,
     }
     for (seconds, overflow), expected in cases.items():
         score = Score(step_time_s=seconds, overflow=overflow)

@@ -20,7 +20,6 @@ from heterog.planners.pipette import (
     latency_s,
 )
 from heterog.planners.pipette.annealing import COOLED, moved, scaled
-from heterog.planners.pipette.latency import eager_order_s, one_forward_one_backward_s
 from heterog.strategy.program import IntArray
 from tests.simulator.builders import random_cluster
 from tests.thorough import one_in
@@ -91,6 +90,20 @@ def costs(**changes: Any) -> UniformCosts:
     return UniformCosts(**values)
 
 
+def one_forward_one_backward_s(
+    *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
+) -> float:
+    """1F1B with equal stages and links, if sends do not hold up computing.
+
+    T = (m + p - 1)(F + B) + 2 (p - 1) c + 2c ((m - 2) - floor((m - 2)/p)): the eager order, and
+    its waits. The engine takes this time (tests/strategy/test_schedules.py); ``+path`` is below it
+    by 2c (p - 2) where p divides m.
+    """
+    waits = (num_micro - 2) - (num_micro - 2) // num_stages
+    passes_s = (num_micro + num_stages - 1) * (forward_s + backward_s)
+    return passes_s + 2.0 * (num_stages - 1 + waits) * message_s
+
+
 @pytest.mark.parametrize(("p", "m", "c", "exact", "eager", "path"), TABLE)
 def test_the_forms_of_1f1b(p: int, m: int, c: int, exact: int, eager: int, path: int) -> None:
     """The engine is held to the first column in tests/strategy/test_schedules.py."""
@@ -98,7 +111,6 @@ def test_the_forms_of_1f1b(p: int, m: int, c: int, exact: int, eager: int, path:
         "num_stages": p, "num_micro": m, "forward_s": 10.0, "backward_s": 20.0, "message_s": c,
     }  # fmt: skip
     assert one_forward_one_backward_s(**form) == exact
-    assert eager_order_s(**form) == eager
     layout = costs(num_stages=p, num_micro=m, message_bytes=float(c))
     assert latency_s(Variant.PATH, layout) == path
     # With B = 2F amp's 3F are F + B, and its pipeline is that of the eager order.

@@ -19,8 +19,10 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogWarning, InputFileError, UnknownNameError
+from heterog.runtime import emulated_network as network
 from heterog.runtime import testbed as module
-from heterog.runtime.testbed import CpuController, Testbed, TestbedError, load_testbed
+from heterog.runtime.emulated_network import TestbedError
+from heterog.runtime.testbed import CpuController, Testbed, load_testbed
 
 # Only where a testbed is built; what it refuses and computes is tested everywhere.
 _REASON = module.is_supported()
@@ -225,16 +227,16 @@ class TestRefusals:
 class TestTools:
     def test_failure_tells_command_and_reason(self) -> None:
         with pytest.raises(TestbedError, match=r"'/.*/ls /no/such' failed: .*No such file"):
-            module._run_tool("ls", "/no/such")
+            network.run_tool("ls", "/no/such")
 
     def test_silent_failure(self) -> None:
         with pytest.raises(TestbedError, match=r"false' failed: exit code 1"):
-            module._run_tool("false")
+            network.run_tool("false")
 
     def test_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_COMMAND_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(network, "_COMMAND_TIMEOUT_S", 0.05)
         with pytest.raises(TestbedError, match=r"sleep 10' took more than 0.05 s"):
-            module._run_tool("sleep", "10")
+            network.run_tool("sleep", "10")
 
 
 @linux_only
@@ -262,9 +264,9 @@ class TestWarnings:
         def refuse(*arguments: str) -> NoReturn:
             raise TestbedError("unknown qdisc")
 
-        monkeypatch.setattr(module, "_run_tool", refuse)
+        monkeypatch.setattr(network, "run_tool", refuse)
         with pytest.warns(HeterogWarning, match=r"'h0' \(5 ms\) is ignored.*no 'netem'"):
-            assert not module._emulates_delay(cluster_of(None, latency_s=5e-3), "ns")
+            assert not network.emulates_delay(cluster_of(None, latency_s=5e-3), "ns")
 
 
 class TestPinning:
@@ -354,14 +356,14 @@ class TestLife:
 
     def test_half_built(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bed = Testbed(cluster_of(None, None))
-        shape = module._shape
+        shape = network._shape
 
         def fail_at_the_second_host(namespace: str, *rest: object) -> None:
             if namespace.endswith("h1"):
-                module._ip("link", "show", "nothing")
+                network.ip("link", "show", "nothing")
             shape(namespace, *rest)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(module, "_shape", fail_at_the_second_host)
+        monkeypatch.setattr(network, "_shape", fail_at_the_second_host)
         with pytest.raises(TestbedError, match=r"ip link show nothing' failed: .*does not exist"):
             bed.__enter__()
         assert is_gone(bed.name)
@@ -487,7 +489,7 @@ class TestSignals:
     def test_signal_during_a_command_waits(self, tmp_path: Path) -> None:
         script = f"kill -INT {os.getpid()}; sleep 0.1; touch {tmp_path / 'done'}"
         with pytest.raises(KeyboardInterrupt):
-            module._run_tool("sh", "-c", script)
+            network.run_tool("sh", "-c", script)
         assert (tmp_path / "done").exists()
 
     def test_signal_during_clean_up_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,10 +25,11 @@ from heterog.graph.sharding_rules import legal_rules
 from heterog.planners.plan import Plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.cost_model import ChannelPricer, ChannelSeconds, CostModel, Prices
-from heterog.simulator.engine import Order, make_timings, price_kernel, simulate
+from heterog.simulator.engine import Order, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.roofline import Roofline
+from heterog.simulator.timings import make_timings
 from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import make_tape
@@ -818,4 +819,4 @@ def plan_by_hand(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Plan:
         search_seconds=0.0,
         candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
     )
-    return plan_from_rows(evaluator, [row], budget="1e", seed=0, search_seconds=0.0)
+    return plan_from_rows(evaluator, [row])

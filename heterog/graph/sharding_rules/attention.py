@@ -18,6 +18,7 @@ from heterog.graph.sharding_rules.table import (
     positions,
     rule,
     shape_of,
+    with_shared_stream,
 )
 
 ATTENTION_KINDS = frozenset({"attention", "attention_backward"})
@@ -32,8 +33,8 @@ def _attention(call: OpCall, placements: tuple[Placement, ...], axis_size: int) 
     ]
     if _has_causal_rows(call, placements, "query") and special is None:
         axes.append(axis(call, (2, 2), Special.CAUSAL_ROWS, query=2))
-    shared = Special.SHARED_RANDOM_STREAM if special else None
-    return choose(call, placements, axis_size, axes, replicated=shared)
+    found = choose(call, placements, axis_size, axes)
+    return with_shared_stream(found) if special else found
 
 
 @rule("attention_backward")

@@ -11,6 +11,7 @@ from heterog.graph.sharding_rules.table import (
     broadcast_axes,
     choose,
     rule,
+    with_shared_stream,
 )
 
 FILLS = frozenset(
@@ -48,8 +49,7 @@ def _like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Ru
 )
 def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
     axes = broadcast_axes(call, Special.OWN_RANDOM_STREAM)
-    shared = Special.SHARED_RANDOM_STREAM
-    return choose(call, placements, axis_size, axes, replicated=shared)
+    return with_shared_stream(choose(call, placements, axis_size, axes))
 
 
 @rule(
@@ -57,4 +57,4 @@ def _random_like(call: OpCall, placements: tuple[Placement, ...], axis_size: int
     "multinomial.default",
 )
 def _random(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    return choose(call, placements, axis_size, replicated=Special.SHARED_RANDOM_STREAM)
+    return with_shared_stream(choose(call, placements, axis_size))

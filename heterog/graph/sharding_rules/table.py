@@ -8,7 +8,7 @@ so splitting it leaves a partial sum. Which axis is used follows from the given 
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import inf, prod
 
@@ -153,7 +153,6 @@ def choose(
     *,
     summand: Sequence[int] = (),
     extra: Iterable[RuleResult] = (),
-    replicated: Special | None = None,
 ) -> RuleResult:
     """Choose the legal rule that moves the fewest elements for given placements of the inputs.
 
@@ -169,7 +168,6 @@ def choose(
             and all others R, the outputs are P.
         summand: The input among them that is only added; it may be R too, if it enters once.
         extra: Splits that hold only for these placements and are no plain axis.
-        replicated: Special of the rule in which everything is R.
     """
 
     def moved(candidate: RuleResult) -> float:
@@ -179,8 +177,13 @@ def choose(
     best = min(splits, key=moved, default=None)
     if best is not None and moved(best) < inf:
         return best
-    whole = _whole(call, placements, replicated)
+    whole = _whole(call, placements)
     return min([*_partials(call, placements, linear, summand), whole], key=moved)
+
+
+def with_shared_stream(rule: RuleResult) -> RuleResult:
+    """A random op's rule; where it is not split, all devices draw the same numbers."""
+    return replace(rule, special=rule.special or Special.SHARED_RANDOM_STREAM)
 
 
 def _splits(
@@ -237,12 +240,12 @@ def _partials(
             yield RuleResult(inputs, (P,) * len(call.outputs), special)
 
 
-def _whole(call: OpCall, placements: tuple[Placement, ...], special: Special | None) -> RuleResult:
+def _whole(call: OpCall, placements: tuple[Placement, ...]) -> RuleResult:
     # Nothing can turn local statistics into a replicated tensor, so what is computed from them
     # is local too.
     output = L if L in placements else R
     inputs = tuple(L if given == L else R for given in placements)
-    return RuleResult(inputs, (output,) * len(call.outputs), special)
+    return RuleResult(inputs, (output,) * len(call.outputs))
 
 
 def _moved_elements(

@@ -18,6 +18,7 @@ from itertools import combinations, pairwise, product
 import numpy as np
 import numpy.typing as npt
 
+from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.islands.slices import Slices
 from heterog.planners.model_parallel import balanced_chain
@@ -373,3 +374,37 @@ def structures(kinds: Sequence[int]) -> Iterator[Structure]:
                     yield pools
                 if any(len(pool) > 1 for pool in pools):
                     yield tuple(pool[::-1] for pool in pools)
+
+
+_AGAIN = {
+    Recompute.NONE: "",
+    Recompute.FULL: ", recompute",
+    Recompute.OP: ", recompute ops",
+    Recompute.SELECTIVE: ", recompute scores",
+}
+
+
+def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
+    """A composition in words: ``A100 tp8 x 2 (5-5 layers) | T4 ...; 16 micro-batches``."""
+    parts = []
+    for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True):
+        stage, islands = 0, []
+        for island in pool:
+            kind = slices.kinds[island.kind]
+            own: list[object] = list(layers[stage : stage + island.stages])
+            if point.in_a_v:
+                back = layers[::-1][stage : stage + island.stages]
+                own = [f"{forth}+{more}" for forth, more in zip(own, back, strict=True)]
+            stage += island.stages
+            teams = stages_of((island,), slices)[0].teams
+            name = cluster.device_types[kind.device_type].name
+            islands.append(
+                f"{name} tp {island.members} dp {teams} layers {'-'.join(map(str, own))}"
+            )
+        parts.append(f"{' > '.join(islands)} ({samples} samples)")
+    manner = _AGAIN[point.recompute] + f", zero {point.zero}" * bool(point.zero)
+    manner += " on each host" * point.copies_on_hosts
+    manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
+    manner += ", zero_bubble_v" * point.in_a_v
+    micro = f"{point.num_micro} micro-batches" if point.num_micro > 1 else "in one go"
+    return f"{' | '.join(parts)}; {micro}{manner}"

@@ -12,7 +12,6 @@ samples and micro-batches of the very best so far are moved in between, for as l
 this takes half of the time, so that a search that is cut short has done both.
 """
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -20,10 +19,10 @@ from itertools import product
 
 import numpy as np
 
-from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.data_parallel import device_speeds
+from heterog.planners.islands.building import strategy_of
 from heterog.planners.islands.composing import (
     OVERFLOWS,
     Composition,
@@ -31,13 +30,14 @@ from heterog.planners.islands.composing import (
     Island,
     Pool,
     Structure,
+    described,
     islands_of,
     num_copies,
-    stages_of,
     structures,
 )
 from heterog.planners.islands.slices import Slices
-from heterog.planners.megatron_grid import MOST_TASKS, least_bubble
+from heterog.planners.islands.variants import can_be_in_a_v, in_a_v, places, with_moved_layer
+from heterog.planners.megatron_grid import least_bubble
 from heterog.planners.planner import (
     Candidate,
     Planner,
@@ -46,14 +46,8 @@ from heterog.planners.planner import (
     without_too_large,
 )
 from heterog.planners.recomputing import words_worth_trying
-from heterog.planners.teams import host_teams
 from heterog.simulator.evaluator import Evaluation, Outcome
-from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, Recompute
-from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
-from heterog.strategy.layouts.stages import shared_across_stages
-from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages
 from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 4
@@ -87,7 +81,6 @@ class Islands(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Estimate, simulate the best, refine the very best."""
-        begin = time.perf_counter()
         spending = problem.spend()
         search = problem.resumed(CompositionSearch)
         search.problem, search.spending = problem, spending
@@ -101,7 +94,6 @@ class Islands(Planner):
                 for point in best
             ),
             num_evaluations=spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             reason=""
             if search.found or spending.is_over
             else "no machines can share out the samples and layers of this model",
@@ -254,7 +246,7 @@ class CompositionSearch:
 
     def _variables(self, point: Composition) -> list["_Vary"]:
         of_places = [
-            each(self, *place) for place in _places(point) for each in (_ByIsland, _ByHosts)
+            each(self, *place) for place in places(point) for each in (_ByIsland, _ByHosts)
         ]
         return [_ByMicro(self), _ByManner(self), *of_places]
 
@@ -446,7 +438,7 @@ class CompositionSearch:
         if point in self.refused:
             return None
         try:
-            strategy = self._strategy(point)
+            strategy = strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
             choice = self.evaluator.encode(strategy)
             # Stated turns may deadlock if values cross that are no layer's output.
             evaluation = self.evaluator.evaluate_choice(choice, self.problem.first_order)
@@ -456,67 +448,6 @@ class CompositionSearch:
         self.found[point] = evaluation
         self.strategies[point] = strategy
         return self.found[point]
-
-    def _strategy(self, point: Composition) -> Strategy:
-        """The strategy of a composition."""
-        graph, cluster = self.evaluator.graph, self.evaluator.cluster
-        pipelines = [
-            self._pipeline(pool, layers, samples, point)
-            for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True)
-        ]
-        num_tasks = point.num_micro * sum(
-            len(pipeline.ranks[0]) * len(self.evaluator.tables.op_id) for pipeline in pipelines
-        )
-        if num_tasks > MOST_TASKS and point.num_micro > 1:
-            raise StrategyError("too many tasks to simulate under a budget.")
-        in_teams = any(island.members > 1 for pool in point.pools for island in pool)
-        manner = Manner(
-            zero=point.zero,
-            recompute=point.recompute,
-            schedule="zero_bubble_v" if point.in_a_v else "1f1b",
-            num_chunks=2 if point.in_a_v else 1,
-            keeps_turns=point.in_a_v,
-            sequence_parallel=in_teams,
-            step_barrier=self.problem.step_barrier,
-        )
-        strategy = strategy_of_pipelines(graph, cluster, pipelines, manner)
-        if point.in_a_v or not (point.splits_backward or strategy.num_micro_batches > 1):
-            return strategy
-        hidden = int(point.hides_messages)
-        caps = [
-            caps_of_stages(pipeline.ranks, cluster.num_devices, hidden=hidden).in_flight
-            for pipeline in pipelines
-        ]
-        # Each device is in one pipeline, and only that sets its caps.
-        in_flight = tuple(
-            next((each for each in of_device if each), ()) for of_device in zip(*caps, strict=True)
-        )
-        schedule = PipelineSchedule(in_flight=in_flight, splits_backward=point.splits_backward)
-        return replace(strategy, schedule=schedule)
-
-    def _pipeline(
-        self, pool: Pool, layers: tuple[int, ...], samples: int, point: Composition
-    ) -> Pipeline:
-        stage_of_layer = [stage for stage, count in enumerate(layers) for _ in range(count)]
-        stages = tuple(stage_of_layer[layer] for layer in self.slices.layer_of_group)
-        if shared_across_stages(self.evaluator.graph, stages) and len(layers) > 1:
-            stages = tuple(np.maximum.accumulate(stages).tolist())
-        teams = []
-        for island in pool:
-            kind = self.slices.kinds[island.kind]
-            devices = [device for own in kind.devices[: island.hosts] for device in own]
-            of_kind = host_teams(self.evaluator.cluster, devices, island.members)
-            per_stage = len(of_kind) // island.stages
-            teams += [
-                of_kind[stage * per_stage : (stage + 1) * per_stage]
-                for stage in range(island.stages)
-            ]
-        return Pipeline(
-            stages=stages,
-            teams=tuple(teams),
-            micro_batches=split_evenly(samples, point.num_micro),
-            num_copies=num_copies(pool, self.slices) if point.copies_on_hosts else 1,
-        )
 
     def _refine(self) -> bool:
         """Simulate one more variant of a good composition; ``False`` if there is no more, or time.
@@ -539,7 +470,7 @@ class CompositionSearch:
 
     def beside(self, point: Composition) -> Iterator[Composition]:
         """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
-        yield from _moved(point)
+        yield from with_moved_layer(point)
         yield from self.scheduled(point)
         yield from self._on_other_hosts(point)
         for recompute, zero in self.manners:
@@ -560,7 +491,7 @@ class CompositionSearch:
 
     def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
         """The same with more or fewer hosts of one kind, and samples shared out again."""
-        for place in _places(point):
+        for place in places(point):
             for other in _ByHosts(self, *place)(point):
                 seconds, samples = self.estimator.shared_out(replace(other, samples=()))
                 if np.isfinite(seconds):
@@ -595,25 +526,6 @@ class CompositionSearch:
             num_micro = int(factor * point.num_micro)
             if num_micro and num_micro == self._bounded(num_micro):
                 yield replace(point, num_micro=num_micro)
-
-
-def _moved(point: Composition) -> Iterator[Composition]:
-    """A layer more or less at each boundary."""
-    for pool, layers in enumerate(point.layers):
-        for stage in range(len(layers) - 1):
-            for step in (1, -1):
-                moved = list(layers)
-                moved[stage] += step
-                moved[stage + 1] -= step
-                if min(moved) > 0:
-                    others = list(point.layers)
-                    others[pool] = tuple(moved)
-                    yield replace(point, layers=tuple(others))
-
-
-def _places(point: Composition) -> list[tuple[int, int]]:
-    """(pool, place in it) of every island."""
-    return [(p, i) for p, pool in enumerate(point.pools) for i in range(len(pool))]
 
 
 class _Vary:
@@ -665,56 +577,3 @@ class _ByHosts(_ByIsland):
         for other in self.search.options[island.kind]:
             if replace(other, hosts=island.hosts) == island != other:
                 yield self.with_island(point, other)
-
-
-_AGAIN = {
-    Recompute.NONE: "",
-    Recompute.FULL: ", recompute",
-    Recompute.OP: ", recompute ops",
-    Recompute.SELECTIVE: ", recompute scores",
-}
-
-
-def can_be_in_a_v(point: Composition) -> bool:
-    """Whether every stage has two layers or more, and no device two stages yet."""
-    return not point.in_a_v and min(min(layers) for layers in point.layers) > 1
-
-
-def in_a_v(point: Composition) -> Composition:
-    """The same devices with two stages each, forth and back, with as many layers together.
-
-    >>> point = Composition((), 2, recompute=Recompute.NONE, zero=0, layers=((5, 3),))
-    >>> in_a_v(point).layers
-    ((2, 1, 2, 3),)
-    """
-    layers = tuple(
-        (*(count // 2 for count in own), *(count - count // 2 for count in reversed(own)))
-        for own in point.layers
-    )
-    return replace(point, layers=layers, in_a_v=True, hides_messages=True, splits_backward=False)
-
-
-def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
-    """A composition in words: ``A100 tp8 x 2 (5-5 layers) | T4 ...; 16 micro-batches``."""
-    parts = []
-    for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True):
-        stage, islands = 0, []
-        for island in pool:
-            kind = slices.kinds[island.kind]
-            own: list[object] = list(layers[stage : stage + island.stages])
-            if point.in_a_v:
-                back = layers[::-1][stage : stage + island.stages]
-                own = [f"{forth}+{more}" for forth, more in zip(own, back, strict=True)]
-            stage += island.stages
-            teams = stages_of((island,), slices)[0].teams
-            name = cluster.device_types[kind.device_type].name
-            islands.append(
-                f"{name} tp {island.members} dp {teams} layers {'-'.join(map(str, own))}"
-            )
-        parts.append(f"{' > '.join(islands)} ({samples} samples)")
-    manner = _AGAIN[point.recompute] + f", zero {point.zero}" * bool(point.zero)
-    manner += " on each host" * point.copies_on_hosts
-    manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
-    manner += ", zero_bubble_v" * point.in_a_v
-    micro = f"{point.num_micro} micro-batches" if point.num_micro > 1 else "in one go"
-    return f"{' | '.join(parts)}; {micro}{manner}"

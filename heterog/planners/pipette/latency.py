@@ -21,8 +21,6 @@ Where m < p, +path has E + C + (m - 1)(F + B). Four peculiarities are kept as pu
 - The term inside hosts has a factor 2 under +split that it lacks where an order is measured.
 - Only the gradients of the first stage are priced.
 - amp takes a backward pass as twice a forward pass, whatever B is.
-
-``one_forward_one_backward_s`` is the exact form beside them.
 """
 
 from dataclasses import dataclass
@@ -129,52 +127,3 @@ def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
         return ring_payloads(costs.num_replicas) * costs.gradient_bytes / min(inside, between)
     inside_s = 2.0 * ring_payloads(costs.replicas_per_host) * costs.gradient_bytes / inside
     return inside_s + ring_payloads(costs.hosts_per_stage) * costs.gradient_bytes / between
-
-
-def one_forward_one_backward_s(
-    *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
-) -> float:
-    """Seconds of 1F1B with equal stages and links, if sends do not hold up computing.
-
-        T = (m + p - 1)(F + B) + 2 (p - 1) c + 2c ((m - 2) - floor((m - 2)/p))
-
-    The engine takes this time (``tests/strategy/test_schedules.py``). ``+path`` is below it
-    by 2c (p - 2) where p divides m: a round trip for every p micro-batches is the right idea.
-
-    Args:
-        num_stages: p, number of stages.
-        num_micro: m, number of micro-batches.
-        forward_s: F, forward pass of one micro-batch on one stage.
-        backward_s: B, backward pass, likewise.
-        message_s: c, one activation from stage to stage.
-
-    >>> one_forward_one_backward_s(
-    ...     num_stages=4, num_micro=8, forward_s=10.0, backward_s=20.0, message_s=2.0
-    ... )
-    362.0
-    """
-    waits = (num_micro - 2) - (num_micro - 2) // num_stages
-    eager_s = eager_order_s(
-        num_stages=num_stages,
-        num_micro=num_micro,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        message_s=message_s,
-    )
-    return eager_s + 2.0 * message_s * waits
-
-
-def eager_order_s(
-    *, num_stages: int, num_micro: int, forward_s: float, backward_s: float, message_s: float
-) -> float:
-    """Seconds if all forward passes run as early as possible: (m + p - 1)(F + B) + 2 (p - 1) c.
-
-    Args:
-        num_stages: p, number of stages.
-        num_micro: m, number of micro-batches.
-        forward_s: F, forward pass of one micro-batch on one stage.
-        backward_s: B, backward pass, likewise.
-        message_s: c, one activation from stage to stage.
-    """
-    passes_s = (num_micro + num_stages - 1) * (forward_s + backward_s)
-    return passes_s + 2.0 * (num_stages - 1) * message_s

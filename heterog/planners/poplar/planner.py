@@ -17,7 +17,6 @@ even ones, and the simulator decides. Slices are equal, as in the paper, and whe
 also such that the devices are left alike room for samples.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -72,7 +71,6 @@ class Poplar(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Allocate for each stage, and keep the fastest."""
-        begin = time.perf_counter()
         search = _Search(problem)
         elementwise = problem.evaluator.graph.updates_elementwise
         stages = [stage for stage in self._stages if stage == 0 or elementwise]
@@ -92,7 +90,6 @@ class Poplar(Planner):
         return PlanResult(
             candidates=search.best(),
             num_evaluations=search.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
             reason=reason,
         )
 
@@ -295,7 +292,6 @@ class EvenZero(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try equal shares in micro-steps."""
-        begin = time.perf_counter()
         search = _Search(replace(problem, orders=(Order.FIFO,)))
         if self._num_micro is None:
             (allocation,) = search._even_that_fits(self._stage)
@@ -305,5 +301,4 @@ class EvenZero(Planner):
         return PlanResult(
             candidates=(Candidate(strategy=strategy, orders=(Order.FIFO,)),),
             num_evaluations=search.spending.evaluations,
-            search_seconds=time.perf_counter() - begin,
         )

@@ -25,7 +25,7 @@ those that a stash adds. ``halo``, ``pieces`` and ``sparse_rows`` find the rows 
 own, ``turns`` the order of a device's tasks; ``encoding`` adds the tasks of codecs at the end.
 Each file calls only files further down in this list: ``stashed``, ``resident``, ``walk``,
 ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``, ``compute``, ``convert``,
-``remake``, ``scratch``, ``choice``, ``tape``.
+``sends``, ``value_collectives``, ``remake``, ``scratch``, ``choice``, ``tape``.
 """
 
 import numpy as np

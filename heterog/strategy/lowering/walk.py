@@ -3,13 +3,7 @@
 from heterog.strategy.kernels import helper, kernel
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.compute import compute_op
-from heterog.strategy.lowering.convert import (
-    convert,
-    exchange_in_teams,
-    scatter_in_teams,
-    wait_for_gradients,
-    wait_for_inputs,
-)
+from heterog.strategy.lowering.convert import convert, wait_for_gradients, wait_for_inputs
 from heterog.strategy.lowering.gradients import (
     accumulate,
     fresh_gradient,
@@ -39,8 +33,10 @@ from heterog.strategy.lowering.turns import (
     take_turns,
     work_of,
 )
+from heterog.strategy.lowering.value_collectives import exchange_in_teams, scatter_in_teams
 from heterog.strategy.sync import Sharded
-from heterog.strategy.tables import BACKWARD_PASS, GraphTables, Recut
+from heterog.strategy.tables import GraphTables, Recut
+from heterog.strategy.value_reads import BACKWARD_PASS
 
 # Plain integers, because numba freezes enum members into slow objects.
 _SUMMED, _EXCHANGED = int(Recut.SUMMED), int(Recut.EXCHANGED)

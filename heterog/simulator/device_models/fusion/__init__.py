@@ -1,7 +1,7 @@
 """The ops of a step that become one kernel where a compiler fuses, as ``torch.compile`` does.
 
-``loops`` writes every op as the loops that inductor makes of it, ``kept`` finds what the backward
-pass keeps of the forward pass and what it computes again, ``passes`` cuts the step in two,
-``splits`` cuts long reductions, ``scheduling`` puts loops together into kernels, and ``fused``
-gives launches and bytes of each op of a graph.
+``loops`` writes every op as the ``steps`` that inductor makes of it, ``kept`` finds what the
+backward pass keeps of the forward pass and what it computes again, ``passes`` cuts the step in
+two, ``splits`` cuts long reductions, ``scheduling`` puts loops together into kernels, and
+``fused`` gives launches and bytes of each op of a graph.
 """

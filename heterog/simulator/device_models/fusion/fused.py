@@ -7,9 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
-from heterog.simulator.device_models.fusion.loops import Work, steps_of
+from heterog.simulator.device_models.fusion.loops import steps_of
 from heterog.simulator.device_models.fusion.passes import passes_of
 from heterog.simulator.device_models.fusion.scheduling import Kernel, kernels_of
+from heterog.simulator.device_models.fusion.steps import Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -20,7 +20,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.simulator.device_models.fusion.loops import Step, Steps, Work
+from heterog.simulator.device_models.fusion.steps import Step, Steps, Work
 
 _FAR = 40
 """Steps from the backward pass beyond which the cost no longer grows: 1.1^40 is 45."""

@@ -13,8 +13,8 @@ from math import prod
 
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.device_models.fusion.kept import follows_loss, kept_values
-from heterog.simulator.device_models.fusion.loops import ROWS, SAME, Step, Steps, Work
 from heterog.simulator.device_models.fusion.splits import num_parts
+from heterog.simulator.device_models.fusion.steps import ROWS, SAME, Step, Steps, Work
 
 _MOST_REUSED_READS = 4
 _MOST_REUSED_OPS = {True: 30, False: 50}

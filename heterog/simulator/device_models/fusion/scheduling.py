@@ -16,8 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from heterog.graph.op_graph import Phase
-from heterog.simulator.device_models.fusion.loops import ROWS, SAME, Work
 from heterog.simulator.device_models.fusion.passes import OF_PARTS, Access, Loop, Pass
+from heterog.simulator.device_models.fusion.steps import ROWS, SAME, Work
 
 _LEAST_SHARED_BYTES = 10.0
 _FURTHEST_APART = 64

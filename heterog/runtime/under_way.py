@@ -1,0 +1,151 @@
+"""Communication under way: sends hold their tensors, receives take turns, several end together."""
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from heterog.runtime.accelerators import is_accelerated
+
+
+class Sending:
+    """Sends to one rank; holds each tensor until it has been sent.
+
+    gloo reports the end of a send only to the thread that waits for it. A thread does, so that
+    memory is freed at once and not at the end of the step. An accelerator's wait orders streams
+    and does not block, so its tensors are held until ``wait``.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: queue.SimpleQueue[tuple[dist.Work, Tensor] | None] = queue.SimpleQueue()
+        self._on_gpu: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: list[Tensor] = []
+        self._num_added = self._num_done = 0
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, work: dist.Work, tensor: Tensor) -> int:
+        """Hold a tensor until it is sent; returns the number of sends so far, for ``wait``."""
+        if is_accelerated(tensor):
+            self._on_gpu.append((work, tensor))
+            self._num_added += 1
+            return self._num_added
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+        self._num_added += 1
+        self._under_way.put((work, tensor))
+        self.release()
+        return self._num_added
+
+    def release(self) -> None:
+        """Drop sent tensors in the thread that made them, because profilers count by thread."""
+        with self._changed:
+            self._sent.clear()
+
+    def flush(self) -> None:
+        """Wait until all is sent.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        self.wait(self._num_added)
+
+    def wait(self, number: int) -> None:
+        """Wait until the first ``number`` sends are done, and drop their tensors.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        while self._on_gpu and self._num_done < number:
+            work, _ = self._on_gpu.popleft()
+            work.wait()
+            self._num_done += 1
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_done >= number or self._error is not None)
+        if self._error is not None:
+            raise self._error
+        self.release()
+
+    def close(self) -> None:
+        """End the thread, once all is sent."""
+        self._under_way.put(None)
+
+    def _wait(self) -> None:
+        while (taken := self._under_way.get()) is not None:
+            work, tensor = taken
+            del taken
+            try:
+                work.wait()
+            except Exception as error:
+                with self._changed:
+                    self._error = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._sent.append(tensor)
+                del work, tensor
+                self._num_done += 1
+                self._changed.notify_all()
+
+
+class InTurn:
+    """Receives of one exchange of which each begins when the one before has ended.
+
+    Where all ranks exchange with all others at once, flows share each link's both ends, and not
+    evenly: one of them is done early, and its end of a link idles until the others are. In turns
+    every link carries one flow each way. gloo sends a message only when its receiver is ready for
+    it, so that receivers alone make the turns. A thread starts them, as other work goes on.
+
+    Args:
+        starts: Each starts a receive.
+    """
+
+    def __init__(self, starts: Sequence[Callable[[], Any]]) -> None:
+        self._error: Exception | None = None
+        first, *later = starts
+        self._thread = threading.Thread(target=self._run, args=(first(), later), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all have arrived.
+
+        Raises:
+            RuntimeError: the connection was lost.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, first: dist.Work, later: Sequence[Callable[[], Any]]) -> None:
+        try:
+            first.wait()
+            for start in later:
+                start().wait()
+        except Exception as error:
+            self._error = error
+
+
+class Works:
+    """Several communications that end together."""
+
+    def __init__(
+        self, works: Sequence[dist.Work | InTurn], sends: Sequence[tuple[Sending, int]] = ()
+    ) -> None:
+        self._works = works
+        self._sends = sends
+
+    def wait(self) -> None:
+        """Wait until everything to be received has arrived."""
+        for work in self._works:
+            work.wait()
+
+    def wait_for_sends(self) -> None:
+        """Wait until the sent tensors may be dropped."""
+        for sending, number in self._sends:
+            sending.wait(number)

@@ -1,0 +1,137 @@
+"""Working memory and results of a simulation: kernels allocate nothing."""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.simulator.cost_model import Prices
+from heterog.strategy.kernel_arguments import by_reference
+from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
+from heterog.strategy.program import FloatArray, IntArray
+
+
+@by_reference
+class Timings(NamedTuple):
+    """Working memory and results of one simulation; grown to the largest program seen."""
+
+    seconds: FloatArray  # of each task
+    start: FloatArray
+    finish: FloatArray
+    rank: FloatArray  # upward; filled when the order or a limit asks for it
+    priority: FloatArray
+    waiting_for: IntArray  # unfinished reads of each task that it waits for
+    awaited: IntArray  # the tasks that make these
+    successor_start: IntArray  # of each task: those that wait for it
+    successor: IntArray
+    is_local: npt.NDArray[np.bool_]  # only later ops of the same device read what it makes
+    events: IntArray  # 2 task at its start, 2 task + 1 at its end: link and free tasks, in order
+    queue_start: IntArray  # segments of ``queue_item``, one heap per queue
+    queue_size: IntArray
+    queue_item: IntArray
+    chain: IntArray  # ops of each device and turn in program order
+    sequence_start: IntArray  # ops of each device in the order in which they ran
+    sequence: IntArray
+    heap_time: FloatArray
+    heap_item: IntArray
+    alive: IntArray  # unfinished readers of each buffer
+    touching: IntArray  # of ``memory_kernel``: events that touch each device's memory
+
+
+def make_timings(num_tasks: int, num_reads: int, num_buffers: int, num_queues: int) -> Timings:
+    """Empty arrays with room for a program."""
+    return Timings(
+        seconds=np.empty(num_tasks),
+        start=np.empty(num_tasks),
+        finish=np.empty(num_tasks),
+        rank=np.empty(num_tasks),
+        priority=np.empty(num_tasks),
+        waiting_for=np.empty(num_tasks, np.int32),
+        awaited=np.empty(max(num_reads, 1), np.int32),
+        successor_start=np.empty(num_tasks + 2, np.int32),
+        successor=np.empty(max(num_reads, 1), np.int32),
+        is_local=np.empty(num_tasks, np.bool_),
+        events=np.empty(2 * num_tasks + 1, np.int32),
+        queue_start=np.empty(num_queues + 1, np.int32),
+        queue_size=np.empty(num_queues, np.int32),
+        queue_item=np.empty(num_tasks, np.int32),
+        chain=np.empty(num_tasks, np.int32),
+        sequence_start=np.empty(num_queues + 1, np.int32),
+        sequence=np.empty(num_tasks, np.int32),
+        heap_time=np.empty(4 * num_tasks + 64),
+        heap_item=np.empty(4 * num_tasks + 64, np.int32),
+        alive=np.empty(max(num_buffers, 1), np.int32),
+        # Each buffer is made by a task that starts and ends, and each read ends once.
+        touching=np.empty(2 * num_buffers + num_reads + 1, np.int32),
+    )
+
+
+@by_reference
+class Workspace(NamedTuple):
+    """Working memory of a simulation; made by ``simulate``, because kernels allocate nothing."""
+
+    left: FloatArray  # seconds of compute that each device still has to begin
+    busy: npt.NDArray[np.uint64]  # bit set of links in use
+    free_at: FloatArray  # of each link
+    # Link queues whose head might start now: something arrived, or a link of their gate came free.
+    candidate: IntArray
+    is_candidate: npt.NDArray[np.bool_]
+    is_held: npt.NDArray[np.bool_]  # whether each queue's communicator runs an operation
+    idle: npt.NDArray[np.bool_]  # of each device, as the following
+    busy_until: FloatArray
+    op_until: FloatArray
+    drag_until: FloatArray
+    drag_share: FloatArray
+    debt: FloatArray
+    sending: IntArray  # values that each device sends and has to wait for
+    first_open: IntArray  # first turn with ops left
+    ran: IntArray  # end of the ops in ``Timings.sequence`` that have run
+    touched: IntArray  # devices to look at
+    is_touched: npt.NDArray[np.bool_]
+    chain_of: IntArray  # of each task, -1 if it is no op
+    chain_start: IntArray  # of the ops of each device and turn in ``Timings.chain``
+    position: IntArray  # of the next op of each chain
+    fresh: IntArray  # tasks that just got ready
+
+
+def make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
+    """Working memory for a tape."""
+    num_tasks = int(tape.counts[NUM_TASKS])
+    num_turns = int(tape.tasks["turn"][:num_tasks].max(initial=0)) + 1
+    num_chains = num_devices * num_turns
+    times = np.zeros((6, num_devices))
+    return Workspace(
+        left=times[0],
+        busy=np.zeros(prices.gate.shape[1], np.uint64),
+        free_at=np.zeros(prices.num_resources),
+        candidate=np.empty(prices.num_queues, np.int32),
+        is_candidate=np.zeros(prices.num_queues, np.bool_),
+        is_held=np.zeros(prices.num_queues, np.bool_),
+        idle=np.ones(num_devices, np.bool_),
+        busy_until=times[1],
+        op_until=times[2],
+        drag_until=times[3],
+        drag_share=times[4],
+        debt=times[5],
+        sending=np.zeros(num_devices, np.int32),
+        first_open=np.zeros(num_devices, np.int32),
+        ran=np.empty(num_devices, np.int32),
+        touched=np.empty(num_devices, np.int32),
+        is_touched=np.zeros(num_devices, np.bool_),
+        chain_of=np.empty(num_tasks, np.int32),
+        chain_start=np.zeros(num_chains + 1, np.int32),
+        position=np.empty(num_chains, np.int32),
+        fresh=np.empty(num_tasks, np.int32),
+    )
+
+
+def with_room(timings: Timings, tape: Tape, num_queues: int) -> Timings:
+    """The simulation's arrays, or larger ones where the tape and the queues need them."""
+    if (
+        tape.counts[NUM_TASKS] > len(timings.seconds)
+        or tape.counts[NUM_READS] > len(timings.successor)
+        or tape.counts[NUM_BUFFERS] > len(timings.alive)
+        or num_queues > len(timings.queue_size)
+    ):
+        return make_timings(len(tape.tasks), len(tape.reads), len(tape.buffers), 2 * num_queues)
+    return timings

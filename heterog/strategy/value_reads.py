@@ -1,0 +1,137 @@
+"""Which values every op reads, and in which form: as they were made, or through a slot.
+
+A *slot* is one way in which a value is needed somewhere else than where it was made: by another
+group, along another axis, or whole although it was made in parts.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, IN_TEAM, AxisPlan
+from heterog.graph.grouping import CONSTANT_GROUP, Grouping
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.placement import Placement
+from heterog.graph.sharding_rules.attention import ATTENTION_KINDS
+
+ANY_PASS, FORWARD_PASS, BACKWARD_PASS = 0, 1, 2
+"""Readers that a slot serves: all; or those of one pass, where a team gathers slices of sums or
+the keys and values of all positions. The backward pass then gathers them again, so that nobody
+keeps the whole in between (Korthikanti et al. 2022, section 4.2.2)."""
+
+WindowRow = tuple[int, int, int, int]
+NO_WINDOW: WindowRow = (0, 0, 0, 0)
+Slot = tuple[int, int, int, int, int, WindowRow]
+"""Value, reading group, how much of it is needed, axis and pass of the readers, and rows."""
+
+
+def window_row(graph: OpGraph, tensor: int, needed: Placement) -> WindowRow:
+    """Convert a window to the kernel's form: its three numbers, and the total number of rows.
+
+    All 0 for slots that need no rows of others. For the rows that a sparse matrix names, the first
+    number is -1 minus that of the matrix in ``SparseTables``.
+    """
+    assert needed.window is not None
+    return *needed.window, graph.tensors[tensor].shape[needed.dim]
+
+
+class ValueReads:
+    """How the ops of a graph read values.
+
+    Args:
+        graph: One training step.
+        plan: Placements of its tensors.
+        grouping: Groups of its ops.
+        block: First group of each group's block.
+        value_of: Number of each value, by the tensor that owns its memory.
+        parameter_row: Number of each trained parameter, by tensor.
+
+    Attributes:
+        gathered: How much of a value is needed by the views through which each tensor shows it.
+        matrices: Number of each (sparse matrix, axis) whose rows are cut, as far as ops were seen.
+        outside: Ways in which other groups look at a value, likewise.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        plan: AxisPlan,
+        grouping: Grouping,
+        block: Sequence[int],
+        value_of: Mapping[int, int],
+        parameter_row: Mapping[int, int],
+    ) -> None:
+        self.graph, self.plan, self.grouping, self.block = graph, plan, grouping, block
+        self.value_of, self.parameter_row = value_of, parameter_row
+        self.gathered = self._gathered_views()
+        self.matrices: dict[tuple[str, int], int] = {}
+        self.outside: dict[int, set[int]] = {}
+
+    def of(self, index: int) -> tuple[list[tuple[int, Slot | None]], list[int]]:
+        """Values and parameters that a compute op reads, each once per way of reading it."""
+        graph, plan = self.graph, self.plan
+        group, axis = int(self.grouping.group[index]), int(plan.op_axis[index])
+        entries: dict[tuple[int, Slot | None], None] = {}
+        parameters: dict[int, None] = {}
+        for position, tensor in enumerate(graph.ops[index].inputs):
+            storage = int(graph.storage[tensor])
+            if storage in self.parameter_row:
+                parameters.setdefault(self.parameter_row[storage])
+            if storage not in self.value_of:
+                continue
+            value = self.value_of[storage]
+            maker = int(self.grouping.group[int(graph.producer[storage])])
+            whole = max(self.gathered[tensor], plan.whole_needed(index, position, tensor))
+            is_near = maker != CONSTANT_GROUP and self.block[maker] == self.block[group]
+            if maker != CONSTANT_GROUP and not is_near:
+                self.outside.setdefault(storage, set()).add(tensor)
+            window = self._window(index, position, tensor)
+            as_made = is_near and whole == AS_MADE and plan.tensor_axis[storage] == axis
+            as_made = as_made and window == NO_WINDOW
+            if maker == CONSTANT_GROUP or as_made:
+                entries.setdefault((value, None))
+            else:
+                readers = self._pass_of_readers(index, storage, whole)
+                entries.setdefault((value, (value, group, whole, axis, readers, window)))
+        return list(entries), list(parameters)
+
+    def _gathered_views(self) -> list[int]:
+        """See ``gathered``."""
+        graph, plan = self.graph, self.plan
+        gathered = [AS_MADE] * len(graph.tensors)
+        for index, op in enumerate(graph.ops):
+            if graph.is_view[index]:
+                source = op.inputs[0]
+                whole = max(gathered[source], plan.whole_needed(index, 0, source))
+                for tensor in graph.outputs(index):
+                    gathered[tensor] = whole
+        return gathered
+
+    def _window(self, index: int, position: int, tensor: int) -> WindowRow:
+        """The rows that an op reads, where its device may lack some of them."""
+        plan, graph = self.plan, self.graph
+        window = plan.window_needed(index, position, tensor)
+        sparse = plan.needed[index][position]
+        if sparse.pattern and plan.is_brought(index, position, tensor):
+            matrix = sparse.pattern, int(plan.op_axis[index])
+            number = self.matrices.setdefault(matrix, len(self.matrices))
+            return -1 - number, 0, 0, graph.tensors[tensor].shape[sparse.dim]
+        if window is None:
+            return NO_WINDOW
+        needed = plan.needed[index][position]
+        own = graph.tensors[tensor].shape[needed.dim] // plan.axes[int(plan.op_axis[index])]
+        if window.step == own and max(window.before, window.after) <= 0:
+            return NO_WINDOW
+        return window_row(graph, tensor, needed)
+
+    def _pass_of_readers(self, reader: int, storage: int, whole: int) -> int:
+        """The passes whose readers share the conversion of a value for one reader."""
+        graph, plan = self.graph, self.plan
+        is_gathered = whole == IN_TEAM and plan.placements[storage].kind == "S"
+        axis = int(plan.tensor_axis[storage])
+        # Keys and values of all positions.
+        is_context = graph.ops[reader].kind in ATTENTION_KINDS and axis != BATCH_AXIS
+        if not is_gathered or not (is_context or axis in plan.scatter_axes):
+            return ANY_PASS
+        if graph.ops[int(graph.producer[storage])].phase == Phase.BACKWARD:
+            return ANY_PASS
+        is_backward = graph.ops[reader].phase == Phase.BACKWARD
+        return BACKWARD_PASS if is_backward else FORWARD_PASS
