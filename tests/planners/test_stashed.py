@@ -14,6 +14,7 @@ from heterog.planners.lossy import with_codec
 from heterog.planners.plan import load_plan
 from heterog.planners.served import asynchronous_method
 from heterog.planners.stashed import StashedPipelines
+from heterog.runtime.request import RunRequest
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import MemoryKind, memory_fit
@@ -165,7 +166,7 @@ def test_what_cannot_wait_refuses_the_plan_and_memory_says_what_is_kept(tmp_path
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
     with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
-        HealingJob(tmp_path / "plan.json", num_steps=1)
+        HealingJob(RunRequest(plan=tmp_path / "plan.json"))
     evaluator = Evaluator(graph_of("mlp"), cluster())
     with pytest.raises(StrategyError, match="where codecs are not planned; ask for --lossy, or"):
         with_codec(plan, evaluator, Codec(kind=CodecKind.FP16))
