@@ -163,7 +163,7 @@ class SeveralHosts:
                     missing = [n for number, n in enumerate(names) if number not in self._hosts]
                     raise HeterogError(
                         f"{', '.join(missing)} did not join within {self._join_s:g} s; run the "
-                        "same command there, with --host and the same secret."
+                        "same command there, with `host` and the same secret."
                     )
 
     def run(

@@ -72,7 +72,7 @@ def test_a_host_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         HeterogError, match=r"'b\.example\.org' is no host of the plan; name this one"
     ):
         own_host("", ["a", "c"])
-    with pytest.raises(HeterogError, match="'d' is no host of the plan; --host names one of a, c"):
+    with pytest.raises(HeterogError, match="'d' is no host of the plan; `host` names one of a, c"):
         own_host("d", ["a", "c"])
 
 

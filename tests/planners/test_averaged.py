@@ -286,7 +286,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     ],
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(HeterogError, match="--asynchronous"):
+    with pytest.raises(HeterogError, match="`asynchronous`"):
         parse_asynchronous(text)
 
 
