@@ -24,6 +24,7 @@ import statistics
 import string
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.runtime.launch import run_commands
+from heterog.runtime.launch import Here, run_commands
 from heterog.runtime.testbed import Testbed, load_testbed
+from heterog.runtime.watching import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("plain_ddp", "fsdp2", "hf_accelerate", "hf_trainer", "lightning_ddp")
@@ -84,25 +86,29 @@ def epoch_seconds(
             script.read_text().replace(f"3, {PIXELS}, {PIXELS})", f"3, {pixels}, {pixels})")
         )
 
-        def wrap(rank: int, command: list[str]) -> list[str]:
-            single = ["env", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1"]
-            shell = ["/bin/sh", "-c", 'exec "$@" > "$0"', f"{name}/{rank}"]
-            return bed.command(rank, [*shell, *(single if alone else []), *command])
+        class Printing(Here):
+            """The testbed, where what a rank prints goes to a file."""
+
+            def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+                single = ["env", "RANK=0", "WORLD_SIZE=1", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1"]
+                shell = ["/bin/sh", "-c", 'exec "$@" > "$0"', f"{name}/{rank}"]
+                return bed.command(rank, [*shell, *(single if alone else []), *argv])
+
+            def environment(self, rank: int) -> Mapping[str, str]:
+                return {
+                    **bed.environment(rank),
+                    **allocator,
+                    "EPOCHS": str(epochs),
+                    "LOCAL_RANK": str(rank),
+                    "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
+                    **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {}),
+                }
 
         run_commands(
             [str(resized)],
             cluster.num_devices,
-            wrap=wrap,
-            environment=lambda rank: {
-                **bed.environment(rank),
-                **allocator,
-                "EPOCHS": str(epochs),
-                "LOCAL_RANK": str(rank),
-                "PYTHONPATH": f"{ROOT}:{':'.join(sys.path)}",
-                **({"GLOO_SOCKET_IFNAME": "lo"} if alone else {}),
-            },
-            timeout_s=1800,
-            step_timeout_s=1800,
+            limits=Limits(timeout_s=1800, step_timeout_s=1800),
+            place=Printing(),
         )
         texts = [Path(name, str(rank)).read_text() for rank in range(cluster.num_devices)]
         return [[float(s) for s in re.findall(r"^epoch \d+ ([\d.]+) s", t, re.M)] for t in texts]

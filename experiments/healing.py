@@ -30,6 +30,7 @@ from heterog.planners.plan import make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.request import Request
 from heterog.runtime.launch import parent_of, ranks_of_this_process, run_ranks
+from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 
 MODEL = Path(__file__).with_name("healing_model.py")
@@ -147,9 +148,11 @@ def run_trial(folder: Path, chance: random.Random, wait: bool) -> Trial:
     step, victim = chance.randint(3, 300), chance.randrange(NUM_RANKS)
     killer = Killer(step + 1000 * wait, victim, folder / "left.json")
     job = HealingJob(
-        plan,
-        num_steps=step + 1000 * wait + 20,
-        sources=[str(folder / "model.py")],
+        RunRequest(
+            plan=plan,
+            num_steps=step + 1000 * wait + 20,
+            sources=(str(folder / "model.py"),),
+        ),
         options=HealOptions(search_budget="", back_after_s=0.0, slow_factor=0.0),
         progress=killer,
     )
@@ -160,10 +163,10 @@ def run_trial(folder: Path, chance: random.Random, wait: bool) -> Trial:
     (move,) = [each for each in measured["moves"] if each["kind"] == "lost"]
     resumed, last = move["step"], measured["steps"][-1]
     shutil.rmtree(folder / "saved", ignore_errors=True)
-    first = run_ranks(plan, NUM_RANKS, num_steps=resumed - 1, save=folder / "saved")
-    then = run_ranks(
-        folder / "left.json", NUM_RANKS - 1, num_steps=last - resumed - 1, resume=folder / "saved"
-    )
+    saved = folder / "saved"
+    first = run_ranks(RunRequest(plan=plan, num_steps=resumed - 1, save=saved))
+    left, num_steps = folder / "left.json", last - resumed - 1
+    then = run_ranks(RunRequest(plan=left, num_steps=num_steps, resume=saved))
     healed = dict(zip(measured["steps"], measured["losses"], strict=True))
     # A run says nothing of the step that warms it up.
     expected = dict(zip(range(2, resumed + 1), first["losses"], strict=True))

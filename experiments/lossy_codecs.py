@@ -44,6 +44,7 @@ from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import load_testbed
+from heterog.runtime.watching import Limits
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.codec import DECODE_BYTES, ENCODE_BYTES, CodecRule, Traffic, parse_codec
@@ -290,7 +291,7 @@ def losses(model: str, num_steps: int) -> list[dict[str, Any]]:
             plan.save(folder / f"{number:02d}.json")
         arguments = [str(Path(__file__).resolve()), "losses", "--models", model]
         arguments += ["--steps", str(num_steps), "--rank-folder", name]
-        run_commands(arguments, 3, timeout_s=3600)
+        run_commands(arguments, 3, limits=Limits(timeout_s=3600))
         found = json.loads((folder / "rank0.result").read_text())
     last = max(num_steps // 20, 1)
     return [

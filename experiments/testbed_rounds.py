@@ -13,6 +13,7 @@ from heterog.cluster import Cluster
 from heterog.planners.plan import Plan
 from heterog.runtime.launch import run_commands
 from heterog.runtime.testbed import Testbed
+from heterog.runtime.watching import Limits
 
 WARM_UP = 1
 
@@ -35,9 +36,8 @@ def results_of_ranks(
         run_commands(
             [str(Path(script).resolve()), "--rank-folder", name, *arguments],
             cluster.num_devices,
-            wrap=bed.command,
-            environment=bed.environment,
-            timeout_s=1800,
+            limits=Limits(timeout_s=1800),
+            place=bed,
         )
         return [
             json.loads(_result(folder, rank).read_text()) for rank in range(cluster.num_devices)

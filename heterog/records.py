@@ -11,7 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails
 
 from heterog.errors import InputFileError
@@ -23,10 +31,14 @@ _MOST_DEPTH = 16
 _MOST_SHOWN = 300
 
 
+STRICT = ConfigDict(extra="forbid", strict=True)
+"""No unknown field, no value of another type; ``__pydantic_config__`` of a dataclass."""
+
+
 class Record(BaseModel):
     """A document or a part of one: no unknown field, no value of another type."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(**STRICT, frozen=True)
 
 
 def _checked_name(value: str) -> str:
@@ -100,6 +112,7 @@ Number: TypeAlias = Annotated[float, Field(ge=-1e30, le=1e30, allow_inf_nan=Fals
 Share: TypeAlias = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 
 _R = TypeVar("_R", bound=Record)
+_V = TypeVar("_V")
 
 
 def read_record(
@@ -156,6 +169,23 @@ def parse_record(
         raise InputFileError(f"{where}: it is nested too deeply.") from error
 
 
+def parse_dataclass(text: str, kind: type[_V], where: str) -> _V:
+    """The value of a dataclass that is its own record, such as a request.
+
+    Args:
+        text: Its fields as JSON.
+        kind: The class, whose ``__pydantic_config__`` is ``STRICT``.
+        where: Beginning of every message.
+
+    Raises:
+        InputFileError: a field is missing, unknown or wrong.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(text)
+    except ValidationError as error:
+        raise InputFileError(f"{where}: {first_fault(error)}") from error
+
+
 def first_fault(error: ValidationError) -> str:
     """The first fault of a record, in words, and the number of further ones."""
     errors = error.errors(include_url=False)
@@ -168,7 +198,7 @@ def _in_words(details: ErrorDetails) -> str:
     kind = details["type"]
     if kind == "missing":
         return f"field '{field}' is missing"
-    if kind == "extra_forbidden":
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"unknown field '{field}'"
     if kind == "value_error":
         return f"field '{field}' {details['ctx']['error']}"

@@ -90,7 +90,7 @@ def trusted_source(source: str, named: Sequence[str], where: str) -> str:
     raise InputFileError(
         f"{where} says that its model is made by {path_text}, which is not under the folder you "
         f"work in ({Path.cwd()}). To use it would run or copy that file; if you trust it, add "
-        f"--source {shlex.quote(path_text)}."
+        f"`sources` {shlex.quote(path_text)}."
     )
 
 

@@ -332,7 +332,7 @@ class RayWorkers(_Remote):
             import ray
         except ImportError as error:
             raise HeterogError(
-                "--workers ray needs Ray, which is not installed; pip install heterog[ray]."
+                "`workers` ray needs Ray, which is not installed; pip install heterog[ray]."
             ) from error
         self._ray: Any = ray
         self._count = count
@@ -436,9 +436,9 @@ def open_workers(text: str) -> Workers:
     if text.strip() == RAY:
         return RayWorkers()
     if (colon and kind != RAY) or not number.isdigit():
-        raise HeterogError(f"cannot read --workers {text}; {_HELP}.")
+        raise HeterogError(f"cannot read `workers` {text}; {_HELP}.")
     if int(number) < 1:
-        raise HeterogError(f"--workers {text} is too small; {_HELP}.")
+        raise HeterogError(f"`workers` {text} is too small; {_HELP}.")
     if kind == RAY:
         return RayWorkers(int(number))
     return HERE if int(number) == 1 else Processes(int(number))

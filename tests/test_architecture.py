@@ -7,9 +7,12 @@ import sys
 import tokenize
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from heterog import cli
 from heterog.graph.sharding_rules import RULES
 from heterog.strategy.sync import Sync
 
@@ -281,6 +284,39 @@ def test_classes_are_named_by_words_of_the_field() -> None:
         if isinstance(node, ast.ClassDef)
     ]
     assert not [each for each in names if each[1] in GIVEN_UP]
+
+
+def options_of_commands() -> set[str]:
+    """All options of ``heterog``, as one types them."""
+    commands: list[Any] = [typer.main.get_command(cli.app)]
+    found: set[str] = set()
+    while commands:
+        command = commands.pop()
+        commands += getattr(command, "commands", {}).values()
+        found |= {option for each in command.params for option in each.opts}
+    return {option for option in found if option.startswith("--")}
+
+
+def test_only_the_command_line_knows_how_an_option_is_spelled() -> None:
+    options, found = options_of_commands(), []
+    assert "--step-timeout" in options
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        text = "" if name.startswith("cli/") else path.read_text()
+        if "--" not in text:
+            continue
+        # What is exported has a command line of its own.
+        spelled = options - {"--steps"} if name.startswith("export/") else options
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                known = spelled & set(re.findall(r"--[a-z][a-z-]*[a-z]", node.value))
+                found += [f"{name}:{node.lineno} {option}" for option in sorted(known)]
+    assert not found, "name the setting between backticks; see heterog/cli/spelling.py"
+
+
+def test_only_the_command_line_parses_options() -> None:
+    below = [path for path in FILES if "cli" not in path.relative_to(PACKAGE).parts]
+    assert not [path for path in below if {"argparse", "typer"} & set(imported(path))]
 
 
 def test_importing_a_method_adds_it_nowhere() -> None:

@@ -51,9 +51,9 @@ def test_options_without_effect_are_refused(asked: list[str], text: str) -> None
     ],
 )
 def test_options_of_healing_need_it(options: dict[str, Any], text: str) -> None:
-    nothing = {"heal": False, "redundancy": None, "checkpoint": None}
+    given = {name: value for name, value in options.items() if name != "heal"}
     with pytest.raises(HeterogError, match=text):
-        heal_options(**{**nothing, "checkpoint_every": "", "back_after": "", **options})
+        heal_options("heal" in options, given)
 
 
 def test_a_policy_that_no_method_asks_warns() -> None:

@@ -176,11 +176,11 @@ def test_compare_gives_the_same_rows_on_ray(
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("0", "--workers 0 is too small; give a number of processes"),
-        ("ray:0", "--workers ray:0 is too small"),
-        ("many", r"cannot read --workers many; give a number of processes \(4\), ray"),
-        ("ray:", "cannot read --workers ray:;"),
-        ("dask:4", "cannot read --workers dask:4"),
+        ("0", "`workers` 0 is too small; give a number of processes"),
+        ("ray:0", "`workers` ray:0 is too small"),
+        ("many", r"cannot read `workers` many; give a number of processes \(4\), ray"),
+        ("ray:", "cannot read `workers` ray:;"),
+        ("dask:4", "cannot read `workers` dask:4"),
     ],
 )
 def test_workers_that_make_no_sense(text: str, told: str) -> None:

@@ -153,7 +153,7 @@ def _from_record(record: object, where: str) -> Checkpoint:
         encoder = found.config.encoder
         raise InputFileError(
             f"{where} has the encoder '{encoder}', which is not one of heterog's "
-            f"({', '.join(BUILT_IN)}); give its file with --encoder FILE.py:{encoder}, or enter "
+            f"({', '.join(BUILT_IN)}); give its file by `encoder` FILE.py:{encoder}, or enter "
             "it in heterog.agents.encoder.ENCODERS."
         )
     for name, value in found.weights.items():

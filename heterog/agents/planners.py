@@ -123,7 +123,7 @@ def _is_too_short(needed_s: float, problem: Problem) -> bool:
 def _not_begun(needed_s: float, problem: Problem) -> PlanResult:
     reason = (
         f"a policy's answer takes about {needed_s:.1f} s, of the {problem.budget.seconds:.1f} s "
-        "that it has; a larger --budget lets it answer"
+        "that it has; a larger budget lets it answer"
     )
     return PlanResult(candidates=(), num_evaluations=0, reason=reason)
 

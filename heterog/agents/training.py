@@ -409,7 +409,7 @@ class Trainer:
         except KeyError as error:
             raise HeterogError(
                 f"the state to resume from has no {error}: another version of heterog wrote it. "
-                "Train on from its policy with --initial."
+                "Train on from its policy with `initial`."
             ) from error
         self.rng.bit_generator.state = state["rng"]
         self.step, self.num_evaluations = state["step"], state["num_evaluations"]

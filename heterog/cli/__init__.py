@@ -8,7 +8,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 - Running: ``run`` (``healing`` for ``--heal``), ``profile``, ``calibrate``, ``fidelity``.
 - Agents and jobs: ``train``, ``evaluate``, ``schedule``. What there is: ``listing``, ``cluster``.
 - Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for the files
-  that commands write, ``streams`` for stdout, ``completion`` for shells.
+  that commands write, ``spelling`` of settings in errors, ``streams`` for stdout, ``completion``
+  for shells.
 """
 
 import atexit
@@ -38,6 +39,7 @@ from heterog.cli import (
     train,
 )
 from heterog.cli.outputs import outputs_checked
+from heterog.cli.spelling import errors_spelled
 from heterog.cli.streams import standard_streams
 from heterog.errors import HeterogError, HeterogWarning
 
@@ -48,26 +50,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.command()(outputs_checked(listing.models))
-app.command()(outputs_checked(listing.clusters))
-app.command()(outputs_checked(listing.devices))
-app.command()(outputs_checked(listing.links))
-app.command()(outputs_checked(listing.methods))
-app.command()(outputs_checked(capture.capture))
-app.command()(outputs_checked(plan.plan))
-app.command()(outputs_checked(compare.compare))
-app.command()(outputs_checked(train.train))
-app.command()(outputs_checked(evaluate.evaluate))
-app.command()(outputs_checked(run.run))
-app.command()(outputs_checked(schedule.schedule))
-app.command()(outputs_checked(profile.profile))
-app.command()(outputs_checked(calibrate.calibrate))
-app.command()(outputs_checked(fidelity.fidelity))
-app.command()(outputs_checked(report.report))
-app.command()(outputs_checked(export.export))
+for _command in (
+    *(listing.models, listing.clusters, listing.devices, listing.links, listing.methods),
+    *(capture.capture, plan.plan, compare.compare, train.train, evaluate.evaluate, run.run),
+    *(schedule.schedule, profile.profile, calibrate.calibrate, fidelity.fidelity),
+    *(report.report, export.export),
+):
+    app.command()(errors_spelled(outputs_checked(_command)))
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
-cluster_app.command("detect")(outputs_checked(cluster.detect))
+cluster_app.command("detect")(errors_spelled(outputs_checked(cluster.detect)))
 app.add_typer(cluster_app, name="cluster")
 
 

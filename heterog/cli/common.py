@@ -128,6 +128,12 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
+def print_checkpoint(folder: Path | None) -> None:
+    """Say where the checkpoint is, if one was saved."""
+    if folder is not None:
+        out.print(f"checkpoint: {folder}", soft_wrap=True)
+
+
 def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse | None]":
     """The graph of a zoo name, a user's function, or a saved file, and the rehearsal of its plans.
 

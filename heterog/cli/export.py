@@ -24,7 +24,7 @@ def export(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="renew an export; an edited user.py is kept")
     ] = False,
-    source: SourceOption = None,
+    sources: SourceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a plan as a folder for other launchers."""
@@ -33,8 +33,8 @@ def export(
 
     check_target(target)
     check_folder(output, target, overwrite=overwrite)
-    made = make_export(load_plan(plan), target, sources=source or ())
-    for path in (plan, *(source or ())):
+    made = make_export(load_plan(plan), target, sources=sources or ())
+    for path in (plan, *(sources or ())):
         not_replaced(path, "an input", *(output / name for name in made.files))
     written = write_folder(made, output, overwrite=overwrite)
     if as_json:

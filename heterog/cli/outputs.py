@@ -13,8 +13,7 @@ from functools import wraps
 from pathlib import Path
 from typing import ParamSpec, get_args
 
-from typer.models import ArgumentInfo, OptionInfo
-
+from heterog.cli.spelling import options_of
 from heterog.errors import InputFileError
 from heterog.files import check_folder_writable, check_writable
 
@@ -60,7 +59,7 @@ def outputs_checked(command: Callable[P, None]) -> Callable[P, None]:
     """The command, which checks its outputs before anything else."""
     signature = inspect.signature(command, eval_str=True)
     marks = {name: _mark(each.annotation) for name, each in signature.parameters.items()}
-    options = {name: _option(name, each) for name, each in signature.parameters.items()}
+    options = options_of(command)
 
     @wraps(command)
     def checked(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -169,13 +168,3 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def _mark(annotation: object) -> Written | None:
     return next((each for each in get_args(annotation) if isinstance(each, Written)), None)
-
-
-def _option(name: str, parameter: inspect.Parameter) -> str:
-    """What a parameter is called on the command line."""
-    for each in get_args(parameter.annotation):
-        if isinstance(each, OptionInfo):
-            return str(next(iter((each.default, *(each.param_decls or ())))))
-        if isinstance(each, ArgumentInfo):
-            return name.upper()
-    return name

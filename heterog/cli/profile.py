@@ -83,7 +83,6 @@ def profile(
     for source in sources:
         _check_workload(source, batch_size)
     from heterog.runtime import profiler
-    from heterog.simulator.measurements import Measurements
 
     as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
     rank = int(os.environ.get("RANK", "0")) if as_rank else 0
@@ -109,17 +108,14 @@ def profile(
                     f"--device-type {device_type} under torchrun: {cluster} says the type of each "
                     "rank's device; leave it out."
                 )
-            profiler.profile_as_rank(
+            measured = profiler.profile_as_rank(
                 sources,
                 named,
                 journal,
-                output,
                 batch_size=batch_size,
                 timeout_s=timeout_s,
                 tell=tell,
             )
-            if rank == 0:
-                measured = Measurements.load(output)
         else:
             kind = device_type or (named.devices[0].type.name if named else _local_type_name())
             measured = profiler.profile_here(

@@ -1,7 +1,9 @@
 """``heterog run``: train with a plan on local processes."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +14,7 @@ from heterog.cli.common import (
     SourceOption,
     err,
     out,
+    print_checkpoint,
     print_json,
     progress_line,
     stage_progress,
@@ -20,6 +23,11 @@ from heterog.cli.healing import heal_options, run_healing
 from heterog.cli.outputs import CHECKPOINT, JSON, not_replaced
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
+
+if TYPE_CHECKING:
+    from heterog.planners.plan import Plan
+    from heterog.runtime.launch import Place
+    from heterog.runtime.request import RunRequest
 
 
 def run(
@@ -32,7 +40,7 @@ def run(
             autocompletion=completion.models,
         ),
     ] = "",
-    source: SourceOption = None,
+    sources: SourceOption = None,
     steps: Annotated[int, typer.Option("--steps", help="measured training steps")] = 10,
     testbed: Annotated[
         str,
@@ -121,43 +129,37 @@ def run(
 
     One process stands for each device of the plan.
     """
-    from contextlib import ExitStack
-
-    from heterog.planners.plan import load_plan
-    from heterog.runtime.background import has_own_process
-    from heterog.runtime.launch import run_ranks
-    from heterog.runtime.testbed import Testbed, load_testbed
+    from heterog.runtime.request import RunRequest
+    from heterog.runtime.watching import Limits
     from heterog.units import parse_seconds
-    from heterog.user_code import trusted_source
 
-    if steps < 1:
-        raise HeterogError(f"--steps is {steps}; measure at least one step.")
-    loaded = load_plan(plan)
+    request = RunRequest(
+        plan=plan,
+        model=model,
+        sources=tuple(sources or ()),
+        num_steps=steps,
+        limits=Limits(
+            timeout_s=parse_seconds(timeout), step_timeout_s=parse_seconds(step_timeout)
+        ),
+        port=port,
+        save=save,
+        resume=resume,
+        allow_nonfinite=allow_nonfinite,
+        record=not heal,
+    )
+    loaded = request.load()
     not_replaced(loaded.cluster.calibration, f"the calibration of {plan}", trace)
-    if loaded.step_time_s is None:
-        raise HeterogError(f"{plan} does not fit into memory ({loaded.shortage}); plan again.")
-    beside = loaded.background
-    if beside is not None and not beside.source:
-        raise HeterogError(
-            f"{plan} has the background job {beside.model}, which was read from a graph file; "
-            "plan with a model's name or file.py:function after --background."
-        )
-    if beside is not None and not has_own_process(loaded.cluster):
-        beside = None  # the ranks run it themselves
-    sources = source or ()
-    if not model:
-        trusted_source(loaded.graph.source, sources, str(plan))
-    if loaded.background is not None:
-        trusted_source(loaded.background.source, sources, str(plan))
     healing = heal_options(
         heal,
-        redundancy=redundancy,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        back_after=back_after,
-        slow_factor=slow_factor,
-        rendezvous=rendezvous,
-        host=host,
+        {
+            "redundancy": redundancy,
+            "checkpoint": checkpoint,
+            "checkpoint_every": checkpoint_every,
+            "back_after": back_after,
+            "slow_factor": slow_factor,
+            "rendezvous": rendezvous,
+            "host": host,
+        },
     )
     if healing is not None:
         if testbed or trace is not None or port or loaded.background is not None:
@@ -165,52 +167,9 @@ def run(
                 "--heal does not go with --testbed, --trace, --port or a plan's background job; "
                 "leave one of them out."
             )
-        run_healing(
-            plan,
-            healing,
-            rendezvous=rendezvous,
-            host=host,
-            as_json=as_json,
-            model=model,
-            sources=sources,
-            num_steps=steps,
-            timeout_s=parse_seconds(timeout),
-            step_timeout_s=parse_seconds(step_timeout),
-            save=save,
-            resume=resume,
-            allow_nonfinite=allow_nonfinite,
-        )
+        run_healing(request, healing, rendezvous=rendezvous, host=host, as_json=as_json)
         return
-    with ExitStack() as stack:
-        options: dict[str, Any] = {}
-        if testbed:
-            cluster = load_testbed(testbed)
-            difference = loaded.cluster.describe_difference(cluster)
-            if difference is not None:
-                raise HeterogError(
-                    f"{plan} was made for another cluster than the testbed: {difference}; plan "
-                    f"with --cluster {testbed}."
-                )
-            bed = stack.enter_context(Testbed(cluster))
-            options = {"wrap": bed.command, "environment": bed.environment}
-        show = stack.enter_context(progress_line(as_json))
-        measured = run_ranks(
-            plan,
-            loaded.cluster.num_devices,
-            model=model,
-            sources=sources,
-            num_steps=steps,
-            timeout_s=parse_seconds(timeout),
-            step_timeout_s=parse_seconds(step_timeout),
-            port=port,
-            save=save,
-            resume=resume,
-            allow_nonfinite=allow_nonfinite,
-            record=True,
-            background=beside,
-            progress=lambda stage: show(*stage_progress(stage)),
-            **options,
-        )
+    measured = _run_in_place(request, loaded, testbed, quiet=as_json)
     if trace is not None:
         from heterog.report.trace import write_comparison
 
@@ -218,29 +177,57 @@ def run(
     if as_json:
         print_json(measured)
         return
+    where = f"ranks of testbed {testbed}" if testbed else "local ranks"
+    _print_measured(measured, loaded, where)
+    print_checkpoint(save)
+
+
+def _run_in_place(
+    request: "RunRequest", plan: "Plan", testbed: str, *, quiet: bool
+) -> dict[str, Any]:
+    """The measurements of a job on this machine, or on a testbed if one is named."""
+    from heterog.runtime.launch import HERE, run_ranks
+    from heterog.runtime.testbed import Testbed, load_testbed
+
+    place: AbstractContextManager[Place] = nullcontext(HERE)
+    if testbed:
+        cluster = load_testbed(testbed)
+        difference = plan.cluster.describe_difference(cluster)
+        if difference is not None:
+            raise HeterogError(
+                f"{request.plan} was made for another cluster than the testbed: {difference}; "
+                f"plan with --cluster {testbed}."
+            )
+        place = Testbed(cluster)
+    with place as there, progress_line(quiet) as show:
+        return run_ranks(request, place=there, progress=lambda stage: show(*stage_progress(stage)))
+
+
+def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> None:
+    """Print how long a step took and was predicted to take, and what was done beside it."""
     first, last = (
         float("nan") if loss is None else loss
         for loss in (measured["losses"][0], measured["losses"][-1])
     )
-    kind = "median" if loaded.strategy.apart is None else "mean"  # see ``rank``
+    kind = "median" if plan.strategy.apart is None else "mean"  # see ``rank``
+    assert plan.step_time_s is not None
     out.print(
-        f"{measured['model']} on {measured['num_ranks']} "
-        f"{'ranks of testbed ' + testbed if testbed else 'local ranks'}: "
-        f"{format_seconds(measured['step_time_s'])} a step ({kind} of {steps}, "
+        f"{measured['model']} on {measured['num_ranks']} {where}: "
+        f"{format_seconds(measured['step_time_s'])} a step ({kind} of "
+        f"{len(measured['step_times_s'])}, "
         f"{format_seconds(measured['step_time_min_s'])} to "
-        f"{format_seconds(measured['step_time_max_s'])}), predicted for {loaded.cluster.name} "
-        f"{format_seconds(loaded.step_time_s)}; loss {first:.4f} -> {last:.4f}"
+        f"{format_seconds(measured['step_time_max_s'])}), predicted for {plan.cluster.name} "
+        f"{format_seconds(plan.step_time_s)}; loss {first:.4f} -> {last:.4f}"
     )
-    if "background" in measured:
-        done = measured["background"]
-        out.print(
-            f"background {done['model']}: {sum(done['samples'])} samples, "
-            f"{done['samples_per_s']:.1f} samples/s; a step took "
-            f"{format_seconds(done['step_time_s'])} beside it and "
-            f"{format_seconds(done['step_time_alone_s'])} alone, {done['slow_down']:.3f}x "
-            f"(limit {done['limit']:g}x)"
-        )
-        for rank, words in done["failures"].items():
-            err.print(f"the background job beside rank {rank} ended early: {words}")
-    if save is not None:
-        out.print(f"checkpoint: {save}", soft_wrap=True)
+    if "background" not in measured:
+        return
+    done = measured["background"]
+    out.print(
+        f"background {done['model']}: {sum(done['samples'])} samples, "
+        f"{done['samples_per_s']:.1f} samples/s; a step took "
+        f"{format_seconds(done['step_time_s'])} beside it and "
+        f"{format_seconds(done['step_time_alone_s'])} alone, {done['slow_down']:.3f}x "
+        f"(limit {done['limit']:g}x)"
+    )
+    for rank, words in done["failures"].items():
+        err.print(f"the background job beside rank {rank} ended early: {words}")

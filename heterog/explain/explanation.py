@@ -1,7 +1,7 @@
 """An explanation of a plan: what it decides, what limits it, how good it is, what would help.
 
-Every sentence follows from a simulated fact, and the facts are included for ``--json`` and for
-reports. ``sentences`` turns facts into words; this module finds the facts.
+Every sentence follows from a simulated fact, and the facts are included for JSON and for reports.
+``sentences`` turns facts into words; this module finds the facts.
 """
 
 import math

@@ -73,16 +73,15 @@ def _check_even(ranks: Sequence[RankEntry]) -> None:
     if len(sizes) > 1:
         raise ExportError(
             "deepspeed gives every rank the same batch size, but the plan's shares are "
-            f"{_listed({entry.device: entry.batch_size for entry in ranks})}. Export with --to "
-            "ddp, or plan with --method ddp for a batch that the devices divide evenly."
+            f"{_listed({entry.device: entry.batch_size for entry in ranks})}. Export to "
+            "ddp, or plan with the method ddp for a batch that the devices divide evenly."
         )
     counts = {count for entry in ranks for count in entry.micro_batches}
     lengths = {len(entry.micro_batches) for entry in ranks}
     if len(counts) > 1 or len(lengths) > 1:
         raise ExportError(
             "deepspeed cuts every batch into equal micro-batches, but the plan's are "
-            f"{_listed({entry.device: entry.micro_batches for entry in ranks})}. Export with "
-            "--to ddp."
+            f"{_listed({entry.device: entry.micro_batches for entry in ranks})}. Export to ddp."
         )
     for entry in ranks:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", entry.host):

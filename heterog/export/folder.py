@@ -91,7 +91,7 @@ def check_folder(folder: Path, target: str, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ExportError(
-            f"{folder} is not empty; name another folder, or pass --overwrite to renew an export."
+            f"{folder} is not empty; name another folder, or pass `overwrite` to renew an export."
         )
     found = _exported(folder).get("target")
     if found != target:

@@ -23,8 +23,7 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
     if strategy.inexact is not None:
         raise ExportError(
             f"{target} sums gradients in every step, but this plan has "
-            f"{strategy.inexact.words}; export with --to torchrun, or plan without "
-            "--asynchronous."
+            f"{strategy.inexact.words}; export to torchrun, or plan exact training."
         )
     names = group_ops(graph).names
     first = _samples(strategy.decisions[0])
@@ -33,8 +32,8 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
             raise ExportError(
                 f"{target} keeps the whole model on every rank with one share of the batch, but "
                 f"group '{name or '(root)'}' runs on {_in_words(plan, samples)} and "
-                f"'{names[0] or '(root)'}' on {_in_words(plan, first)}. Export with --to "
-                "torchrun, or plan with --method cp_ar."
+                f"'{names[0] or '(root)'}' on {_in_words(plan, first)}. Export to "
+                "torchrun, or plan with the method cp_ar."
             )
     _refuse_whole_batch_ops(plan, target)
     decision = strategy.decisions[0]
@@ -122,8 +121,8 @@ def _refuse_whole_batch_ops(plan: Plan, target: str) -> None:
             op = graph.ops[index]
             raise ExportError(
                 f"op {op.kind} in module '{op.module or '(root)'}' needs the whole batch, but "
-                f"{target} runs it on the samples of one rank and micro-batch. Export with "
-                "--to torchrun."
+                f"{target} runs it on the samples of one rank and micro-batch. Export to "
+                "torchrun."
             )
 
 

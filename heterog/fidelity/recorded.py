@@ -9,7 +9,7 @@ A CSV file with a head line and a row for each run:
 ``cluster``
     a preset or a cluster file.
 ``layout``
-    as ``heterog plan --layout`` takes it: ``tp=2,pp=2,micro_batch=1``; empty for data parallelism.
+    as ``heterog plan`` takes it: ``tp=2,pp=2,micro_batch=1``; empty for data parallelism.
 ``seconds``
     seconds of a step: the median of many, warm.
 ``peak_bytes``
@@ -96,7 +96,7 @@ def read_runs(path: Path, *, model: str = "", cluster: str = "") -> list[Recorde
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputFileError(f"cannot read runs {path}: {error}.") from error
     if not found:
-        raise InputFileError(f"runs {path}: there is no row; see 'heterog fidelity --help'.")
+        raise InputFileError(f"runs {path}: there is no row after the head line.")
     return found
 
 
@@ -123,7 +123,7 @@ def _rows(
         if "model" not in given and (run.model.endswith(".py") or ":" in run.model):
             raise InputFileError(
                 f"{where}: {shown(run.model)} is Python code, which a table does not get to run; "
-                "if you trust it, give it by --model."
+                "if you trust it, give it by `model`."
             )
         found.append(run)
     return found

@@ -8,7 +8,7 @@ training goes on at the step after it.
 - ``wire`` and ``keeper`` are the process and its protocol, ``keepers`` talks to several of them,
   ``near_keeper`` to that of this host.
 - ``snapshots`` says which snapshot is the newest complete one.
-- ``job`` runs a plan and heals it (``heterog run --heal``). Its ``crew`` is this machine, or
+- ``job`` runs a plan and heals it (``heterog run`` if asked to). Its ``crew`` is this machine, or
   ``several``, which meet at a ``rendezvous``; ``host`` is the process of each. Ranks read what to
   run in an ``assignment`` and write a ``journal``; ``options`` are the settings.
 - ``rank`` is what each rank does, ``sending`` and ``restoring`` move the state of a plan,

@@ -12,40 +12,15 @@ from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
 from heterog.healing.keepers import KeeperPlace, start_keeper
-from heterog.runtime.launch import STEP_TIMEOUT_S, Wrap, run_commands
+from heterog.runtime.launch import HERE, Place, run_commands
+from heterog.runtime.request import RunRequest
 
 RANK_MODULE = "heterog.healing.rank"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankArguments:
-    """Arguments of the user that every rank gets.
-
-    Attributes:
-        model: Source of the workload; the plan's own if empty.
-        sources: Python files that may be run although only the plan names them.
-        timeout_s: Seconds that a generation may take.
-        step_timeout_s: Seconds that a step may take.
-        save: Folder for a checkpoint after the last step; empty for none.
-        allow_nonfinite: Go on when the loss is infinite or not a number.
-    """
-
-    model: str = ""
-    sources: tuple[str, ...] = ()
-    timeout_s: float = 300.0
-    step_timeout_s: float = STEP_TIMEOUT_S
-    save: str = ""
-    allow_nonfinite: bool = False
-
-    def arguments(self, assignment: Path, journal: Path, stop: Path) -> list[str]:
-        """Arguments of Python for a rank; see ``heterog.healing.rank``."""
-        words = ["-m", RANK_MODULE, str(assignment), "--journal", str(journal)]
-        words += ["--stop", str(stop), "--timeout", str(self.timeout_s), "--model", self.model]
-        for source in self.sources:
-            words += ["--source", source]
-        if self.save:
-            words += ["--save", self.save]
-        return [*words, "--allow-nonfinite"] if self.allow_nonfinite else words
+def rank_command(run_file: Path, assignment: Path, journal: Path, stop: Path) -> list[str]:
+    """Arguments of Python for a rank; see ``heterog.healing.rank``."""
+    return ["-m", RANK_MODULE, *map(str, (run_file, assignment, journal, stop))]
 
 
 class Crew(Protocol):
@@ -105,20 +80,12 @@ class LocalCrew:
 
     Args:
         cluster: The whole cluster.
-        told: Arguments of every rank.
-        wrap: Changes the command of a device's rank.
-        environment: Further variables of a device's rank.
+        request: What every rank gets, but for the plan.
+        place: Where the rank of each device of the whole cluster runs.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        told: RankArguments,
-        wrap: Wrap = lambda device, command: command,
-        environment: Callable[[int], Mapping[str, str]] = lambda device: {},
-    ) -> None:
-        self._cluster, self._told = cluster, told
-        self._wrap, self._environment = wrap, environment
+    def __init__(self, cluster: Cluster, request: RunRequest, place: Place = HERE) -> None:
+        self._cluster, self._request, self._place = cluster, request, place
         self._keepers: dict[int, tuple[Popen[bytes], KeeperPlace]] = {}
 
     def open(self, folder: Path, token: str) -> None:
@@ -133,6 +100,8 @@ class LocalCrew:
         watch: Callable[[str], None],
     ) -> None:
         """See ``Crew``."""
+        run_file = self._folder / "run.json"
+        self._request.write(run_file)
         assignment = self._folder / f"assignment{generation}.json"
         journal = self._folder / f"journal{generation}.jsonl"
         self._reader = JournalReader(journal)
@@ -141,12 +110,10 @@ class LocalCrew:
         deciding.start()
         try:
             run_commands(
-                self._told.arguments(assignment, journal, self._stop),
+                rank_command(run_file, assignment, journal, self._stop),
                 len(devices),
-                timeout_s=self._told.timeout_s,
-                step_timeout_s=self._told.step_timeout_s,
-                wrap=lambda rank, command: self._wrap(devices[rank], command),
-                environment=lambda rank: self._variables(devices[rank]),
+                limits=self._request.limits,
+                place=_DevicesLeft(self._place, self._cluster.num_devices, devices),
                 progress=watch,
             )
         finally:
@@ -188,7 +155,27 @@ class LocalCrew:
             process.kill()
             process.wait()
 
-    def _variables(self, device: int) -> dict[str, str]:
+
+@dataclass(frozen=True, slots=True)
+class _DevicesLeft:
+    """A ``Place`` of some devices of a cluster, whose ranks run in the place of the whole.
+
+    Attributes:
+        place: Place of the whole cluster.
+        num_devices: Number of its devices.
+        devices: Device of each rank.
+    """
+
+    place: Place
+    num_devices: int
+    devices: Sequence[int]
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """See ``Place``."""
+        return self.place.command(self.devices[rank], argv)
+
+    def environment(self, rank: int) -> Mapping[str, str]:
         """Variables of a device's rank: it keeps its accelerator when others are lost."""
-        local = {"LOCAL_RANK": str(device), "LOCAL_WORLD_SIZE": str(self._cluster.num_devices)}
-        return {**local, **self._environment(device)}
+        device = self.devices[rank]
+        local = {"LOCAL_RANK": str(device), "LOCAL_WORLD_SIZE": str(self.num_devices)}
+        return {**local, **self.place.environment(device)}

@@ -1,12 +1,10 @@
 """What one machine does in a job of several: starts ranks and a keeper as it is told, and reports.
 
-    python -m heterog.healing.host plan.json --rendezvous 10.0.0.1:29400 --host h1
+    python -m heterog.healing.host 10.0.0.1:29400 HOST PROGRAM_HASH RUN_FILE_TEXT
 
 It ends, and with it the ranks and the keeper, when the job does or the machine that leads is gone.
 """
 
-import argparse
-import json
 import os
 import queue
 import socket
@@ -20,7 +18,7 @@ from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
-from heterog.healing.crew import RankArguments
+from heterog.healing.crew import rank_command
 from heterog.healing.journal import JournalReader
 from heterog.healing.keepers import KeeperPlace, start_keeper, with_package
 from heterog.healing.rendezvous import Rendezvous, interface_of
@@ -32,6 +30,7 @@ from heterog.healing.wire import (
     receive_message,
     send_message,
 )
+from heterog.records import parse_dataclass
 from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     HEARTBEAT,
@@ -43,6 +42,7 @@ from heterog.runtime.launch import (
     start_rank,
     temporary_folder,
 )
+from heterog.runtime.request import RunRequest
 
 _GONE_S = 30.0
 """Seconds without a word after which the machine that leads counts as gone; it says something each
@@ -55,7 +55,7 @@ _CONNECT_S = 300.0
 class _Generation:
     """The ranks of one generation on this machine, and their files."""
 
-    def __init__(self, folder: Path, told: RankArguments, order: Header, address: str) -> None:
+    def __init__(self, folder: Path, run: RunRequest, order: Header, address: str) -> None:
         self.number = int(order["generation"])
         self._folder = folder
         self.assignment, self.stop = self._path("assignment.json"), self._path("stop")
@@ -64,7 +64,9 @@ class _Generation:
         self.is_port_known = False
         self.is_leader_of_ranks = False
         self.ranks: dict[int, LocalRank] = {}
-        arguments = told.arguments(self.assignment, self._path("journal.jsonl"), self.stop)
+        run_file = self._path("run.json")
+        run.write(run_file)
+        arguments = rank_command(run_file, self.assignment, self._path("journal.jsonl"), self.stop)
         common = {
             "MASTER_ADDR": str(order["meet_at"]),
             "MASTER_PORT": "0",  # rank 0 chooses one and writes it to the file
@@ -139,7 +141,7 @@ class HostProcess:
         rendezvous: Where the machine that leads listens.
         host: Name of this host in the plan.
         program: Hash of the plan's program.
-        told: Arguments of every rank.
+        request: What every rank gets, but for the plan.
         connect_s: Seconds to wait for the machine that leads.
     """
 
@@ -148,12 +150,12 @@ class HostProcess:
         rendezvous: Rendezvous,
         host: str,
         program: str,
-        told: RankArguments,
+        request: RunRequest,
         *,
         connect_s: float = _CONNECT_S,
     ) -> None:
         self._rendezvous, self._host, self._program = rendezvous, host, program
-        self._told, self._connect_s = told, connect_s
+        self._request, self._connect_s = request, connect_s
         self._orders: queue.SimpleQueue[tuple[Header, bytes] | None] = queue.SimpleQueue()
         self._keeper: tuple[subprocess.Popen[bytes], KeeperPlace] | None = None
         self._generation: _Generation | None = None
@@ -263,7 +265,7 @@ class HostProcess:
             case "keeper":
                 self._start_keeper(int(order["host"]), str(order["token"]))
             case "run":
-                self._generation = _Generation(self._folder, self._told, order, self._address)
+                self._generation = _Generation(self._folder, self._request, order, self._address)
             case "end":
                 if generation is not None:
                     generation.end()
@@ -309,16 +311,10 @@ class HostProcess:
 
 def main() -> None:
     """Run the part of the machine that leads, from its command line."""
-    parser = argparse.ArgumentParser(description="A machine of a job; see the module.")
-    parser.add_argument("--rendezvous", required=True)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--program", required=True)
-    parser.add_argument("--told", required=True, help="fields of RankArguments, as JSON")
-    given = parser.parse_args()
-    fields = json.loads(given.told)
-    told = RankArguments(**{**fields, "sources": tuple(fields["sources"])})
+    rendezvous, host, program, request = sys.argv[1:]
     try:
-        HostProcess(Rendezvous.parse(given.rendezvous), given.host, given.program, told).run()
+        told = parse_dataclass(request, RunRequest, "the run file")
+        HostProcess(Rendezvous.parse(rendezvous), host, program, told).run()
     except HeterogError as error:
         sys.exit(f"heterog: {error}")
 

@@ -8,7 +8,7 @@ host and a process that plans, which all end with this process, whatever happens
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -18,24 +18,24 @@ from heterog.errors import HeterogError, HeterogWarning
 from heterog.files import read_json
 from heterog.healing.assignment import Assignment
 from heterog.healing.checkpoints import Writing
-from heterog.healing.crew import Crew, LocalCrew, RankArguments
+from heterog.healing.crew import Crew, LocalCrew
 from heterog.healing.keepers import Keepers
 from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.snapshots import Moment
 from heterog.healing.steering import Going, Running, Steering
 from heterog.healing.wire import new_token
-from heterog.planners.plan import load_plan
 from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     CHECKPOINT_INDEX,
+    HERE,
     RANKS_OWN,
-    STEP_TIMEOUT_S,
-    LaunchError,
-    Wrap,
+    Place,
     check_save_folder,
     signals_as_exit,
     temporary_folder,
 )
+from heterog.runtime.request import RunRequest
+from heterog.runtime.watching import LaunchError
 from heterog.user_code import trusted_source
 
 _FIRST_PLAN_S = 300.0
@@ -80,19 +80,10 @@ class HealingJob:
     """Trains with a plan, and with other plans when that becomes necessary or better.
 
     Args:
-        plan: Path of the first plan.
-        num_steps: Number of steps to train after the first one, which warms up.
-        model: Source of the workload; the plan's own if empty.
-        sources: Python files that may be run although only the plan names them.
+        request: The first plan, and how to train. Its limit of the whole job is that of each
+            generation.
         options: Settings for keepers, checkpoints and changes of plan.
-        timeout_s: Seconds that a generation may take.
-        step_timeout_s: Seconds that a step may take.
-        save: Folder for a checkpoint after the last step.
-        resume: Folder of a checkpoint to begin with.
-        allow_nonfinite: Go on when the loss is infinite or not a number.
-        wrap: Changes the command of the rank of a device (to limit its CPU time, say); it gets
-            the number of the device.
-        environment: Further variables of the rank of a device.
+        place: Where the rank of each device runs.
         crew: Runs ranks and keepers, instead of this machine.
         progress: Called with what rank 0 does, whenever that changes.
         say: Called with one line about each change of plan.
@@ -106,49 +97,35 @@ class HealingJob:
 
     def __init__(
         self,
-        plan: Path,
+        request: RunRequest,
         *,
-        num_steps: int,
-        model: str = "",
-        sources: Sequence[str] = (),
         options: HealOptions | None = None,
-        timeout_s: float = 300.0,
-        step_timeout_s: float = STEP_TIMEOUT_S,
-        save: Path | None = None,
-        resume: Path | None = None,
-        allow_nonfinite: bool = False,
-        wrap: Wrap = lambda device, command: command,
-        environment: Callable[[int], Mapping[str, str]] = lambda device: {},
+        place: Place = HERE,
         crew: Crew | None = None,
         progress: Callable[[str], None] = lambda stage: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.options = options or HealOptions()
         self.trained = Trained()
-        self._plan, self._path = load_plan(plan), plan.resolve()
+        self._plan, self._path = request.load(), request.plan.resolve()
         if self._plan.strategy.inexact is not None:
             raise HeterogError(
-                f"{plan} has {self._plan.strategy.inexact.words}, and jobs that heal keep "
-                "copies of one model only; run it without --heal, with --save."
+                f"{request.plan} has {self._plan.strategy.inexact.words}, and jobs that heal keep "
+                "copies of one model only; run it without `heal`, with `save`."
             )
         self._whole = self._plan.cluster
-        self._source = model or trusted_source(self._plan.graph.source, sources, str(plan))
-        if save is not None:
-            check_save_folder(save)
-        told = RankArguments(
-            model=model,
-            sources=tuple(sources),
-            timeout_s=timeout_s,
-            step_timeout_s=step_timeout_s,
-            save="" if save is None else str(save.resolve()),
-            allow_nonfinite=allow_nonfinite,
+        self._source = request.model or trusted_source(
+            self._plan.graph.source, request.sources, str(request.plan)
         )
-        self._crew = crew or LocalCrew(self._whole, told, wrap, environment)
-        self._resume = "" if resume is None else str(resume.resolve())
-        steps_before = 0
-        if resume is not None:
-            steps_before = int(read_json(resume / CHECKPOINT_INDEX, "checkpoint")["num_steps"])
-        self.last = steps_before + 1 + num_steps
+        if request.save is not None:
+            check_save_folder(request.save)
+        self._crew = crew or LocalCrew(self._whole, request, place)
+        self._resume, steps_before = "", 0
+        if request.resume is not None:
+            self._resume = str(request.resume.resolve())
+            index = read_json(request.resume / CHECKPOINT_INDEX, "checkpoint")
+            steps_before = int(index["num_steps"])
+        self.last = steps_before + 1 + request.num_steps
         self._progress, self._say = progress, say
         self._token = new_token()
         _warn_about_redundancy(self.options.redundancy, self._whole.num_hosts)
@@ -296,7 +273,7 @@ class HealingJob:
         raise HeterogError(
             "the state is lost: no complete snapshot is left in memory, and no checkpoint was "
             "written. A larger redundancy survives more, and so do checkpoints beside training "
-            "(--checkpoint)."
+            "(`checkpoint`)."
         )
 
     def _choose(self) -> None:

@@ -1,6 +1,6 @@
 """A keeper: a process beside the ranks that holds what they would lose if they died.
 
-    python -m heterog.healing.keeper --pid PID < token
+    python -m heterog.healing.keeper PID ADDRESS MOST_BYTES FOLDER < token
 
 It listens on one address, takes connections from who knows the token, prints the port that it
 listens on as one line, and ends when the process with the given id does. It knows nothing of
@@ -17,7 +17,6 @@ Requests, by ``do``:
     get    bytes of a part, from ``begin`` on, ``size`` of them
 """
 
-import argparse
 import contextlib
 import os
 import select
@@ -206,21 +205,16 @@ def wait_for_end(pid: int) -> None:
 
 
 def main() -> None:
-    """Run as a keeper."""
-    parser = argparse.ArgumentParser(description="A keeper of snapshots; see the module.")
-    parser.add_argument("--pid", type=int, required=True, help="process to end with")
-    parser.add_argument("--address", default="127.0.0.1")
-    parser.add_argument("--most-bytes", type=int, default=0)
-    parser.add_argument("--folder", default="", help="to remove at the end")
-    arguments = parser.parse_args()
+    """Run as a keeper: ends with a process, and then removes a folder if it is given one."""
+    pid, address, most_bytes, folder = sys.argv[1:]
     token = sys.stdin.readline().strip()
-    listening, _ = listen(arguments.address, token, Shelf(arguments.most_bytes))
+    listening, _ = listen(address, token, Shelf(int(most_bytes)))
     print(listening.getsockname()[1], flush=True)
     # The starting process may read this one's output to its end.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    wait_for_end(arguments.pid)
-    if arguments.folder:
-        shutil.rmtree(arguments.folder, ignore_errors=True)
+    wait_for_end(int(pid))
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

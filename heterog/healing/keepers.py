@@ -190,9 +190,8 @@ def start_keeper(
     """
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "heterog.healing.keeper", "--pid", str(pid)),
-            *("--address", address, "--most-bytes", str(most_bytes)),
-            *("--folder", folder),
+            *(sys.executable, "-m", "heterog.healing.keeper"),
+            *(str(pid), address, str(most_bytes), folder),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -1,6 +1,8 @@
 """What one rank of a job that heals does: take the state up, train, send snapshots away.
 
-    python -m heterog.healing.rank assignment.json --journal journal.jsonl --stop stop
+    python -m heterog.healing.rank run.json assignment.json journal.jsonl stop
+
+The run file says how to train, and the assignment, which comes later, with which plan.
 
 After each step the ranks agree on a few numbers (one all-reduce of 32 bytes, which is also the
 barrier): whether a snapshot is still on its way, whether the last one has reached its keepers
@@ -9,17 +11,15 @@ computes. A new snapshot is begun when no rank is busy with the one before, so t
 for it.
 """
 
-import argparse
 import math
 import os
+import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment, in_turn, wait_for_assignment
 from heterog.healing.busy import BusyClock, device_seconds
 from heterog.healing.journal import Journal
@@ -28,14 +28,12 @@ from heterog.healing.restoring import Snapshot, restore
 from heterog.healing.sending import Sender, about, entries_of
 from heterog.healing.snapshots import Moment
 from heterog.planners.plan import load_plan
-from heterog.runtime.accelerators import CPU_BACKEND, is_accelerated
+from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.checkpoint.state import check_can_save
-from heterog.runtime.deploy import deploy
-from heterog.runtime.rank import as_rank, draw_alike, end_together, join, tell
+from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell
+from heterog.runtime.request import RunRequest, read_request
 from heterog.strategy.lowering import lower
-from heterog.user_code import trusted_source
-from heterog.zoo import load_workload
 
 LOOK_STEPS = 16
 """Number of steps between reports of which rank is slow. On an accelerator one step of them is
@@ -45,56 +43,25 @@ LOOK_S = 1.0
 throttled process first runs at full speed and then stands still."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOptions:
-    """Command-line arguments of a rank.
-
-    Attributes:
-        model: Zoo name or ``file.py:function``; the plan's own source if empty.
-        sources: Python files that the user named.
-        timeout_s: Seconds after which a rank gives up on the others.
-        journal: Path of rank 0's event file.
-        stop: Path of a file whose existence asks the ranks to stop after a step.
-        save: Folder for a checkpoint at the end; empty for none.
-        allow_nonfinite: Go on when the loss is infinite or not a number.
-    """
-
-    model: str
-    sources: tuple[str, ...]
-    timeout_s: float
-    journal: Path
-    stop: Path
-    save: str
-    allow_nonfinite: bool
-
-
 class HealingRank:
     """One rank of one generation.
 
     Args:
+        request: How it trains.
         assignment: What the generation runs.
-        told: The command-line arguments.
+        journal: Path of rank 0's event file.
+        stop: Path of a file whose existence asks the ranks to stop after a step.
     """
 
-    def __init__(self, assignment: Assignment, told: RankOptions) -> None:
-        self._assignment, self._told = assignment, told
+    def __init__(
+        self, request: RunRequest, assignment: Assignment, journal: Path, stop: Path
+    ) -> None:
+        self._request, self._assignment, self._stop = request, assignment, stop
         plan = load_plan(assignment.plan)
-        source = told.model or trusted_source(plan.graph.source, told.sources, "the plan")
-        if not source:
-            raise HeterogError("the plan does not name its model; pass --model.")
-        draw_alike()
-        workload = load_workload(
-            source, None if told.model else plan.graph.batch_size, must_take=False
-        )
-        tell("joining the others")
-        on_cpus = all(device.type.name.startswith("CPU") for device in plan.cluster.devices)
-        join(told.timeout_s, backend=CPU_BACKEND if on_cpus else "")
+        self._step, workload = set_up(plan, request)
         self._rank = dist.get_rank()
-        self._journal = Journal(told.journal if self._rank == 0 else None)
-        tell("capturing the model")
-        self._step = deploy(workload, plan)
+        self._journal = Journal(journal if self._rank == 0 else None)
         self._program = lower(plan.graph, plan.cluster, plan.strategy, num_steps=1)
-        draw_alike()
         self._batch = workload.make_batch()
         tell("taking the state up")
         self._take_up()
@@ -128,11 +95,7 @@ class HealingRank:
                 loss = float(loss_tensor)
             else:
                 loss = float(step(self._batch))
-            if not math.isfinite(loss) and not self._told.allow_nonfinite:
-                raise HeterogError(
-                    f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
-                    "learning rate. The option --allow-nonfinite goes on."
-                )
+            check_loss(loss, number, self._request)
             if number == first:
                 check_can_save(step)
                 self._begin_look(number)
@@ -150,9 +113,9 @@ class HealingRank:
 
     def end(self, is_done: bool) -> None:
         """Finish pending updates, save, and report how it ended."""
-        if is_done and self._told.save:
+        if is_done and self._request.save is not None:
             tell("saving the checkpoint")
-            save_checkpoint(self._step, self._told.save)
+            save_checkpoint(self._step, self._request.save)
         self._step.flush()
         tell("leaving")
         self._sender.close()
@@ -193,7 +156,7 @@ class HealingRank:
             [
                 self._sender.is_busy,
                 self._sender.has_failed,
-                is_first and self._told.stop.exists(),
+                is_first and self._stop.exists(),
                 is_first and is_due and self._clock is not None,
             ],
             dtype=torch.int64,
@@ -255,29 +218,13 @@ def _jsonable(loss: float) -> float | None:
 
 
 def main() -> None:
-    """Run a rank from its command line; errors are one line on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(description="A rank of a job that heals; see the module.")
-    parser.add_argument("assignment", type=Path)
-    parser.add_argument("--model", default="")
-    parser.add_argument("--source", action="append", default=[])
-    parser.add_argument("--timeout", type=float, default=300.0)
-    parser.add_argument("--journal", type=Path, required=True)
-    parser.add_argument("--stop", type=Path, required=True)
-    parser.add_argument("--save", default="")
-    parser.add_argument("--allow-nonfinite", action="store_true")
-    given = parser.parse_args()
+    """Run a rank with the files named; errors are one line on stderr and exit code 2."""
+    run_file, assignment, journal, stop = map(Path, sys.argv[1:])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    told = RankOptions(
-        model=given.model,
-        sources=tuple(given.source),
-        timeout_s=given.timeout,
-        journal=given.journal,
-        stop=given.stop,
-        save=given.save,
-        allow_nonfinite=given.allow_nonfinite,
-    )
     with as_rank(int(os.environ.get("RANK", "0"))):
-        rank = HealingRank(wait_for_assignment(given.assignment, given.timeout), told)
+        request = read_request(run_file)
+        work = wait_for_assignment(assignment, request.limits.timeout_s)
+        rank = HealingRank(request, work, journal, stop)
         rank.end(rank.train())
     end_together()
 

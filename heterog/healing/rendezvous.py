@@ -103,7 +103,7 @@ def own_host(name: str, hosts: Sequence[str]) -> int:
     for candidate in (wanted, wanted.partition(".")[0]):
         if candidate in hosts:
             return hosts.index(candidate)
-    say = "--host names one" if name else "name this one by --host"
+    say = "`host` names one" if name else "name this one by `host`"
     raise HeterogError(f"'{wanted}' is no host of the plan; {say} of {', '.join(hosts)}.")
 
 

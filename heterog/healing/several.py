@@ -21,7 +21,6 @@ from pathlib import Path
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import RankArguments
 from heterog.healing.journal import Event
 from heterog.healing.keepers import KeeperPlace, with_package
 from heterog.healing.rendezvous import TOKEN, Rendezvous
@@ -33,6 +32,7 @@ from heterog.healing.wire import (
     receive_message,
     send_message,
 )
+from heterog.runtime.request import RunRequest
 from heterog.runtime.watching import wait_for_ranks
 
 SILENT_S = 6.0
@@ -116,7 +116,7 @@ class SeveralHosts:
         program: Hash of the plan's program; who has another plan is sent away.
         listening: Socket of the rendezvous.
         rendezvous: Its address and secret.
-        told: Arguments of every rank.
+        request: What every rank gets, but for the plan.
         own: Arguments of Python for this machine's own process of ``host``; empty for none.
         say: Called with one line about each machine that joins or is lost.
         join_s: Seconds to wait for all machines at the start.
@@ -128,13 +128,13 @@ class SeveralHosts:
         program: str,
         listening: socket.socket,
         rendezvous: Rendezvous,
-        told: RankArguments,
+        request: RunRequest,
         *,
         own: Sequence[str] = (),
         say: Callable[[str], None] = lambda text: None,
         join_s: float = _JOIN_S,
     ) -> None:
-        self._cluster, self._program, self._told = cluster, program, told
+        self._cluster, self._program, self._request = cluster, program, request
         self._listening, self._rendezvous = listening, rendezvous
         self._own, self._say, self._join_s = list(own), say, join_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -162,7 +162,7 @@ class SeveralHosts:
                     missing = [n for number, n in enumerate(names) if number not in self._hosts]
                     raise HeterogError(
                         f"{', '.join(missing)} did not join within {self._join_s:g} s; run the "
-                        "same command there, with --host and the same secret."
+                        "same command there, with `host` and the same secret."
                     )
 
     def run(
@@ -185,7 +185,7 @@ class SeveralHosts:
         deciding = threading.Thread(target=self._assign, args=(decide, set(hosts)), daemon=True)
         deciding.start()
         try:
-            wait_for_ranks(ranks, self._told.timeout_s, self._told.step_timeout_s, watch)
+            wait_for_ranks(ranks, self._request.limits, watch)
         finally:
             self._end(generation, set(hosts))
             deciding.join()

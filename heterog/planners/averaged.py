@@ -1,6 +1,6 @@
 """``average``: replicas that train alone and average their parameters every H steps.
 
-Only where a person asks for it (``--asynchronous average=8``), because the weights that come out
+Only where a person asks for it (``average=8``), because the weights that come out
 are not those of one device. It is a row beside the exact methods, judged by the same referee: a
 step costs its own seconds and the H-th part of an averaging.
 
@@ -40,7 +40,7 @@ _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
 
 
 def parse_asynchronous(text: str) -> Averaging:
-    """The averaging that ``--asynchronous`` asks for.
+    """The averaging that a text such as ``average=8`` asks for.
 
     >>> parse_asynchronous("average=8,rate=0.7,momentum=0.9").words
     'parameters averaged every 8 steps by samples, outer SGD of rate 0.7, momentum 0.9'
@@ -53,7 +53,7 @@ def parse_asynchronous(text: str) -> Averaging:
         word, equals, value = part.strip().partition("=")
         if word not in (AVERAGE, "weights", "delay", *_NUMBERS) or not equals or word in values:
             raise HeterogError(
-                f"--asynchronous has {shown(part)}; it takes average=H, then if wanted "
+                f"`asynchronous` has {shown(part)}; it takes average=H, then if wanted "
                 "weights=samples or weights=equal, delay=D (steps for which an average may be "
                 "under way), rate=0.7 and momentum=0.9 of an outer "
                 "optimizer, each once, with commas between them."
@@ -62,12 +62,12 @@ def parse_asynchronous(text: str) -> Averaging:
     every, delay = values.get(AVERAGE, ""), values.get("delay", "0")
     if not (_is_count(every) and _is_count(delay)):
         raise HeterogError(
-            "--asynchronous needs numbers of steps, average=H and if wanted delay=D, not "
+            "`asynchronous` needs numbers of steps, average=H and if wanted delay=D, not "
             f"{shown(every)} and {shown(delay)}; average=8 averages after every eighth step."
         )
     weights = values.get("weights", AverageWeights.SAMPLES.value)
     if weights not in list(AverageWeights):
-        raise HeterogError(f"--asynchronous has weights={shown(weights)}; it is samples or equal.")
+        raise HeterogError(f"`asynchronous` has weights={shown(weights)}; it is samples or equal.")
     numbers = {
         name: _number(word, values[word]) for word, name in _NUMBERS.items() if word in values
     }
@@ -85,7 +85,7 @@ def _number(word: str, value: str) -> float:
         return float(value)
     except ValueError:
         raise HeterogError(
-            f"--asynchronous has {word}={shown(value)}, which is not a number."
+            f"`asynchronous` has {word}={shown(value)}, which is not a number."
         ) from None
 
 
@@ -106,7 +106,7 @@ class AveragedReplicas(Planner):
         """Try islands of devices and of hosts, with even and proportional shares, then refine."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
-            return nothing("averaging needs a step barrier; leave --no-step-barrier out")
+            return nothing("averaging needs a step barrier")
         spending = problem.spend()
         tried: list[tuple[Evaluation, Strategy]] = []
         with spending.limits():

@@ -74,7 +74,7 @@ class Comparison:
         return replace(self, rows=(*rows, picked), picked_from=best.method)
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """The rows as printed by ``--json``; ``auto`` says whose row it picked."""
+        """The rows as JSON; ``auto`` says whose row it picked."""
         documents = [
             row_to_dict(
                 row,

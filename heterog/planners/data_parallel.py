@@ -151,7 +151,7 @@ class DataParallel(Planner):
             if seconds > PATIENCE * problem.budget.seconds:
                 reason = (
                     f"its {transfers} transfers take about {seconds:.0f} s to simulate, of the "
-                    f"{problem.budget.seconds:.1f} s that it has; a larger --budget lets it try"
+                    f"{problem.budget.seconds:.1f} s that it has; a larger budget lets it try"
                 )
                 return PlanResult(candidates=(), num_evaluations=0, reason=reason)
         return _best_variants(problem, variants)

@@ -48,7 +48,7 @@ class GivenLayout(Planner):
         if self.batch_size not in (0, graph.batch_size):
             raise LayoutError(
                 f"the layout's file is for a batch of {self.batch_size}, but '{graph.name}' was "
-                f"captured with {graph.batch_size}; give --batch-size {self.batch_size}."
+                f"captured with {graph.batch_size}; give `batch_size` {self.batch_size}."
             )
         return place_layout(self.layout, graph, cluster, step_barrier=step_barrier)
 

@@ -57,7 +57,7 @@ def run_method(planner: Planner, problem: Problem) -> MethodRow:
     if is_starved:
         notes.append(
             f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; "
-            "a larger --budget lets it search"
+            "a larger budget lets it search"
         )
     row = MethodRow(
         method=planner.name,

@@ -381,8 +381,8 @@ def _check_start(plan: Plan, codec: Codec) -> None:
     inexact = plan.strategy.inexact
     if inexact is not None and plan.strategy.averaging is None:
         raise StrategyError(
-            f"the plan has {inexact.words}, where codecs are not planned; ask for --lossy, or for "
-            "--asynchronous without it."
+            f"the plan has {inexact.words}, where codecs are not planned; plan with a codec "
+            "or with that, not both."
         )
     if plan.step_time_s is None:
         raise StrategyError(f"no exact plan fits to put {codec} on: {plan.shortage}")

@@ -97,7 +97,7 @@ METHODS = (
         name="agent",
         stage="zero_shot",
         what="a graph neural network's own answer, without search",
-        needs="a policy (--policy; one is shipped)",
+        needs="a policy (one is shipped)",
     ),
     MethodNote(
         name="two_segment",
@@ -151,7 +151,7 @@ METHODS = (
         name="agent+search",
         stage="search",
         what="local_search that starts from the agent's proposals",
-        needs="a budget and a policy (--policy)",
+        needs="a budget and a policy",
     ),
     MethodNote(
         name="local_search",

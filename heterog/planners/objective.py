@@ -69,13 +69,13 @@ class Objective:
                 )
             if self.num_steps is None:
                 raise HeterogError(
-                    "a deadline without a number of steps; give --steps, --samples or --tokens, "
-                    "so that there is an end that can be late."
+                    "a deadline without a number of steps; give a number of steps, samples or "
+                    "tokens, so that there is an end that can be late."
                 )
         if self.aim == Aim.COST and self.num_steps is None:
             raise HeterogError(
-                "the objective cost without a number of steps; give --steps, --samples or "
-                "--tokens, or ask for --objective cost_per_token."
+                "the objective cost without a number of steps; give one, or a number "
+                "of samples or tokens, or ask for cost_per_token."
             )
 
     @property

@@ -233,7 +233,7 @@ class Plan:
         return Timeline(program, start, finish, self.cluster, self.graph)
 
     def summary(self) -> dict[str, Any]:
-        """The document that ``heterog plan --json`` prints."""
+        """The document that ``heterog plan`` prints as JSON."""
         return {
             "model": self.graph.name,
             "cluster": self.cluster.name,

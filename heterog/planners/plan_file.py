@@ -315,7 +315,7 @@ def row_to_dict(
     seed: int,
     cost_per_step: float | None = None,
 ) -> dict[str, Any]:
-    """A row as ``--json`` prints it, with its cost if that is known."""
+    """A row as JSON, with its cost if that is known."""
     cost = {} if cost_per_step is None else {"cost_per_step": cost_per_step}
     return {
         "model": model,

@@ -261,9 +261,7 @@ def rehearsed(
     return result
 
 
-UNPLAYED = (
-    "not rehearsed: the budget was over; a larger --budget plays it through before it says ok"
-)
+UNPLAYED = "not rehearsed: the budget was over; a larger budget plays it through before it says ok"
 
 
 UNWRITTEN = (

@@ -1,6 +1,6 @@
 """``server``: teams that push gradients to a server as they have them, tau steps apart at most.
 
-Only where a person asks for it (``--asynchronous server=2``), because the weights that come out
+Only where a person asks for it (``server=2``), because the weights that come out
 are not those of one device. It is a row beside the exact methods.
 
 Teams are single devices, or the devices of a host, which then sum gradients in every step. In the
@@ -39,7 +39,7 @@ from heterog.strategy.strategy import Decision, Strategy
 SERVER = "server"
 """Name of the row, and the word that asks for it."""
 NOT_EXACT = (AVERAGE, SERVER, STASH)
-"""Names of the rows that ``--asynchronous`` may ask for."""
+"""Names of the rows whose training is not exact."""
 _MOST_SERVERS = 8
 """Most devices that are tried as the server; the first ones of a larger cluster."""
 _MOST_MOVED = 8
@@ -47,7 +47,7 @@ _MOST_MOVED = 8
 
 
 def asynchronous_method(text: str) -> Planner:
-    """The method that ``--asynchronous`` asks for.
+    """The method that a text such as ``server=2`` asks for.
 
     >>> asynchronous_method("server=2").name, asynchronous_method("average=8").name
     ('server', 'average')
@@ -64,14 +64,14 @@ def asynchronous_method(text: str) -> Planner:
     value = first[1]
     if not (value.isascii() and value.isdecimal() and len(value) < 10):
         raise HeterogError(
-            f"--asynchronous has server={shown(value)}; it needs the number of steps that a team "
+            f"`asynchronous` has server={shown(value)}; it needs the number of steps that a team "
             "may be ahead of the slowest one: server=2, or server=0 where all wait for each other."
         )
     options = dict(others)
     order = options.pop("order", PushOrder.PLANNED.value)
     if options or len(others) > 1 or order not in list(PushOrder):
         raise HeterogError(
-            f"--asynchronous has {shown(text)}; after server=TAU it takes order=planned or "
+            f"`asynchronous` has {shown(text)}; after server=TAU it takes order=planned or "
             "order=arrival, once, with a comma before it."
         )
     return ServedTeams(int(value), PushOrder(order))
@@ -101,7 +101,7 @@ class ServedTeams(Planner):
         """Try teams of devices and of hosts with servers in several places, then refine."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
-            return nothing("a server needs a step barrier; leave --no-step-barrier out")
+            return nothing("a server needs a step barrier")
         spending = problem.spend()
         tried: list[_Tried] = []
         with spending.limits():

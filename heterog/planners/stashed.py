@@ -1,6 +1,6 @@
 """``stash``: pipelines whose stages do not wait, and keep older weights for batches under way.
 
-Only where a person asks for it (``--asynchronous stash=1``), because the weights that come out are
+Only where a person asks for it (``stash=1``), because the weights that come out are
 not those of one device. It is a row beside the exact methods.
 
 Stages are those of ``pipeline``: whole machines or single devices in many sequences. For each the
@@ -53,7 +53,7 @@ _Tried = tuple[Evaluation, Strategy]
 
 
 def parse_stash(text: str) -> "StashedPipelines":
-    """The method that ``--asynchronous`` asks for.
+    """The method that a text such as ``stash=1`` asks for.
 
     >>> parse_stash("stash=1").stash.boundary_steps
     1
@@ -68,7 +68,7 @@ def parse_stash(text: str) -> "StashedPipelines":
     is_known = [word for word, _ in others] in ([], ["micro_batches"])
     if not (is_known and _is_count(value) and _is_count(count) and int(count)):
         raise HeterogError(
-            f"--asynchronous has {shown(text)}; a stash needs the number of micro-batches by "
+            f"`asynchronous` has {shown(text)}; a stash needs the number of micro-batches by "
             "which each boundary between stages may make backward passes later: stash=1 is "
             "PipeDream's, stash=2 leaves messages more time. Their number in a batch may follow: "
             "stash=1,micro_batches=8."
@@ -100,7 +100,7 @@ class StashedPipelines(Planner):
         """Try balanced cuts of all sequences of stages, then cuts nearby."""
         evaluator, begin_s = problem.evaluator, time.perf_counter()
         if not problem.step_barrier:
-            return nothing("a stash needs a step barrier; leave --no-step-barrier out")
+            return nothing("a stash needs a step barrier")
         batch = evaluator.graph.batch_size
         if self.num_micro is not None and self.num_micro > batch:
             return nothing(f"{self.num_micro} micro-batches are more than {batch} samples")

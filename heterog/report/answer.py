@@ -37,7 +37,7 @@ def answer(
     width: int = 80,
     remarks: Sequence[str] = (),
     files: Sequence[str] = (),
-    advice: str = "--explain says why and shows all methods",
+    advice: str = "",
 ) -> list[Text]:
     """The lines to print: at most ``MOST_LINES``, none but a file's wider than ``width``.
 
@@ -46,7 +46,7 @@ def answer(
         width: Width of the terminal in columns.
         remarks: Further sentences, about a background job or the calibration.
         files: Lines about files that were written, and what they are for.
-        advice: Last line, where to read on.
+        advice: Last line, where to read on, if there is anywhere.
     """
     width = max(width, NARROWEST)
     room = width - _LABEL

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 
 CPU = torch.device("cpu")
@@ -82,6 +83,11 @@ def accelerator() -> Accelerator | None:
 def has_accelerator() -> bool:
     """Whether ranks of this machine can run on something other than its CPU."""
     return accelerator() is not None
+
+
+def is_on_cpus(cluster: Cluster) -> bool:
+    """Whether all devices of a cluster are processors; a testbed calls a share ``CPU@0.5``."""
+    return all(device.type.name.partition("@")[0] == "CPU" for device in cluster.devices)
 
 
 def device_count() -> int:

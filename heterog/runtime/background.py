@@ -1,6 +1,6 @@
 """A background job beside one rank: trains on whatever its device has left over.
 
-    python -m heterog.runtime.background MODEL --batch-size 8 --limit 1.1 -o done.json
+    python -m heterog.runtime.background MODEL BATCH_SIZE LIMIT OUTPUT
 
 On CPUs it is a process of its own in the rank's place (its namespace, its CPU quota, its core) at
 the lowest priority: the kernel runs it while the rank waits. On a GPU it must share the rank's
@@ -11,7 +11,6 @@ al., MLSys 2022): the foreground first runs alone for some steps; then, whenever
 than the limit allows, the background rests a larger part of its time, and less when it did not.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -28,7 +27,7 @@ from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.graph.parameter_groups import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
-from heterog.runtime.accelerators import has_accelerator, stream_of_priority
+from heterog.runtime.accelerators import has_accelerator, is_on_cpus, stream_of_priority
 from heterog.runtime.grouped_optimizer import make_optimizer
 from heterog.runtime.launch import ALONE_STEPS, HEARTBEAT
 from heterog.runtime.masters import Masters
@@ -169,8 +168,7 @@ def lowest_priority() -> None:
 
 def has_own_process(cluster: Cluster) -> bool:
     """Whether background jobs of a cluster run in processes beside the ranks."""
-    on_cpus = all(device.type.name == "CPU" for device in cluster.devices)
-    return on_cpus or not has_accelerator()
+    return is_on_cpus(cluster) or not has_accelerator()
 
 
 class LowPriorityThread(threading.Thread):
@@ -256,21 +254,16 @@ def train_beside(
 
 def main() -> None:
     """Run beside one rank; errors are one line on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--limit", type=float, required=True)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    arguments = parser.parse_args()
+    model, batch_size, limit, output = sys.argv[1:]
     lowest_priority()
     torch.set_num_threads(1)
     try:
         train_beside(
-            load_workload(arguments.model, arguments.batch_size, must_take=False),
-            arguments.batch_size,
+            load_workload(model, int(batch_size), must_take=False),
+            int(batch_size),
             Path(os.environ[HEARTBEAT]),
-            arguments.limit,
-            arguments.output,
+            float(limit),
+            Path(output),
         )
     except HeterogError as error:
         print(f"heterog: background job: {error}", file=sys.stderr, flush=True)

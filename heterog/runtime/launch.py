@@ -16,14 +16,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 from heterog.errors import HeterogError
 from heterog.files import check_folder_writable, check_writable, read_json
 from heterog.planners.background import BackgroundPlan
+from heterog.planners.plan import Plan
 from heterog.runtime.forks import (
     RankProcess,
     end_with_parent,
@@ -31,8 +32,8 @@ from heterog.runtime.forks import (
     open_forks,
     rank_forks,
 )
-from heterog.runtime.watching import LaunchError as LaunchError
-from heterog.runtime.watching import wait_for_ranks
+from heterog.runtime.request import RunRequest
+from heterog.runtime.watching import DEFAULT_LIMITS, Limits, wait_for_ranks
 from heterog.user_code import trusted_source
 
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -43,9 +44,6 @@ HEARTBEAT = "HETEROG_HEARTBEAT"
 """Variable with the path of the file to which a rank writes its stage."""
 PORT_FILE = "HETEROG_PORT_FILE"
 """Variable with the file to which rank 0 writes the port it chose; absent if it is given."""
-STEP_TIMEOUT_S = 300.0
-"""Longer than the slowest step that we know of; PyTorch's own limit for gloo is 30 minutes."""
-
 RANKS_OWN = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *(HEARTBEAT, PORT_FILE),
@@ -56,8 +54,6 @@ _END_S = 3.0
 
 Beside = Callable[[int], list[str]]
 """Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
-Wrap = Callable[[int, list[str]], list[str]]
-"""Changes the command of a rank, to run it somewhere else."""
 
 
 def check_save_folder(folder: Path) -> None:
@@ -140,108 +136,116 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class Place(Protocol):
+    """Where ranks run: how a rank's command and variables are changed to run it there.
+
+    A ``Testbed`` is one.
+    """
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """The command line that runs ``argv`` as this rank."""
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """Further variables of this rank."""
+
+
+class Here:
+    """This machine as it is."""
+
+    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+        """See ``Place``."""
+        return list(argv)
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """See ``Place``."""
+        return {}
+
+
+HERE = Here()
+
+
 def run_ranks(
-    plan: Path,
-    num_ranks: int,
+    request: RunRequest,
     *,
-    model: str = "",
-    sources: Sequence[str] = (),
-    num_steps: int = 10,
-    timeout_s: float = 300.0,
-    step_timeout_s: float = STEP_TIMEOUT_S,
-    port: int = 0,
-    save: Path | None = None,
-    resume: Path | None = None,
-    allow_nonfinite: bool = False,
-    record: bool = False,
-    background: BackgroundPlan | None = None,
-    wrap: Wrap = lambda rank, command: command,
-    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    place: Place = HERE,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, Any]:
-    """Run a plan on local processes.
+    """Run a plan on local processes, a rank for each device of its cluster.
+
+    A background job of the plan trains beside each rank, at the lowest priority, after the first
+    steps; its progress is added to the result.
 
     Args:
-        plan: Path of the plan.
-        num_ranks: Number of devices of its cluster.
-        model: Source of the workload; the plan's own if empty.
-        sources: Python files that may be run although only the plan names them; see
-            ``user_code.trusted_source``.
-        num_steps: Number of measured steps.
-        timeout_s: Seconds that the whole job may take.
-        step_timeout_s: Seconds that a step may take.
-        port: Port on which the ranks meet; 0 picks a free one.
-        save: Folder for a checkpoint after the last step.
-        resume: Folder of a checkpoint to begin with.
-        allow_nonfinite: Go on when the loss is infinite or not a number.
-        record: Record when each task ran in the last step.
-        background: A job that trains beside each rank, at the lowest priority, after the first
-            steps; its progress is added to the result.
-        wrap: Changes each rank's command (to enter a namespace, say).
-        environment: Further variables of each rank.
+        request: What to run.
+        place: Where the ranks run.
         progress: Called with what rank 0 does, whenever that changes.
 
     Returns:
         The measurements of rank 0.
 
     Raises:
-        InputFileError: nothing can be saved at ``save`` or read from ``resume``, or the background
-            job is made by a file that nobody named.
+        InputFileError: nothing can be saved at ``save`` or read from ``resume``, or a model is
+            made by a file that nobody named.
         LaunchError: a rank failed or the time is over; names the rank and its last words.
-        HeterogError: there are too few steps to compare with and without a background job.
+        HeterogError: the plan cannot be run, or there are too few steps to compare with and
+            without a background job.
     """
-    if background is not None and num_steps <= ALONE_STEPS:
-        raise HeterogError(
-            f"{num_steps} steps are too few beside a background job, which begins after "
-            f"{ALONE_STEPS}; measure {3 * ALONE_STEPS} or more."
-        )
-    options = ["--model", model, "--steps", str(num_steps), "--timeout", str(timeout_s)]
-    if save is not None:
-        check_save_folder(save)
-        options += ["--save", str(save.resolve())]
-    if resume is not None:
-        read_json(resume / CHECKPOINT_INDEX, "checkpoint")
-        options += ["--resume", str(resume.resolve())]
-    for source in sources:
-        options += ["--source", source]
-    if allow_nonfinite:
-        options.append("--allow-nonfinite")
-    if record:
-        options.append("--record")
+    plan = request.load()
+    background = _beside_ranks(plan, request.num_steps)
+    if request.save is not None:
+        check_save_folder(request.save)
+    if request.resume is not None:
+        read_json(request.resume / CHECKPOINT_INDEX, "checkpoint")
     with temporary_folder() as folder:
-        output = folder / "measured.json"
-        done = folder / "background"
+        output = request.output or folder / "measured.json"
+        run_file = folder / "run.json"
+        replace(request, output=output).write(run_file)
+        done = [folder / f"background{rank}.json" for rank in range(plan.cluster.num_devices)]
 
         def beside(rank: int) -> list[str]:
             if background is None or rank not in background.devices:
                 return []
-            source = trusted_source(background.source, sources, str(plan))
-            return [
-                *("-m", "heterog.runtime.background", source),
-                *("--batch-size", str(background.batch_size), "--limit", str(background.limit)),
-                *("-o", f"{done}{rank}.json"),
-            ]
+            source = trusted_source(background.source, request.sources, str(request.plan))
+            given = [source, background.batch_size, background.limit, done[rank]]
+            return ["-m", "heterog.runtime.background", *map(str, given)]
 
         failed = run_commands(
-            ["-m", "heterog.runtime.rank", str(plan.resolve()), *options, "-o", str(output)],
-            num_ranks,
-            timeout_s=timeout_s,
-            step_timeout_s=step_timeout_s,
-            port=port,
-            wrap=wrap,
-            environment=environment,
+            ["-m", "heterog.runtime.rank", str(run_file)],
+            plan.cluster.num_devices,
+            limits=request.limits,
+            port=request.port,
+            place=place,
             beside=beside,
             progress=progress,
         )
         measured = read_json(output, "measurement")
         assert isinstance(measured, dict)
         if background is not None:
-            each = [Path(f"{done}{rank}.json") for rank in range(num_ranks)]
-            found = [read_json(path, "measurement") if path.exists() else {} for path in each]
+            found = [read_json(path, "measurement") if path.exists() else {} for path in done]
             measured["background"] = _background_summary(measured, background, found) | {
                 "failures": {str(rank): words for rank, words in failed.items()}
             }
         return measured
+
+
+def _beside_ranks(plan: Plan, num_steps: int) -> BackgroundPlan | None:
+    """The plan's background job, if it runs in processes beside the ranks.
+
+    Raises:
+        HeterogError: there are too few steps.
+    """
+    if plan.background is None:
+        return None
+    from heterog.runtime.background import has_own_process  # which imports torch
+
+    if not has_own_process(plan.cluster):
+        return None  # the ranks run it themselves
+    if num_steps <= ALONE_STEPS:
+        raise HeterogError(
+            f"{num_steps} steps are too few beside a background job, which begins after "
+            f"{ALONE_STEPS}; measure {3 * ALONE_STEPS} or more."
+        )
+    return plan.background
 
 
 @contextmanager
@@ -294,11 +298,9 @@ def run_commands(
     arguments: Sequence[str],
     num_ranks: int,
     *,
-    timeout_s: float = 300.0,
-    step_timeout_s: float = STEP_TIMEOUT_S,
+    limits: Limits = DEFAULT_LIMITS,
     port: int = 0,
-    wrap: Wrap = lambda rank, command: command,
-    environment: Callable[[int], Mapping[str, str]] = lambda rank: {},
+    place: Place = HERE,
     beside: Beside = lambda rank: [],
     progress: Callable[[str], None] = lambda stage: None,
 ) -> dict[int, str]:
@@ -330,15 +332,15 @@ def run_commands(
             for rank in range(num_ranks):
                 words, heartbeat = folder / f"rank{rank}.err", folder / f"rank{rank}.stage"
                 own = {"RANK": str(rank), HEARTBEAT: str(heartbeat)}
-                variables = {**os.environ, **common, **environment(rank), **own}
-                process = start_rank(wrap(rank, [sys.executable, *arguments]), variables, words)
+                there = place.environment(rank)
+                command = place.command(rank, [sys.executable, *arguments])
+                process = start_rank(command, {**os.environ, **common, **there, **own}, words)
                 ranks.append(LocalRank(process, words, heartbeat))
                 if beside(rank):
                     said = folder / f"beside{rank}.err"
-                    command = wrap(rank, [sys.executable, *beside(rank)])
-                    variables = {**os.environ, **environment(rank), **own}
-                    others[rank] = start_rank(command, variables, said), said
-            wait_for_ranks(ranks, timeout_s, step_timeout_s, progress)
+                    command = place.command(rank, [sys.executable, *beside(rank)])
+                    others[rank] = start_rank(command, {**os.environ, **there, **own}, said), said
+            wait_for_ranks(ranks, limits, progress)
             return {
                 rank: _last_words(said).removeprefix("heterog: ")
                 for rank, (process, said) in others.items()

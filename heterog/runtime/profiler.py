@@ -3,13 +3,12 @@
 A job of ``heterog profile``: in this process, as a rank among others, or on every rank of a
 testbed. Each op is measured at several shares (``op_profiler``), then links (``link_profiler``).
 
-    python -m heterog.runtime.profiler MODEL --journal DIR      # one rank of ``heterog profile``
+    python -m heterog.runtime.profiler ARGUMENTS      # in JSON: one rank of ``profile_cluster``
 
 What is done, a model at a share or a link, is a line of the rank's journal, so that an interrupted
 run goes on where it stopped.
 """
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -41,12 +40,13 @@ from heterog.runtime.accelerators import (
     why_none,
 )
 from heterog.runtime.collectives import gather_texts
-from heterog.runtime.launch import run_commands
+from heterog.runtime.launch import HERE, run_commands
 from heterog.runtime.link_profiler import PAYLOADS, gathered, link_cases, profile_links
 from heterog.runtime.op_profiler import profile_ops
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.rank import tell as tell_launcher
 from heterog.runtime.testbed import Testbed
+from heterog.runtime.watching import Limits
 from heterog.simulator.calibration_files import LinkRecord, OpRecord
 from heterog.simulator.measurements import (
     LinkMeasurement,
@@ -275,8 +275,8 @@ def profile_here(
     """
     if not has_accelerator() and device_type != "CPU" and device_type in device_type_names():
         raise HeterogError(
-            f"{device_type} cannot be measured: {why_none()}. Choose "
-            "--device-type CPU to measure this machine's processor."
+            f"{device_type} cannot be measured: {why_none()}. Choose the `device_type` CPU to "
+            "measure this machine's processor."
         )
     journal.mkdir(exist_ok=True)
     with _as_many_threads_as_ranks():
@@ -309,21 +309,21 @@ def profile_cluster(
         testbed: Whether to build the testbed; otherwise plain processes on this machine.
         tell: Called with what rank 0 does, in words.
     """
-    arguments = ["-m", "heterog.runtime.profiler", *sources, "--journal", str(journal.resolve())]
-    arguments += ["--timeout", str(timeout_s)]
-    if batch_size is not None:
-        arguments += ["--batch-size", str(batch_size)]
-    if testbed:
-        arguments.append("--throttled")
-    with Testbed(cluster) if testbed else nullcontext() as bed:
+    arguments = {
+        "sources": [*sources],
+        "journal": str(journal.resolve()),
+        "batch_size": batch_size,
+        "timeout_s": timeout_s,
+        "throttled": testbed,
+    }
+    with Testbed(cluster) if testbed else nullcontext(HERE) as place:
         journal.mkdir(parents=True, exist_ok=True)
         cluster.save(journal / _CLUSTER_FILE)
         run_commands(
-            arguments,
+            ["-m", "heterog.runtime.profiler", json.dumps(arguments)],
             cluster.num_devices,
-            timeout_s=timeout_s,
-            wrap=bed.command if bed else lambda rank, command: command,
-            environment=bed.environment if bed else lambda rank: {},
+            limits=Limits(timeout_s=timeout_s),
+            place=place,
             progress=tell,
         )
     return Measurements.load(journal / _RESULT_FILE)
@@ -333,13 +333,12 @@ def profile_as_rank(
     sources: Sequence[str],
     cluster: Cluster,
     journal: Path,
-    output: Path,
     *,
     batch_size: int | None = None,
     timeout_s: float = 3600.0,
     throttled: bool = False,
     tell: Callable[[str], None] = lambda text: None,
-) -> None:
+) -> Measurements | None:
     """Measure as the rank that the environment describes: its device, then links with the others.
 
     The process group still exists when this returns; ``end_together`` ends the process.
@@ -348,11 +347,13 @@ def profile_as_rank(
         sources: Zoo names or ``file.py:function``.
         cluster: A cluster whose device ``i`` is rank ``i``.
         journal: Folder of the measurements done.
-        output: File that rank 0 writes; it exists when the call returns.
         batch_size: Batch size of the workloads; their own by default.
         timeout_s: Seconds after which a rank gives up on the others.
         throttled: Whether ranks have the CPU quotas of the cluster's testbed.
         tell: Called with progress in words.
+
+    Returns:
+        The measurements of all ranks, on rank 0.
 
     Raises:
         HeterogError: there is not one rank per device.
@@ -385,15 +386,14 @@ def profile_as_rank(
         join(timeout_s)
         links = _journalled_links(cluster, Journal(file, of), quota=quota, tell=tell)
         parts = gather_texts(json.dumps([asdict(row) for row in ops]))
-        if rank == 0:
-            measured = Measurements(
-                environment=environment(),
-                ops=tuple(OpMeasurement(**row) for part in parts for row in json.loads(part)),
-                links=links,
-                cluster=replace(cluster, calibration=None).to_dict(),
-            )
-            measured.save(output)
-        dist.barrier()
+        if rank > 0:
+            return None
+        return Measurements(
+            environment=environment(),
+            ops=tuple(OpMeasurement(**row) for part in parts for row in json.loads(part)),
+            links=links,
+            cluster=replace(cluster, calibration=None).to_dict(),
+        )
 
 
 def _journalled_links(
@@ -414,25 +414,18 @@ def _journalled_links(
 
 def main() -> None:
     """Measure as one rank of a testbed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*")
-    parser.add_argument("--journal", required=True)
-    parser.add_argument("--batch-size", type=int, default=None)
-    parser.add_argument("--timeout", type=float, default=3600.0)
-    parser.add_argument("--throttled", action="store_true")
-    arguments = parser.parse_args()
-    folder = Path(arguments.journal)
+    given = json.loads(sys.argv[1])
+    folder = Path(given.pop("journal"))
     try:
-        profile_as_rank(
-            arguments.models,
+        measured = profile_as_rank(
+            given.pop("sources"),
             Cluster.load(folder / _CLUSTER_FILE),
             folder,
-            folder / _RESULT_FILE,
-            batch_size=arguments.batch_size,
-            timeout_s=arguments.timeout,
-            throttled=arguments.throttled,
+            **given,
             tell=tell_launcher,
         )
+        if measured is not None:
+            measured.save(folder / _RESULT_FILE)
     except HeterogError as error:
         print(f"heterog: rank {os.environ['RANK']}: {error}", file=sys.stderr, flush=True)
         os._exit(2)

@@ -1,11 +1,11 @@
 """What one rank of a job does: join the others, deploy the plan, train, report.
 
-    torchrun --nproc-per-node 3 -m heterog.runtime.rank plan.json --steps 10
+    torchrun --nproc-per-node 3 -m heterog.runtime.rank plan.json
 
-Rank and address come from the environment, as torchrun and ``heterog run`` set them.
+Instead of a plan it takes a run file, too; see ``request``. Rank and address come from the
+environment, as torchrun and ``heterog run`` set them.
 """
 
-import argparse
 import json
 import math
 import os
@@ -28,10 +28,12 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
+from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan, load_plan
 from heterog.runtime.accelerators import (
     CPU_BACKEND,
     backends,
+    is_on_cpus,
     own_device,
     stream_of_priority,
     use_device,
@@ -45,6 +47,7 @@ from heterog.runtime.background import (
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
+from heterog.runtime.request import RunRequest, read_request
 from heterog.strategy.averaging import island_of
 from heterog.strategy.program import FloatArray
 from heterog.user_code import trusted_source
@@ -116,142 +119,170 @@ def tell(stage: str) -> None:
         draft.replace(path)
 
 
-def train(
-    plan: Plan,
-    model: str,
-    *,
-    num_steps: int,
-    timeout_s: float,
-    sources: Sequence[str] = (),
-    save: str = "",
-    resume: str = "",
-    allow_nonfinite: bool = False,
-    record: bool = False,
-) -> tuple[DeployedStep, dict[str, Any]]:
-    """Train for some steps on the workload's example batch and measure them.
+def set_up(plan: Plan, request: RunRequest) -> tuple[DeployedStep, Workload]:
+    """Join the others and deploy the plan with its workload.
 
     Args:
         plan: Plan to run; device ``i`` of its cluster is rank ``i``.
-        model: Zoo name or ``file.py:function``; the plan's own source if empty.
-        num_steps: Number of measured steps, after one that warms up (and trains, too).
-        timeout_s: Seconds after which a rank gives up on the others.
-        sources: Python files that the user named; see ``user_code.trusted_source``.
-        save: Folder for a checkpoint after the last step.
-        resume: Folder of a checkpoint to begin with.
-        allow_nonfinite: Go on when the loss is infinite or not a number.
-        record: Record when each task ran in the last step.
-
-    Returns:
-        The deployed step, and the measurements, which are the same on every rank.
+        request: Says where the workload comes from, and how long to wait for the others.
 
     Raises:
-        HeterogError: plan, model, checkpoint or batch do not fit, or the loss is not finite.
+        HeterogError: plan and model do not fit, or nothing names the model.
     """
-    source = model or trusted_source(plan.graph.source, sources, "the plan")
+    source = request.model or trusted_source(plan.graph.source, request.sources, "the plan")
     if not source:
-        raise HeterogError("the plan does not name its model; pass --model.")
-    planned = None if model else plan.graph.batch_size
+        raise HeterogError("the plan does not name its model; give it as `model`.")
     draw_alike()
-    workload = load_workload(source, planned, must_take=False)
+    batch_size = None if request.model else plan.graph.batch_size
+    workload = load_workload(source, batch_size, must_take=False)
     tell("joining the others")
-    on_cpus = all(device.type.name == "CPU" for device in plan.cluster.devices)
-    join(timeout_s, backend=CPU_BACKEND if on_cpus else "")
+    join(request.limits.timeout_s, backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "")
     tell("capturing the model")
     step = deploy(workload, plan)
     draw_alike()  # ranks may have drawn unlike numbers to get here
-    if resume:
-        tell("reading the checkpoint")
-        from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank
+    return step, workload
 
-        load_checkpoint(step, resume)
-    steps_before = step.num_steps
-    batch = workload.make_batch()
-    beside = _beside(plan, sources)
-    losses: list[float] = []
-    seconds: list[float] = []
-    tasks: dict[str, list[float | None]] = {}
-    measured_from = time.perf_counter()
-    last = steps_before + WARM_UP_STEPS + num_steps
-    free_running = step.is_free_running
-    is_idle = step.server is not None and island_of(plan.strategy, dist.get_rank()) is None
-    # Calls since the last settling after which a loss comes.
-    late = 0 if step.stash is None else step.stash.loss_delay
-    since = 0
-    for number in range(steps_before + 1, last + 1):
-        tell(f"step {number} of {last}")
-        if number == steps_before + WARM_UP_STEPS + 1:
-            measured_from = _all_at_once(step)
-            _late_losses(step)
-            since = 0
-        elif not free_running:
-            dist.barrier()
+
+def check_loss(loss: float, number: int, request: RunRequest) -> None:
+    """Refuse to go on after a step whose loss is infinite or not a number.
+
+    Raises:
+        HeterogError: it is, and the request does not allow that.
+    """
+    if not math.isfinite(loss) and not request.allow_nonfinite:
+        raise HeterogError(
+            f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
+            "learning rate. `allow_nonfinite` goes on."
+        )
+
+
+class Training:
+    """Trains for some steps on the workload's example batch and measures them.
+
+    Args:
+        plan: Plan to run.
+        request: How.
+    """
+
+    def __init__(self, plan: Plan, request: RunRequest) -> None:
+        self._plan, self._request = plan, request
+        self._step, workload = set_up(plan, request)
+        if request.resume is not None:
+            tell("reading the checkpoint")
+            from heterog.runtime.checkpoint import load_checkpoint  # half a second on every rank
+
+            load_checkpoint(self._step, request.resume)
+        self._steps_before = self._step.num_steps
+        self._first = self._steps_before + 1
+        self._batch = workload.make_batch()
+        self._beside = _beside(plan, request.sources)
+        self._losses: list[float] = []
+        self._seconds: list[float] = []
+        self._tasks: dict[str, list[float | None]] = {}
+        self._since = 0
+        """Calls since the last settling."""
+
+    def run(self) -> dict[str, Any]:
+        """Train, save, and return the measurements, which are the same on every rank.
+
+        Raises:
+            HeterogError: checkpoint or batch do not fit, or the loss is not finite.
+        """
+        step, request = self._step, self._request
+        measured_from = time.perf_counter()
+        last = self._steps_before + WARM_UP_STEPS + request.num_steps
+        for number in range(self._first, last + 1):
+            tell(f"step {number} of {last}")
+            if number == self._first + WARM_UP_STEPS:
+                measured_from = _all_at_once(step)
+                _late_losses(step)
+                self._since = 0
+            elif not step.is_free_running:
+                dist.barrier()
+            self._do_step(number, is_recorded=request.record and number == last)
+        step.settle()  # where teams train apart: one model comes out, whatever the number of steps
+        self._losses += _late_losses(step)
+        together_s = (time.perf_counter() - measured_from) / request.num_steps
+        if request.save is not None:
+            tell("saving the checkpoint")
+            from heterog.runtime.checkpoint import save_checkpoint
+
+            save_checkpoint(step, request.save)
+        step.flush()  # without a step barrier the last updates may still be open
+        tell("leaving")
+        return self._measured(together_s)
+
+    def _do_step(self, number: int, *, is_recorded: bool) -> None:
+        """Do and measure one step."""
+        step, is_measured = self._step, number >= self._first + WARM_UP_STEPS
         begin = time.perf_counter()
-        with stream_of_priority(own_device(), high=True) if beside else nullcontext():
-            if number == last and record:
-                losses += _late_losses(step)
-                since = 0
-                loss_tensor, start, finish = step.record(batch)
-                tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
+        with stream_of_priority(own_device(), high=True) if self._beside else nullcontext():
+            if is_recorded:
+                self._losses += _late_losses(step)
+                self._since = 0
+                loss_tensor, start, finish = step.record(self._batch)
+                self._tasks = {"start_s": _jsonable(start), "finish_s": _jsonable(finish)}
                 loss = float(loss_tensor)
             else:
-                loss = float(step(batch))
-                since += 1
-        if not free_running:
+                loss = float(step(self._batch))
+                self._since += 1
+        if not step.is_free_running:
             dist.barrier()  # a step is done when it is done everywhere
         elapsed_s = time.perf_counter() - begin
-        if beside and number > steps_before + WARM_UP_STEPS:
-            beside.governor.observe(elapsed_s)
+        if self._beside and is_measured:
+            self._beside.governor.observe(elapsed_s)
+        late = 0 if step.stash is None else step.stash.loss_delay
+        has_loss = not 0 < self._since <= late
         # The loss is the same on all ranks: all of them stop here. With an asynchronous server a
         # rank that stops is missed by the others, and one of no team has no loss.
-        if not math.isfinite(loss) and not (allow_nonfinite or is_idle or 0 < since <= late):
-            raise HeterogError(
-                f"the loss of step {number} is {loss}: look for it in the batch, or lower the "
-                "learning rate. The option --allow-nonfinite goes on."
-            )
-        if save and number == steps_before + 1:  # before more training that would be lost
+        is_idle = (
+            step.server is not None and island_of(self._plan.strategy, dist.get_rank()) is None
+        )
+        if has_loss and not is_idle:
+            check_loss(loss, number, self._request)
+        if self._request.save is not None and number == self._first:
+            # Before more training that would be lost.
             from heterog.runtime.checkpoint.state import check_can_save
 
             check_can_save(step)
-        if number > steps_before + WARM_UP_STEPS:
-            seconds.append(elapsed_s)
-            if not 0 < since <= late:
-                losses.append(loss)
-    step.settle()  # where teams train apart: one model comes out, whatever the number of steps
-    losses += _late_losses(step)
-    together_s = (time.perf_counter() - measured_from) / num_steps
-    if save:
-        tell("saving the checkpoint")
-        from heterog.runtime.checkpoint import save_checkpoint
+        if is_measured:
+            self._seconds.append(elapsed_s)
+            self._losses += [loss] * has_loss
 
-        save_checkpoint(step, save)
-    step.flush()  # without a step barrier the last updates may still be open
-    tell("leaving")
-    background_steps = [0] * dist.get_world_size()
-    if plan.background is not None:
-        # As texts: objects would be pickled.
-        background_steps = list(map(int, gather_texts(str(beside.stop() if beside else 0))))
-    # Where islands average, one step in many takes longer, and the plan predicts the mean.
-    averages = plan.strategy.averaging is not None
-    step_s = statistics.mean(seconds) if averages else statistics.median(seconds)
-    if step.server is not None:  # a rank that ran ahead waits in the end
-        step_s = together_s
-    return step, {
-        "model": plan.graph.name,
-        "cluster": plan.cluster.name,
-        "method": plan.method,
-        "num_ranks": dist.get_world_size(),
-        "num_steps_before": steps_before,
-        "step_time_s": step_s,
-        "step_time_min_s": min(seconds),
-        "step_time_max_s": max(seconds),
-        "step_times_s": seconds,
-        "predicted_step_time_s": plan.step_time_s,
-        # JSON has no NaN.
-        "losses": [loss if math.isfinite(loss) else None for loss in losses],
-        "throughput_samples_per_s": plan.graph.batch_size / step_s,
-        "tasks": tasks,
-        "background_steps": background_steps,
-    }
+    def _measured(self, together_s: float) -> dict[str, Any]:
+        """The measurements.
+
+        Args:
+            together_s: Seconds of all measured steps together, by their number.
+        """
+        plan, seconds = self._plan, self._seconds
+        background_steps = [0] * dist.get_world_size()
+        if plan.background is not None:
+            # As texts: objects would be pickled.
+            own = self._beside.stop() if self._beside else 0
+            background_steps = list(map(int, gather_texts(str(own))))
+        # Where islands average, one step in many takes longer, and the plan predicts the mean.
+        averages = plan.strategy.averaging is not None
+        step_s = statistics.mean(seconds) if averages else statistics.median(seconds)
+        if self._step.server is not None:  # a rank that ran ahead waits in the end
+            step_s = together_s
+        return {
+            "model": plan.graph.name,
+            "cluster": plan.cluster.name,
+            "method": plan.method,
+            "num_ranks": dist.get_world_size(),
+            "num_steps_before": self._steps_before,
+            "step_time_s": step_s,
+            "step_time_min_s": min(seconds),
+            "step_time_max_s": max(seconds),
+            "step_times_s": seconds,
+            "predicted_step_time_s": plan.step_time_s,
+            # JSON has no NaN.
+            "losses": [loss if math.isfinite(loss) else None for loss in self._losses],
+            "throughput_samples_per_s": plan.graph.batch_size / step_s,
+            "tasks": self._tasks,
+            "background_steps": background_steps,
+        }
 
 
 def _all_at_once(step: DeployedStep) -> float:
@@ -288,35 +319,19 @@ def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
 
 def main() -> None:
     """Run as one rank; errors are one line on stderr and exit code 2."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("plan")
-    parser.add_argument("--model", default="")
-    parser.add_argument("--source", action="append", default=[])
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--timeout", type=float, default=300.0)
-    parser.add_argument("--save", default="")
-    parser.add_argument("--resume", default="")
-    parser.add_argument("--allow-nonfinite", action="store_true")
-    parser.add_argument("--record", action="store_true")
-    parser.add_argument("-o", "--output", default="")
-    arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     rank = int(os.environ.get("RANK", "0"))
     with as_rank(rank):
-        _, measured = train(
-            load_plan(arguments.plan),
-            arguments.model,
-            num_steps=arguments.steps,
-            timeout_s=arguments.timeout,
-            sources=arguments.source,
-            save=arguments.save,
-            resume=arguments.resume,
-            allow_nonfinite=arguments.allow_nonfinite,
-            record=arguments.record,
-        )
+        if len(sys.argv) != 2:
+            raise HeterogError(
+                f"a rank takes one file and was given {len(sys.argv) - 1}: a plan, or a run file "
+                'such as {"plan": "plan.json", "num_steps": 20}.'
+            )
+        request = read_request(Path(sys.argv[1]))
+        measured = Training(load_plan(request.plan), request).run()
     if rank == 0:
-        if arguments.output:
-            write_json(arguments.output, measured)
+        if request.output is not None:
+            write_json(request.output, measured)
         else:
             print(json.dumps(measured, indent=2), flush=True)
     end_together()
@@ -387,7 +402,7 @@ def _listen(address: str, port: int) -> socket.socket:
         listening.close()
         raise HeterogError(
             f"rank 0 cannot listen on port {port} of {address}: {error.strerror or error}; choose "
-            "another port (--port, or MASTER_PORT), or none to get a free one."
+            "another `port`, or none to get a free one."
         ) from error
     return listening
 

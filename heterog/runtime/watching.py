@@ -8,6 +8,7 @@ machines through what they report.
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from heterog.errors import HeterogError
@@ -35,6 +36,23 @@ class LaunchError(HeterogError):
         super().__init__(text)
         self.last_words = dict(last_words or {})
         self.lost = tuple(lost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """When ranks are given up.
+
+    Attributes:
+        timeout_s: Seconds that the whole job may take.
+        step_timeout_s: Seconds that a step may take. The default is longer than the slowest step
+            that we know of; PyTorch's own limit for gloo is 30 minutes.
+    """
+
+    timeout_s: float = 300.0
+    step_timeout_s: float = 300.0
+
+
+DEFAULT_LIMITS = Limits()
 
 
 class Watched(Protocol):
@@ -65,23 +83,19 @@ class Watched(Protocol):
 
 
 def wait_for_ranks(
-    ranks: Sequence[Watched],
-    timeout_s: float,
-    step_timeout_s: float,
-    progress: Callable[[str], None],
+    ranks: Sequence[Watched], limits: Limits, progress: Callable[[str], None]
 ) -> None:
     """Wait until all ranks are done, one fails or stands still, or the time is over.
 
     Args:
         ranks: All ranks of the job, in order.
-        timeout_s: Seconds that the whole job may take.
-        step_timeout_s: Seconds that a step may take.
+        limits: When they are given up.
         progress: Called with the stage of rank 0, whenever that changes.
 
     Raises:
         LaunchError: a rank failed or the time is over; names the rank and its last words.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + limits.timeout_s
     told = ""
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -99,12 +113,12 @@ def wait_for_ranks(
         if ranks[0].stage != told:
             told = ranks[0].stage
             progress(told)
-        _check_alive(ranks, now_s, step_timeout_s)
+        _check_alive(ranks, now_s, limits.step_timeout_s)
         if now_s > deadline_s:
             waiting = [number for number, code in enumerate(codes) if code is None]
             raise LaunchError(
-                f"ranks {waiting} did not end within {timeout_s:g} s ({_where(ranks)}); all ranks "
-                "were ended. Raise --timeout if the steps take that long."
+                f"ranks {waiting} did not end within {limits.timeout_s:g} s ({_where(ranks)}); "
+                "all ranks were ended. Raise `timeout_s` if the steps take that long."
             )
         time.sleep(POLL_S)
 
@@ -142,7 +156,7 @@ def _check_alive(ranks: Sequence[Watched], now_s: float, step_timeout_s: float) 
         # They differ in where each one is.
         raise LaunchError(
             f"a step has taken more than {step_timeout_s:g} s ({_where(ranks)}); all ranks were "
-            "ended. Raise --step-timeout if a step takes that long."
+            "ended. Raise `step_timeout_s` if a step takes that long."
         )
 
 

@@ -247,7 +247,7 @@ def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
     graph = replace(graph, source=f"{model}:workload")
     cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1), cpu_quotas=(0.8, 0.3))
     plan = make_plan(graph, cluster, methods=["cp_ar"], budget="10e")
-    with pytest.raises(HeterogError, match="add --source"):
+    with pytest.raises(HeterogError, match="add `sources`"):
         make_export(plan, "ddp")
     folder = tmp_path / "job"
     export_plan(plan, "ddp", folder, sources=[str(model)])
@@ -611,7 +611,7 @@ def test_files_that_nobody_named_are_not_copied(
     assert "# work" in files(f"{work}/m.py:f")
     assert "# work" in files("m.py:f")
     for source in (f"{other}/m.py:f", "../other/m.py:f", "link.py:f"):
-        with pytest.raises(InputFileError, match=r"if you trust it, add --source .*\.py\.$"):
+        with pytest.raises(InputFileError, match=r"if you trust it, add `sources` .*\.py\.$"):
             files(source)
     for source in (f"{other}/secret:f", f"{work}/m.py:f()", f'{work}/m.py:f"; import os; "'):
         with pytest.raises(InputFileError, match="is not a Python file and a function in it"):
@@ -763,7 +763,7 @@ def test_folders_are_not_mixed_or_destroyed(even: Plan, uneven: Plan, tmp_path: 
     folder = tmp_path / "job"
     folder.mkdir()
     export_plan(even, "ddp", folder)  # empty: taken
-    with pytest.raises(ExportError, match="not empty; name another folder, or pass --overwrite"):
+    with pytest.raises(ExportError, match="not empty; name another folder, or pass `overwrite`"):
         export_plan(even, "ddp", folder)
     with pytest.raises(ExportError, match="holds an export to ddp"):
         export_plan(even, "torchrun", folder, overwrite=True)

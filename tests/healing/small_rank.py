@@ -15,8 +15,7 @@ def wait_for(path: Path) -> None:
 def main(arguments: list[str]) -> None:
     rank = int(os.environ["RANK"])
     heartbeat, port = Path(os.environ["HETEROG_HEARTBEAT"]), Path(os.environ["HETEROG_PORT_FILE"])
-    options = dict(zip(arguments[1::2], arguments[2::2], strict=False))
-    assignment, stop = Path(arguments[0]), Path(options["--stop"])
+    run_file, assignment, events, stop = map(Path, arguments)
     wait_for(assignment)
     what = json.loads(assignment.read_text())
     if rank == 0:  # as ``heterog.runtime.rank`` does, so that nobody reads half of it
@@ -33,12 +32,12 @@ def main(arguments: list[str]) -> None:
         json.dumps(seen)
     )
     if rank == 0:
-        with Path(options["--journal"]).open("a") as journal:
+        with events.open("a") as journal:
             event = {"event": "step", "at_s": time.monotonic(), "step": 1}
             journal.write(json.dumps(event) + "\n")
     heartbeat.write_text("step 1 of 1")
     wait_for(stop)
-    if options["--model"] == "fails" and rank == 1:
+    if json.loads(run_file.read_text())["model"] == "fails" and rank == 1:
         sys.exit("heterog: rank 1: it has failed")
 
 

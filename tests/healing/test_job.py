@@ -21,6 +21,8 @@ from heterog.healing.planning import Planning
 from heterog.healing.question import FIRST_METHODS, Question
 from heterog.planners.plan import load_plan
 from heterog.runtime.launch import ranks_of_this_process
+from heterog.runtime.request import RunRequest
+from heterog.runtime.watching import Limits
 from heterog.zoo import load_workload
 from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model
 from tests.planners.asking import make_plan
@@ -87,7 +89,7 @@ def processes_of(pid: int) -> list[str]:
         text=True,
         check=False,
     )
-    return [line for line in found.stdout.splitlines() if f"--pid {pid}" in line]
+    return [line for line in found.stdout.splitlines() if f"healing.keeper {pid} " in line]
 
 
 @THOROUGH
@@ -117,11 +119,13 @@ def test_a_host_is_lost_with_its_keeper_and_comes_back(folder: Path) -> None:
                 raise Enough
 
     job = HealingJob(
-        folder / "plan.json",
-        num_steps=10**6,
-        sources=[str(folder / "model.py")],
+        RunRequest(
+            plan=folder / "plan.json",
+            num_steps=10**6,
+            sources=(str(folder / "model.py"),),
+            limits=Limits(timeout_s=100),
+        ),
         options=HealOptions(search_budget="", back_after_s=1.0, is_back_always=True),
-        timeout_s=100,
         progress=watch,
     )
     with pytest.raises(Enough):

@@ -8,23 +8,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment
-from heterog.healing.crew import RankArguments
 from heterog.healing.host import HostProcess
 from heterog.healing.rendezvous import TOKEN, Rendezvous, own_host
 from heterog.healing.several import SeveralHosts
-from heterog.runtime.launch import LaunchError, free_port
+from heterog.runtime.launch import free_port
+from heterog.runtime.request import RunRequest
+from heterog.runtime.watching import LaunchError, Limits
 from tests.simulator.builders import cluster_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts know interfaces by ioctl")
 SECRET = "known to all hosts of this job"
 ROOT = Path(__file__).parents[2]
+REQUEST = RunRequest(plan=Path("plan.json"))
 DEVICES = ((1.0, ["T4"]), (1.0, ["T4", "T4"]), (1.0, ["T4"]))
 # The ranks of these tests have no model: what is tested is who starts, hears and ends them.
 START = (
@@ -70,20 +72,19 @@ def test_a_host_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         HeterogError, match=r"'b\.example\.org' is no host of the plan; name this one"
     ):
         own_host("", ["a", "c"])
-    with pytest.raises(HeterogError, match="'d' is no host of the plan; --host names one of a, c"):
+    with pytest.raises(HeterogError, match="'d' is no host of the plan; `host` names one of a, c"):
         own_host("d", ["a", "c"])
 
 
 class Hosts:
     """Real processes of ``heterog.healing.host``, all on this machine."""
 
-    def __init__(self, place: Rendezvous, out: Path, told: RankArguments) -> None:
-        self._place, self._out, self._told = place, out, told
+    def __init__(self, place: Rendezvous, out: Path, request: RunRequest) -> None:
+        self._place, self._out, self._request = place, out, request
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, host: str) -> None:
-        words = ["--rendezvous", f"127.0.0.1:{self._place.port}", "--host", host]
-        words += ["--program", "p", "--told", json.dumps(asdict(self._told))]
+        words = [f"127.0.0.1:{self._place.port}", host, "p", self._request.to_json()]
         self.processes[host] = subprocess.Popen(
             [sys.executable, "-c", START, *words],
             env={
@@ -111,13 +112,13 @@ def started(
 
     def start(model: str) -> tuple[SeveralHosts, Hosts, list[str]]:
         said: list[str] = []
-        told = RankArguments(model=model, timeout_s=60.0)
+        request = replace(REQUEST, model=model, limits=Limits(timeout_s=60.0))
         listening = place.listen()
         assert listening is not None
         crew = SeveralHosts(
-            cluster_of(*DEVICES), "p", listening, place, told, say=said.append, join_s=60.0
+            cluster_of(*DEVICES), "p", listening, place, request, say=said.append, join_s=60.0
         )
-        hosts = Hosts(place, tmp_path, told)
+        hosts = Hosts(place, tmp_path, request)
         made.append((crew, hosts))
         for name in "ABC":
             hosts.start(name)
@@ -215,7 +216,7 @@ def test_who_may_not_join_is_told_why_and_an_error_of_a_rank_reaches_all(
         (other, "A", "p", "does not know this job's secret; set the same HETEROG_TOKEN"),
     ):
         with pytest.raises(HeterogError, match=why):
-            HostProcess(where, host, program, RankArguments()).run()
+            HostProcess(where, host, program, REQUEST).run()
     with pytest.raises(
         LaunchError, match=r"rank 1 failed with exit code 1.*it has failed"
     ) as failed:
@@ -230,7 +231,7 @@ def test_who_may_not_join_is_told_why_and_an_error_of_a_rank_reaches_all(
 def test_who_does_not_come_is_named(place: Rendezvous, tmp_path: Path) -> None:
     listening = place.listen()
     assert listening is not None
-    crew = SeveralHosts(cluster_of(*DEVICES), "p", listening, place, RankArguments(), join_s=0.1)
+    crew = SeveralHosts(cluster_of(*DEVICES), "p", listening, place, REQUEST, join_s=0.1)
     with pytest.raises(HeterogError, match=r"A, B, C did not join within 0\.1 s; run the same"):
         crew.open(tmp_path, "")
     crew.close("")

@@ -17,6 +17,7 @@ from heterog.healing.busy import BusyClock
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.planners.plan import load_plan
+from heterog.runtime.request import RunRequest
 from heterog.runtime.testbed import Testbed, is_supported
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import FIRST_LINK_KIND
@@ -146,15 +147,11 @@ def run_until_said(bed: Testbed, at_step: Callable[[int], None]) -> tuple[list[s
             at_step(int(words[1]))
 
     job = HealingJob(
-        Path("plan.json"),
-        num_steps=10**6,
-        sources=["model.py"],
+        RunRequest(plan=Path("plan.json"), num_steps=10**6, sources=("model.py",)),
         options=HealOptions(
             search_budget="", back_after_s=0.0, first_budget="1s", slow_factor=2.0
         ),
-        timeout_s=300,
-        wrap=bed.command,
-        environment=bed.environment,
+        place=bed,
         progress=progress,
         say=say,
     )

@@ -15,6 +15,7 @@ from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
 from heterog.planners.lossy import with_codec
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, Problem
+from heterog.runtime.request import RunRequest
 from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -285,7 +286,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     ],
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(HeterogError, match="--asynchronous"):
+    with pytest.raises(HeterogError, match="`asynchronous`"):
         parse_asynchronous(text)
 
 
@@ -380,4 +381,4 @@ def test_what_cannot_average_refuses_the_plan(tmp_path: Path) -> None:
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
     with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
-        HealingJob(tmp_path / "plan.json", num_steps=1)
+        HealingJob(RunRequest(plan=tmp_path / "plan.json"))

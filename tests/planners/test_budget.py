@@ -316,7 +316,7 @@ def test_a_starved_method_says_so() -> None:
     row = run_method(built_in_methods()["two_segment"], problem)
     assert row.is_starved
     assert "starved" in row.note
-    assert "--budget" in row.note
+    assert "a larger budget" in row.note
     relaxed = replace(problem, evaluator=clocked(1e-9)[0], budget=Budget(evaluations=30))
     assert not run_method(built_in_methods()["two_segment"], relaxed).is_starved
 

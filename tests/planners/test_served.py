@@ -18,6 +18,7 @@ from heterog.planners.averaged import AveragedReplicas
 from heterog.planners.plan import load_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.served import ServedTeams, asynchronous_method
+from heterog.runtime.request import RunRequest
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.asynchronous import (
@@ -187,7 +188,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     ],
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(HeterogError, match="--asynchronous"):
+    with pytest.raises(HeterogError, match="`asynchronous`"):
         asynchronous_method(text)
 
 
@@ -241,4 +242,4 @@ def test_what_cannot_serve_refuses_the_plan(tmp_path: Path) -> None:
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
     with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
-        HealingJob(tmp_path / "plan.json", num_steps=1)
+        HealingJob(RunRequest(plan=tmp_path / "plan.json"))

@@ -14,6 +14,7 @@ from heterog.planners.lossy import with_codec
 from heterog.planners.plan import load_plan
 from heterog.planners.served import asynchronous_method
 from heterog.planners.stashed import StashedPipelines
+from heterog.runtime.request import RunRequest
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import MemoryKind, memory_fit
@@ -100,7 +101,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     ],
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(HeterogError, match="--asynchronous"):
+    with pytest.raises(HeterogError, match="`asynchronous`"):
         asynchronous_method(text)
 
 
@@ -165,9 +166,9 @@ def test_what_cannot_wait_refuses_the_plan_and_memory_says_what_is_kept(tmp_path
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
     with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
-        HealingJob(tmp_path / "plan.json", num_steps=1)
+        HealingJob(RunRequest(plan=tmp_path / "plan.json"))
     evaluator = Evaluator(graph_of("mlp"), cluster())
-    with pytest.raises(StrategyError, match="where codecs are not planned; ask for --lossy, or"):
+    with pytest.raises(StrategyError, match="where codecs are not planned; plan with a codec or"):
         with_codec(plan, evaluator, Codec(kind=CodecKind.FP16))
     fit = memory_fit(evaluator, strategy, Order.FIFO)
     kept = [device.bytes_of(MemoryKind.STASH) for device in fit.devices]

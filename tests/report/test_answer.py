@@ -36,7 +36,10 @@ from tests.thorough import one_in
 def told(plan: Plan, width: int = 80, remarks: Sequence[str] = ()) -> tuple[Explanation, str]:
     """The answer as text, held to its size."""
     explanation = explain(plan, changes=False)
-    lines = [line.plain for line in answer(explanation, width=width, remarks=remarks)]
+    lines = [
+        line.plain
+        for line in answer(explanation, width=width, remarks=remarks, advice="why? --explain")
+    ]
     assert len(lines) <= MOST_LINES == 15
     assert max(map(len, lines)) <= width
     assert not any(line != line.rstrip() or "\n" in line or not line for line in lines)
@@ -59,7 +62,7 @@ def test_any_plan_is_answered_in_fifteen_lines(seed: int, width: int) -> None:
     plan = planned(graph, cluster, strategy)
     explanation, text = told(plan, width, remarks=["words " * 60, "more words " * 40])
     assert text.startswith(f"{graph.name} on {cluster.name}: ")
-    assert "more    --explain" in text, "where to read on is never cut away"
+    assert "more    why? --explain" in text, "where to read on is never cut away"
     if plan.step_time_s is not None:
         assert format_seconds(explanation.step_time_s) in text.splitlines()[0]
         assert "memory  fits" in text

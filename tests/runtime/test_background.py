@@ -6,16 +6,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
 from heterog.planners.background import BackgroundPlan
 from heterog.runtime.background import Governor, LowPriorityThread, StepWatch, Trainer
 from heterog.runtime.launch import HEARTBEAT, run_commands, run_ranks
+from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
+from tests.planners.asking import make_plan
+from tests.simulator.builders import cluster_of
 
 JOB = """
 import torch
@@ -115,8 +120,8 @@ def test_the_process_trains_beside_a_rank(tmp_path: Path) -> None:
     with words.open("w") as sink:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "heterog.runtime.background", model),
-                *("--batch-size", "8", "--limit", "2", "-o", str(output)),
+                *(sys.executable, "-m", "heterog.runtime.background"),
+                *(model, "8", "2", str(output)),
             ],
             env={**os.environ, HEARTBEAT: str(heartbeat)},
             stderr=sink,
@@ -142,7 +147,9 @@ def test_the_process_trains_beside_a_rank(tmp_path: Path) -> None:
     assert done["last_loss"] < done["first_loss"]
 
 
-def test_too_few_steps_to_compare_are_refused(tmp_path: Path) -> None:
+def test_too_few_steps_to_compare_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     background = BackgroundPlan(
         model="job",
         source="job.py:job",
@@ -155,8 +162,10 @@ def test_too_few_steps_to_compare_are_refused(tmp_path: Path) -> None:
         samples_per_s=(1.0,),
         shortage=("",),
     )
+    plan = make_plan(chain_graph(), cluster_of((1.0, ["CPU"])), methods=["ddp"], budget="1e")
+    monkeypatch.setattr(RunRequest, "load", lambda _: replace(plan, background=background))
     with pytest.raises(HeterogError, match=r"3 steps are too few .* measure 9 or more"):
-        run_ranks(tmp_path / "plan.json", 1, num_steps=3, background=background)
+        run_ranks(RunRequest(plan=tmp_path / "plan.json", num_steps=3))
 
 
 def test_a_job_beside_a_rank_ends_with_it_and_its_failure_is_told(tmp_path: Path) -> None:
@@ -173,7 +182,7 @@ def test_a_job_beside_a_rank_ends_with_it_and_its_failure_is_told(tmp_path: Path
         return ["-c", f"import os, time; open({str(seen)!r}, 'w').write(str(os.getpid()))\n"
                 "time.sleep(60)"]  # fmt: skip
 
-    failed = run_commands(["-c", rank], 2, timeout_s=30.0, beside=beside)
+    failed = run_commands(["-c", rank], 2, beside=beside)
     assert failed == {0: "no such model"}
     with pytest.raises(ProcessLookupError):
         os.kill(int(seen.read_text()), 0)

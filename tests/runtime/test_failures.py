@@ -19,9 +19,11 @@ from heterog.cluster.hardware import Device, Host, Link
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.runtime import testbed as module
-from heterog.runtime.launch import LaunchError, ranks_of_this_process, run_commands, run_ranks
+from heterog.runtime.launch import ranks_of_this_process, run_commands, run_ranks
 from heterog.runtime.rank import _listen, join
+from heterog.runtime.request import RunRequest
 from heterog.runtime.testbed import Testbed
+from heterog.runtime.watching import LaunchError, Limits
 from heterog.zoo import load_workload
 from tests.planners.asking import make_plan
 from tests.simulator.builders import cluster_of
@@ -74,6 +76,7 @@ def hanging(batch_size: int = 8):
     return make(batch(batch_size), Hanging)
 """
 FOREVER = 10**6
+MINUTE = Limits(timeout_s=60)
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +154,7 @@ def test_a_frozen_rank_is_named_and_the_ranks_listen_on_loopback_only(plan: Path
     watch = AtStep(3, freeze)
     text = r"rank 1 is frozen: its process \d+ was stopped by a signal at step \d+ of 1000001; all"
     with pytest.raises(LaunchError, match=text):
-        run_ranks(plan, 2, num_steps=FOREVER, timeout_s=60, progress=watch)
+        run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE), progress=watch)
     assert addresses == [{"0100007F"}, {"0100007F"}], "127.0.0.1, the store and gloo"
     assert_all_gone(watch.pids)
 
@@ -159,7 +162,7 @@ def test_a_frozen_rank_is_named_and_the_ranks_listen_on_loopback_only(plan: Path
 def test_a_rank_that_is_killed_in_a_step_is_named(plan: Path) -> None:
     watch = AtStep(3, lambda pids: os.kill(pids[1], signal.SIGKILL))
     with pytest.raises(LaunchError, match=r"rank 1 was killed by signal 9 at step \d+") as caught:
-        run_ranks(plan, 2, num_steps=FOREVER, timeout_s=60, progress=watch)
+        run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE), progress=watch)
     assert "rank 0: lost the connection to another rank: " in caught.value.last_words[0]
     assert_all_gone(watch.pids)
 
@@ -167,21 +170,20 @@ def test_a_rank_that_is_killed_in_a_step_is_named(plan: Path) -> None:
 @THOROUGH
 def test_a_step_that_never_ends_ends_the_job(folder: Path) -> None:
     watch = AtStep(1, lambda pids: None)
+    limits = Limits(timeout_s=60, step_timeout_s=2)
+    request = RunRequest(plan=plan_of(folder, "hanging"), num_steps=9, limits=limits)
     with pytest.raises(LaunchError) as caught:
-        run_ranks(
-            plan_of(folder, "hanging"), 2, num_steps=9, timeout_s=60, step_timeout_s=2,
-            progress=watch,
-        )  # fmt: skip
+        run_ranks(request, progress=watch)
     assert str(caught.value) == (
         "a step has taken more than 2 s (ranks 0 and 1 at step 3 of 10); all ranks were ended. "
-        "Raise --step-timeout if a step takes that long."
+        "Raise `step_timeout_s` if a step takes that long."
     )
     assert_all_gone(watch.pids)
 
 
 def test_a_loss_that_is_not_a_number_is_an_error_on_every_rank(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2; .* the loss of step 1 is nan") as caught:
-        run_ranks(plan_of(folder, "nan"), 2, num_steps=2, timeout_s=60)
+        run_ranks(RunRequest(plan=plan_of(folder, "nan"), num_steps=2, limits=MINUTE))
     for rank in range(2):
         assert f"heterog: rank {rank}: the loss of step 1 is nan" in caught.value.last_words[rank]
 
@@ -189,7 +191,7 @@ def test_a_loss_that_is_not_a_number_is_an_error_on_every_rank(folder: Path) -> 
 @THOROUGH
 def test_a_batch_of_another_dtype_is_an_error_on_every_rank(folder: Path) -> None:
     with pytest.raises(LaunchError, match=r"exit code 2") as caught:
-        run_ranks(plan_of(folder, "wrong"), 2, num_steps=2, timeout_s=60)
+        run_ranks(RunRequest(plan=plan_of(folder, "wrong"), num_steps=2, limits=MINUTE))
     for rank in range(2):
         words = caught.value.last_words[rank]
         assert words.startswith(f"heterog: rank {rank}: ")
@@ -201,7 +203,7 @@ def test_a_port_in_use_is_named(plan: Path) -> None:
         port = taken.getsockname()[1]
         text = rf"rank 0 failed .* cannot listen on port {port} of 127.0.0.1: Address already in"
         with pytest.raises(LaunchError, match=text):
-            run_ranks(plan, 2, num_steps=1, timeout_s=60, port=port)
+            run_ranks(RunRequest(plan=plan, num_steps=1, limits=MINUTE, port=port))
         with pytest.raises(HeterogError, match=f"port {port}"):
             _listen("127.0.0.1", port)
 
@@ -347,11 +349,10 @@ def test_a_testbed_is_gone_after_a_rank_was_killed_in_it(folder: Path) -> None:
         os.kill(pids[0], signal.SIGKILL)
 
     watch = AtStep(2, kill)
+    plan = plan_of(folder, "workload", cluster)
+    request = RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE)
     with pytest.raises(LaunchError, match="rank 0 was killed by sig"), Testbed(cluster) as bed:
-        run_ranks(
-            plan_of(folder, "workload", cluster), 2, num_steps=FOREVER, timeout_s=60,
-            wrap=bed.command, environment=bed.environment, progress=watch,
-        )  # fmt: skip
+        run_ranks(request, place=bed, progress=watch)
     place = [socket.inet_aton(bed.address(rank))[::-1].hex().upper() for rank in range(2)]
     assert addresses == [{place[0]}, {place[1]}], "each on the interface of its host only"
     assert_all_gone(watch.pids)

@@ -1,8 +1,7 @@
 """Jobs of real processes: they train together, and they end together with a clear error."""
 
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan
 from heterog.runtime import launch
-from heterog.runtime.launch import LaunchError, run_ranks
+from heterog.runtime.launch import HERE, Here, Place, ranks_of_this_process, run_ranks
+from heterog.runtime.request import RunRequest
+from heterog.runtime.watching import LaunchError, Limits
 from heterog.strategy.tensor_parallel import shardings
 from heterog.zoo import load_workload
 from tests.planners.asking import make_plan
@@ -81,31 +82,23 @@ def plan(folder: Path, model: str) -> Path:
     return path
 
 
-def left_over(plan: Path) -> str:
-    return subprocess.run(
-        ["pgrep", "-f", f"heterog.runtime.rank {plan}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout
-
-
 @pytest.mark.distributed
 def test_ranks_train_together_are_measured_saved_and_resumed(
     plan: Path, model: str, tmp_path: Path
 ) -> None:
     saved = tmp_path / "checkpoint"
     seen: list[str] = []
-    measured = run_ranks(
-        plan, 2, num_steps=4, save=saved, timeout_s=120, progress=seen.append, record=True
+    request = RunRequest(
+        plan=plan, num_steps=4, save=saved, limits=Limits(timeout_s=120), record=True
     )
+    measured = run_ranks(request, progress=seen.append)
     assert "capturing the model" in seen
     assert measured["num_steps_before"] == 0
     assert measured["num_ranks"] == 2
     assert len(measured["step_times_s"]) == len(measured["losses"]) == 4
     assert measured["step_time_min_s"] <= measured["step_time_s"] <= measured["step_time_max_s"]
     assert measured["losses"] == sorted(measured["losses"], reverse=True), "it learns"
-    assert left_over(plan) == ""
+    assert not ranks_of_this_process()
     loaded = load_plan(plan)
     timeline = loaded.measured_timeline(measured["tasks"])
     assert np.isfinite(timeline.finish).all(), "every task was recorded"
@@ -116,13 +109,14 @@ def test_ranks_train_together_are_measured_saved_and_resumed(
             makers = timeline.program.dependencies(task)
             assert all(timeline.start[task] >= timeline.start[maker] for maker in makers)
     more = run_ranks(
-        plan,
-        2,
-        model=model.replace(":workload", ":not_a_number"),
-        num_steps=2,
-        resume=saved,
-        allow_nonfinite=True,
-        timeout_s=120,
+        replace(
+            request,
+            model=model.replace(":workload", ":not_a_number"),
+            num_steps=2,
+            save=None,
+            resume=saved,
+            allow_nonfinite=True,
+        )
     )
     assert more["num_steps_before"] == 5, "the one that warms up trains, too"
     assert more["losses"] == [None, None]
@@ -139,21 +133,23 @@ def test_state_of_an_optimizer_that_looks_at_whole_parameters_is_saved(
     sharded = shardings(graph, range(len(even.decisions)))[0]
     path = tmp_path / "sharded.json"
     plan_by_hand(graph, two_devices(), replace(even, op_rules=sharded.op_rules)).save(path)
-    run_ranks(path, 2, num_steps=1, save=tmp_path / "c", timeout_s=120)
+    run_ranks(RunRequest(plan=path, num_steps=1, save=tmp_path / "c"))
     assert (tmp_path / "c").is_dir()
 
 
 def test_the_options_of_the_command_reach_the_ranks(
     plan: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: dict[str, Any] = {}
+    given: list[RunRequest] = []
 
-    def run(*arguments: Any, progress: Callable[[str], None], **options: Any) -> dict[str, Any]:
-        given.update(options)
+    def run(request: RunRequest, place: Place, progress: Callable[[str], None]) -> dict[str, Any]:
+        given.append(request)
+        assert place is HERE
         for stage in ("joining the others", "step 1 of 2", "step 2 of 2"):
             progress(stage)
         times = dict.fromkeys(("step_time_s", "step_time_min_s", "step_time_max_s"), 0.1)
-        return {"model": "m", "num_ranks": 2, "losses": [1.0, None], **times}
+        losses = {"losses": [1.0, None], "step_times_s": [0.1, 0.1]}
+        return {"model": "m", "num_ranks": 2, **losses, **times}
 
     monkeypatch.setattr(launch, "run_ranks", run)
     options = ("--save", "a", "--resume", "b", "--port", "7", "--step-timeout", "2m")
@@ -161,19 +157,17 @@ def test_the_options_of_the_command_reach_the_ranks(
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code in (None, 0)
-    assert given == {
-        "model": "",
-        "sources": (),
-        "num_steps": 10,
-        "timeout_s": 300.0,
-        "step_timeout_s": 120.0,
-        "port": 7,
-        "save": Path("a"),
-        "resume": Path("b"),
-        "allow_nonfinite": True,
-        "record": True,
-        "background": None,
-    }
+    assert given == [
+        RunRequest(
+            plan=plan,
+            limits=Limits(timeout_s=300.0, step_timeout_s=120.0),
+            port=7,
+            save=Path("a"),
+            resume=Path("b"),
+            allow_nonfinite=True,
+            record=True,
+        )
+    ]
     printed = capsys.readouterr()
     assert "loss 1.0000 -> nan" in printed.out.replace("\n", " ")
     assert "checkpoint: a" in printed.out
@@ -183,12 +177,13 @@ def test_the_options_of_the_command_reach_the_ranks(
 @THOROUGH
 @pytest.mark.distributed
 def test_a_rank_that_hangs_ends_the_job(plan: Path) -> None:
-    def wrap(rank: int, command: list[str]) -> list[str]:
-        return ["sleep", "600"] if rank == 1 else command
+    class Hanging(Here):
+        def command(self, rank: int, argv: Sequence[str]) -> list[str]:
+            return ["sleep", "600"] if rank == 1 else [*argv]
 
     with pytest.raises(LaunchError, match=r"ranks \[0, 1\] did not end within 6 s"):
-        run_ranks(plan, 2, num_steps=2, timeout_s=6, wrap=wrap)
-    assert left_over(plan) == ""
+        run_ranks(RunRequest(plan=plan, limits=Limits(timeout_s=6)), place=Hanging())
+    assert not ranks_of_this_process()
 
 
 @THOROUGH
@@ -196,5 +191,5 @@ def test_a_rank_that_hangs_ends_the_job(plan: Path) -> None:
 def test_a_plan_for_another_model_is_refused_by_every_rank(plan: Path, model: str) -> None:
     other = model.replace(":workload", ":wider")
     with pytest.raises(LaunchError, match=r"made for another step .*\(16, 6\).*\(32, 6\)"):
-        run_ranks(plan, 2, model=other, num_steps=1, timeout_s=60)
-    assert left_over(plan) == ""
+        run_ranks(RunRequest(plan=plan, model=other, num_steps=1))
+    assert not ranks_of_this_process()

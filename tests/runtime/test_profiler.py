@@ -189,7 +189,7 @@ def test_a_share_that_does_not_fit_is_left_out(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_not_measured(tmp_path: Path, model: str) -> None:
-    with pytest.raises(HeterogError, match=r"V100-16GB cannot be measured: .* --device-type CPU"):
+    with pytest.raises(HeterogError, match=r"V100-16GB cannot be measured: .* `device_type` CPU"):
         profile_here([model], tmp_path / "journal", "V100-16GB")
     assert not (tmp_path / "journal").exists()
 
@@ -269,7 +269,7 @@ def test_there_is_one_rank_per_device(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(os.environ, "RANK", "0")
     monkeypatch.setitem(os.environ, "WORLD_SIZE", "3")
     with pytest.raises(HeterogError, match="has 2 devices, but 3 ranks are running"):
-        profile_as_rank([], two_devices(), tmp_path / "journal", tmp_path / "out.json")
+        profile_as_rank([], two_devices(), tmp_path / "journal")
 
 
 # --- memory -------------------------------------------------------------------------------------

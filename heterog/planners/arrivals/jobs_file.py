@@ -90,7 +90,7 @@ def read_jobs(path: Path) -> list[JobRecord]:
     except UnicodeDecodeError as error:
         raise InputFileError(f"cannot read jobs {path}: it is not UTF-8 text.") from error
     _, value = parse_yaml(
-        text, path, what="a file of jobs", if_empty="see 'heterog schedule --help'"
+        text, path, what="a file of jobs", if_empty="list at least one under 'jobs'"
     )
     found = parse_record(value, JobsRecord, f"jobs {path}", versions=(1,)).jobs
     if not found:
