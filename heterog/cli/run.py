@@ -222,7 +222,8 @@ def run(
         float("nan") if loss is None else loss
         for loss in (measured["losses"][0], measured["losses"][-1])
     )
-    kind = "median" if loaded.strategy.apart is None else "mean"  # see ``rank``
+    differ = any(mode.steps_differ for mode in loaded.strategy.modes)
+    kind = "mean" if differ else "median"  # see ``rank``
     out.print(
         f"{measured['model']} on {measured['num_ranks']} "
         f"{'ranks of testbed ' + testbed if testbed else 'local ranks'}: "

@@ -12,8 +12,7 @@
   ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``, ``batch_norm``.
 - ``alike`` compares ranks, ``unchanged`` a model with what was captured. ``rehearsal`` plays all
   ranks on shapes. ``checkpoint`` keeps a step under any plan.
-- Not exact: ``averaging``, ``asynchronous`` with its ``weight_server``, ``stash``, ``codecs`` with
-  ``feedback``. Beside a step: ``background`` jobs.
+- ``feedback`` keeps what encoded gradients leave out. Beside a step: ``background`` jobs.
 - Measuring: ``profiler`` (``op_profiler``, ``link_profiler``), ``recorder``, ``peak_memory``;
   ``detect`` describes a machine.
 """

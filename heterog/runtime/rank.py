@@ -45,7 +45,6 @@ from heterog.runtime.background import (
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
-from heterog.strategy.averaging import island_of
 from heterog.strategy.program import FloatArray
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
@@ -173,9 +172,9 @@ def train(
     measured_from = time.perf_counter()
     last = steps_before + WARM_UP_STEPS + num_steps
     free_running = step.is_free_running
-    is_idle = step.server is not None and island_of(plan.strategy, dist.get_rank()) is None
+    is_idle = any(mode.is_idle for mode in step.modes)
     # Calls since the last settling after which a loss comes.
-    late = 0 if step.stash is None else step.stash.loss_delay
+    late = max((mode.loss_delay for mode in step.modes), default=0)
     since = 0
     for number in range(steps_before + 1, last + 1):
         tell(f"step {number} of {last}")
@@ -231,9 +230,9 @@ def train(
         # As texts: objects would be pickled.
         background_steps = list(map(int, gather_texts(str(beside.stop() if beside else 0))))
     # Where islands average, one step in many takes longer, and the plan predicts the mean.
-    averages = plan.strategy.averaging is not None
-    step_s = statistics.mean(seconds) if averages else statistics.median(seconds)
-    if step.server is not None:  # a rank that ran ahead waits in the end
+    differ = any(mode.steps_differ for mode in plan.strategy.modes)
+    step_s = statistics.mean(seconds) if differ else statistics.median(seconds)
+    if any(mode.ends_late for mode in step.modes):  # a rank that ran ahead waits in the end
         step_s = together_s
     return step, {
         "model": plan.graph.name,
@@ -264,10 +263,9 @@ def _all_at_once(step: DeployedStep) -> float:
 
 def _late_losses(step: DeployedStep) -> list[float]:
     """Losses that no call has returned, where stages of a pipeline do not wait."""
-    if step.stash is None:
-        return []
-    step.settle()
-    return step.stash.take_late_losses()
+    if step.is_free_running:
+        step.settle()
+    return step.take_late_losses()
 
 
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:
