@@ -21,7 +21,6 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,21 @@ from torch import Tensor
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners.averaged import island_decisions
+from heterog.modes.averaging.pricing import averaging_seconds
+from heterog.modes.averaging.value import Averaging
+from heterog.modes.built_in import method_of
+from heterog.modes.codecs.method import with_codec
+from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
+from heterog.modes.search import island_decisions
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.lossy import with_codec
 from heterog.planners.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
 from heterog.planners.planner import Budget
 from heterog.planners.request import Request
-from heterog.planners.served import asynchronous_method
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import elastic_schedule
-from heterog.strategy.averaging import Averaging
-from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_network", str(Path(__file__).with_name("slow_network.yaml")))
@@ -62,7 +62,7 @@ def plans_of(
 ) -> dict[str, Plan]:
     """The best exact plan, the best that averages as the words say, and that with each codec."""
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
-    asked = asynchronous_method(words)
+    asked = method_of(words)
     both = make_plan(
         Request(graph=graph, cluster=cluster, budget=Budget.parse(budget), asynchronous=asked)
     )
@@ -96,7 +96,7 @@ def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
     batch = workload.make_batch()
     captured = capture_step(workload)
     plans = {path.stem: load_plan(path) for path in sorted(folder.glob("*.json"))}
-    averagings = [plan.strategy.averaging for plan in plans.values()]
+    averagings = [plan.strategy.mode(Averaging) for plan in plans.values()]
     every = max((each.every for each in averagings if each), default=_WINDOW)
     steps = {name: DeployedStep(workload, plan, captured=captured) for name, plan in plans.items()}
 
@@ -104,7 +104,7 @@ def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
         def run() -> None:
             for _ in range(every):
                 step(batch)
-            if step.server is not None:
+            if step.is_free_running:
                 step.settle()
 
         return run
@@ -156,7 +156,7 @@ def predicted_averages(testbed: str, model: str, codecs: Sequence[str]) -> dict[
     graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
     evaluator = Evaluator(graph, load_testbed(testbed))
     decision = next(island_decisions(evaluator))
-    strategy = replace(uniform_strategy(evaluator, decision), averaging=Averaging(every=_WINDOW))
+    strategy = uniform_strategy(evaluator, decision).with_mode(Averaging(every=_WINDOW))
     found = {}
     for codec in ("", *codecs):
         rules: tuple[CodecRule, ...] = ()
@@ -168,8 +168,8 @@ def predicted_averages(testbed: str, model: str, codecs: Sequence[str]) -> dict[
                     codec=parse_codec(codec),
                 ),
             )
-        coded = replace(strategy, codecs=rules)
-        found[codec or "plain"] = evaluator.averaging_seconds(coded, evaluator.encode(coded))
+        coded = with_rules(strategy, rules)
+        found[codec or "plain"] = averaging_seconds(evaluator, coded, evaluator.encode(coded))
     return found
 
 

@@ -24,17 +24,18 @@ from torch import Tensor, nn
 
 from heterog import Workload
 from heterog.graph.capture import capture
-from heterog.planners.averaged import AveragedReplicas
+from heterog.modes.asynchronous.method import ServedTeams, served_strategy
+from heterog.modes.averaging.method import AveragedReplicas
+from heterog.modes.built_in import method_of
+from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
+from heterog.modes.stash.method import StashedPipelines
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.plan import load_plan, plan_from_rows
 from heterog.planners.planner import Candidate, MethodRow
-from heterog.planners.served import ServedTeams, asynchronous_method, served_strategy
-from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.deploy import deploy
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.strategy.strategy import Decision, Strategy
 
 EXACT = "exact"
@@ -108,21 +109,21 @@ def strategy_of(evaluator: Evaluator, row: str) -> Strategy:
     words, _, codec = row.partition(" ")
     teams = ((0,), (1,), (2,)) if words != EXACT else ()
     decision = Decision(devices=(0, 1, 2), shares=SHARES, teams=teams)
-    method = asynchronous_method(words) if teams else None
+    method = method_of(words) if teams else None
     if isinstance(method, ServedTeams):
         return served_strategy(evaluator, decision, method.staleness, (0,))
     strategy = uniform_strategy(evaluator, decision)
     if isinstance(method, AveragedReplicas):
-        strategy = replace(strategy, averaging=method.averaging)
+        strategy = strategy.with_mode(method.averaging)
     if isinstance(method, StashedPipelines):
-        strategy = replace(strategy, stash=method.stash, decisions=stages(evaluator))
+        strategy = replace(strategy, decisions=stages(evaluator)).with_mode(method.stash)
     if codec:
         rule = CodecRule(
             traffic=Traffic.PARAMETER_CHANGES,
             devices=decision.devices,
             codec=parse_codec(codec),
         )
-        strategy = replace(strategy, codecs=(rule,))
+        strategy = with_rules(strategy, (rule,))
     return strategy
 
 
@@ -165,8 +166,8 @@ def train(
         step = deploy(workload_of(model, rate), load_plan(folder / f"{number}.json"))
         own = [float(step(batch_of(model, each))) for each in range(num_steps)]
         step.close()
-        if step.stash is not None:  # which begins with no numbers, and ends with late ones
-            own = [*own, *step.stash.take_late_losses()][-num_steps:]
+        if late := step.take_late_losses():  # begins with no numbers
+            own = [*own, *late][-num_steps:]
         # But for a server all ranks have the same; of a server each its own.
         part = torch.tensor(own, dtype=torch.float64) * SHARES[rank] / _BATCH
         dist.all_reduce(part)

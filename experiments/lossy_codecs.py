@@ -6,7 +6,7 @@
     python experiments/lossy_codecs.py losses --json --steps 300
 
 ``cost``: CPU seconds of encoding and decoding over those of a copy; the constants of
-``heterog.strategy.codec`` come from it. ``steps``: on each testbed and workload the best exact
+``heterog.modes.codecs.value`` come from it. ``steps``: on each testbed and workload the best exact
 plan and codecs on its slowest boundaries, in one job and in turn, beside what was predicted with
 a calibration on other workloads. ``losses``: the same number of steps with and without codecs, on
 ranks of plain processes; data parallelism and a pipeline.
@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,20 @@ import heterog
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
-from heterog.planners.lossy import boundaries, with_codec
+from heterog.modes.codecs.method import boundaries, with_codec
+from heterog.modes.codecs.tensors import add_decoded, decode, encode
+from heterog.modes.codecs.value import (
+    DECODE_BYTES,
+    ENCODE_BYTES,
+    CodecRule,
+    Traffic,
+    codec_rules,
+    parse_codec,
+    with_rules,
+)
 from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
 from heterog.planners.planner import Budget, Candidate, MethodRow
 from heterog.planners.request import Request
-from heterog.runtime.codecs import add_decoded, decode, encode
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
 from heterog.runtime.rank import end_together, join
@@ -47,7 +55,6 @@ from heterog.runtime.testbed import load_testbed
 from heterog.runtime.watching import Limits
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.codec import DECODE_BYTES, ENCODE_BYTES, CodecRule, Traffic, parse_codec
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import load_workload
 
@@ -202,7 +209,7 @@ def measure(cluster: Cluster, model: str, budget: str, num_rounds: int) -> dict[
     found = {"exact": (exact, "")}
     for name in CODECS:
         lossy, said = with_codec(exact, evaluator, parse_codec(name))
-        if lossy.strategy.codecs:
+        if codec_rules(lossy.strategy):
             found[name] = lossy, said
     arguments = ["steps", "--models", model, "--rounds", str(num_rounds)]
     plans = {name: plan for name, (plan, _) in found.items()}
@@ -218,7 +225,7 @@ def measure(cluster: Cluster, model: str, budget: str, num_rounds: int) -> dict[
                 "predicted_s": plan.step_time_s,
                 "median_s": statistics.median(parts[0][name]),
                 "seconds": parts[0][name],
-                "codecs": [str(rule) for rule in plan.strategy.codecs],
+                "codecs": [str(rule) for rule in codec_rules(plan.strategy)],
             }
             for name, (plan, said) in found.items()
         ],
@@ -278,7 +285,7 @@ def training_plans(model: str) -> dict[str, Plan]:
                 CodecRule(traffic=each.traffic, devices=each.devices, codec=parse_codec(name))
                 for each in kinds
             )
-            found[f"{layout} {name}"] = given_plan(evaluator, replace(exact, codecs=rules))
+            found[f"{layout} {name}"] = given_plan(evaluator, with_rules(exact, rules))
     return found
 
 

@@ -82,7 +82,6 @@ class EnumerationSearch(Planner):
         return PlanResult(
             candidates=(*then.candidates, *first.candidates[:1]),
             num_evaluations=first.num_evaluations + then.num_evaluations,
-            search_seconds=first.search_seconds + then.search_seconds,
         )
 
 

@@ -14,6 +14,8 @@ import typer
 
 from heterog import cli
 from heterog.graph.sharding_rules import RULES
+from heterog.modes.built_in import built_in_modes
+from heterog.modes.mode import Mode
 from heterog.strategy.sync import Sync
 
 PACKAGE = Path(__file__).parents[1] / "heterog"
@@ -61,6 +63,8 @@ ROOMS = {
         ),
         "graph/sparse_product.py",
         "local_losses.py",
+        *("modes/on_ranks.py", "modes/averaging/", "modes/asynchronous/"),
+        *("modes/stash/ranks.py", "modes/codecs/tensors.py"),
         *("zoo/", "runtime/", "balance/", "agents/", "healing/"),
     ),
     "transformers": ("zoo/", "balance/for_trainer"),
@@ -96,7 +100,23 @@ VENDOR_ROOMS = {
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def layer(name: str) -> int:
+MODES = {
+    "strategy": (
+        *("__init__", "mode", "built_in", "islands", "value"),
+        *("passes", "buckets", "phases", "memory", "messages"),
+    ),
+    "simulator": ("pricing", "paces", "exchange"),
+    "planners": ("search", "method"),
+    "runtime": ("on_ranks", "ranks", "rehearsal", "checkpoint", "weight_server", "tensors"),
+}
+"""Layer of each file of ``modes``: a room has one for each part of what a mode does."""
+
+
+def layer(name: str, *inside: str) -> int:
+    if name == "modes":
+        stem = inside[-1].removesuffix(".py") if inside else "__init__"
+        stem = stem if any(stem in files for files in MODES.values()) else "__init__"
+        name = next(layer for layer, files in MODES.items() if stem in files)
     return next(number for number, members in enumerate(LAYERS) if name in members)
 
 
@@ -122,11 +142,11 @@ def imported(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_down_and_heavy_libraries_stay_in_their_rooms(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
-    own = layer(relative.parts[0].removesuffix(".py"))
+    own = layer(relative.parts[0].removesuffix(".py"), *relative.parts[1:])
     for module in imported(path):
         parts = module.split(".")
         if parts[0] == "heterog" and len(parts) > 1:
-            assert layer(parts[1]) <= own, f"{relative} imports {module}, which is above it"
+            assert layer(*parts[1:]) <= own, f"{relative} imports {module}, which is above it"
         rooms = ROOMS.get(parts[0])
         if rooms:
             allowed = any(str(relative).startswith(room) for room in rooms)
@@ -184,7 +204,7 @@ def test_public_names_exist() -> None:
 
 MOST_TOUCHED = 8
 """Source files that a new synchronisation or a new rule of an op may have to change."""
-CHOOSERS = ("planners/", "envs/candidates.py", "strategy/layouts/")
+CHOOSERS = ("planners/", "modes/search.py", "envs/candidates.py", "strategy/layouts/")
 """Files that pick a synchronisation among others: a new one is picked when they want it."""
 
 
@@ -201,6 +221,35 @@ def test_few_files_know_a_synchronisation(sync: Sync) -> None:
     known = naming(rf"\bSync\.{sync.name}\b{channel}") | {"strategy/sync.py"}
     known = {name for name in known if not name.startswith(CHOOSERS)}
     assert len(known) <= MOST_TOUCHED, known
+
+
+MOST_BESIDE_A_ROOM = 3
+"""Source files that name a mode outside its room; with a room of three it touches at most six."""
+KNOWS_MODES = {
+    "cli/plan.py": {"modes.built_in", "modes.codecs.value", "modes.codecs.method"},
+    "cli/common.py": {"modes.built_in"},
+    "strategy/serialize.py": {"modes.built_in", "modes.mode"},
+}
+"""What else than the protocol files outside of ``modes`` import of it, in functions too."""
+
+
+def test_exact_training_knows_only_the_protocol_of_modes() -> None:
+    for path in FILES:
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith("modes/"):
+            continue
+        found = set(re.findall(r"(?:from|import) heterog\.(modes[\w.]*)", path.read_text()))
+        allowed = {"modes.mode", "modes.on_ranks"} | KNOWS_MODES.get(name, set())
+        assert found <= allowed, f"{name} imports {found - allowed}"
+
+
+@pytest.mark.parametrize("mode", built_in_modes(), ids=lambda mode: mode.key)
+def test_few_files_know_a_mode(mode: type[Mode]) -> None:
+    """The list of modes, and rooms of modes that go with it."""
+    room = mode.__module__.removeprefix("heterog.").rpartition(".")[0].replace(".", "/")
+    outside = {name for name in naming(rf"\b{mode.__name__}\b") if not name.startswith(room)}
+    assert "modes/built_in.py" in outside
+    assert len(outside) <= MOST_BESIDE_A_ROOM, outside
 
 
 def test_few_files_know_an_op() -> None:

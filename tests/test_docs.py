@@ -42,14 +42,14 @@ from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
+from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
+from heterog.modes.averaging.value import Averaging
 from heterog.planners.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds
 from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
 from heterog.simulator.noise import SPREAD
-from heterog.strategy.averaging import Averaging
-from heterog.strategy.averaging_passes import passes_after, passes_before, times_moved
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names

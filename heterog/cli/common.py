@@ -212,11 +212,11 @@ def load_asynchronous(text: str, no_step_barrier: bool) -> "Planner | None":
     """The method that ``--asynchronous`` asks for; ``None`` without the option."""
     if not text:
         return None
-    from heterog.planners.served import asynchronous_method
+    from heterog.modes.built_in import method_of
 
     if no_step_barrier:
         raise HeterogError("--asynchronous acts between steps; leave --no-step-barrier out.")
-    return asynchronous_method(text)
+    return method_of(text)
 
 
 def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":

@@ -53,9 +53,9 @@ from heterog.workers import open_seats
 
 if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
+    from heterog.modes.codecs.value import Codec
     from heterog.planners.plan import Plan
     from heterog.planners.planner import Stop
-    from heterog.strategy.codec import Codec
 
 
 def plan(
@@ -135,7 +135,6 @@ def plan(
     """
     from heterog.explain.explanation import explain
     from heterog.planners.allotment import Allotment
-    from heterog.planners.averaged import AVERAGE
     from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
@@ -159,7 +158,7 @@ def plan(
     methods, known = load_methods(method, policy, encoder)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
-    if codec is not None and averaged is not None and averaged.name != AVERAGE:
+    if codec is not None and averaged is not None and averaged.name not in _beside_codecs():
         raise HeterogError(
             "--lossy goes with --asynchronous average=H; with a server or a stash it is not "
             "planned: ask for one of them."
@@ -214,7 +213,7 @@ def plan(
         if library is not None and found.strategy.inexact is None:
             warn(library.keep(found, evaluator))
         if codec is not None and not stop.is_requested:
-            from heterog.planners.lossy import with_codec
+            from heterog.modes.codecs.method import with_codec
 
             found, said = with_codec(
                 found, evaluator, codec, target_s=lossy_target, rehearse=rehearse
@@ -277,7 +276,7 @@ def plan(
 
 def _codec(text: str, target_s: float | None) -> "Codec | None":
     """The codec asked for by name, if any."""
-    from heterog.strategy.codec import CodecKind, parse_codec
+    from heterog.modes.codecs.value import CodecKind, parse_codec
 
     if not text:
         if target_s is not None:
@@ -289,6 +288,14 @@ def _codec(text: str, target_s: float | None) -> "Codec | None":
     if target_s is not None and not target_s > 0.0:
         raise HeterogError(f"--lossy-target is {target_s:g}; it must be more than 0 s.")
     return codec
+
+
+def _beside_codecs() -> list[str]:
+    """Names of the rows of modes that go with codecs."""
+    from heterog.modes.built_in import built_in_modes
+    from heterog.modes.codecs.value import Codecs
+
+    return [mode.word for mode in built_in_modes() if Codecs.key in mode.goes_with]
 
 
 def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:
@@ -331,13 +338,13 @@ def _not_rehearsed(found: "Plan") -> list[str]:
 
 def _not_exact(found: "Plan") -> list[str]:
     """What a method that gives other weights was asked for, and how it compares."""
-    from heterog.planners.served import NOT_EXACT
+    from heterog.modes.built_in import method_names
 
     return [
         f"{row.method} ({'chosen' if row.method == found.method else 'not chosen'}): "
         f"{row.note or row.shortage}"
         for row in found.rows
-        if row.method in NOT_EXACT
+        if row.method in method_names()
     ]
 
 

@@ -209,7 +209,8 @@ def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> No
         float("nan") if loss is None else loss
         for loss in (measured["losses"][0], measured["losses"][-1])
     )
-    kind = "median" if plan.strategy.apart is None else "mean"  # see ``rank``
+    differ = any(mode.steps_differ for mode in plan.strategy.modes)
+    kind = "mean" if differ else "median"  # see ``rank``
     assert plan.step_time_s is not None
     out.print(
         f"{measured['model']} on {measured['num_ranks']} {where}: "

@@ -17,8 +17,6 @@ from heterog.explain.lowered import (
 )
 from heterog.explain.wording import groups_of, listed, names_of, percent
 from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.stash import oldest_weights, stages_of
-from heterog.strategy.strategy import Strategy
 from heterog.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def decided_words(facts: "Explanation") -> str:
     said = [
         _ranges(decided, cluster, batch),
         _micro_batches(decided, batch),
-        _stash(facts.plan.strategy),
+        *(mode.sentence(facts.plan.strategy) for mode in facts.plan.strategy.modes),
         *_aggregation(decided, cluster),
         _recomputing(decided),
         "" if decided.step_barrier else _NO_BARRIER,
@@ -132,23 +130,6 @@ def _micro_batches(decided: Decided, batch: int) -> str:
     return (
         f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about} "
         f"samples.{_schedule(decided.schedule)}"
-    )
-
-
-def _stash(strategy: Strategy) -> str:
-    """What stages that do not wait keep, where it is most: on the first one."""
-    if strategy.stash is None:
-        return ""
-    age = oldest_weights(strategy)
-    behind = strategy.stash.behind(0, len(stages_of(strategy)))
-    prefix = "micro-" if strategy.num_micro_batches > 1 else ""
-    one, many = f"{prefix}batch", f"{prefix}batches"
-    if behind == 0:
-        return f"Each stage waits for the gradient of its own {one}."
-    return (
-        f"Stages do not wait: the first one runs {behind} more {one if behind == 1 else many} "
-        f"forward before a gradient comes back, with weights up to {age} step{'s' * (age != 1)} "
-        f"old, of which it keeps {age + 1} versions."
     )
 
 

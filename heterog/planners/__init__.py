@@ -25,8 +25,6 @@ The methods, exact:
   ``dedication`` moves alike hosts (``host_kinds``, ``host_order``).
 - ``spatial`` and ``sequences`` cut samples (``unit_search``).
 
-Not exact: ``averaged``, ``served``, ``stashed``, and ``lossy`` codecs.
-
 What methods share: ``changes`` of a strategy, ``repair`` of what does not fit, ``recomputing``,
 ``teams``, ``communities`` of near hosts. Beside a plan: ``background`` jobs, ``arrivals`` of jobs.
 """

@@ -531,8 +531,8 @@ def plan_from_rows(
     least = lower_bound_s(graph, cluster, evaluator.cost_model, with_op_rules=use_op_rules(rows))
     if strategy.step_barrier:
         assert_not_below(rows, least.seconds)
-    # With a stash steps overlap, so the longest chain of ops is no bound.
-    bound = least.seconds if strategy.stash is None else least.compute_s
+    overlaps = any(mode.overlaps_steps for mode in strategy.modes)
+    bound = least.compute_s if overlaps else least.seconds
     return Plan(
         graph=graph,
         cluster=cluster,

@@ -14,7 +14,6 @@ from heterog.explain.peak_words import near_limit, size_with_interval
 from heterog.planners.plan import Plan
 from heterog.report.placement_table import placement_lines
 from heterog.simulator.critical_path import Limit
-from heterog.strategy.stash import oldest_weights
 from heterog.units import format_bytes, format_range, format_seconds
 
 MOST_LINES = 15
@@ -136,15 +135,8 @@ def _head(plan: Plan, width: int) -> str:
     if plan.step_time_s is None:
         return f"{name}: does not run; the nearest is {plan.method}"
     barrier = ", no step barrier" * (not plan.strategy.step_barrier)
-    averaging = plan.strategy.averaging
-    if averaging is not None:
-        barrier += f", not exact: averaged every {averaging.every} steps"
-    server = plan.strategy.asynchronous
-    if server is not None:
-        barrier += f", not exact: asynchronous server, {server.staleness} steps ahead at most"
-    if plan.strategy.stash is not None:
-        age = oldest_weights(plan.strategy)
-        barrier += f", not exact: weights up to {age} step{'s' * (age != 1)} old"
+    said = (mode.brief_words(plan.strategy) for mode in plan.strategy.modes)
+    barrier += "".join(f", not exact: {words}" for words in said if words)
     interval = ""
     if plan.interval_s is not None:
         interval = f" ({format_range(*plan.interval_s, around_s=plan.step_time_s)})"

@@ -14,8 +14,7 @@
   brings it together.
 - ``alike`` compares ranks, ``unchanged`` a model with what was captured. ``rehearsal`` plays all
   ranks on shapes (``rehearsed_wire``). ``checkpoint`` keeps a step under any plan.
-- Not exact: ``averaging``, ``asynchronous`` with its ``weight_server``, ``stash``, ``codecs`` with
-  ``feedback``. Beside a step: ``background`` jobs.
+- ``feedback`` keeps what encoded gradients leave out. Beside a step: ``background`` jobs.
 - Measuring: ``profiler`` (``op_profiler``, ``link_profiler``), ``recorder``, ``peak_memory``;
   ``detect`` describes a machine.
 """

@@ -9,7 +9,6 @@ from torch import Tensor
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
 from heterog.graph.placement import Placement, R
 from heterog.graph.sharding_rules import local_shape
-from heterog.runtime.codecs import decode, encode
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.halos import Halos
 from heterog.runtime.local_op import LocalOp
@@ -19,7 +18,6 @@ from heterog.runtime.rank_program import RankProgram, has_window
 from heterog.runtime.spans import EVERY, Span, Spans
 from heterog.runtime.values import Held, Values
 from heterog.strategy.program import Program, TaskKind
-from heterog.strategy.stash_phases import is_of_backward
 
 
 class Conversions:
@@ -47,10 +45,9 @@ class Conversions:
         self._losses = losses
         self._communicator = communicator
         self._halos = Halos(part, values, communicator)
-        self._goes_back: list[bool] = []  # by task, where stages do not wait
-        if part.strategy.stash is not None:
-            program = part.program
-            self._goes_back = is_of_backward(program.kind, program.subject, part.tables).tolist()
+        self._goes_back: list[bool] = []  # by task, if any does
+        for mode in part.strategy.modes:
+            self._goes_back = mode.goes_back(part.program, part.tables) or self._goes_back
 
     def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
         """Run one task."""
@@ -146,7 +143,7 @@ class Conversions:
         samples, units = self._sent(part.message_of[task], slot, micro)
         held = self._values.held[part.reads(task)[0]]
         (made,) = part.made(task)
-        message = encode(self._piece(slot, held, samples, units), codec)
+        message = codec.encode(self._piece(slot, held, samples, units))
         self._values.held[made] = Held(message)
 
     def _decode(self, task: int, slot: int, micro: int) -> None:
@@ -158,7 +155,7 @@ class Conversions:
         shape = self._shape(slot, samples, units)
         message = self._values.held[part.reads(task)[0]].tensor()
         dtype = getattr(torch, part.graph.tensors[tensor].dtype)
-        value = decode(message, torch.Size(shape).numel(), dtype, codec).view(shape)
+        value = codec.decode(message, torch.Size(shape).numel(), dtype).view(shape)
         (made,) = part.made(task)
         self._values.held[made] = Held(value, samples, units)
 
@@ -221,7 +218,7 @@ class Conversions:
             samples = self._maker(slot).team_samples(micro, part.rank)
         if is_early:
             op = part.maker(int(part.tables.slot_value[slot]))
-            if part.strategy.asynchronous is not None:  # teams wait for nobody
+            if any(mode.counts_labels_alone for mode in part.strategy.modes):
                 self._count_labels(task, op, part.value_of[tensor])
                 return
             local = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))

@@ -16,6 +16,7 @@ from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.parameter_groups import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
+from heterog.modes.on_ranks import RankMode
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.alike import (
@@ -26,14 +27,12 @@ from heterog.runtime.alike import (
     of_workload,
     weights_compared_at,
 )
-from heterog.runtime.asynchronous import AsynchronousTraining, check_teams_are_alone
-from heterog.runtime.averaging import Averager
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.deploy_checks import (
     as_planned,
-    check_inexact,
     check_masters,
+    check_modes,
     check_same_everywhere,
     check_scaled,
     check_world,
@@ -55,7 +54,6 @@ from heterog.runtime.resized import (
     resize,
     signature,
 )
-from heterog.runtime.stash import StashedTraining, StashedWeights, TurnsByMoment
 from heterog.runtime.step_order import StepOrder, step_order
 from heterog.runtime.unchanged import Unchanged
 from heterog.runtime.whole_model import WholeModel, one_model
@@ -88,10 +86,9 @@ class DeployedStep:
             where there is nothing to update, so that every rank can make the same scheduler. Its
             options may be changed at any time: an update uses those that held when its own step
             was called. Its state is up to date after ``flush``.
-        averager: Averager of the islands' parameters every few steps, if the plan has any.
         loss_scale: Scale of the loss, if it is scaled.
-        server: Object that pulls weights and pushes gradients, if there is an asynchronous server.
-        stash: Batches under way, if stages of a pipeline do not wait for each other.
+        communicator: Communicator with the other ranks.
+        modes: What each mode of the plan does on this rank; empty in exact training.
     """
 
     def __init__(
@@ -122,7 +119,7 @@ class DeployedStep:
             raise StrategyError(f"max_grad_norm is {max_grad_norm}; it must be above 0.")
         self.loss_scale = loss_scale
         self._max_grad_norm = max_grad_norm
-        check_inexact(graph, plan.strategy, program, clips=self._clips)
+        check_modes(graph, plan.strategy, program, clips=self._clips)
         check_scaled(graph, loss_scale)
         self.device = rank_device()
         self._model = one_model(workload, self.device)
@@ -139,15 +136,14 @@ class DeployedStep:
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False
         self._workload, self._seed, self._program = workload, seed, program
-        self._communicator = Communicator(self.rank, ())
-        self.averager = self._make_averager()
-        self.server = self._make_server()
+        self.communicator = Communicator(self.rank, ())
+        self.modes: tuple[RankMode, ...] = ()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
             self.captured, plan.strategy, program, plan.task_order, plan.sent_before
         )
         self._by_shape = {self._planned: self._executor}
-        self.stash = self._make_stash()
+        self.modes = tuple(mode.on_rank(self) for mode in plan.strategy.modes)
         # When this step is no longer referenced, or at exit: gloo may abort a process whose
         # communication was not waited for.
         weakref.finalize(self, _abandon, self._by_shape)
@@ -173,10 +169,8 @@ class DeployedStep:
         if self.is_free_running or not compared_at(self.num_steps):
             return
         compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
-        strategy = self.plan.strategy
         # Codecs leave replicas apart by what messages lack.
-        is_exact = strategy.inexact is None and not strategy.codecs
-        if is_exact and weights_compared_at(self.num_steps):
+        if not self.modes and weights_compared_at(self.num_steps):
             self.flush()
             rows = {row: tensor for row, (_, tensor, _) in enumerate(self.captured.graph.updates)}
             held = self.part.parameters
@@ -207,32 +201,15 @@ class DeployedStep:
             [group_of[names[tensor]] for _, tensor, _ in graph.updates],
         )
 
-    def _make_averager(self) -> Averager | None:
-        """Make the object that averages islands, if the plan has any."""
-        graph, strategy = self.captured.graph, self.plan.strategy
-        if strategy.averaging is None:
-            return None
-        parameters, masters = self.part.parameters, self.masters
-        return Averager(graph, strategy, self.rank, parameters, masters, self._communicator)
+    def make_optimizer(self, values: dict[int, nn.Parameter]) -> torch.optim.Optimizer:
+        """Make the workload's optimizer of parameters by row of ``graph.updates``."""
+        group_of = [self.part.group_of[row] for row in values]
+        return make_optimizer(self._workload, self.groups, list(values.values()), group_of)
 
-    def _make_server(self) -> AsynchronousTraining | None:
-        """Make the object that talks to the plan's asynchronous server, if it has one."""
-        strategy, group_of = self.plan.strategy, self.part.group_of
-        if strategy.asynchronous is None:
-            return None
-        return AsynchronousTraining(
-            self.captured.graph,
-            strategy,
-            self.rank,
-            self.part.parameters,
-            self.optimizer,
-            lambda values: make_optimizer(
-                self._workload,
-                self.groups,
-                list(values.values()),
-                [group_of[row] for row in values],
-            ),
-        )
+    def _keep_gradients(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Give gradients to the modes that take them."""
+        for mode in self.modes:
+            mode.keep(rows, gradients)
 
     def _make_executor(
         self,
@@ -244,21 +221,31 @@ class DeployedStep:
     ) -> StepExecutor:
         """Make the executor that runs a program on this rank's part of the model."""
         seen = RankProgram(captured.graph, strategy, program, self.rank)
-        self._communicator.open(device_sets(program, strategy))
-        if strategy.asynchronous is not None:
-            check_teams_are_alone(seen)
+        self.communicator.open(device_sets(program, strategy))
+        for mode in strategy.modes:
+            if fault := mode.seen_fault(seen):
+                raise StrategyError(fault)
         order = step_order(seen, task_order, clips=self._clips)
-        return self._executor_of(captured, seen, order, sent_before)
+        return self.executor_of(captured, seen, order, sent_before)
 
-    def _executor_of(
+    def executor_of(
         self,
         captured: CapturedStep,
         seen: RankProgram,
         order: StepOrder,
         sent_before: Sequence[tuple[int, int]],
-        read_stashed: Callable[[int], Tensor] | None = None,
+        read_parameter: Callable[[int], Tensor] | None = None,
     ) -> StepExecutor:
-        """Make an executor of a program as this rank sees it."""
+        """Make an executor of a program as this rank sees it.
+
+        Args:
+            captured: The step.
+            seen: The program.
+            order: Order of all tasks.
+            sent_before: See ``StepExecutor``.
+            read_parameter: See ``StepExecutor``.
+        """
+        takers = [mode.takes_gradients for mode in seen.strategy.modes]
         graph = captured.graph
         held = by_name(self.captured.graph, self.part.parameters)
         parameters = {
@@ -270,34 +257,20 @@ class DeployedStep:
             seen,
             order.for_rank(seen),
             ops=local_ops(captured, axis_plan(graph, seen.strategy.op_rules), self.device),
-            communicator=self._communicator,
+            communicator=self.communicator,
             parameters=parameters,
             buffers=self._buffers(captured, parameters),
             sent_before=sent_before,
             optimizer=self.optimizer,
             slices=self.part.slices,
             masters=self.masters,
-            push=None if self.server is None else self.server.keep,
-            read_stashed=read_stashed,
+            push=self._keep_gradients if any(takers) else None,
+            read_parameter=read_parameter,
             max_grad_norm=self._max_grad_norm,
             loss_scale=self.loss_scale,
             seed=self._seed,
             device=self.device,
         )
-
-    def _make_stash(self) -> StashedTraining | None:
-        """Make the object that has several batches under way, if the plan has any."""
-        plan, seen = self.plan, self._executor.seen
-        if plan.strategy.stash is None:
-            return None
-        turns = TurnsByMoment(seen, step_order(seen, plan.task_order, clips=False))
-
-        def make_executor(weights: StashedWeights) -> StepExecutor:
-            # Nobody runs ahead further than the stash lets them, so no op waits for sends.
-            return self._executor_of(self.captured, seen, turns.order, (), weights.read)
-
-        parameters = self.part.parameters
-        return StashedTraining(turns, plan.strategy, self.rank, parameters, make_executor)
 
     def _take_up(self, batch: Any) -> None:
         """Switch to the executor for a batch of these shapes."""
@@ -376,9 +349,9 @@ class DeployedStep:
         try:
             loss = self(batch)
             self.flush()
-            if self.stash is not None:
+            if any(mode.loss_delay for mode in self.modes):
                 self.settle()
-                loss = torch.tensor((float(loss), *self.stash.take_late_losses())[-1])
+                loss = torch.tensor((float(loss), *self.take_late_losses())[-1])
         finally:
             self._record_in(None)
         return loss, *gather_task_times(times, program.num_tasks)
@@ -386,14 +359,13 @@ class DeployedStep:
     def _record_in(self, recorder: TaskTimes | None) -> None:
         """Have a recorder notified of the tasks of the next steps, or nobody."""
         self._executor.recorder = recorder
-        if self.stash is not None:
-            self.stash.record(recorder)
-            self.stash.is_alone = recorder is not None  # as the plan's timeline has it
+        for mode in self.modes:  # steps alone, as the plan's timeline has them
+            mode.record(recorder, is_alone=recorder is not None)
 
     @property
     def is_free_running(self) -> bool:
         """Whether ranks may be in different steps, so that nothing may make them wait."""
-        return self.server is not None or self.stash is not None
+        return any(mode.is_free_running for mode in self.modes)
 
     def notify(self, recorder: Recorder | None) -> None:
         """Notify a recorder of this rank's tasks in all further steps of the planned shapes.
@@ -402,8 +374,8 @@ class DeployedStep:
         which kernels were issued.
         """
         self._by_shape[self._planned].recorder = recorder
-        if self.stash is not None:
-            self.stash.record(recorder)
+        for mode in self.modes:
+            mode.record(recorder)
 
     @property
     def num_steps(self) -> int:
@@ -450,25 +422,23 @@ class DeployedStep:
         self._compare_step(batch)
         self._take_up(batch)
         by_tensor = batch_by_tensor(self._executor.graph, batch)
-        if self.server is not None:
-            with torch.no_grad():
-                self.server.begin_step()
-        run = self._executor if self.stash is None else self._run_stashed
-        loss = run({tensor: value.to(self.device) for tensor, value in by_tensor.items()})
-        if self.averager is not None:
-            self.averager.after_step(self.num_steps)
-        if self.server is not None:
-            self.server.end_step()
+        for mode in self.modes:
+            mode.begin_step()
+        loss = self._run({name: value.to(self.device) for name, value in by_tensor.items()})
+        for mode in self.modes:
+            mode.end_step(self.num_steps)
         # Schedulers warn if it has not stepped yet; it may still do so, or have nothing to do.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return loss
 
-    def _run_stashed(self, batch: Mapping[int, Tensor]) -> Tensor:
-        """Begin a batch and end an older one."""
-        assert self.stash is not None
-        loss = self.stash(batch, self.num_steps)
-        self.num_steps += 1
-        return loss
+    def _run(self, batch: Mapping[int, Tensor]) -> Tensor:
+        """Run a step, in the way of a mode if one has a way of its own."""
+        for mode in self.modes:
+            loss = mode.run(batch, self.num_steps)
+            if loss is not None:
+                self.num_steps += 1
+                return loss
+        return self._executor(batch)
 
     def flush(self) -> None:
         """Finish all updates; every rank has to call it.
@@ -488,8 +458,8 @@ class DeployedStep:
         """
         if self.is_free_running and not self._is_closed:
             self.settle()
-        if self.server is not None and not self._is_closed:
-            self.server.close()
+        for mode in () if self._is_closed else self.modes:
+            mode.close()
         self._executor.close()
         self._is_closed = True
 
@@ -508,25 +478,9 @@ class DeployedStep:
         Raises:
             StrategyError: islands have trained apart since the last averaging.
         """
-        if self.stash is not None and not self.stash.is_alike():
-            raise StrategyError(
-                f"after step {self.num_steps} stages of this plan have batches under way, and "
-                "weights of different steps; call settle() on every rank, then read or save the "
-                "model."
-            )
-        if self.server is not None and not self.server.is_alike(self.num_steps):
-            raise StrategyError(
-                f"after step {self.num_steps} the server of this plan may miss gradients, and "
-                "teams have weights of different steps; call settle() on every rank, then read "
-                "or save the model."
-            )
-        if self.averager is not None and not self.averager.is_alike(self.num_steps):
-            every = self.plan.strategy.averaging.every if self.plan.strategy.averaging else 0
-            raise StrategyError(
-                f"after step {self.num_steps} the islands of this plan, which average every "
-                f"{every} steps, have trained apart, and each has weights of its own; call "
-                "settle() on every rank to average now, then read or save the model."
-            )
+        for mode in self.modes:
+            if why := mode.why_apart(self.num_steps):
+                raise StrategyError(why)
 
     def settle(self) -> None:
         """Bring islands or teams together now; every rank has to call it after as many steps.
@@ -536,14 +490,12 @@ class DeployedStep:
         or saved. An exact plan has nothing to do.
         """
         self.flush()
-        if self.averager is not None:
-            self.averager.settle(self.num_steps)
-        if self.server is not None:
-            with torch.no_grad():
-                self.server.settle(self.num_steps)
-        if self.stash is not None:
-            self.stash.settle()
-            self._communicator.flush()
+        for mode in self.modes:
+            mode.settle(self.num_steps)
+
+    def take_late_losses(self) -> list[float]:
+        """Losses that no call has returned, where stages of a pipeline do not wait."""
+        return [loss for mode in self.modes for loss in mode.take_late_losses()]
 
     def _buffers(
         self, captured: CapturedStep, parameters: Mapping[int, nn.Parameter]

@@ -9,11 +9,10 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.modes.mode import fault_of_modes
 from heterog.planners.plan import Plan
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
-from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.program import Program
-from heterog.strategy.stash_phases import stage_fault
 from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
@@ -72,24 +71,21 @@ def check_same_everywhere(program_hash: str) -> None:
 
 
 def check_masters(strategy: Strategy, workload: Workload) -> None:
-    """Refuse master weights beside a server, which has none."""
-    if strategy.asynchronous is not None and workload.master_dtype is not None:
-        raise StrategyError(
-            "an asynchronous server keeps weights in the model's own dtype; train without "
-            "master weights, or with an exact plan."
-        )
+    """Refuse master weights beside a mode that has none."""
+    faults = [mode.masters_fault for mode in strategy.modes if mode.masters_fault]
+    if faults and workload.master_dtype is not None:
+        raise StrategyError(faults[0])
 
 
-def check_inexact(graph: OpGraph, strategy: Strategy, program: Program, *, clips: bool) -> None:
-    """Refuse what a plan that is not exact cannot do."""
-    if strategy.inexact is None:
-        return
-    if clips:
+def check_modes(graph: OpGraph, strategy: Strategy, program: Program, *, clips: bool) -> None:
+    """Refuse what the modes of a plan cannot do."""
+    if clips and not all(mode.takes_clipping for mode in strategy.modes):
         raise StrategyError(
             "max_grad_norm is a norm over one gradient, and loss_scale asks for it, but the "
             "islands or stages of this plan have one each; train without them, or with an exact "
             "plan."
         )
-    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
-    if fault := crossing_fault(program, strategy) or stage_fault(program, strategy, tables):
-        raise StrategyError(f"{fault}.")
+    if strategy.modes:
+        tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
+        if fault := fault_of_modes(program, strategy, tables):
+            raise StrategyError(f"{fault}.")

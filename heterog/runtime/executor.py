@@ -6,7 +6,6 @@ once and waited for where its result is needed. ``conversions`` moves values bet
 ``gradients`` and ``optimizer`` make new parameters.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,9 +17,8 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import TensorKind
-from heterog.runtime.averaging import gradient_scale
 from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.conversions import Conversions, gradient_lane
+from heterog.runtime.conversions import Conversions
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import LocalOp
@@ -37,8 +35,6 @@ from heterog.runtime.slices import Slices
 from heterog.runtime.spans import Span, Spans
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder
 from heterog.runtime.values import Held, Reader, Values
-from heterog.strategy.averaging import island_of, island_samples, islands
-from heterog.strategy.codec import Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
 
@@ -73,8 +69,8 @@ class StepExecutor:
         optimizer: Optimizer of the parameters that this rank updates.
         slices: Slices of parameters that this rank owns.
         masters: The optimizer's copies of what it steps, if it has any.
-        push: Sink of gradients for an asynchronous server; if ``None``, the optimizer steps here.
-        read_stashed: Reads a parameter, by tensor id, as the batch's forward pass has read it,
+        push: Sink of gradients that are stepped elsewhere; if ``None``, the optimizer steps here.
+        read_parameter: Reads a parameter, by tensor id, as the batch's forward pass has read it,
             where several batches are under way; if ``None``, parameters are read as they are.
         max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it.
         loss_scale: Scale of the loss, if it is scaled.
@@ -101,7 +97,7 @@ class StepExecutor:
         slices: Slices | None = None,
         masters: Masters | None = None,
         push: Push | None = None,
-        read_stashed: Callable[[int], Tensor] | None = None,
+        read_parameter: Callable[[int], Tensor] | None = None,
         max_grad_norm: float | None = None,
         loss_scale: LossScale | None = None,
         seed: int = 0,
@@ -113,7 +109,7 @@ class StepExecutor:
         self.num_steps = 0
         self.feedback = ErrorFeedback()
         self._part = part
-        self._is_alone = read_stashed is None  # no other batch is under way
+        self._is_alone = read_parameter is None  # no other batch is under way
         _check(part)
         self._communicator = communicator
         self._parameters = parameters
@@ -122,10 +118,12 @@ class StepExecutor:
         self._begins_backward = op_that_begins_backward(part.graph) if loss_scale else None
         device = device or torch.device("cpu")
         self._random = RandomStream(seed, device)
-        scale = gradient_scale(part.graph, part.strategy, part.rank)
+        facts, modes = (part.graph, part.strategy, part.rank), part.strategy.modes
         self._scale = None
-        if part.strategy.averaging is not None:
+        for scale in filter(None, (mode.gradient_scale(*facts) for mode in modes)):
             self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
+        loss_parts = (mode.loss_part(*facts) for mode in modes)
+        self._loss_part = next((each for each in loss_parts if each is not None), None)
         self._ops = ops
         self.turns, self._end = order
         self._slices = slices or Slices([], part.rank, {}, ())
@@ -144,7 +142,7 @@ class StepExecutor:
             self._ops,
             [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
             parameters=parameters,
-            read_parameter=read_stashed or self._updates.read,
+            read_parameter=read_parameter or self._updates.read,
             buffers=buffers,
             device=device,
         )
@@ -250,21 +248,12 @@ class StepExecutor:
                 self._values.drop_read_by(task)
 
     def _sum_loss(self) -> Pending | None:
-        """Sum the parts of the loss: of all ranks, or of this rank's team if it trains apart.
-
-        With an asynchronous server others are in other steps: the loss is then the mean over the
-        team's own samples, and not a number on a rank of no team.
-        """
-        total, strategy = self._losses.total, self._part.strategy
-        if strategy.asynchronous is None:
+        """Sum the parts of the loss: of all ranks, or of those that a mode names."""
+        total = self._losses.total
+        if self._loss_part is None:
             return self._communicator.sum_over_all(total)
-        team = island_of(strategy, self.rank)
-        if team is None:
-            total.fill_(math.nan)
-            return None
-        batch_size = self.graph.batch_size
-        total *= batch_size / island_samples(strategy, batch_size)[team]
-        devices = islands(strategy)[team]
+        factor, devices = self._loss_part
+        total *= factor
         return self._communicator.all_reduce(total, devices) if len(devices) > 1 else None
 
     def end(self) -> Tensor:
@@ -362,13 +351,13 @@ class StepExecutor:
     def _encode(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
         if self.program.encodes_value(task):
             self._conversions.run(task, TaskKind.ENCODE, subject, micro)
-        elif self._part.traffic(task) == Traffic.PARAMETERS:
+        elif self._part.rule(task).is_of_parameters:
             self._updates.encode(task, subject)
         else:
             step.gradients.encode(task, subject)
 
     def _decode_sum(self, task: int, subject: int, _: int, step: StepUpdates) -> None:
-        if self._part.traffic(task) == Traffic.PARAMETERS:
+        if self._part.rule(task).is_of_parameters:
             self._updates.decode(subject)
         else:
             step.gradients.decode(task)
@@ -571,16 +560,9 @@ def _check(part: RankProgram) -> None:
 
 
 def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
-    """Device sets of the collectives in a program, and of teams that sum their own losses.
-
-    And that of gradients between stages that do not wait; see ``gradient_lane``.
-    """
+    """Device sets of the collectives in a program, and those that modes add."""
     used = {int(number) for number in program.channel if number >= 0}
     found = {
         program.channels[number].devices for number in used if program.channels[number].kind != 0
     }
-    if strategy.asynchronous is not None:
-        found |= {devices for devices in islands(strategy) if len(devices) > 1}
-    if strategy.stash is not None:
-        found.add(gradient_lane(program))
-    return found
+    return found.union(*(mode.device_sets(program, strategy) for mode in strategy.modes))

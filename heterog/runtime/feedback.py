@@ -12,8 +12,7 @@ every step.
 import torch
 from torch import Tensor
 
-from heterog.runtime.codecs import decode, encode
-from heterog.strategy.codec import Codec
+from heterog.modes.mode import MessageCodec
 
 Key = tuple[int, tuple[int, ...]]
 """A bucket, or a row of ``graph.updates``, and the devices that exchange its messages."""
@@ -29,7 +28,7 @@ class ErrorFeedback:
     def __init__(self) -> None:
         self.left_out: dict[Key, Tensor] = {}
 
-    def encode(self, key: Key, gradient: Tensor, codec: Codec) -> Tensor:
+    def encode(self, key: Key, gradient: Tensor, codec: MessageCodec) -> Tensor:
         """Encode a gradient together with what earlier messages left out of it.
 
         Args:
@@ -39,8 +38,8 @@ class ErrorFeedback:
         """
         kept = self.left_out.get(key)
         whole = gradient if kept is None else kept.add_(gradient)
-        message = encode(whole, codec)
+        message: Tensor = codec.encode(whole)
         if not message.is_meta:
-            meant = decode(message, whole.numel(), whole.dtype, codec)
+            meant = codec.decode(message, whole.numel(), whole.dtype)
             self.left_out[key] = torch.sub(whole, meant, out=meant)
         return message

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from heterog.runtime.codecs import add_decoded, decode
+from heterog.modes.mode import MessageCodec
 from heterog.runtime.collectives import Communicator, Pending, add_in_place, slice_counts
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.slices import SlicedBucket, Slices
 from heterog.runtime.spans import Spans
 from heterog.runtime.values import Values
-from heterog.strategy.codec import Codec
 from heterog.strategy.program import TaskKind
 from heterog.strategy.rings import Ring
 
@@ -191,7 +190,7 @@ class Gradients:
         def total(parts: list[Tensor]) -> Tensor:
             flat.zero_()
             for each in parts:  # in one order everywhere: replicas stay alike to the last bit
-                add_decoded(flat, each, codec)
+                codec.add_decoded(flat, each)
             return flat
 
         counts = [message.numel()] * len(devices)
@@ -397,7 +396,13 @@ class Gradients:
 
 
 def decoded(
-    communicator: Communicator, like: Tensor, src: int, task: int, codec: Codec, *, into: Tensor
+    communicator: Communicator,
+    like: Tensor,
+    src: int,
+    task: int,
+    codec: MessageCodec,
+    *,
+    into: Tensor,
 ) -> Pending:
     """Receive the message of a tensor, decode it and copy the result.
 
@@ -414,7 +419,7 @@ def decoded(
     received = communicator.receive(message, src, task)
 
     def finish() -> Tensor:
-        flat = decode(received.wait(), like.numel(), like.dtype, codec)
+        flat = codec.decode(received.wait(), like.numel(), like.dtype)
         into.copy_(flat.view(like.shape))
         return into
 

@@ -10,7 +10,6 @@ from heterog.graph.op_graph import OpGraph
 from heterog.runtime.placed import cut
 from heterog.runtime.rank_program import sharded_parameters
 from heterog.runtime.slices import Slices, release, sliced_buckets
-from heterog.strategy.asynchronous import server_of_rows
 from heterog.strategy.program import Program
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
@@ -54,8 +53,8 @@ class ModelPart:
         self._graph = graph
         self._strategy = strategy
         self._rank = rank
-        # With an asynchronous server the copy of its device counts, beside which the state is.
-        self._served = () if strategy.asynchronous is None else server_of_rows(graph, strategy)
+        owners = (mode.owners(graph, strategy) for mode in strategy.modes)
+        self._owners: tuple[int, ...] = next(filter(None, owners), ())
         self.sharded = sharded_parameters(graph, strategy)
         for row, (place, spans) in self.sharded.items():
             # A slice of its own memory, so that the whole is given back.
@@ -88,8 +87,8 @@ class ModelPart:
 
     def owner(self, row: int) -> int:
         """Rank whose copy of a whole parameter counts."""
-        if self._served:
-            return self._served[row]
+        if self._owners:
+            return self._owners[row]
         home = self._strategy.homes[row]
         return home if home != REPLICATED else self.decision(row).devices[0]
 

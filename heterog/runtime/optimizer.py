@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from heterog.runtime.codecs import encode
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.gradients import Gradients, decoded
 from heterog.runtime.kept_state import is_narrow
@@ -204,7 +203,7 @@ class Updates:
         codec = self._part.program.codec_of(task)
         assert codec is not None
         value = self.read(self._part.graph.updates[row][1]).detach()
-        self._messages[self._part.message_of[task]] = encode(value, codec)
+        self._messages[self._part.message_of[task]] = codec.encode(value)
 
     def decode(self, row: int) -> None:
         """Decode a pulled parameter's message, unless a reader of the parameter already has."""

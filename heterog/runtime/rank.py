@@ -48,7 +48,6 @@ from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.launch import HEARTBEAT, PORT_FILE
 from heterog.runtime.request import RunRequest, read_request
-from heterog.strategy.averaging import island_of
 from heterog.strategy.program import FloatArray
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
@@ -231,14 +230,11 @@ class Training:
         elapsed_s = time.perf_counter() - begin
         if self._beside and is_measured:
             self._beside.governor.observe(elapsed_s)
-        late = 0 if step.stash is None else step.stash.loss_delay
+        late = max((mode.loss_delay for mode in step.modes), default=0)
         has_loss = not 0 < self._since <= late
         # The loss is the same on all ranks: all of them stop here. With an asynchronous server a
         # rank that stops is missed by the others, and one of no team has no loss.
-        is_idle = (
-            step.server is not None and island_of(self._plan.strategy, dist.get_rank()) is None
-        )
-        if has_loss and not is_idle:
+        if has_loss and not any(mode.is_idle for mode in step.modes):
             check_loss(loss, number, self._request)
         if self._request.save is not None and number == self._first:
             # Before more training that would be lost.
@@ -262,9 +258,9 @@ class Training:
             own = self._beside.stop() if self._beside else 0
             background_steps = list(map(int, gather_texts(str(own))))
         # Where islands average, one step in many takes longer, and the plan predicts the mean.
-        averages = plan.strategy.averaging is not None
-        step_s = statistics.mean(seconds) if averages else statistics.median(seconds)
-        if self._step.server is not None:  # a rank that ran ahead waits in the end
+        differ = any(mode.steps_differ for mode in plan.strategy.modes)
+        step_s = statistics.mean(seconds) if differ else statistics.median(seconds)
+        if any(mode.ends_late for mode in self._step.modes):  # a rank that ran ahead waits
             step_s = together_s
         return {
             "model": plan.graph.name,
@@ -295,10 +291,9 @@ def _all_at_once(step: DeployedStep) -> float:
 
 def _late_losses(step: DeployedStep) -> list[float]:
     """Losses that no call has returned, where stages of a pipeline do not wait."""
-    if step.stash is None:
-        return []
-    step.settle()
-    return step.stash.take_late_losses()
+    if step.is_free_running:
+        step.settle()
+    return step.take_late_losses()
 
 
 def _beside(plan: Plan, sources: Sequence[str]) -> LowPriorityThread | None:

@@ -12,12 +12,12 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
+from heterog.modes.mode import MessageRule
 from heterog.runtime.op_inputs import needs, sources
 from heterog.runtime.placed import cut, join
 from heterog.runtime.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.spans import Spans, spans_of_groups
 from heterog.strategy.channels import Channel
-from heterog.strategy.codec import Traffic
 from heterog.strategy.program import FIRST_LINK_KIND, LAST_OP_KIND, Program, TaskKind
 from heterog.strategy.rings import Ring
 from heterog.strategy.strategy import Strategy
@@ -461,12 +461,12 @@ class RankProgram:
         if kind is _GATHER_PARAMETERS:
             return self.zero_stage(int(self.program.subject[task])) < 3
         if kind in _CODES:
-            return self.traffic(task) == Traffic.PARAMETERS
+            return self.rule(task).is_of_parameters
         return kind in _ENDS_UPDATE
 
-    def traffic(self, task: int) -> Traffic:
-        """Contents of the message that a task encodes, moves or decodes."""
-        return self.program.codecs[int(self.program.codec[task]) - 1].traffic
+    def rule(self, task: int) -> MessageRule:
+        """Codec rule of the message that a task encodes, moves or decodes."""
+        return self.program.codecs[int(self.program.codec[task]) - 1]
 
     def channel(self, task: int) -> Channel:
         """Channel of a communication task."""

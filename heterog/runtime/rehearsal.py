@@ -19,42 +19,29 @@ from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.collector import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.modes.mode import fault_of_modes
 from heterog.planners.issue_order import IssuedStep, Rehearse
 from heterog.planners.planner import TimeUp
-from heterog.runtime.asynchronous import check_teams_are_alone
-from heterog.runtime.averaging import Averager
-from heterog.runtime.collectives import Communicator
 from heterog.runtime.executor import StepExecutor, device_sets
 from heterog.runtime.local_op import Extent, LocalOp, local_ops
-from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.rehearsed_wire import RehearsalError, RehearsedCommunicator, Wire
-from heterog.runtime.stash import (
-    Moment,
-    StashedTraining,
-    StashedWeights,
-    Turns,
-    TurnsByMoment,
-)
 from heterog.runtime.step_order import LOSS, NORM, DueTask, StepOrder, step_order
-from heterog.strategy.averaged_buckets import crossing_fault
 from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
-from heterog.strategy.stash import stages_of
-from heterog.strategy.stash_phases import stage_fault
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import graph_tables
 
 META = torch.device("meta")
-_CHECKED_EVERY = 256
+CHECKED_EVERY = 256
 """Number of turns between two checks of the time."""
 _NUM_STEPS = 2
 """Two, because the second step finishes what the first one has left open."""
-_BEGIN, _END, _AVERAGE = -3, -4, -5
+BEGIN, END, AFTER = -3, -4, -5
 """Take the place of tasks: what every rank does at the start and at the end of a step, and what
 islands do after some of them."""
 _MOMENTS = {
-    **{_BEGIN: "begin of the step", _END: "end of the step", _AVERAGE: "averaging"},
+    **{BEGIN: "begin of the step", END: "end of the step", AFTER: "averaging"},
     **{LOSS: "loss", NORM: "clipping"},
 }
 _OF_SLOTS = (
@@ -104,22 +91,18 @@ def rehearse(
         Why the plan cannot be executed; empty if it can.
     """
     tables = graph_tables(captured.graph, strategy.op_rules, strategy.blocks)
-    wrong = (
-        _wrong_order(program, task_order)
-        or crossing_fault(program, strategy)
-        or stage_fault(program, strategy, tables)
-    )
+    wrong = _wrong_order(program, task_order) or fault_of_modes(program, strategy, tables)
     if wrong:
         return wrong
 
-    def make() -> _Stage:
-        return _Stage(captured, strategy, program, task_order, sent_before, clips, check)
+    def make() -> Stage:
+        return Stage(captured, strategy, program, task_order, sent_before, clips, check)
 
     with torch.no_grad(), without_collector():
         return _play(make)
 
 
-def _play(make: Callable[[], "_Stage"]) -> str:
+def _play(make: Callable[[], "Stage"]) -> str:
     """Make and play a stage; see ``rehearse``. All that was made is freed when it returns."""
     try:
         stage = make()
@@ -139,7 +122,7 @@ def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
     return f"task {early[0]} comes before task {early[1]}, whose result it needs"
 
 
-class _Stage:
+class Stage:
     """All ranks of a plan, side by side in this process."""
 
     def __init__(
@@ -157,10 +140,12 @@ class _Stage:
         self.strategy = strategy
         self.program = program
         self.wire = Wire()
-        self.now = 0, _BEGIN
+        self.now = 0, BEGIN
         seen = RankProgram(graph, strategy, program, 0)
-        if strategy.asynchronous is not None:
-            check_teams_are_alone(seen)
+        self.modes = [mode.rehearsal(self) for mode in strategy.modes]
+        for mode in strategy.modes:
+            if fault := mode.seen_fault(seen):
+                raise StrategyError(fault)
         self.order = step_order(seen, task_order, clips=clips)
         self.tables = seen.tables
         ops = _rehearsed_ops(captured, axis_plan(graph, strategy.op_rules))
@@ -169,12 +154,8 @@ class _Stage:
         }
         self.device_sets = device_sets(program, strategy)
         self.executors: list[StepExecutor] = []
-        self.stashed: list[StashedTraining] = []
-        self.averagers: list[Averager] = []
-        self.turns_by_moment: TurnsByMoment | None = None
-        if strategy.stash is not None:
-            self.turns_by_moment = TurnsByMoment(seen, self.order)
-            self.order = self.turns_by_moment.order
+        for rehearsal in self.modes:
+            self.order = rehearsal.ordered(seen, self.order)
         self.every_rank = tuple(range(program.num_devices))
         of_channel = [tuple(dict.fromkeys(channel.devices)) for channel in program.channels]
         alone = [(rank,) for rank in self.every_rank]
@@ -196,10 +177,10 @@ class _Stage:
         turns: list[list[DueTask]] = [[] for _ in self.every_rank]
         end: list[list[int]] = [[] for _ in self.every_rank]
         for turn in self.order.turns:
-            for rank in self._ranks_of(turn.task):
+            for rank in self.ranks_of(turn.task):
                 turns[rank].append(turn)
         for task in self.order.end:
-            for rank in self._ranks_of(task):
+            for rank in self.ranks_of(task):
                 end[rank].append(task)
         return [StepOrder(*own) for own in zip(turns, end, strict=True)]
 
@@ -227,9 +208,8 @@ class _Stage:
         communicator = RehearsedCommunicator(
             seen.rank, self.device_sets, self.wire, self.program.num_devices
         )
-        self._add_averager(part, communicator)
 
-        def make_executor(weights: StashedWeights | None = None) -> StepExecutor:
+        def make_executor(read: Callable[[int], Tensor] | None) -> StepExecutor:
             return StepExecutor(
                 seen,
                 self.orders[seen.rank],
@@ -237,50 +217,33 @@ class _Stage:
                 communicator=communicator,
                 parameters=part.parameters,
                 buffers=buffers,
-                sent_before=sent_before if weights is None else (),
+                sent_before=sent_before if read is None else (),
                 optimizer=_RehearsedOptimizer(updated, {}),
                 slices=part.slices,
-                read_stashed=None if weights is None else weights.read,
+                read_parameter=read,
                 max_grad_norm=1.0 if clips else None,
                 device=META,
             )
 
-        if self.turns_by_moment is None:
-            self.executors.append(make_executor())
-        else:
-            self.stashed.append(
-                StashedTraining(
-                    self.turns_by_moment,
-                    self.strategy,
-                    seen.rank,
-                    part.parameters,
-                    make_executor,
-                )
-            )
-
-    def _add_averager(self, part: ModelPart, communicator: Communicator) -> None:
-        """Make the object by which a rank averages, if there are islands."""
-        if self.strategy.averaging is not None:
-            rank, masters = communicator.rank, Masters(None, ())
-            self.averagers.append(
-                Averager(self.graph, self.strategy, rank, part.parameters, masters, communicator)
-            )
+        added = [mode.add_rank(seen, part, communicator, make_executor) for mode in self.modes]
+        if not any(added):
+            self.executors.append(make_executor(None))
 
     def play(self) -> str:
         """Run the steps and what they leave open; returns what went wrong."""
         try:
-            if self.turns_by_moment is not None:
-                self._play_stashed(self.turns_by_moment)
+            if any([mode.play() for mode in self.modes]):
                 self.wire.check_all_received()
                 return ""
             for _ in range(1 if self.strategy.step_barrier else _NUM_STEPS):
                 self._step()
-            self._average()
+            for mode in self.modes:
+                mode.after_steps()
             if not self.strategy.step_barrier:
                 for task in self.order.end:
                     for executor in self._at(task):
                         executor.take_open(task)
-                for executor in self._at(_END):
+                for executor in self._at(END):
                     executor.end_flush()
             self.wire.check_all_received()
         except TimeUp:
@@ -290,90 +253,25 @@ class _Stage:
         return ""
 
     def _step(self) -> None:
-        for executor in self._at(_BEGIN):
+        for executor in self._at(BEGIN):
             executor.begin(self.batch)
         for number, turn in enumerate(self.order.turns):
-            if number % _CHECKED_EVERY == 0:
+            if number % CHECKED_EVERY == 0:
                 self.check()
             task = turn.task
-            for rank in self._ranks_of(task):
+            for rank in self.ranks_of(task):
                 self.now = rank, task
                 self.executors[rank].take(turn)
-        for executor in self._at(_END):
+        for executor in self._at(END):
             executor.end()
-
-    def _average(self) -> None:
-        """Average the islands' parameters, if there are islands."""
-        for rank, averager in enumerate(self.averagers):
-            self.now = rank, _AVERAGE
-            averager.begin_average()
-        for rank, averager in enumerate(self.averagers):
-            self.now = rank, _AVERAGE
-            averager.end_average()
-
-    def _play_stashed(self, turns: TurnsByMoment) -> None:
-        """Run batches until the pipeline is full and every stage has ended one.
-
-        In a moment a stage waits only for what earlier stages send in it, or later ones if it is
-        the backward pass, so stages may take it one after another; the ranks of a stage take it
-        turn by turn. Then all batches end, the last stage first.
-        """
-        stages = stages_of(self.strategy)
-        idle = tuple(sorted(set(self.every_rank).difference(*stages)))
-        by_stage = [(own, turns.of(number)) for number, own in enumerate(stages)]
-        if idle:
-            by_stage.append((idle, turns.of(-1)))
-        for number in range(self.stashed[0].loss_delay + 2):
-            for rank in self.every_rank:
-                self.now = rank, _BEGIN
-                self.stashed[rank].begin(self.batch, number)
-            for _ in range(turns.num_micro):
-                for rank in self.every_rank:
-                    self.stashed[rank].begin_micro_batch()
-                for moment in Moment:
-                    backwards = moment == Moment.BACKWARD
-                    for own, own_turns in reversed(by_stage) if backwards else by_stage:
-                        self._play_moment(own, moment, own_turns)
-            for rank in self.every_rank:
-                self.now = rank, _END
-                self.stashed[rank].end()
-        for own, own_turns in reversed(by_stage):
-            while not self.stashed[own[0]].is_alike():
-                for moment in (Moment.RECEIVE_GRADIENTS, Moment.BACKWARD):
-                    self._play_moment(own, moment, own_turns, is_last=True)
-
-    def _play_moment(
-        self, ranks: Sequence[int], moment: Moment, turns: Turns, *, is_last: bool = False
-    ) -> None:
-        """Run a moment of the ranks of a stage, turn by turn.
-
-        Args:
-            ranks: The ranks.
-            moment: The moment.
-            turns: Turns of the stage.
-            is_last: Whether no more batches come.
-        """
-        about = {rank: self.stashed[rank].enter(moment, is_last=is_last) for rank in ranks}
-        # All ranks of a stage are at the same micro-batch.
-        number = next((each.number for each in about.values() if each is not None), 0)
-        for place, turn in enumerate(turns[number, moment]):
-            if place % _CHECKED_EVERY == 0:
-                self.check()
-            for rank in self._ranks_of(turn.task):
-                micro_batch = about.get(rank)
-                if micro_batch is not None:
-                    self.now = rank, turn.task
-                    micro_batch.batch.executor.take(turn)
-        for rank in ranks:
-            self.stashed[rank].leave(moment, about[rank])
 
     def _at(self, task: int) -> Iterator[StepExecutor]:
         """Executors of the ranks that take part in a task, one after another."""
-        for rank in self._ranks_of(task):
+        for rank in self.ranks_of(task):
             self.now = rank, task
             yield self.executors[rank]
 
-    def _ranks_of(self, task: int) -> tuple[int, ...]:
+    def ranks_of(self, task: int) -> tuple[int, ...]:
         """Ranks that take part in a task."""
         return self.ranks_of_task[task] if task >= 0 else self.every_rank
 

@@ -130,7 +130,7 @@ def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]
     tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
     axes = tuple(int(units) for units in tables.axis_units[1:])
     rings: list[tuple[Ring, ...]] = []
-    alone = strategy.apart is not None
+    alone = strategy.trains_apart
     domains, groups = tables.gradient_domain.tolist(), tables.parameter_group.tolist()
     for domain, group, home in zip(domains, groups, strategy.homes, strict=True):
         division = strategy.decisions[group].division

@@ -9,8 +9,8 @@
   measured types, ``calibration`` from your own ``measurements`` (``op_fits``, ``link_fits``,
   ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.
   ``intervals`` and ``peak_errors`` say how sure predictions are.
-- Modes: ``averaging``, ``asynchronous``, ``exchange`` and ``stash``, with ``small_tape`` and the
-  closed forms of ``unequal_updates``. ``multiplex`` runs a second job in the gaps.
+- For modes: ``small_tape`` writes messages that are no step, ``unequal_updates`` has closed forms.
+  ``multiplex`` runs a second job in the gaps.
 - ``compile_kernels`` compiles the kernels before they are needed.
 """
 

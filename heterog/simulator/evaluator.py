@@ -18,23 +18,16 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.update_scope import UpdateScope
-from heterog.simulator.asynchronous import TeamPace, steady_seconds
-from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
-from heterog.simulator.exchange import pull_tape, push_tape
 from heterog.simulator.folded import Folding
 from heterog.simulator.intervals import Interval, interval_around
 from heterog.simulator.memory import peak_memory
 from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
 from heterog.simulator.referee import replay
 from heterog.simulator.sparse_work import SparseWork
-from heterog.simulator.stash import StagedStep, StagePace, held_s
 from heterog.simulator.timings import Timings, make_timings, with_room
-from heterog.strategy.asynchronous import Traffic, pulls_of, pushes_of
-from heterog.strategy.averaged_buckets import averaged_buckets
-from heterog.strategy.averaging import islands
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold
 from heterog.strategy.lowering import (
@@ -50,7 +43,7 @@ from heterog.strategy.lowering import (
 from heterog.strategy.lowering.choice import Encoder
 from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape, mark_channels
-from heterog.strategy.program import FloatArray, IntArray, Program, TaskKind
+from heterog.strategy.program import FloatArray, IntArray, Program
 from heterog.strategy.stepping import apart_fault
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import Sharded
@@ -142,13 +135,18 @@ def given_up(seconds: float, order: Order) -> Evaluation:
     )
 
 
-class _Lowered(NamedTuple):
+class Lowered(NamedTuple):
     """A choice ready to be simulated, on all devices or on those that stand for others."""
 
     choice: Choice
     tape: Tape
     prices: Prices
     fold: Fold | None = None
+
+
+def _more_s(choice: Choice) -> float:
+    """Seconds that modes add to a step; below 0 where steps overlap."""
+    return sum(mode.more_s for mode in choice.modes)
 
 
 class _RuleSet:
@@ -265,6 +263,7 @@ class Evaluator:
         num_tasks: Number of tasks of the program that was simulated last.
         most_tasks: Most tasks of a program that is simulated, as ``tasks_of`` counts them; no
             limit where devices that do alike are folded into one.
+        memo: What modes have found on this graph and cluster, by keys of their own.
         poll: Callback before every simulation; what it raises ends a search (``Spending.limits``).
     """
 
@@ -296,8 +295,8 @@ class Evaluator:
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._type_of_device = np.array(cluster.type_index, np.int32)
         self._channel_prices: dict[bytes, ChannelPrices] = {}
-        self._held: dict[int, FloatArray] = {}  # see ``_held_by``
-        self._exchanges: dict[tuple[bool, tuple[Traffic, ...]], float] = {}
+        self._held: dict[int, FloatArray] = {}  # see ``held_by``
+        self.memo: dict[object, float] = {}
         self._make_rows()
 
     @cached_property
@@ -361,174 +360,49 @@ class Evaluator:
             strategy, rules.tables, self.channels, num_steps=steps, encoder=rules.encoder
         )
         choice = choice._replace(rule_set=number)
-        if strategy.asynchronous is not None:
-            return self._with_server(strategy, choice)
-        if strategy.stash is not None:
-            return self._with_stash(strategy, choice)
-        if strategy.averaging is None:
+        if not strategy.modes:
             return choice
-        seconds = self.averaging_seconds(strategy, choice)
-        # What a delay hides follows from the step alone, which is simulated once for it.
-        lowered = self._ready(choice) if strategy.averaging.delay else None
-        local_s = 0.0 if lowered is None else self._run(lowered, Order.FIFO, math.inf)[0]
-        return choice._replace(averaging_s=strategy.averaging.step_s(local_s, seconds) - local_s)
+        pairs = zip(strategy.modes, choice.modes, strict=True)
+        priced = tuple(mode.priced(own, self, strategy, choice) for mode, own in pairs)
+        return choice._replace(modes=priced)
 
-    def _with_server(self, strategy: Strategy, choice: Choice) -> Choice:
-        """The choice of a strategy with an asynchronous server, at its steady pace."""
-        if self.tasks_of(choice) > self.most_tasks:  # it will not be simulated
-            return choice
-        assert strategy.asynchronous is not None
-        seconds = steady_seconds(self.team_paces(strategy, choice), strategy.asynchronous)
-        seconds = max(seconds, self._exchanges_on_links_s(strategy))
-        counted = self.num_evaluations
-        local_s, _ = self._run(self._lower(choice), Order.FIFO, math.inf)
-        self.num_evaluations = counted
-        return choice._replace(averaging_s=seconds - local_s)
+    def local_s(self, choice: Choice) -> float:
+        """Seconds of a step without what modes add; 0 if it will not be simulated."""
+        lowered = self._ready(choice)
+        return 0.0 if lowered is None else self._run(lowered, Order.FIFO, math.inf)[0]
 
-    def _with_stash(self, strategy: Strategy, choice: Choice) -> Choice:
-        """The choice of a pipeline with a stash, at its steady pace."""
-        if self.tasks_of(choice) > self.most_tasks:  # it will not be simulated
-            return choice
-        assert strategy.stash is not None
-        lowered = self._lower(choice)
-        pace, local_s = self._pace_of(lowered)
-        seconds = max(pace.step_s(strategy.stash), held_s(lowered.tape, lowered.prices))
-        return choice._replace(averaging_s=seconds - local_s)
-
-    def stage_pace(self, strategy: Strategy) -> StagePace:
-        """Seconds of the passes of each stage of a pipeline with a stash.
+    def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
+        """Simulate a step without what modes add: lowered, seconds, and timings until the next.
 
         Not counted as an evaluation: it belongs to that of the strategy.
         """
-        return self._pace_of(self._lower(self.encode(strategy)._replace(averaging_s=0.0)))[0]
-
-    def _pace_of(self, lowered: _Lowered) -> tuple[StagePace, float]:
-        """Pace of stages by the referee's times of a step on its own, and its seconds."""
-        choice, tables = lowered.choice, self.tables_of(lowered.choice)
         counted = self.num_evaluations
-        self._run(lowered, Order.FIFO, math.inf)
+        own = tuple(replace(mode, more_s=0.0) for mode in choice.modes)
+        lowered = self._lower(choice._replace(modes=own))
+        seconds, _ = self._run(lowered, Order.FIFO, math.inf)
         self.num_evaluations = counted
-        local_s, replayed = self._replay(lowered)
-        assert replayed is not None
-        number = int(lowered.tape.counts[NUM_TASKS])
-        staged = StagedStep(lowered.tape, tables, choice.stage, choice.num_micro)
-        return staged.pace(self._timings.seconds[:number], replayed.finish[:number]), local_s
+        return lowered, seconds, self._timings
 
-    def _exchanges_on_links_s(self, strategy: Strategy) -> float:
-        """Seconds that one step of all teams occupies the busiest link.
-
-        Teams of one host share its NIC, and a device of the server sends and receives for others.
-        """
-        held = np.zeros(len(self.cluster.resources))
-        for team in range(len(strategy.decisions[0].teams)):
-            for device, server, rows in pushes_of(self.graph, strategy, team):
-                if device != server:
-                    channel = device * self.cluster.num_devices + server
-                    held += self._bytes_of(rows) * self._held_by(channel)
-            for device, server, rows in pulls_of(self.graph, strategy, team):
-                if device != server:
-                    channel = server * self.cluster.num_devices + device
-                    held += self._bytes_of(rows) * self._held_by(channel)
-        return float(held.max(initial=0.0))
-
-    def _bytes_of(self, rows: Sequence[int]) -> float:
-        """Bytes of the parameters of some rows of ``graph.updates``."""
-        return float(sum(self.graph.tensor_bytes[self.graph.updates[row][1]] for row in rows))
-
-    def team_paces(self, strategy: Strategy, choice: Choice) -> tuple[TeamPace, ...]:
-        """Seconds that a step of each team takes, and its exchange with the server alone.
-
-        Not counted as an evaluation: it belongs to that of the strategy.
+    def tape_s(self, tape: Tape, choice: Choice) -> float:
+        """Seconds of a tape that is no step, by the referee.
 
         Args:
-            strategy: Strategy with an asynchronous server.
-            choice: The same strategy, encoded.
+            tape: The tape.
+            choice: Strategy of whose devices it is.
         """
-        counted = self.num_evaluations
-        lowered = self._lower(choice._replace(averaging_s=0.0))
-        self._run(lowered, Order.FIFO, math.inf)
-        number = int(lowered.tape.counts[NUM_TASKS])
-        tasks, finish = lowered.tape.tasks[:number], self._timings.finish[:number].copy()
-        # The server updates, and a team is done when it has its gradients.
-        finish[tasks["kind"] == TaskKind.UPDATE] = 0.0
-        paces = []
-        for team, members in enumerate(islands(strategy)):
-            own = np.isin(tasks["device"], members)
-            compute_s = float(finish[own].max(initial=0.0))
-            paces.append(self._pace(strategy, choice, team, compute_s))
-        self.num_evaluations = counted
-        return tuple(paces)
-
-    def _pace(self, strategy: Strategy, choice: Choice, team: int, compute_s: float) -> TeamPace:
-        """Pace of a team, given its compute seconds."""
-        assert strategy.asynchronous is not None
-        whole, busy = [], []
-        for is_push, of in ((False, pulls_of), (True, pushes_of)):
-            traffic = of(self.graph, strategy, team)
-            whole.append(self._exchange_s(traffic, choice, is_push=is_push))
-            busy.append(
-                tuple(
-                    sum(
-                        self._busy_s(each, is_push=is_push)
-                        for each in traffic
-                        if each.server == device
-                    )
-                    for device in strategy.asynchronous.devices
-                )
-            )
-        return TeamPace(whole[0], compute_s, whole[1], *busy)
-
-    def _busy_s(self, traffic: Traffic, *, is_push: bool) -> float:
-        """Seconds that an exchange occupies the server's link, and its device.
-
-        A push holds the device for the optimizer's step, a pull for the copy of the weights.
-        """
-        rows, kind = list(traffic.rows), self._type_of_device[traffic.server]
-        num_bytes = self._bytes_of(rows)
-        if is_push:
-            own_s = float(self._update_seconds[kind, rows].sum())
-        else:
-            own_s = float(self._copy_fixed_s[kind] + num_bytes * 2 * self._copy_s_per_byte[kind])
-        if traffic.device == traffic.server:
-            return own_s
-        ends = (traffic.device, traffic.server) if is_push else (traffic.server, traffic.device)
-        route = self.cluster.route(*ends)
-        channel = ends[0] * self.cluster.num_devices + ends[1]
-        link_s = self._held_by(channel)[route[-1 if is_push else 0]] if route else 0.0
-        return own_s + num_bytes * float(link_s)
-
-    def _exchange_s(self, traffic: tuple[Traffic, ...], choice: Choice, *, is_push: bool) -> float:
-        """Seconds of a push or pull when nobody else talks to the server; simulated once."""
-        key = is_push, traffic
-        if key not in self._exchanges:
-            sizes = np.array([self.graph.tensor_bytes[row] for _, row, _ in self.graph.updates])
-            tape = (push_tape if is_push else pull_tape)(traffic, sizes, self.channels)
-            self._exchanges[key] = self._seconds_of_tape(tape, choice)
-        return self._exchanges[key]
-
-    def averaging_seconds(self, strategy: Strategy, choice: Choice) -> float:
-        """Seconds of one averaging of a strategy's parameters, by the referee.
-
-        Args:
-            strategy: Strategy with an averaging.
-            choice: The same strategy, encoded.
-        """
-        assert strategy.averaging is not None
-        tape = averaging_tape(
-            strategy.averaging,
-            averaged_buckets(self.graph, strategy),
-            self.channels,
-            num_parameters=len(self.tables.parameter_bytes),
-            num_devices=self.cluster.num_devices,
-        )
-        return self._seconds_of_tape(tape, choice)
-
-    def _seconds_of_tape(self, tape: Tape, choice: Choice) -> float:
-        """Seconds of a tape that is no step, by the referee."""
         prices = self._prices(choice, self._type_of_device, self._price_channels(tape))
-        lowered = _Lowered(choice._replace(num_steps=1, averaging_s=0.0), tape, prices)
+        lowered = Lowered(choice._replace(num_steps=1, modes=()), tape, prices)
         self._run(lowered, Order.FIFO, math.inf)
-        return self._replay(lowered)[0]
+        return self.replayed(lowered)[0]
+
+    def update_s(self, device: int, rows: Sequence[int]) -> float:
+        """Seconds of the optimizer's steps of some rows of ``graph.updates`` on a device."""
+        return float(self._update_seconds[self._type_of_device[device], list(rows)].sum())
+
+    def copy_s(self, device: int, num_bytes: float) -> float:
+        """Seconds of a copy on a device that reads and writes so many bytes together."""
+        kind = self._type_of_device[device]
+        return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
 
     def rule_number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
         """The number by which a ``Choice`` names op rules and blocks, 0 if there are none."""
@@ -569,7 +443,7 @@ class Evaluator:
         whatever moves between groups are left out; everything is if ops run by rules, or messages
         are encoded (0).
         """
-        if choice.rule_set or choice.codecs:
+        if choice.rule_set or not all(mode.has_floor for mode in choice.modes):
             return 0.0
         self._price_rows(choice, self._type_of_device)
         shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
@@ -606,14 +480,14 @@ class Evaluator:
         total = np.bincount(place, payload, len(numbers))
         for number, num_bytes in zip(numbers.tolist(), total, strict=True):
             if number >= 0:
-                load += num_bytes * self._held_by(number)
+                load += num_bytes * self.held_by(number)
         return load
 
     def seconds_per_byte(self, channel: Channel) -> float:
         """Seconds that one byte of payload occupies the slowest link of a channel."""
         return self._pricer.seconds(channel).seconds_per_byte
 
-    def _held_by(self, channel: int) -> FloatArray:
+    def held_by(self, channel: int) -> FloatArray:
         """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""
         if channel not in self._held:
             row = self._held[channel] = np.zeros(len(self.cluster.resources))
@@ -697,7 +571,7 @@ class Evaluator:
         return [self._refereed(choice, lowered, order, limit_s) for order in orders]
 
     def _refereed(
-        self, choice: Choice, lowered: _Lowered, order: Order, limit_s: float
+        self, choice: Choice, lowered: Lowered, order: Order, limit_s: float
     ) -> Evaluation:
         seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
@@ -705,27 +579,27 @@ class Evaluator:
         peak = self._peak(lowered, self._timings)
         if self.is_short_of_time and (peak * (1.0 + MEMORY_MARGIN) > self._usable).any():
             return self._judge(choice, seconds, peak, order)
-        seconds, replayed = self._replay(lowered, limit_s)
+        seconds, replayed = self.replayed(lowered, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
         peak = np.maximum(peak, self._peak(lowered, replayed))
         return self._judge(choice, seconds, peak, order)
 
-    def _replay(
-        self, lowered: _Lowered, limit_s: float = math.inf
+    def replayed(
+        self, lowered: Lowered, limit_s: float = math.inf
     ) -> tuple[float, Timings | None]:
         """(seconds per step, timings) by the referee of what was simulated last.
 
         No timings and a lower bound of the seconds above the limit.
         """
         choice, tape, prices, _ = lowered
-        limit_s -= choice.averaging_s
+        limit_s -= _more_s(choice)
         end, done, replayed = replay(
             tape, prices, self._timings, len(prices.type_of_device), limit_s * choice.num_steps
         )
         num_tasks = int(tape.counts[NUM_TASKS])
         assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
-        seconds = end / choice.num_steps + choice.averaging_s
+        seconds = end / choice.num_steps + _more_s(choice)
         return seconds, None if done == GIVEN_UP else replayed
 
     def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
@@ -740,9 +614,6 @@ class Evaluator:
         lowered = self._fold(choice) or self._lower(choice)
         whole_s, _ = self._run(lowered, order, math.inf)
         _, tape, prices, fold = lowered
-        more_s, part = choice.averaging_s, 1.0
-        if more_s < 0.0:  # steps overlap, and go with the speeds of their own tasks
-            more_s, part = 0.0, whole_s / (whole_s - choice.averaging_s)
         nominal, num_devices = self._timings, len(prices.type_of_device)
         factor = noise.device if fold is None else noise.device[:, fold.columns]
         result = np.empty(noise.num_draws)
@@ -751,7 +622,9 @@ class Evaluator:
             noisy = noisy_prices(prices, noise.resource[draw])
             seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
             end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
-            result[draw] = end / choice.num_steps * part + more_s
+            result[draw] = end / choice.num_steps
+            for mode in choice.modes:
+                result[draw] = mode.noisy_step_s(result[draw], whole_s)
         return result
 
     def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
@@ -840,7 +713,7 @@ class Evaluator:
         num_updates = (members * np.where(choice.home >= 0, _SERVED, 1)).sum()
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
-    def _begun(self, choice: Choice, orders: Sequence[Order]) -> _Lowered | list[Evaluation]:
+    def _begun(self, choice: Choice, orders: Sequence[Order]) -> Lowered | list[Evaluation]:
         """A choice lowered, or for each order the reason why it is not simulated."""
         if (kept := self._overfull(choice)) is not None:
             return [self._hopeless(choice, kept, order) for order in orders]
@@ -869,7 +742,7 @@ class Evaluator:
         found = self._judge(choice, self.floor_s(choice), kept, order)
         return replace(found, shortage=found.shortage.replace(" needs ", " needs at least ", 1))
 
-    def _ready(self, choice: Choice) -> _Lowered | None:
+    def _ready(self, choice: Choice) -> Lowered | None:
         """Lower a choice, folded where that is exact; ``None`` if that makes too many tasks."""
         folded = self._fold(choice)
         if folded is None and self.tasks_of(choice) > self.most_tasks:
@@ -887,20 +760,18 @@ class Evaluator:
             overflow_bytes=math.inf,
         )
 
-    def _lower(self, choice: Choice) -> _Lowered:
+    def _lower(self, choice: Choice) -> Lowered:
         """Lower a choice on all devices."""
         self.poll()
         rules = self._rule_set(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         channels = self._price_channels(self._tape)
-        return _Lowered(choice, self._tape, self._prices(choice, self._type_of_device, channels))
+        return Lowered(choice, self._tape, self._prices(choice, self._type_of_device, channels))
 
-    def _fold(self, choice: Choice) -> _Lowered | None:
+    def _fold(self, choice: Choice) -> Lowered | None:
         """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
         tables, num_devices = self.tables_of(choice), self.cluster.num_devices
-        if (
-            choice.codecs or len(choice.kept_bytes) or len(choice.stage)
-        ):  # these are given by device
+        if not all(mode.folds for mode in choice.modes):
             return None
         if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
             return None
@@ -912,9 +783,9 @@ class Evaluator:
         if folded is None:
             return None
         prices = self._prices(folded.choice, folded.types, folded.channels)
-        return _Lowered(folded.choice, folded.tape, prices, folded.fold)
+        return Lowered(folded.choice, folded.tape, prices, folded.fold)
 
-    def _run(self, lowered: _Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
+    def _run(self, lowered: Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
         """Simulate what was lowered.
 
         Returns:
@@ -922,16 +793,16 @@ class Evaluator:
         """
         choice, tape, prices, _ = lowered
         num_devices = len(prices.type_of_device)
-        limit_s -= choice.averaging_s
+        limit_s -= _more_s(choice)
         self._timings = with_room(self._timings, tape, prices.num_queues + num_devices)
         end, is_done = run_program(
             tape, prices, self._timings, num_devices, order, limit_s * choice.num_steps
         )
         self.num_evaluations += 1
         self.num_tasks = int(tape.counts[NUM_TASKS])
-        return end / choice.num_steps + choice.averaging_s, is_done
+        return end / choice.num_steps + _more_s(choice), is_done
 
-    def _peak(self, lowered: _Lowered, *timings: Timings) -> FloatArray:
+    def _peak(self, lowered: Lowered, *timings: Timings) -> FloatArray:
         """Peak bytes of each device, the largest over timings of the lowered choice."""
         choice, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
@@ -1065,6 +936,6 @@ class Evaluator:
         """Like ``timings``, with the referee's times."""
         lowered = self._lower(choice)
         self._run(lowered, order, math.inf)
-        _, replayed = self._replay(lowered)
+        _, replayed = self.replayed(lowered)
         assert replayed is not None
         return self.program(choice), replayed.start, replayed.finish

@@ -130,7 +130,9 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
         # What codecs have left out of gradients stays, too, and a stash.
         kept = program.resident_bytes - resident_bytes(evaluator.tables_of(choice), choice)
         parts = resident.copy()
-        kind = MemoryKind.STASH if len(choice.stage) else MemoryKind.GRADIENTS
+        kind = MemoryKind.GRADIENTS
+        if any(mode.keeps_versions for mode in choice.modes):
+            kind = MemoryKind.STASH
         parts[:, _NUMBER[kind]] += kept
         by_times.append(_parts_at_peak(program, start, finish, kinds, parts))
     devices = []

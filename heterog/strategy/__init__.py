@@ -5,8 +5,6 @@
   (``schedules`` by name), ``keeping`` and ``recomputation`` what is made again, ``remaking`` what
   is made instead of sent. ``stepping`` says who updates which parameters, ``serialize`` is its
   file, ``space`` strategies as rows of integers.
-- Modes: ``averaging`` (``averaged_buckets``, ``averaging_passes``), ``asynchronous``, ``stash``
-  (``stash_phases``), ``codec``.
 - ``lowering`` makes a ``program`` of a strategy, on the graph's ``tables`` (``value_reads``,
   ``sparse_tables``) and the traffic of ``channels``; ``folding`` finds devices that do the same.
 - Rules for teams: ``tensor_parallel`` and ``layer_shardings`` for layers, ``dispatch`` for

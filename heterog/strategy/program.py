@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_rule import OpRules
+from heterog.modes.mode import MessageCodec, MessageRule
 from heterog.strategy.channels import Channel
-from heterog.strategy.codec import OF_VALUES, Codec, CodecRules
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float64]
@@ -136,7 +136,7 @@ class Program:
     op_rules: OpRules = ()
     blocks: tuple[int, ...] = ()
     codec: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
-    codecs: CodecRules = ()
+    codecs: tuple[MessageRule, ...] = ()
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -149,7 +149,7 @@ class Program:
         """Number of tasks."""
         return len(self.kind)
 
-    def codec_of(self, task: int) -> Codec | None:
+    def codec_of(self, task: int) -> MessageCodec | None:
         """Codec of the message of a task; ``None`` if it has none."""
         number = int(self.codec[task]) if len(self.codec) else 0
         return self.codecs[number - 1].codec if number else None
@@ -158,7 +158,7 @@ class Program:
         """Whether a task encodes a value, not a gradient or parameter."""
         if self.kind[task] != TaskKind.ENCODE:
             return False
-        return self.codecs[int(self.codec[task]) - 1].traffic in OF_VALUES
+        return self.codecs[int(self.codec[task]) - 1].is_of_values
 
     @cached_property
     def buffer_maker(self) -> IntArray:

@@ -2,21 +2,19 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from heterog.errors import InputFileError, StrategyError
 from heterog.graph.op_rule import Scatter
 from heterog.graph.placement import H, L, P, Placement, R, S, Window, neighbours
+from heterog.modes.built_in import built_in_modes
+from heterog.modes.mode import Mode
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, Text, parse_record
-from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
-from heterog.strategy.averaging import AverageWeights, Averaging
-from heterog.strategy.codec import Codec, CodecKind, CodecRule, CodecRules, Traffic
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
-from heterog.strategy.stash import WeightStash
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 2
@@ -33,52 +31,46 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
     rules: dict[OpRule, int] = {}
     ops = [[op, rules.setdefault(rule, len(rules))] for op, rule in strategy.op_rules]
     groups = [numbers.setdefault(decision, len(numbers)) for decision in strategy.decisions]
-    return (
-        {
-            "schema_version": SCHEMA_VERSION,
-            "graph": strategy.graph,
-            "cluster": strategy.cluster,
-            "decisions": [
-                {
-                    "devices": list(decision.devices),
-                    "shares": list(decision.shares),
-                    "sync": decision.sync.name.lower(),
-                    "slices": list(decision.slices),
-                    "recompute": decision.recompute,
-                    "teams": [list(team) for team in decision.teams],
-                    "parts": list(decision.parts),
-                }
-                | _rarely_said(decision)
-                for decision in numbers
-            ],
-            "groups": groups,
-            "homes": list(strategy.homes),
-            "micro_batches": [list(counts) for counts in strategy.micro_batches],
-            "bucket_bytes": strategy.bucket_bytes,
-            "step_barrier": strategy.step_barrier,
-            "rules": [
-                {
-                    "inputs": [str(place) for place in rule.inputs],
-                    "outputs": [str(place) for place in rule.outputs],
-                    "units": rule.units,
-                }
-                | _scatter_to_dict(rule.scatter)
-                for rule in rules
-            ],
-            "op_rules": ops,
-            "schedule": {
-                "in_flight": [list(caps) for caps in strategy.schedule.in_flight],
-                "splits_backward": strategy.schedule.splits_backward,
-                "turns": [
-                    [list(map(int, turn)) for turn in own] for own in strategy.schedule.turns
-                ],
-                "chunk_starts": list(strategy.schedule.chunk_starts),
-            },
-            "blocks": list(strategy.blocks),
-        }
-        | _inexact_to_dict(strategy)
-        | _codecs_to_dict(strategy.codecs)
-    )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "graph": strategy.graph,
+        "cluster": strategy.cluster,
+        "decisions": [
+            {
+                "devices": list(decision.devices),
+                "shares": list(decision.shares),
+                "sync": decision.sync.name.lower(),
+                "slices": list(decision.slices),
+                "recompute": decision.recompute,
+                "teams": [list(team) for team in decision.teams],
+                "parts": list(decision.parts),
+            }
+            | _rarely_said(decision)
+            for decision in numbers
+        ],
+        "groups": groups,
+        "homes": list(strategy.homes),
+        "micro_batches": [list(counts) for counts in strategy.micro_batches],
+        "bucket_bytes": strategy.bucket_bytes,
+        "step_barrier": strategy.step_barrier,
+        "rules": [
+            {
+                "inputs": [str(place) for place in rule.inputs],
+                "outputs": [str(place) for place in rule.outputs],
+                "units": rule.units,
+            }
+            | _scatter_to_dict(rule.scatter)
+            for rule in rules
+        ],
+        "op_rules": ops,
+        "schedule": {
+            "in_flight": [list(caps) for caps in strategy.schedule.in_flight],
+            "splits_backward": strategy.schedule.splits_backward,
+            "turns": [[list(map(int, turn)) for turn in own] for own in strategy.schedule.turns],
+            "chunk_starts": list(strategy.schedule.chunk_starts),
+        },
+        "blocks": list(strategy.blocks),
+    } | {mode.key: mode.to_json() for mode in strategy.modes}
 
 
 def _rarely_said(decision: Decision) -> dict[str, Any]:
@@ -127,33 +119,6 @@ class _ScheduleRecord(Record):
     chunk_starts: Many[Int32] = Field(default_factory=list)
 
 
-class _AveragingRecord(Record):
-    every: Count
-    weights: str
-    outer_rate: float = 1.0
-    outer_momentum: float = 0.0
-    delay: Annotated[int, Field(ge=0, le=MAX_INT32)] = 0
-
-
-class _ServerRecord(Record):
-    staleness: Annotated[int, Field(ge=0, le=MAX_INT32)]
-    devices: Many[Int32]
-    ticks: Many[Int32]
-    order: str
-
-
-class _StashRecord(Record):
-    boundary_steps: Annotated[int, Field(ge=0, le=MAX_INT32)]
-
-
-class _CodecRecord(Record):
-    traffic: str
-    devices: Many[Int32]
-    codec: str
-    reduction: float = 1.0
-    index_bytes: Int32 = 4
-
-
 class _StrategyRecord(Record):
     schema_version: int
     graph: Text
@@ -168,10 +133,6 @@ class _StrategyRecord(Record):
     op_rules: Many[_Pair] = Field(default_factory=list)
     schedule: _ScheduleRecord = Field(default_factory=_ScheduleRecord)
     blocks: Many[Int32] = Field(default_factory=list)
-    averaging: _AveragingRecord | None = None
-    asynchronous: _ServerRecord | None = None
-    stash: _StashRecord | None = None
-    codecs: Many[_CodecRecord] = Field(default_factory=list)
 
 
 def strategy_from_dict(record: object) -> Strategy:
@@ -181,7 +142,7 @@ def strategy_from_dict(record: object) -> Strategy:
         StrategyError: a field is missing or has a wrong value; names it.
     """
     try:
-        found = parse_record(record, _StrategyRecord, "strategy", versions=(1, SCHEMA_VERSION))
+        found = parse_record(record, _record_type(), "strategy", versions=(1, SCHEMA_VERSION))
     except InputFileError as error:
         raise StrategyError(str(error)) from error
     decisions = [_decision(number, each) for number, each in enumerate(found.decisions)]
@@ -208,102 +169,23 @@ def strategy_from_dict(record: object) -> Strategy:
         op_rules=tuple((op, _entry(rules, number, "op_rules")) for op, number in found.op_rules),
         schedule=_schedule(found.schedule),
         blocks=tuple(found.blocks),
-        averaging=_averaging(found.averaging),
-        asynchronous=_server(found.asynchronous),
-        stash=None
-        if found.stash is None
-        else WeightStash(boundary_steps=found.stash.boundary_steps),
-        codecs=tuple(_codec(number, each) for number, each in enumerate(found.codecs)),
+        modes=_modes(found),
     )
 
 
-def _averaging(record: _AveragingRecord | None) -> Averaging | None:
-    if record is None:
-        return None
-    if record.weights not in list(AverageWeights):
-        raise StrategyError(
-            f"strategy: field 'averaging.weights' is {shown(record.weights)}, none of "
-            f"{', '.join(AverageWeights)}."
-        )
-    return Averaging(
-        every=record.every,
-        weights=AverageWeights(record.weights),
-        outer_rate=record.outer_rate,
-        outer_momentum=record.outer_momentum,
-        delay=record.delay,
-    )
+@cache
+def _record_type() -> type[_StrategyRecord]:
+    """The record of a strategy, with a field for each mode; exact strategies have none of them."""
+    fields: dict[str, Any] = {mode.key: (mode.record, None) for mode in built_in_modes()}
+    return create_model("_RecordWithModes", __base__=_StrategyRecord, **fields)
 
 
-def _inexact_to_dict(strategy: Strategy) -> dict[str, Any]:
-    """The fields of modes; empty for an exact strategy, whose file does not mention them."""
-    averaging, server = strategy.averaging, strategy.asynchronous
-    found: dict[str, Any] = {}
-    if averaging is not None:
-        found["averaging"] = asdict(averaging) | {"weights": str(averaging.weights)}
-    if server is not None:
-        found["asynchronous"] = {
-            "staleness": server.staleness,
-            "devices": list(server.devices),
-            "ticks": list(server.ticks),
-            "order": str(server.order),
-        }
-    if strategy.stash is not None:
-        found["stash"] = asdict(strategy.stash)
-    return found
-
-
-def _server(record: _ServerRecord | None) -> AsynchronousServer | None:
-    if record is None:
-        return None
-    if record.order not in list(PushOrder):
-        raise StrategyError(
-            f"strategy: field 'asynchronous.order' is {shown(record.order)}, none of "
-            f"{', '.join(PushOrder)}."
-        )
-    return AsynchronousServer(
-        staleness=record.staleness,
-        devices=tuple(record.devices),
-        ticks=tuple(record.ticks),
-        order=PushOrder(record.order),
-    )
-
-
-def _codecs_to_dict(rules: CodecRules) -> dict[str, Any]:
-    """The codecs as a field; a strategy without codecs has no such field."""
-    if not rules:
-        return {}
-    return {
-        "codecs": [
-            {
-                "traffic": rule.traffic.name.lower(),
-                "devices": list(rule.devices),
-                "codec": rule.codec.kind.value,
-                "reduction": rule.codec.reduction,
-                "index_bytes": rule.codec.index_bytes,
-            }
-            for rule in rules
-        ]
-    }
-
-
-def _codec(number: int, record: _CodecRecord) -> CodecRule:
-    traffic, kinds = record.traffic, [kind.value for kind in CodecKind]
-    if traffic.upper() not in Traffic.__members__ or traffic != traffic.lower():
-        raise StrategyError(
-            f"strategy: field 'codecs.{number}.traffic' is {shown(traffic)}, none of "
-            f"{', '.join(each.name.lower() for each in Traffic)}."
-        )
-    if record.codec not in kinds:
-        raise StrategyError(
-            f"strategy: field 'codecs.{number}.codec' is {shown(record.codec)}, none of "
-            f"{', '.join(kinds)}."
-        )
-    codec = Codec(
-        kind=CodecKind(record.codec),
-        reduction=record.reduction,
-        index_bytes=record.index_bytes,
-    )
-    return CodecRule(traffic=Traffic[traffic.upper()], devices=tuple(record.devices), codec=codec)
+def _modes(record: _StrategyRecord) -> tuple[Mode, ...]:
+    """The modes whose fields a record has."""
+    said = dict(record)
+    read = ((mode, said[mode.key]) for mode in built_in_modes())
+    found = (mode.from_record(own) for mode, own in read if own is not None)
+    return tuple(mode for mode in found if mode is not None)
 
 
 def _scatter_to_dict(scatter: Scatter | None) -> dict[str, Any]:

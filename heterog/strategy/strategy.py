@@ -6,6 +6,8 @@ about what the decisions *mean*; that is ``lowering`` alone.
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import TypeVar
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
@@ -16,9 +18,7 @@ from heterog.graph.op_rule import OpRule as OpRule
 from heterog.graph.op_rule import OpRules
 from heterog.graph.resized_rules import resized_rules
 from heterog.graph.update_scope import ELEMENTWISE_OPTIMIZERS
-from heterog.strategy.asynchronous import AsynchronousServer as AsynchronousServer
-from heterog.strategy.averaging import Averaging as Averaging
-from heterog.strategy.codec import CodecRules, Traffic
+from heterog.modes.mode import Mode
 from heterog.strategy.division import (
     Division,
     cut_division,
@@ -29,8 +29,9 @@ from heterog.strategy.division import (
 from heterog.strategy.keeping import Keeps as Keeps
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
-from heterog.strategy.stash import WeightStash as WeightStash
 from heterog.strategy.sync import Sync as Sync
+
+_Mode = TypeVar("_Mode", bound=Mode)
 
 REPLICATED = -1
 """Home of a parameter that every replica keeps and updates."""
@@ -175,14 +176,8 @@ class Strategy:
             read of each other is made again as well, so that only what other blocks read is kept.
             The groups of a block have one decision. Ascending from 0; empty means each group is
             a block of its own.
-        averaging: teams train alone and average their parameters every few steps, which gives
-            other weights than one device; ``None``: they do not.
-        asynchronous: teams train alone and push gradients to a server that takes them as they
-            come, which gives other weights than one device; ``None``: they do not.
-        stash: stages of a pipeline keep older weights instead of waiting for each other, which
-            gives other weights than one device; ``None``: they wait.
-        codecs: lossy encodings of messages; with any, training has other numbers than on a single
-            device. See ``codec``.
+        modes: ways in which its training differs from that of one device, by ascending key; empty
+            for exact training. See ``modes.mode``.
     """
 
     graph: str
@@ -195,10 +190,7 @@ class Strategy:
     op_rules: OpRules = ()
     schedule: PipelineSchedule = AS_IT_COMES
     blocks: tuple[int, ...] = ()
-    averaging: Averaging | None = None
-    asynchronous: AsynchronousServer | None = None
-    stash: WeightStash | None = None
-    codecs: CodecRules = ()
+    modes: tuple[Mode, ...] = ()
 
     def with_decisions(self, decisions: tuple[Decision, ...]) -> "Strategy":
         """Replace the decisions; a block ends where they no longer agree."""
@@ -208,18 +200,24 @@ class Strategy:
             blocks = tuple(sorted({*blocks, *cuts}))
         return replace(self, decisions=decisions, blocks=blocks)
 
-    @property
-    def apart(self) -> Averaging | AsynchronousServer | None:
-        """The mode in which teams train alone; ``None`` if gradients are summed in every step.
+    def mode(self, kind: type[_Mode]) -> _Mode | None:
+        """The mode of a kind; ``None`` if it has none."""
+        return next((mode for mode in self.modes if isinstance(mode, kind)), None)
 
-        Weights then differ from those of one device.
-        """
-        return self.averaging or self.asynchronous
+    def with_mode(self, mode: Mode) -> "Strategy":
+        """The same with a mode, in the place of the one of that kind."""
+        others = (each for each in self.modes if each.key != mode.key)
+        return replace(self, modes=tuple(sorted((*others, mode), key=lambda each: each.key)))
 
     @property
-    def inexact(self) -> Averaging | AsynchronousServer | WeightStash | None:
-        """The mode that gives other weights than one device; ``None`` if exact. Not codecs."""
-        return self.apart or self.stash
+    def inexact(self) -> Mode | None:
+        """The mode in which copies of a parameter differ for a while; ``None`` if none does."""
+        return next((mode for mode in self.modes if not mode.keeps_copies_equal), None)
+
+    @property
+    def trains_apart(self) -> bool:
+        """Whether gradients are summed inside teams only."""
+        return any(mode.trains_apart for mode in self.modes)
 
     @property
     def num_micro_batches(self) -> int:
@@ -299,8 +297,7 @@ class Strategy:
         self._check_micro_batches(graph, cluster)
         self._check_schedule(cluster)
         self._check_blocks(grouping.names)
-        self._check_codecs(cluster)
-        self._check_inexact(graph)
+        self._check_modes(graph, cluster)
         if self.bucket_bytes < 0:
             raise StrategyError(f"bucket_bytes is {self.bucket_bytes}; it must be 0 or more.")
 
@@ -378,45 +375,14 @@ class Strategy:
                         "different decisions; begin a block at the second one."
                     )
 
-    def _check_inexact(self, graph: OpGraph) -> None:
-        if self.averaging is not None and self.asynchronous is not None:
-            raise StrategyError(
-                "the strategy averages parameters and has an asynchronous server; keep one."
-            )
-        if self.apart is not None and self.stash is not None:
-            raise StrategyError(
-                f"the strategy has {self.apart.words}, and {self.stash.words}; keep one."
-            )
-        if self.apart is not None:
-            self.apart.check(self, graph)
-        if self.stash is not None:
-            self.stash.check(self)
-
-    def _check_codecs(self, cluster: Cluster) -> None:
-        if self.codecs and self.inexact is not None and self.averaging is None:
-            raise StrategyError(
-                f"the strategy has codecs and {self.inexact.words}; what a codec leaves out would "
-                "never be made up for, so keep one of the two."
-            )
-        seen: set[tuple[Traffic, tuple[int, ...]]] = set()
-        for rule in self.codecs:
-            if not all(0 <= device < cluster.num_devices for device in rule.devices):
+    def _check_modes(self, graph: OpGraph, cluster: Cluster) -> None:
+        for mode, other in combinations(self.modes, 2):
+            if other.key not in mode.goes_with or mode.key >= other.key:
                 raise StrategyError(
-                    f"the strategy has a codec, {rule}, but the cluster has devices 0 to "
-                    f"{cluster.num_devices - 1}."
+                    f"the strategy has {mode.words}, and {other.words}; keep one of the two."
                 )
-            if (rule.traffic, rule.devices) in seen:
-                raise StrategyError(
-                    f"the strategy has two codecs on {rule.traffic.words} between devices "
-                    f"{', '.join(map(str, rule.devices))}; keep one of them."
-                )
-            seen.add((rule.traffic, rule.devices))
-            if (rule.traffic == Traffic.PARAMETER_CHANGES) != (self.averaging is not None):
-                raise StrategyError(
-                    f"the strategy has a codec, {rule}, and "
-                    + (self.averaging.words if self.averaging else "no averaging")
-                    + "; codecs on parameter changes and averaging go with each other alone."
-                )
+        for mode in self.modes:
+            mode.check(self, graph, cluster)
 
     def _check_schedule(self, cluster: Cluster) -> None:
         if self.schedule.is_default:

@@ -11,18 +11,18 @@ from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
-from heterog.planners.averaged import AveragedReplicas, parse_asynchronous
-from heterog.planners.lossy import with_codec
+from heterog.modes.averaging.buckets import averaged_buckets
+from heterog.modes.averaging.method import AveragedReplicas, parse_averaging
+from heterog.modes.averaging.pricing import averaging_seconds, averaging_tape
+from heterog.modes.averaging.value import AverageWeights, Averaging
+from heterog.modes.codecs.method import with_codec
+from heterog.modes.codecs.value import CodecRule, Traffic, codec_rules, parse_codec, with_rules
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Budget, Problem
 from heterog.runtime.request import RunRequest
-from heterog.simulator.averaging import averaging_tape
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.averaged_buckets import averaged_buckets
-from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
@@ -37,7 +37,7 @@ THREE = Decision(devices=(0, 1, 2), shares=(5, 2, 1), teams=((0,), (1,), (2,)))
 def strategy(decision: Decision = THREE, every: int = 8, **options: float) -> Strategy:
     graph = graph_of("mlp")
     exact = strategy_of(graph, [decision] * len(graph_groups()))
-    return replace(exact, averaging=Averaging(every=every, **options))  # type: ignore[arg-type]
+    return exact.with_mode(Averaging(every=every, **options))  # type: ignore[arg-type]
 
 
 def graph_groups() -> range:
@@ -52,7 +52,7 @@ def test_communication_of_a_step_is_a_part_of_one_averaging() -> None:
         for every in (1, 2, 4, 1_000_000)
     }
     local = seconds[1_000_000]
-    averaging = evaluator.averaging_seconds(strategy(), evaluator.encode(strategy()))
+    averaging = averaging_seconds(evaluator, strategy(), evaluator.encode(strategy()))
     for every in (1, 2, 4):
         assert seconds[every] == pytest.approx(local + averaging / every, rel=1e-4)
     assert averaging > 0
@@ -61,7 +61,7 @@ def test_communication_of_a_step_is_a_part_of_one_averaging() -> None:
 def test_a_delay_hides_an_averaging_behind_steps() -> None:
     evaluator = Evaluator(graph_of("mlp"), cluster())
     local = evaluator.referee(strategy(every=1_000_000), Order.FIFO).step_time_s
-    averaging = evaluator.averaging_seconds(strategy(), evaluator.encode(strategy()))
+    averaging = averaging_seconds(evaluator, strategy(), evaluator.encode(strategy()))
     for delay in (1, 7):
         found = evaluator.referee(strategy(delay=delay), Order.FIFO).step_time_s
         wanted = local + max(averaging - delay * local, 0.0) / 8
@@ -83,7 +83,7 @@ def changed_by(codec: str, exact: Strategy) -> Strategy:
     """The strategy with a codec on what devices 0, 1 and 2 average."""
     devices = exact.decisions[0].devices
     rule = CodecRule(traffic=Traffic.PARAMETER_CHANGES, devices=devices, codec=parse_codec(codec))
-    return replace(exact, codecs=(rule,))
+    return with_rules(exact, (rule,))
 
 
 def test_a_codec_shortens_an_averaging_by_what_its_messages_are_shorter() -> None:
@@ -95,14 +95,12 @@ def test_a_codec_shortens_an_averaging_by_what_its_messages_are_shorter() -> Non
     slow = cluster_of((0.001, ["T4"]), (0.001, ["T4"]))
     two = Decision(devices=(0, 1), shares=(5, 3), teams=((0,), (1,)))
     exact = replace(
-        strategy_of(graph, [two] * len(graph_groups())),
-        cluster=slow.fingerprint(),
-        averaging=Averaging(every=8),
-    )
+        strategy_of(graph, [two] * len(graph_groups())), cluster=slow.fingerprint()
+    ).with_mode(Averaging(every=8))
     evaluator = Evaluator(graph, slow)
 
     def averaging_s(asked: Strategy) -> float:
-        return evaluator.averaging_seconds(asked, evaluator.encode(asked))
+        return averaging_seconds(evaluator, asked, evaluator.encode(asked))
 
     latency = slow.latency_s(0, 1)
     whole = averaging_s(exact) - 2 * latency
@@ -155,11 +153,12 @@ def test_every_pass_over_parameters_is_priced(
     two = Decision(devices=(0, 1, 2), shares=(3, 4, 1), teams=((0,), (1, 2)))
     exact = strategy(two, 8, **options)
     asked = changed_by(codec, exact) if codec else exact
-    assert asked.averaging is not None
+    averaging = asked.mode(Averaging)
+    assert averaging is not None
     graph = replace(graph_of("mlp"), master_dtype=master_dtype)
     (bucket,) = averaged_buckets(graph, asked)
     tape = averaging_tape(
-        asked.averaging,
+        averaging,
         [bucket],
         ChannelTable(cluster()),
         num_parameters=len(graph.updates),
@@ -195,17 +194,17 @@ def test_what_is_sent_is_as_wide_as_the_masters() -> None:
 @pytest.mark.parametrize(
     ("asked", "text"),
     [
-        (replace(strategy(), averaging=None), "and no averaging; codecs on parameter changes"),
+        (replace(strategy(), modes=()), "and no averaging; codecs on parameter changes"),
         (strategy(), "brings together parameters of devices"),
     ],
 )
 def test_codecs_of_nothing_that_is_averaged_are_refused(asked: Strategy, text: str) -> None:
     rule = CodecRule(traffic=Traffic.PARAMETER_CHANGES, devices=(0, 1), codec=parse_codec("fp16"))
     with pytest.raises(StrategyError, match=text):
-        replace(asked, codecs=(rule,)).check(graph_of("mlp"), cluster())
+        with_rules(asked, (rule,)).check(graph_of("mlp"), cluster())
     other = CodecRule(traffic=Traffic.GRADIENTS, devices=(0, 1), codec=parse_codec("fp16"))
     with pytest.raises(StrategyError, match="go with each other alone"):
-        replace(strategy(), codecs=(other,)).check(graph_of("mlp"), cluster())
+        with_rules(strategy(), (other,)).check(graph_of("mlp"), cluster())
 
 
 def test_pipelines_of_unlike_cuts_meet_in_one_ring_for_each_range() -> None:
@@ -226,7 +225,7 @@ def test_pipelines_of_unlike_cuts_meet_in_one_ring_for_each_range() -> None:
         Decision(devices=(0, 1 if g < 2 else 2), shares=(4, 4), teams=((0,), (1 if g < 2 else 2,)))
         for g in groups
     ]
-    piped = replace(strategy_of(graph, decisions), averaging=Averaging(every=2))
+    piped = strategy_of(graph, decisions).with_mode(Averaging(every=2))
     piped.check(graph, cluster())
     buckets = averaged_buckets(graph, piped)
     assert {bucket.devices for bucket in buckets} == {(0, 1), (0, 2)}
@@ -272,7 +271,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     whole = strategy(outer_rate=0.7, outer_momentum=0.9, delay=3)
     document = strategy_to_dict(whole)
     assert strategy_from_dict(document) == whole
-    assert "averaging" not in strategy_to_dict(replace(whole, averaging=None))
+    assert "averaging" not in strategy_to_dict(replace(whole, modes=()))
     for wrong in ({"weights": "norm"}, {"every": 0}, {"every": "8"}, {"delay": -1}, {"more": 1}):
         with pytest.raises(StrategyError):
             strategy_from_dict(document | {"averaging": document["averaging"] | wrong})
@@ -287,11 +286,11 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(HeterogError, match="`asynchronous`"):
-        parse_asynchronous(text)
+        parse_averaging(text)
 
 
 def test_words_are_read() -> None:
-    found = parse_asynchronous("average=8,weights=equal,delay=2,rate=0.7,momentum=0.9")
+    found = parse_averaging("average=8,weights=equal,delay=2,rate=0.7,momentum=0.9")
     assert found == Averaging(
         every=8, weights=AverageWeights.EQUAL, outer_rate=0.7, outer_momentum=0.9, delay=2
     )
@@ -302,7 +301,7 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked() -> None:
     slow = cluster_of((0.001, ["T4"]), (0.001, ["T4"]), (0.001, ["P100-16GB"]))
     options = {"methods": ("cp_ar",), "budget": "10e"}
     exact = make_plan(graph, slow, **options)  # type: ignore[arg-type]
-    assert exact.strategy.averaging is None
+    assert exact.strategy.mode(Averaging) is None
     asked = make_plan(
         graph,
         slow,
@@ -311,7 +310,7 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked() -> None:
     )
     assert [row.method for row in asked.rows] == ["cp_ar", "average"]
     assert asked.rows[0].step_time_s == exact.step_time_s
-    assert asked.strategy.averaging == Averaging(every=8)
+    assert asked.strategy.mode(Averaging) == Averaging(every=8)
     assert "not exact" in asked.rows[1].note
     assert "as the best exact plan" in asked.rows[1].note
     assert asked.summary()["strategy"]["averaging"]["every"] == 8
@@ -339,11 +338,11 @@ def test_a_codec_is_put_on_what_islands_average() -> None:
     lossy, said = with_codec(asked, evaluator, parse_codec("top_k=10"))
     assert lossy.method == "average + top_k=10 (lossy)"
     assert "the uncompressed average" in said
-    assert lossy.strategy.averaging == asked.strategy.averaging
-    assert [rule.traffic for rule in lossy.strategy.codecs] == [Traffic.PARAMETER_CHANGES]
+    assert lossy.strategy.mode(Averaging) == asked.strategy.mode(Averaging)
+    assert [rule.traffic for rule in codec_rules(lossy.strategy)] == [Traffic.PARAMETER_CHANGES]
     # As many messages are gathered as there are islands, where a ring carries two parts in each.
     num_islands = len(lossy.strategy.decisions[0].teams)
-    assert lossy.strategy.codecs[0].codec.reduction == pytest.approx(5.0 * num_islands)
+    assert codec_rules(lossy.strategy)[0].codec.reduction == pytest.approx(5.0 * num_islands)
     assert "not exact" in lossy.rows[-1].note
     assert "lossy" in lossy.rows[-1].note
     assert lossy.step_time_s is not None

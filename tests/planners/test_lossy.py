@@ -5,11 +5,11 @@ from functools import lru_cache
 import pytest
 
 from heterog.errors import StrategyError
-from heterog.planners.lossy import with_codec
+from heterog.modes.codecs.method import with_codec
+from heterog.modes.codecs.value import parse_codec
 from heterog.planners.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.codec import parse_codec
 from tests.planners.asking import make_plan
 from tests.planners.test_planners import graph
 from tests.simulator.builders import by_sheets, cluster_of

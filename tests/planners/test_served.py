@@ -14,14 +14,9 @@ from heterog.export.uniform import uniform_micro_batches
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
-from heterog.planners.averaged import AveragedReplicas
-from heterog.planners.plan import load_plan
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.served import ServedTeams, asynchronous_method
-from heterog.runtime.request import RunRequest
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.asynchronous import (
+from heterog.modes.asynchronous.method import ServedTeams
+from heterog.modes.asynchronous.pricing import team_paces
+from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
     Traffic,
@@ -29,9 +24,16 @@ from heterog.strategy.asynchronous import (
     pushes_of,
     server_of_rows,
 )
-from heterog.strategy.averaging import Averaging
-from heterog.strategy.codec import Codec, CodecKind, CodecRule
-from heterog.strategy.codec import Traffic as CodedTraffic
+from heterog.modes.averaging.method import AveragedReplicas
+from heterog.modes.averaging.value import Averaging
+from heterog.modes.built_in import method_of
+from heterog.modes.codecs.value import Codec, CodecKind, CodecRule, with_rules
+from heterog.modes.codecs.value import Traffic as CodedTraffic
+from heterog.planners.plan import load_plan
+from heterog.planners.planner import Budget, Problem
+from heterog.runtime.request import RunRequest
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
 from tests.planners.asking import make_plan
@@ -45,7 +47,7 @@ SERVER = AsynchronousServer(staleness=2, devices=(0,), ticks=(500, 200, 100))
 def strategy(decision: Decision = THREE, server: AsynchronousServer = SERVER) -> Strategy:
     graph = graph_of("mlp")
     exact = strategy_of(graph, [decision] * group_ops(graph).num_groups)
-    return replace(exact, asynchronous=server)
+    return exact.with_mode(server)
 
 
 def test_a_step_is_that_of_the_slowest_team_with_its_exchange() -> None:
@@ -55,7 +57,7 @@ def test_a_step_is_that_of_the_slowest_team_with_its_exchange() -> None:
     slow = cluster_of((0.0001, ["T4"]), (0.0001, ["T4"]), (0.0001, ["T4"]))
     evaluator = Evaluator(graph, slow)
     served = replace(strategy(), cluster=slow.fingerprint())
-    paces = evaluator.team_paces(served, evaluator.encode(served))
+    paces = team_paces(evaluator, served, evaluator.encode(served))
     num_bytes = float(evaluator.tables.parameter_bytes.sum())
     move_s = num_bytes / (0.0001e9 / 8)
     assert paces[0].pull_s < 0.01 * move_s
@@ -107,7 +109,7 @@ def test_of_replicas_in_a_team_one_pushes_and_all_pull() -> None:
 def test_the_servers_memory_is_counted_and_replicas_keep_no_state() -> None:
     """Two messages on each replica; weights, state and two for each team on the server."""
     evaluator = Evaluator(graph_of("mlp"), cluster())
-    plain = replace(strategy(), asynchronous=None, averaging=Averaging(every=2))
+    plain = replace(strategy(), modes=()).with_mode(Averaging(every=2))
     before = evaluator.referee(plain, Order.FIFO).peak_memory_bytes
     after = evaluator.referee(strategy(), Order.FIFO).peak_memory_bytes
     size = float(evaluator.tables.parameter_bytes.sum()) * 1.04
@@ -152,18 +154,18 @@ def test_a_device_that_would_serve_nothing_is_refused() -> None:
     graph = capture(Workload(one_weight, batch, nn.functional.mse_loss, torch.optim.SGD, {}))
     exact = strategy_of(graph, [THREE] * group_ops(graph).num_groups)
     with pytest.raises(StrategyError, match=r"its 1 parameters leave none for \[1, 2\]"):
-        replace(exact, asynchronous=replace(SERVER, devices=(0, 1, 2))).check(graph, cluster())
+        exact.with_mode(replace(SERVER, devices=(0, 1, 2))).check(graph, cluster())
 
 
 def test_a_server_goes_with_nothing_else_that_is_not_exact() -> None:
     graph = graph_of("mlp")
-    with pytest.raises(StrategyError, match="averages parameters and has an asynchronous server"):
-        replace(strategy(), averaging=Averaging(every=2)).check(graph, cluster())
+    with pytest.raises(StrategyError, match="parameters averaged every 2 steps"):
+        strategy().with_mode(Averaging(every=2)).check(graph, cluster())
     rule = CodecRule(
         traffic=CodedTraffic.GRADIENTS, devices=(0, 1), codec=Codec(kind=CodecKind.FP16)
     )
-    with pytest.raises(StrategyError, match="codecs and gradients pushed to a server"):
-        replace(strategy(), codecs=(rule,)).check(graph, cluster())
+    with pytest.raises(StrategyError, match="and fp16 on gradients between devices"):
+        with_rules(strategy(), (rule,)).check(graph, cluster())
 
 
 def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
@@ -171,7 +173,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     assert strategy_from_dict(document) == strategy()
     by_arrival = strategy(server=replace(SERVER, order=PushOrder.ARRIVAL))
     assert strategy_from_dict(strategy_to_dict(by_arrival)) == by_arrival
-    assert "asynchronous" not in strategy_to_dict(replace(strategy(), asynchronous=None))
+    assert "asynchronous" not in strategy_to_dict(replace(strategy(), modes=()))
     own = document["asynchronous"]
     hostile: list[dict[str, object]] = [{"staleness": -1}, {"ticks": []}, {"ticks": [0]}]
     hostile += [{"devices": "0"}, {"more": 1}, {"order": "any"}]
@@ -189,18 +191,18 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(HeterogError, match="`asynchronous`"):
-        asynchronous_method(text)
+        method_of(text)
 
 
 def test_words_are_read() -> None:
-    found = asynchronous_method("server=3")
+    found = method_of("server=3")
     assert isinstance(found, ServedTeams)
     assert found.staleness == 3
     assert found.order == PushOrder.PLANNED
-    by_arrival = asynchronous_method("server=3,order=arrival")
+    by_arrival = method_of("server=3,order=arrival")
     assert isinstance(by_arrival, ServedTeams)
     assert by_arrival.order == PushOrder.ARRIVAL
-    assert isinstance(asynchronous_method("average=8"), AveragedReplicas)
+    assert isinstance(method_of("average=8"), AveragedReplicas)
 
 
 def test_it_is_a_row_of_its_own_and_never_comes_unasked(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked(tmp_path: Path) -> None:
     assert "as the best exact plan" in plan.rows[1].note
     candidate = plan.rows[1].candidate
     assert candidate is not None
-    server = candidate.strategy.asynchronous
+    server = candidate.strategy.mode(AsynchronousServer)
     assert server is not None
     assert server.staleness == 2
     assert max(server.ticks) == 1000

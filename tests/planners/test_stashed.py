@@ -10,19 +10,19 @@ from heterog.explain.explanation import explain
 from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
 from heterog.healing.job import HealingJob
-from heterog.planners.lossy import with_codec
+from heterog.modes.averaging.value import Averaging
+from heterog.modes.built_in import method_of
+from heterog.modes.codecs.method import with_codec
+from heterog.modes.codecs.value import Codec, CodecKind, CodecRule, Codecs, Traffic
+from heterog.modes.stash.method import StashedPipelines
+from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.planners.plan import load_plan
-from heterog.planners.served import asynchronous_method
-from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.request import RunRequest
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import MemoryKind, memory_fit
-from heterog.strategy.averaging import Averaging
-from heterog.strategy.codec import Codec, CodecKind, CodecRule, Traffic
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
-from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.planners.asking import make_plan
 from tests.runtime.strategies import cluster, graph_of, plan_of
@@ -47,18 +47,23 @@ def test_stages_are_devices_that_share_decisions() -> None:
     [
         ({"step_barrier": False}, "needs steps that end with all updates"),
         ({"schedule": PipelineSchedule(in_flight=((2,),))}, "plan without a schedule"),
-        ({"averaging": Averaging(every=2)}, "keep one"),
+        ({"modes": (Averaging(every=2), STASH)}, "keep one"),
         (
             {
-                "codecs": (
-                    CodecRule(
-                        traffic=Traffic.GRADIENTS,
-                        devices=(0, 1),
-                        codec=Codec(kind=CodecKind.FP16),
+                "modes": (
+                    Codecs(
+                        rules=(
+                            CodecRule(
+                                traffic=Traffic.GRADIENTS,
+                                devices=(0, 1),
+                                codec=Codec(kind=CodecKind.FP16),
+                            ),
+                        )
                     ),
+                    STASH,
                 )
             },
-            "codecs and stages that do not wait",
+            "between devices 0, 1, and stages that do not wait",
         ),
     ],
 )
@@ -87,7 +92,7 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
     strategy = pipeline("mlp", 2)
     document = strategy_to_dict(strategy)
     assert strategy_from_dict(document) == strategy
-    assert "stash" not in strategy_to_dict(replace(strategy, stash=None))
+    assert "stash" not in strategy_to_dict(replace(strategy, modes=()))
     for wrong in ({"boundary_steps": -1}, {"boundary_steps": 10**6}, {"more": 1}, {}):
         with pytest.raises(StrategyError):
             strategy_from_dict(document | {"stash": wrong})
@@ -102,13 +107,13 @@ def test_a_strategy_survives_its_file_and_hostile_ones_are_refused() -> None:
 )
 def test_words_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(HeterogError, match="`asynchronous`"):
-        asynchronous_method(text)
+        method_of(text)
 
 
 def test_it_is_a_row_of_its_own_and_never_comes_unasked(tmp_path: Path) -> None:
     graph = graph_of("mlp")
     unlike = cluster_of((0.1, ["T4"]), (0.1, ["T4"]), (0.1, ["P100-16GB"]))
-    method = asynchronous_method("stash=2")
+    method = method_of("stash=2")
     assert isinstance(method, StashedPipelines)
     plan = make_plan(graph, unlike, methods=("cp_ar",), budget="10e", asynchronous=method)
     assert [row.method for row in plan.rows] == ["cp_ar", "stash"]
@@ -116,14 +121,14 @@ def test_it_is_a_row_of_its_own_and_never_comes_unasked(tmp_path: Path) -> None:
     assert "as the best exact plan" in plan.rows[1].note
     candidate = plan.rows[1].candidate
     assert candidate is not None
-    assert candidate.strategy.stash == WeightStash(boundary_steps=2)
+    assert candidate.strategy.mode(WeightStash) == WeightStash(boundary_steps=2)
     plan.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json").strategy == plan.strategy
 
 
 def test_micro_batches_are_as_asked_or_chosen_where_memory_is_short() -> None:
     graph = graph_of("mlp")
-    asked = asynchronous_method("stash=1,micro_batches=4")
+    asked = method_of("stash=1,micro_batches=4")
     plan = make_plan(graph, cluster(), methods=("cp_ar",), budget="60e", asynchronous=asked)
     assert plan.rows[1].candidate is not None
     assert plan.rows[1].candidate.strategy.num_micro_batches == 4

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.strategy.codec import Codec, CodecKind
+from heterog.modes.codecs.value import Codec, CodecKind
 from tests.runtime.cases import BATCH, STEPS, Trained, batch_of, workload_of
 
 

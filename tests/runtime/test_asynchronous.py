@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
+from heterog.modes.asynchronous.ranks import AsynchronousTraining
+from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
 from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rehearsal import rehearse
-from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
@@ -48,7 +49,7 @@ def served(
             Decision(devices=(0, other), shares=(3, 5), teams=((0,), (other,)))
             for other in (1 if group < count // 2 else 2 for group in range(count))
         ]
-    return replace(strategy_of(graph, decisions), asynchronous=server)
+    return strategy_of(graph, decisions).with_mode(server)
 
 
 def samples_of(strategy: Strategy) -> list[int]:
@@ -69,8 +70,9 @@ class Reference:
     """One process: one model for each team, one for the server; events one after another."""
 
     def __init__(self, name: str, optimizer: str, strategy: Strategy) -> None:
-        assert strategy.asynchronous is not None
-        self.name, self.server = name, strategy.asynchronous
+        server = strategy.mode(AsynchronousServer)
+        assert server is not None
+        self.name, self.server = name, server
         self.workload = workload_of(name, optimizer)
         self.samples = samples_of(strategy)
         self.weights = self.workload.make_model()
@@ -205,8 +207,9 @@ def with_a_slow_team(rank: int, path: str) -> tuple[int, dict[str, Tensor]]:
         step(batch_of("mlp", number))
     step.settle()
     found = {name: value.detach().clone() for name, value in step.model.named_parameters()}
-    assert step.server is not None
-    ahead = 0 if step.server.weights is None else step.server.weights.most_ahead
+    (training,) = step.modes
+    assert isinstance(training, AsynchronousTraining)
+    ahead = 0 if training.weights is None else training.weights.most_ahead
     step.close()
     return ahead, found
 
@@ -326,7 +329,7 @@ def test_a_rank_of_no_team_has_no_loss(ranks: Ranks, tmp_path: Path) -> None:
     two = Decision(devices=(0, 2), shares=(5, 3), teams=((0,), (2,)))
     server = AsynchronousServer(staleness=1, devices=(2,), ticks=(1, 2))
     alone = [two] * group_ops(graph).num_groups
-    strategy = replace(strategy_of(graph, alone), asynchronous=server)
+    strategy = strategy_of(graph, alone).with_mode(server)
     strategy.check(graph, cluster())
     path = tmp_path / "plan.json"
     plan_of(graph, strategy).save(path)
@@ -348,9 +351,10 @@ def with_a_failing_server(rank: int, path: str) -> str:
     step = deploy(workload_of("mlp"), load_plan(path))
     if rank:
         return ""
-    assert step.server is not None
-    assert step.server.weights is not None
-    step.server.weights.optimizer.register_step_pre_hook(fail)
+    (training,) = step.modes
+    assert isinstance(training, AsynchronousTraining)
+    assert training.weights is not None
+    training.weights.optimizer.register_step_pre_hook(fail)
     try:
         for number in range(STEPS):
             step(batch_of("mlp", number))
@@ -388,7 +392,7 @@ def test_teams_that_meet_in_every_step_are_refused() -> None:
     captured = capture_step(workload)
     alone = Decision(devices=(0, 1, 2), shares=SHARES, teams=SINGLES)
     decisions = [alone] * group_ops(captured.graph).num_groups
-    strategy = replace(strategy_of(captured.graph, decisions), asynchronous=UNLIKE)
+    strategy = strategy_of(captured.graph, decisions).with_mode(UNLIKE)
     said = rehearsed(captured, strategy)
     assert "devices (0, 1, 2) of several teams exchange a value in every step" in said
 

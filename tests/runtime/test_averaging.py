@@ -14,17 +14,17 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.modes.averaging.buckets import averaged_buckets
+from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
+from heterog.modes.averaging.ranks import Averager, OuterState, changes_key, outer_step
+from heterog.modes.averaging.value import AverageWeights, Averaging
+from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.planners.plan import load_plan
-from heterog.runtime.averaging import Averager, OuterState, changes_key, outer_step
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.masters import Masters
 from heterog.runtime.rehearsal import rehearse
-from heterog.strategy.averaged_buckets import averaged_buckets
-from heterog.strategy.averaging import AverageWeights, Averaging
-from heterog.strategy.averaging_passes import passes_after, passes_before, times_moved
-from heterog.strategy.codec import CodecRule, Traffic, parse_codec
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
@@ -53,14 +53,14 @@ def averaged(
     count = group_ops(graph).num_groups
     if idle:
         alone = [Decision(devices=(0, 2), shares=SAMPLES, teams=((0,), (2,)))] * count
-        return replace(strategy_of(graph, alone), averaging=averaging)
+        return strategy_of(graph, alone).with_mode(averaging)
     decisions = [Decision(devices=(0, 1, 2), shares=(3, 4, 1), sync=Sync.RING, teams=ISLANDS)]
     decisions *= count
     if piped:
         for group in range(count):
             other = 1 if group < count // 2 else 2
             decisions[group] = Decision(devices=(0, other), shares=SAMPLES, teams=((0,), (other,)))
-    return replace(strategy_of(graph, decisions, bucket_bytes=300), averaging=averaging)
+    return strategy_of(graph, decisions, bucket_bytes=300).with_mode(averaging)
 
 
 def coded(strategy: Strategy, graph: OpGraph, codec: str) -> Strategy:
@@ -70,7 +70,7 @@ def coded(strategy: Strategy, graph: OpGraph, codec: str) -> Strategy:
         CodecRule(traffic=Traffic.PARAMETER_CHANGES, devices=each[::-1], codec=parse_codec(codec))
         for each in devices
     ]
-    return replace(strategy, codecs=tuple(rules))
+    return with_rules(strategy, tuple(rules))
 
 
 def train_averaged(rank: int, name: str, optimizer: str, path: str) -> tuple[list[float], object]:
@@ -447,8 +447,7 @@ def test_clipping_is_refused(ranks: Ranks, tmp_path: Path) -> None:
 
 def left_out_by_parameter(step: DeployedStep) -> dict[int, Tensor]:
     """What codecs have left out here, by row of ``graph.updates``; nothing adds up to zeros."""
-    averager = step.averager
-    assert averager is not None
+    averager = next(mode for mode in step.modes if isinstance(mode, Averager))
     found: dict[int, Tensor] = {}
     for bucket in averager.every_bucket:
         flat = averager.feedback.left_out.get(changes_key(bucket))

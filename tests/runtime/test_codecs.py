@@ -1,6 +1,5 @@
 """Codecs on real ranks: the numbers of one device that encodes and decodes at the same places."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor
 
 from heterog.graph.grouping import group_ops
+from heterog.modes.codecs.value import Codec, CodecKind, CodecRule, Traffic, with_rules
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.checkpoint.left_out import left_out_entries
 from heterog.runtime.deploy import DeployedStep
-from heterog.strategy.codec import Codec, CodecKind, CodecRule, Traffic
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import SGD, Trained, assert_same, batch_of, deployed, train
 from tests.runtime.codec_reference import pipelined, replicated, served
@@ -37,9 +36,9 @@ def test_activations_and_their_gradients(ranks: Ranks, tmp_path: Path, name: str
     names = group_ops(graph).names
     decisions = [Decision(devices=(0 if group < "2" else 1,), shares=(8,)) for group in names]
     there, back = CODECS[name], INT8 if name == "fp16" else FP16
-    strategy = replace(
+    strategy = with_rules(
         strategy_of(graph, decisions, micro_batches=((3, 5),) * 3),
-        codecs=(
+        (
             CodecRule(traffic=Traffic.ACTIVATIONS, devices=(0, 1), codec=there),
             CodecRule(traffic=Traffic.ACTIVATION_GRADIENTS, devices=(1, 0), codec=back),
         ),
@@ -58,7 +57,7 @@ def test_sums_of_gradients(ranks: Ranks, tmp_path: Path, name: str, step_barrier
     strategy = strategy_of(
         graph, [decision] * group_ops(graph).num_groups, step_barrier=step_barrier
     )
-    found = trained(ranks, tmp_path, replace(strategy, codecs=(rule,)))
+    found = trained(ranks, tmp_path, with_rules(strategy, (rule,)))
     assert_same(found, replicated((4, 3, 1), CODECS[name]))
 
 
@@ -80,7 +79,7 @@ def test_servers(ranks: Ranks, tmp_path: Path, pull: Codec | None) -> None:
         homes=(0,) * len(graph.updates),
         step_barrier=pull is not INT8,
     )
-    found = trained(ranks, tmp_path, replace(strategy, codecs=tuple(codecs)))
+    found = trained(ranks, tmp_path, with_rules(strategy, tuple(codecs)))
     expected = served((4, 3, 1), 0, TOP_K, pull)
     assert_same(found, expected)
 
@@ -90,7 +89,7 @@ def replicas(codec: Codec) -> Strategy:
     decision = Decision(devices=(0, 1, 2), shares=(4, 3, 1), sync=Sync.RING)
     rule = CodecRule(traffic=Traffic.GRADIENTS, devices=(0, 1, 2), codec=codec)
     plain = strategy_of(graph, [decision] * group_ops(graph).num_groups, bucket_bytes=600)
-    return replace(plain, codecs=(rule,))
+    return with_rules(plain, (rule,))
 
 
 def left_out(step: DeployedStep) -> dict[str, Tensor]:
@@ -125,7 +124,7 @@ def test_a_checkpoint_keeps_what_was_left_out(ranks: Ranks, tmp_path: Path) -> N
     decision = Decision(devices=(1, 2), shares=(5, 3), sync=Sync.RING)
     rule = CodecRule(traffic=Traffic.GRADIENTS, devices=(1, 2), codec=INT8)
     others = strategy_of(graph, [decision] * group_ops(graph).num_groups)
-    plan_of(graph, replace(others, codecs=(rule,))).save(tmp_path / "other.json")
+    plan_of(graph, with_rules(others, (rule,))).save(tmp_path / "other.json")
     found = ranks.run(
         resumed, str(tmp_path / "plan.json"), str(tmp_path / "other.json"), str(tmp_path / "kept")
     )

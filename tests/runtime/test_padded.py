@@ -1,7 +1,6 @@
 """A mask of pairs of positions on every stage, and attention whose scores are made again."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +13,13 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.modes.stash.value import WeightStash
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
-from heterog.strategy.stash import WeightStash
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.runtime.cases import captured_once
 from tests.runtime.grids import grid_cluster
@@ -124,8 +123,7 @@ def stashed(rank: int, path: str) -> Trained:
     for number in range(STEPS):
         step(padded_batch(SAMPLES, LONG, number))
     step.settle()
-    assert step.stash is not None
-    return Trained(step.stash.take_late_losses(), step.state_dict() or {})
+    return Trained(step.take_late_losses(), step.state_dict() or {})
 
 
 def stashed_alone(is_first: Callable[[str], bool]) -> dict[str, Tensor]:
@@ -163,7 +161,7 @@ def test_stages_that_do_not_wait_make_their_masks(four_ranks: Ranks, tmp_path: P
         homes=(REPLICATED,) * len(graph.updates),
         micro_batches=((4, 4), (0, 0), (0, 0), (0, 0)),
     )
-    strategy = replace(exact, stash=WeightStash(boundary_steps=1))
+    strategy = exact.with_mode(WeightStash(boundary_steps=1))
     program = lower(graph, cluster, strategy)
     assert count(program, TaskKind.REMAKE)
     path = tmp_path / "plan.json"

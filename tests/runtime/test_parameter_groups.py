@@ -17,12 +17,12 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.modes.asynchronous.value import AsynchronousServer
+from heterog.modes.averaging.value import Averaging
 from heterog.planners.plan import load_plan
 from heterog.runtime.background import Trainer
 from heterog.runtime.checkpoint import load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.strategy.asynchronous import AsynchronousServer
-from heterog.strategy.averaging import Averaging
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import Ranks
@@ -221,8 +221,8 @@ def test_averages_and_servers_step_every_group_at_its_rate(ranks: Ranks, tmp_pat
     islands = Decision(devices=ALL, shares=(3, 4, 1), sync=Sync.RING, teams=((0,), (1, 2)))
     teams = Decision(devices=ALL, shares=(5, 2, 1), teams=((0,), (1,), (2,)))
     server = AsynchronousServer(staleness=0, devices=(0, 1), ticks=(2, 3, 7))
-    averaged = replace(strategy_of(graph, [islands] * count), averaging=Averaging(every=1))
-    served = replace(strategy_of(graph, [teams] * count), asynchronous=server)
+    averaged = strategy_of(graph, [islands] * count).with_mode(Averaging(every=1))
+    served = strategy_of(graph, [teams] * count).with_mode(server)
     paths = saved_plans(tmp_path, graph, [averaged, served, averaged])
     check(ranks.run(train_in_turn, options, paths, str(tmp_path / "saved"), None), options, None)
 

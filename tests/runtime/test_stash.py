@@ -12,15 +12,15 @@ import torch
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
+from heterog.modes.stash.method import StashedPipelines
+from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.planners.plan import load_plan
-from heterog.planners.stashed import StashedPipelines
 from heterog.runtime.collectives import Communicator
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
 from heterog.strategy.division import split_evenly
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
-from heterog.strategy.stash import WeightStash, stages_of
 from heterog.strategy.strategy import Decision, Strategy
 from tests.planners.asking import make_plan
 from tests.runtime.cases import BATCH, batch_of, workload_of
@@ -49,7 +49,7 @@ def stashed(
     stash = WeightStash(boundary_steps=boundary_steps)
     sizes, idle = split_evenly(BATCH, num_micro), (0,) * num_micro
     micro = (sizes, idle, idle) if num_micro > 1 else ()
-    return replace(strategy_of(graph, decisions, micro_batches=micro), stash=stash)
+    return strategy_of(graph, decisions, micro_batches=micro).with_mode(stash)
 
 
 class Reference:
@@ -58,13 +58,14 @@ class Reference:
     def __init__(self, name: str, optimizer: str, strategy: Strategy) -> None:
         self.name, self.workload = name, workload_of(name, optimizer)
         graph, stages = graph_of(name, optimizer), stages_of(strategy)
-        assert strategy.stash is not None
+        stash = strategy.mode(WeightStash)
+        assert stash is not None
         group = group_ops(graph).group
         self.staleness: dict[str, int] = {}
         for op, parameter, _ in graph.updates:
             devices = strategy.decisions[int(group[op])].devices
             stage = next(n for n, own in enumerate(stages) if devices[0] in own)
-            behind = strategy.stash.boundary_steps * (len(stages) - 1 - stage)
+            behind = stash.boundary_steps * (len(stages) - 1 - stage)
             staleness = math.ceil(behind / strategy.num_micro_batches)
             self.staleness[graph.tensors[parameter].name] = staleness
         self.model = self.workload.make_model()
@@ -105,14 +106,13 @@ def train_stashed(
     rank: int, name: str, optimizer: str, path: str, *, changes_rate: bool = False
 ) -> tuple[list[float], list[float], object]:
     step = deploy(workload_of(name, optimizer), load_plan(path))
-    assert step.stash is not None
     losses = []
     for number in range(STEPS):
         if changes_rate:
             step.optimizer.param_groups[0]["lr"] = RATES[number]
         losses.append(float(step(batch_of(name, number))))
     step.settle()
-    late, state = step.stash.take_late_losses(), step.state_dict()
+    late, state = step.take_late_losses(), step.state_dict()
     step.close()
     return losses, late, state
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_holds_weights_that_any_plan_goes_on_from(
     strategy = stashed("mlp", 1, optimizer="AdamW", num_micro=2)
     paths = [str(tmp_path / name) for name in ("plan.json", "exact.json", "saved")]
     plan_of(graph_of("mlp", "AdamW"), strategy).save(Path(paths[0]))
-    exact = replace(strategy, stash=None)
+    exact = replace(strategy, modes=())
     plan_of(graph_of("mlp", "AdamW"), exact).save(Path(paths[1]))
     refused, stashed_state, exact_state = ranks.run(interrupted, *paths)[0]
     assert "call settle() on every rank" in refused

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterog.errors import StrategyError
-from heterog.simulator.asynchronous import (
+from heterog.modes.asynchronous.paces import (
     TeamPace,
     push_seconds,
     samples_by,
@@ -17,7 +17,12 @@ from heterog.simulator.asynchronous import (
     ticks_of,
     unbounded_samples_per_s,
 )
-from heterog.strategy.asynchronous import AsynchronousServer, PushOrder, ServerEvent, staleness_of
+from heterog.modes.asynchronous.value import (
+    AsynchronousServer,
+    PushOrder,
+    ServerEvent,
+    staleness_of,
+)
 from tests.thorough import cases
 
 

@@ -10,15 +10,16 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
+from heterog.modes.stash.paces import StagePace
+from heterog.modes.stash.phases import is_of_backward
+from heterog.modes.stash.pricing import stage_pace
+from heterog.modes.stash.value import WeightStash, one_at_a_time
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.noise import Noise
-from heterog.simulator.stash import StagePace
 from heterog.strategy.division import split_evenly
-from heterog.strategy.lowering import lower_to_tape, make_scratch, stash_bytes
+from heterog.strategy.lowering import lower_to_tape, make_scratch
 from heterog.strategy.lowering.tape import make_tape
-from heterog.strategy.stash import WeightStash, one_at_a_time
-from heterog.strategy.stash_phases import is_of_backward
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.strategies import cluster, graph_of, strategy_of
 from tests.simulator.builders import cluster_of
@@ -203,7 +204,7 @@ def pipeline(name: str, boundary_steps: int, num_micro: int = 1) -> Strategy:
         [chain[group * 3 // count] for group in range(count)],
         micro_batches=(sizes, idle, idle) if num_micro > 1 else (),
     )
-    return replace(exact, stash=WeightStash(boundary_steps=boundary_steps))
+    return exact.with_mode(WeightStash(boundary_steps=boundary_steps))
 
 
 @pytest.mark.parametrize(("name", "num_micro"), [("normalised", 1), ("gpt", 3)])
@@ -213,7 +214,7 @@ def test_the_passes_of_a_stage_take_what_its_device_computes(name: str, num_micr
     strategy = pipeline(name, 1, num_micro)
     choice = evaluator.encode(strategy)
     program, start, finish = evaluator.referee_timings(choice, Order.FIFO)
-    pace = evaluator.stage_pace(strategy)
+    pace = stage_pace(evaluator, strategy)
     for stage in range(3):
         on = (program.device == stage) & (program.channel < 0)
         late = is_of_backward(program.kind, program.subject, evaluator.tables)
@@ -227,7 +228,7 @@ def test_the_passes_of_a_stage_take_what_its_device_computes(name: str, num_micr
 def test_a_boundary_without_staleness_is_one_micro_batch_after_another(num_micro: int) -> None:
     stashed = pipeline("gpt", 0, num_micro)
     evaluator = Evaluator(graph_of("gpt"), cluster())
-    one_by_one = replace(stashed, stash=None, schedule=one_at_a_time(stashed, 3))
+    one_by_one = replace(replace(stashed, schedule=one_at_a_time(stashed, 3)), modes=())
     exact = evaluator.referee(one_by_one, Order.FIFO)
     found = evaluator.referee(stashed, Order.FIFO)
     assert found.step_time_s == pytest.approx(exact.step_time_s, rel=1e-2)
@@ -292,8 +293,9 @@ def test_batches_that_are_under_way_or_have_come_are_kept(steps: int, num_micro:
     tables = evaluator.tables_of(choice)
     tape = make_tape(4096, len(tables.parameter_bytes), 3)
     tape = lower_to_tape(tables, choice, make_scratch(tables, 3), tape)
-    without = stash_bytes(tape, tables._replace(input_bytes_per_sample=0.0), choice)
-    batches = (stash_bytes(tape, tables, choice) - without) / batch_bytes("mlp")
+    (stash,) = choice.modes
+    without = stash.kept_bytes(tape, tables._replace(input_bytes_per_sample=0.0), choice)
+    batches = np.asarray(stash.kept_bytes(tape, tables, choice) - without) / batch_bytes("mlp")
     wanted = [math.ceil((steps * (2 - stage) + 1) / num_micro) for stage in range(3)]
     assert batches.tolist() == pytest.approx(wanted)
 
@@ -313,7 +315,7 @@ def test_slow_links_bind_whatever_the_staleness() -> None:
     for steps in (50, 100):
         found = evaluator.referee(on(pipeline("mlp", steps), slow), Order.FIFO).step_time_s
         assert found == pytest.approx(sent / (1e-5 * 1e9 / 8), rel=1e-2)
-    exact = evaluator.referee(on(replace(pipeline("mlp", 1), stash=None), slow), Order.FIFO)
+    exact = evaluator.referee(on(replace(pipeline("mlp", 1), modes=()), slow), Order.FIFO)
     assert exact.step_time_s > 1.5 * found
 
 
@@ -321,7 +323,7 @@ def test_under_noise_steps_that_overlap_go_with_the_speeds_of_their_tasks() -> N
     """A tenth slower everywhere is a tenth slower; never less than no time."""
     evaluator = Evaluator(graph_of("gpt"), cluster())
     choice = evaluator.encode(pipeline("gpt", 3))
-    assert choice.averaging_s < 0
+    assert choice.modes[0].more_s < 0
     nominal = evaluator.evaluate_choice(choice, Order.FIFO).step_time_s
     resource = np.full((1, len(cluster().resources)), 1.1)
     slower = Noise(device=np.full((1, 3), 1.1), resource=resource)

@@ -1,7 +1,6 @@
 """Codecs: golden messages, their lengths, and what they make of programs and steps."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,21 @@ from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.planners.lossy import adaptive_reductions, lossy_strategy, reductions_to
-from heterog.runtime.codecs import add_decoded, decode, encode
+from heterog.modes.codecs.method import adaptive_reductions, lossy_strategy, reductions_to
+from heterog.modes.codecs.tensors import add_decoded, decode, encode
+from heterog.modes.codecs.value import (
+    Codec,
+    CodecKind,
+    CodecRule,
+    Codecs,
+    Traffic,
+    codec_rules,
+    parse_codec,
+    with_rules,
+)
 from heterog.runtime.feedback import ErrorFeedback
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.codec import Codec, CodecKind, CodecRule, Traffic, parse_codec
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
@@ -197,7 +205,7 @@ def strategy(decisions: list[Decision], codecs: tuple[CodecRule, ...] = ()) -> S
         cluster=SLOW.fingerprint(),
         decisions=tuple(decisions),
         homes=(REPLICATED,) * len(GRAPH.updates),
-        codecs=codecs,
+        modes=(Codecs(rules=codecs),) if codecs else (),
     )
 
 
@@ -220,7 +228,7 @@ def sends(codec: Codec) -> CodecRule:
 
 def test_a_coded_transfer_is_three_tasks_and_the_others_stay() -> None:
     exact = lower(GRAPH, SLOW, staged())
-    coded = lower(GRAPH, SLOW, replace(staged(), codecs=(sends(FP16),)))
+    coded = lower(GRAPH, SLOW, with_rules(staged(), (sends(FP16),)))
     assert coded.num_tasks == exact.num_tasks + 2
     (encodes,) = [t for t in range(coded.num_tasks) if coded.kind[t] == TaskKind.ENCODE]
     (decodes,) = [t for t in range(coded.num_tasks) if coded.kind[t] == TaskKind.DECODE]
@@ -237,7 +245,7 @@ def test_a_coded_transfer_is_three_tasks_and_the_others_stay() -> None:
 def test_a_coded_sum_is_a_gather_that_everybody_adds_up() -> None:
     rule = CodecRule(traffic=Traffic.GRADIENTS, devices=(2, 0, 1), codec=INT8)
     exact = lower(GRAPH, SLOW, replicas())
-    coded = lower(GRAPH, SLOW, replace(replicas(), codecs=(rule,)))
+    coded = lower(GRAPH, SLOW, with_rules(replicas(), (rule,)))
     sums = int((exact.kind == TaskKind.ALL_REDUCE).sum())
     assert int((coded.kind == TaskKind.ENCODE).sum()) == 3 * sums
     assert int((coded.kind == TaskKind.DECODE_SUM).sum()) == 3 * sums
@@ -257,14 +265,14 @@ def test_a_coded_sum_is_a_gather_that_everybody_adds_up() -> None:
 def test_a_codec_pays_on_a_slow_link_and_costs_on_a_fast_one() -> None:
     evaluator = Evaluator(GRAPH, SLOW)
     exact = evaluator.referee(staged(), Order.RANK)
-    coded = evaluator.referee(replace(staged(), codecs=(sends(INT8),)), Order.RANK)
+    coded = evaluator.referee(with_rules(staged(), (sends(INT8),)), Order.RANK)
     assert coded.step_time_s < exact.step_time_s
     fast = CodecRule(traffic=Traffic.ACTIVATIONS, devices=(1, 2), codec=top_k(100.0))
-    with_fast = evaluator.referee(replace(staged(), codecs=(fast,)), Order.RANK)
+    with_fast = evaluator.referee(with_rules(staged(), (fast,)), Order.RANK)
     assert with_fast.peak_memory_bytes
     found = lossy_strategy(evaluator, staged(), Order.RANK, FP16)
     assert found.is_lossy
-    assert all(0 in rule.devices for rule in found.strategy.codecs)  # the slow links alone
+    assert all(0 in rule.devices for rule in codec_rules(found.strategy))  # the slow links alone
     assert found.evaluation.step_time_s <= found.halves.step_time_s * 1.01
     assert found.exact.step_time_s == exact.step_time_s
 
@@ -277,7 +285,7 @@ def test_a_target_is_reached_with_the_least_reductions() -> None:
     found = lossy_strategy(evaluator, staged(), Order.RANK, top_k(50.0), target_s=target)
     assert found.evaluation.step_time_s <= target
     assert not found.misses_target
-    reductions = [rule.codec.reduction for rule in found.strategy.codecs]
+    reductions = [rule.codec.reduction for rule in codec_rules(found.strategy)]
     assert max(reductions) < 10.0
     tight = lossy_strategy(evaluator, staged(), Order.RANK, top_k(50.0), target_s=1e-9)
     assert tight.misses_target
@@ -287,7 +295,7 @@ def test_a_target_is_reached_with_the_least_reductions() -> None:
 
 def test_files_hold_codecs_and_exact_ones_say_nothing_of_them(tmp_path: Path) -> None:
     assert "codecs" not in strategy_to_dict(staged())
-    coded = replace(staged(), codecs=(sends(top_k(7.5, 8)),))
+    coded = with_rules(staged(), (sends(top_k(7.5, 8)),))
     record = strategy_to_dict(coded)
     assert strategy_from_dict(record) == coded
     for field, value, said in (
@@ -314,7 +322,7 @@ def test_files_hold_codecs_and_exact_ones_say_nothing_of_them(tmp_path: Path) ->
 )
 def test_a_rule_that_means_nothing_is_refused(rules: tuple[CodecRule, ...], said: str) -> None:
     with pytest.raises(StrategyError, match=said):
-        lower(GRAPH, SLOW, replace(staged(), codecs=rules))
+        lower(GRAPH, SLOW, with_rules(staged(), rules))
 
 
 def test_rules_that_cannot_be_written() -> None:

@@ -21,7 +21,7 @@ read by ``torch.load(weights_only=True)``. torch's own description of such a fol
 (``data-3/.metadata``); it is written for torch's tools, ``checkpoint.json`` is what is read here.
 
 ``state`` says what a step saves and which rank saves it, ``held`` which ``boxes`` a rank holds,
-``averaged`` and ``left_out`` what modes add; ``contents`` is the index, ``files`` the rest,
+``left_out`` what codecs have left out; ``contents`` is the index, ``files`` the rest,
 ``resume`` loads.
 """
 

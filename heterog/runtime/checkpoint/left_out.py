@@ -15,19 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heterog.runtime.averaging import changes_key
 from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import name_and_shape
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.feedback import ErrorFeedback, Key
-from heterog.strategy.codec import Traffic
 from heterog.strategy.program import TaskKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
+class Kept:
     """One kind of what codecs leave out on a rank.
 
     Attributes:
@@ -81,7 +79,7 @@ class NewLeftOut:
     def _read(
         self,
         contents: Contents,
-        kept: _Kept,
+        kept: Kept,
         key: Key,
         wanted: dict[str, list[tuple[Box, Tensor]]],
     ) -> Tensor:
@@ -128,16 +126,16 @@ def _saved(contents: Contents, prefix: str) -> dict[int, str]:
     return found
 
 
-def _every_kind(step: DeployedStep) -> Iterator[_Kept]:
+def _every_kind(step: DeployedStep) -> Iterator[Kept]:
     """What is left out of gradients in steps, and of changes when islands average."""
     part = step.rank_program
     program = part.program
     senders: dict[Key, set[int]] = {}
     for task in np.flatnonzero(program.kind == TaskKind.ENCODE).tolist():
-        if part.traffic(task) == Traffic.GRADIENTS:
+        if part.rule(task).is_of_gradients:
             key = int(program.subject[task]), part.channel(part.message_of[task]).devices
             senders.setdefault(key, set()).add(int(program.device[task]))
-    yield _Kept(
+    yield Kept(
         word="left_out",
         feedback=step.feedback,
         senders=senders,
@@ -147,17 +145,8 @@ def _every_kind(step: DeployedStep) -> Iterator[_Kept]:
         },
         dtypes={key: part.gradient_dtype(key[0]) for key in senders},
     )
-    if step.averager is None:
-        return
-    coded = {changes_key(each): each for each in step.averager.every_bucket if each.codec}
-    outer = step.averager.outer
-    yield _Kept(
-        word="left_out_changes",
-        feedback=step.averager.feedback,
-        senders={key: set(bucket.senders) for key, bucket in coded.items()},
-        rows={key: bucket.rows for key, bucket in coded.items()},
-        dtypes={key: outer[key[0]].anchor.dtype for key in coded if key[0] in outer},
-    )
+    for mode in step.modes:
+        yield from mode.left_out(step)
 
 
 def _size(step: DeployedStep, row: int) -> int:
@@ -165,7 +154,7 @@ def _size(step: DeployedStep, row: int) -> int:
     return graph.tensors[graph.updates[row][1]].meta.num_elements
 
 
-def _prefix(step: DeployedStep, kept: _Kept, row: int) -> str:
+def _prefix(step: DeployedStep, kept: Kept, row: int) -> str:
     return f"{kept.word}.{name_and_shape(step, row)[0]}."
 
 

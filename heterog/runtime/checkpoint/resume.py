@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.runtime.checkpoint.averaged import SavedAveraging
 from heterog.runtime.checkpoint.boxes import Box, Piece, whole_box, whole_piece
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.held import (
@@ -63,8 +62,9 @@ class NewState:
             state = self._state_of(stepped)
             if state:
                 self._states[number] = state
-        self._averaging = SavedAveraging(step, contents)
-        for name, target in self._averaging.wanted.items():
+        self._of_modes = [mode.reading(step, contents) for mode in step.modes]
+        of_modes = (pair for reading in self._of_modes for pair in reading.wanted.items())
+        for name, target in of_modes:
             self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
 
     def _want(self, value: Tensor, named: Sequence[tuple[str, list[Piece]]]) -> None:
@@ -146,9 +146,8 @@ class NewState:
             {"state": self._states, "param_groups": self._options}
         )
         self._step.num_steps = self._contents.num_steps
-        self._averaging.take_over()
-        if self._step.server is not None:
-            self._step.server.resume(self._contents.num_steps)
+        for reading in self._of_modes:
+            reading.take_over()
 
 
 def _unlike(first: str, other: str) -> StrategyError:

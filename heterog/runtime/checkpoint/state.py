@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.runtime.checkpoint.averaged import averaging_entries
 from heterog.runtime.checkpoint.boxes import Piece, whole_box
 from heterog.runtime.checkpoint.contents import (
     Contents,
@@ -151,7 +150,8 @@ def own_entries(
             each = next(stepped)
             if each.is_saved:
                 entries += _own_state(step, each, (number, options), states)
-    return [*entries, *averaging_entries(step)], states
+    of_modes = (entry for mode in step.modes for entry in mode.entries(step))
+    return [*entries, *of_modes], states
 
 
 def _own_state(

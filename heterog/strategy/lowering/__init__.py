@@ -20,12 +20,12 @@ What the kernel does, in program order, for each micro-batch (``walk``):
    (``gradients``), but for ZeRO (``slices``).
 
 ``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
-``tape`` its output, ``resident`` the bytes that stay on a device for the whole step, ``stashed``
-those that a stash adds. ``halo``, ``pieces`` and ``sparse_rows`` find the rows that neighbours
-own, ``turns`` the order of a device's tasks; ``encoding`` adds the tasks of codecs at the end.
-Each file calls only files further down in this list: ``stashed``, ``resident``, ``walk``,
-``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``, ``compute``, ``convert``,
-``sends``, ``value_collectives``, ``remake``, ``scratch``, ``choice``, ``tape``.
+``tape`` its output, ``resident`` the bytes that stay on a device for the whole step. ``halo``,
+``pieces`` and ``sparse_rows`` find the rows that neighbours own, ``turns`` the order of a device's
+tasks. Modes rewrite the tape at the end. Each file calls only files further down in this list:
+``resident``, ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``,
+``compute``, ``convert``, ``sends``, ``value_collectives``, ``remake``, ``scratch``, ``choice``,
+``tape``.
 """
 
 import numpy as np
@@ -38,13 +38,9 @@ from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
 from heterog.strategy.lowering.choice import ring_decision as ring_decision
-from heterog.strategy.lowering.encoding import encode_messages
-from heterog.strategy.lowering.encoding import feedback_bytes as feedback_bytes
 from heterog.strategy.lowering.resident import resident_bytes as resident_bytes
 from heterog.strategy.lowering.scratch import Scratch, spans, with_lanes
 from heterog.strategy.lowering.scratch import make_scratch as make_scratch
-from heterog.strategy.lowering.stashed import source_stages as source_stages
-from heterog.strategy.lowering.stashed import stash_bytes as stash_bytes
 from heterog.strategy.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
 from heterog.strategy.lowering.turns import AS_STATED
 from heterog.strategy.lowering.walk import lower_kernel as lower_kernel
@@ -119,10 +115,12 @@ def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: T
         )
     if choice.turns.rule == AS_STATED:
         scratch = with_lanes(scratch, choice.turns.turn.shape[2], choice.member.shape[1])
-    coded, choice = choice.codecs, choice._replace(codecs=())
+    modes, choice = choice.modes, choice._replace(modes=())
     while not lower_kernel(tables, choice, scratch, tape):
         tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))
-    return encode_messages(tape, tables, choice.home, coded) if coded else tape
+    for mode in modes:
+        tape = mode.rewritten(tape, tables, choice)
+    return tape
 
 
 def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
@@ -137,10 +135,8 @@ def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
         # [num_devices]
     """
     kept = resident_bytes(tables, choice)
-    if choice.codecs:
-        kept = kept + feedback_bytes(tape, choice.codecs, len(kept))
-    if len(choice.stage):
-        kept = kept + stash_bytes(tape, tables, choice)
+    for mode in choice.modes:
+        kept = kept + mode.kept_bytes(tape, tables, choice)
     return kept
 
 
@@ -174,6 +170,7 @@ def program_from_tape(
     tasks = tape.tasks[:num_tasks]
     buffers = tape.buffers[:num_buffers]
     used, channel = used_channels(tasks["channel"], len(channels))
+    rules = tuple(rule for mode in choice.modes for rule in mode.rules)
     return Program(
         num_devices=num_devices,
         num_steps=choice.num_steps,
@@ -198,6 +195,6 @@ def program_from_tape(
         channels=tuple(channels[number] for number in used.tolist() or [0]),
         op_rules=op_rules,
         blocks=blocks,
-        codec=tasks["codec"].astype(np.int32) if choice.codecs else np.zeros(0, np.int32),
-        codecs=tuple(each.rule for each in choice.codecs),
+        codec=tasks["codec"].astype(np.int32) if rules else np.zeros(0, np.int32),
+        codecs=rules,
     )

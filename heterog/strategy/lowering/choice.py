@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.strategy.asynchronous import kept_bytes
+from heterog.modes.mode import EncodedMode
 from heterog.strategy.channels import ChannelTable, slice_parts
 from heterog.strategy.division import (
     Division,
@@ -18,13 +18,11 @@ from heterog.strategy.division import (
 )
 from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper
-from heterog.strategy.lowering.encoding import CodedChannel, coded_channels
 from heterog.strategy.lowering.sparse_rows import SparseRows
 from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
-from heterog.strategy.stash import one_at_a_time, stages_of
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, GraphTables, Recut
 
@@ -74,14 +72,6 @@ NO_ROWS: IntArray = np.zeros((0, 0, 0, 0, 0), np.int32)
 """Value where the strategy cuts no sparse matrix by rows."""
 
 
-NO_STAGES: IntArray = np.zeros(0, np.int32)
-"""Of a strategy without a stash."""
-
-
-NO_BYTES: FloatArray = np.zeros(0)
-"""Of a strategy without an asynchronous server."""
-
-
 @by_reference
 class Choice(NamedTuple):
     """A strategy in flat arrays.
@@ -109,17 +99,9 @@ class Choice(NamedTuple):
     turns: Turns = NO_SCHEDULE
     # Rows that the entries of a sparse matrix make one device read of what another owns.
     sparse_rows: IntArray = NO_ROWS  # [matrices, reading division, division, reader, owner]
-    # For averaging, a server or a stash, in the mean of a step; set by the evaluator.
-    averaging_s: float = 0.0
-    num_copies: int = 0  # of all parameters, that are kept for averaging
-    kept_bytes: FloatArray = NO_BYTES  # more than to train alone, for a server  # [num_devices]
-    # With a stash, the stage of each device, -1 for none, and the micro-batches by which it is
-    # behind.
-    stage: IntArray = NO_STAGES  # [num_devices]
-    behind: IntArray = NO_STAGES  # [num_devices]
     # Lanes of a fold that hold whole slice groups; 0: there is none, -1: any number of them does.
     num_slice_lanes: int = -1
-    codecs: tuple[CodedChannel, ...] = ()  # kernels get none
+    modes: tuple[EncodedMode, ...] = ()  # kernels get none
 
 
 class DivisionRows(NamedTuple):
@@ -461,32 +443,6 @@ def ring_decision(ring: Ring, of: Decision) -> Decision:
     )
 
 
-def _kept_bytes(strategy: Strategy, tables: GraphTables, channels: ChannelTable) -> FloatArray:
-    """What an asynchronous server adds to each device; empty without one."""
-    if strategy.asynchronous is None:
-        return NO_BYTES
-    kept = kept_bytes(
-        strategy,
-        tables.parameter_bytes.tolist(),
-        tables.parameter_group.tolist(),
-        num_devices=channels.cluster.num_devices,
-        state_ratio=tables.state_ratio,
-    )
-    return np.array(kept)
-
-
-def _stages(strategy: Strategy, num_devices: int) -> tuple[IntArray, IntArray]:
-    """Stage of each device, and micro-batches it is behind by; empty without a stash."""
-    if strategy.stash is None:
-        return NO_STAGES, NO_STAGES
-    stages = stages_of(strategy)
-    stage, behind = np.full(num_devices, -1, np.int32), np.zeros(num_devices, np.int32)
-    for number, devices in enumerate(stages):
-        stage[list(devices)] = number
-        behind[list(devices)] = strategy.stash.behind(number, len(stages))
-    return stage, behind
-
-
 def encode(
     strategy: Strategy,
     tables: GraphTables,
@@ -505,10 +461,9 @@ def encode(
         encoder: Encoder of these tables and channels that has converted others before.
     """
     numbers, of_group = _numbered(strategy.decisions)
-    averaging, num_devices = strategy.averaging, channels.cluster.num_devices
     schedule = strategy.schedule
-    if strategy.stash is not None:
-        schedule = one_at_a_time(strategy, num_devices)
+    for mode in strategy.modes:
+        schedule = mode.schedule(strategy, channels.cluster.num_devices)
     encoder = encoder or Encoder(tables, channels)
     choice = encoder.encode(
         numbers,
@@ -518,15 +473,12 @@ def encode(
         home=np.array(strategy.homes, np.int32),
         bucket_bytes=strategy.bucket_bytes,
         num_steps=num_steps,
-        within_teams=strategy.apart is not None,
+        within_teams=strategy.trains_apart,
     )
-    stage, behind = _stages(strategy, num_devices)
+    if not strategy.modes:
+        return choice
     return choice._replace(
-        num_copies=0 if averaging is None else averaging.num_copies(bool(strategy.codecs)),
-        kept_bytes=_kept_bytes(strategy, tables, channels),
-        stage=stage,
-        behind=behind,
-        codecs=coded_channels(strategy.codecs, channels),
+        modes=tuple(mode.encode(strategy, tables, channels) for mode in strategy.modes)
     )
 
 

@@ -22,12 +22,9 @@ def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
     """
     resident: FloatArray = np.zeros(choice.member.shape[1])
     workspace = np.zeros_like(resident)
-    _resident_kernel(tables, choice._replace(codecs=()), resident, workspace)
-    if choice.num_copies:  # of whole parameters, in the dtype in which they are averaged
-        holds = choice.member[choice.division[tables.parameter_group]]
-        resident += choice.num_copies * (tables.stepped_bytes[:, None] * holds).sum(0)
-    if len(choice.kept_bytes):
-        resident += choice.kept_bytes
+    _resident_kernel(tables, choice._replace(modes=()), resident, workspace)
+    for mode in choice.modes:
+        resident += mode.resident_bytes(tables, choice)
     return resident + workspace
 
 

@@ -21,7 +21,7 @@ TASK = np.dtype(
         ("buffer_start", np.int32),
         ("turn", np.int32),
         ("units", np.int32),
-        ("codec", np.int16),  # see ``Program.codec``; ``strategy.lowering.encoding`` writes it
+        ("codec", np.int16),  # see ``Program.codec``; a mode writes it
         ("kind", np.int8),
     ],
     align=True,

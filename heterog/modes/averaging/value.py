@@ -10,20 +10,31 @@ The weights that come out are *not* those of one device, but for H = 1 with plai
 strategy averages only where a person asked for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.strategy.division import batch_shares
+from heterog.modes.codecs.value import codec_rules
+from heterog.modes.islands import MOST_STEPS, check_islands, crossing_fault, island_samples
+from heterog.modes.mode import EncodedMode, Mode
+from heterog.names import shown
+from heterog.records import Count, Int32, Record
 
 if TYPE_CHECKING:
+    from heterog.cluster.topology import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.strategy.strategy import Decision, Strategy
-
-MOST_STEPS = 1_000_000
-"""Most steps between two averagings; more is a typing error."""
+    from heterog.modes.on_ranks import RankMode, Rehearsal
+    from heterog.planners.planner import Planner
+    from heterog.runtime.deploy import DeployedStep
+    from heterog.runtime.rehearsal import Stage
+    from heterog.simulator.evaluator import Evaluator
+    from heterog.strategy.channels import ChannelTable
+    from heterog.strategy.lowering.choice import Choice
+    from heterog.strategy.program import FloatArray, Program
+    from heterog.strategy.strategy import Strategy
+    from heterog.strategy.tables import GraphTables
 
 
 class AverageWeights(StrEnum):
@@ -35,8 +46,18 @@ class AverageWeights(StrEnum):
     """All islands alike, as in DiLoCo."""
 
 
+class AveragingRecord(Record):
+    """An averaging in a file."""
+
+    every: Count
+    weights: str
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    delay: Int32 = 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Averaging:
+class Averaging(Mode):
     """How and when islands average their parameters.
 
     With w the average of the islands' parameters and a the parameters after the averaging before,
@@ -60,6 +81,14 @@ class Averaging:
         outer_momentum: Nesterov momentum of the outer optimizer.
         delay: Number D of steps for which an average may be under way; below H.
     """
+
+    key = "averaging"
+    word = "average"
+    record = AveragingRecord
+    goes_with = ("codecs",)
+    trains_apart = True
+    steps_differ = True
+    sends_changes = True
 
     every: int
     weights: AverageWeights = AverageWeights.SAMPLES
@@ -135,114 +164,107 @@ class Averaging:
             text += f", arriving {self.delay} steps later"
         return text
 
-    def check(self, strategy: "Strategy", graph: "OpGraph") -> None:
-        """Refuse decisions whose teams are not islands that can train alone.
+    @classmethod
+    def method(cls, text: str) -> "Planner":
+        """The method that searches for it."""
+        from heterog.modes.averaging.method import AveragedReplicas, parse_averaging
 
-        Args:
-            strategy: Strategy whose decisions are checked.
-            graph: One training step.
+        return AveragedReplicas(parse_averaging(text))
 
-        Raises:
-            StrategyError: a decision does not allow it; the message says which and why.
-        """
+    def brief_words(self, strategy: "Strategy") -> str:
+        """The averaging in a few words."""
+        return f"averaged every {self.every} steps"
+
+    def to_json(self) -> object:
+        """The averaging as a JSON value."""
+        return asdict(self) | {"weights": str(self.weights)}
+
+    @classmethod
+    def from_record(cls, record: AveragingRecord) -> "Averaging":
+        """The averaging of a record."""
+        if record.weights not in list(AverageWeights):
+            raise StrategyError(
+                f"strategy: field 'averaging.weights' is {shown(record.weights)}, none of "
+                f"{', '.join(AverageWeights)}."
+            )
+        return cls(
+            every=record.every,
+            weights=AverageWeights(record.weights),
+            outer_rate=record.outer_rate,
+            outer_momentum=record.outer_momentum,
+            delay=record.delay,
+        )
+
+    def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
+        """Refuse decisions whose teams are not islands that can train alone."""
         check_islands(strategy, graph.batch_size, "averaging")
         group = group_ops(graph).group
         owners = {strategy.decisions[int(group[op])].devices for op, _, _ in graph.updates}
-        for rule in strategy.codecs:
-            if tuple(sorted(rule.devices)) not in owners:
+        for rule in codec_rules(strategy):
+            if rule.of_changes and tuple(sorted(rule.devices)) not in owners:
                 raise StrategyError(
                     f"the strategy has a codec, {rule}, but averaging brings together parameters "
                     f"of devices {', '.join(map(str, sorted(owners)))}; name one of these sets."
                 )
 
+    def fault(self, program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
+        """Why a program's islands cannot train alone; empty if they can."""
+        return crossing_fault(program, strategy)
 
-def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
-    """Refuse decisions whose teams are not islands that can train alone.
+    def encode(
+        self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
+    ) -> EncodedMode:
+        """The copies of parameters that averaging keeps."""
+        return _EncodedAveraging(num_copies=self.num_copies(bool(codec_rules(strategy))))
 
-    Args:
-        strategy: Strategy whose decisions are checked.
-        batch_size: Batch size of the graph.
-        what: Words for what needs islands.
+    def priced(
+        self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
+    ) -> EncodedMode:
+        """The part of an averaging that a step has; see ``step_s``."""
+        from heterog.modes.averaging.pricing import averaging_seconds
 
-    Raises:
-        StrategyError: a decision does not allow it; the message says which and why.
-    """
-    if not strategy.step_barrier:
-        raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
-    if strategy.op_rules:
-        raise StrategyError(
-            f"{what} goes with whole parameters only, but the strategy has rules that cut "
-            "ops; plan without op rules."
-        )
-    first, wanted = strategy.decisions[0], island_samples(strategy, batch_size)
-    island_of: dict[int, int] = {}
-    for decision in dict.fromkeys(strategy.decisions):
-        _check_decision(decision, what)
-        if _samples(decision, batch_size) != wanted:
-            raise StrategyError(
-                f"groups on devices {first.devices} and {decision.devices} give islands other "
-                f"samples; with {what} all groups share the batch out alike."
-            )
-        for number, team in enumerate(decision.teams):
-            for device in team:
-                if island_of.setdefault(device, number) != number:
-                    raise StrategyError(
-                        f"device {device} is in island {island_of[device]} for one group and "
-                        f"in island {number} for another; with {what} it belongs to one."
-                    )
-    if not all(wanted):
-        raise StrategyError(
-            f"of a batch of {batch_size} the islands get {list(wanted)} samples; with "
-            f"{what} each of them trains and needs at least one."
-        )
+        seconds = averaging_seconds(evaluator, strategy, choice)
+        # What a delay hides follows from the step alone, which is simulated once for it.
+        local_s = evaluator.local_s(choice) if self.delay else 0.0
+        return replace(encoded, more_s=self.step_s(local_s, seconds) - local_s)
+
+    def gradient_scale(self, graph: "OpGraph", strategy: "Strategy", rank: int) -> float:
+        """Factor that makes a rank's gradients means over its own island."""
+        from heterog.modes.averaging.ranks import gradient_scale
+
+        return gradient_scale(graph, strategy, rank)
+
+    def on_rank(self, step: "DeployedStep") -> "RankMode":
+        """The averager of a rank."""
+        from heterog.modes.averaging.ranks import averager_of
+
+        return averager_of(step)
+
+    def rehearsal(self, stage: "Stage") -> "Rehearsal":
+        """Play one averaging after the steps."""
+        from heterog.modes.averaging.rehearsal import RehearsedAveraging
+
+        return RehearsedAveraging(stage)
 
 
-def _check_decision(decision: "Decision", what: str) -> None:
-    if len(decision.teams) < 2:
-        raise StrategyError(
-            f"{what} needs at least two teams that train alone; devices "
-            f"{decision.devices} are in {max(len(decision.teams), 1)}."
-        )
-    if decision.sync.is_sharded or decision.sync.is_served:
-        raise StrategyError(
-            f"{what} goes with replicas that keep all of the training state, not with "
-            f"{decision.sync.name.lower()}; choose ring, hierarchical or "
-            "reduce_scatter_all_gather inside islands."
-        )
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _EncodedAveraging(EncodedMode):
+    """Copies of all parameters, in the dtype in which they are averaged."""
 
+    num_copies: int
 
-def island_samples(strategy: "Strategy", batch_size: int) -> tuple[int, ...]:
-    """Samples of a step on each island, when a batch is shared out in a strategy's proportions."""
-    return _samples(strategy.decisions[0], batch_size)
+    def resident_bytes(self, tables: "GraphTables", choice: "Choice") -> "FloatArray | float":
+        """Bytes of the copies."""
+        holds = choice.member[choice.division[tables.parameter_group]]
+        copies: FloatArray = self.num_copies * (tables.stepped_bytes[:, None] * holds).sum(0)
+        return copies
 
 
 def island_parts(strategy: "Strategy") -> tuple[float, ...]:
     """Weight of each island in the average; they add up to 1."""
-    assert strategy.averaging is not None
-    first = strategy.decisions[0]
-    if strategy.averaging.weights == AverageWeights.EQUAL:
+    averaging, first = strategy.mode(Averaging), strategy.decisions[0]
+    assert averaging is not None
+    if averaging.weights == AverageWeights.EQUAL:
         return (1.0 / len(first.teams),) * len(first.teams)
     batch_size = sum(first.shares)
     return tuple(count / batch_size for count in island_samples(strategy, batch_size))
-
-
-def islands(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
-    """All devices of each island, ascending."""
-    members: list[set[int]] = [set() for _ in strategy.decisions[0].teams]
-    for decision in dict.fromkeys(strategy.decisions):
-        for own, team in zip(members, decision.teams, strict=True):
-            own.update(team)
-    return tuple(tuple(sorted(own)) for own in members)
-
-
-def island_of(strategy: "Strategy", device: int) -> int | None:
-    """Number of a device's island; ``None`` for one that takes no part in training."""
-    found = (number for number, own in enumerate(islands(strategy)) if device in own)
-    return next(found, None)
-
-
-def _samples(decision: "Decision", batch_size: int) -> tuple[int, ...]:
-    """Samples of each team of a decision."""
-    shares = batch_shares(decision.shares, batch_size)
-    of_device = dict(zip(decision.devices, shares, strict=True))
-    return tuple(sum(of_device[device] for device in team) for team in decision.teams)

@@ -1,6 +1,6 @@
 """Passes over memory of a replica in one averaging; encoding and decoding not counted.
 
-``runtime.averaging`` makes these passes, ``simulator.averaging`` prices them as stated here.
+``ranks`` makes these passes, ``pricing`` prices them as stated here.
 
     x  parameters, in the optimizer's dtype    s  copy of them when they were sent
     a  parameters after the averaging before   w  weight of the replica, or of its island's message
@@ -15,7 +15,7 @@ bucket are the tensors read and written. What error feedback moves belongs to
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from heterog.strategy.averaging import Averaging
+from heterog.modes.averaging.value import Averaging
 
 
 class Pass(NamedTuple):

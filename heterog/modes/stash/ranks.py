@@ -26,20 +26,25 @@ inputs.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from heterog.modes.on_ranks import MakeExecutor, RankMode
+from heterog.modes.stash.phases import is_of_backward, micro_batch_of
+from heterog.modes.stash.value import WeightStash, oldest_weights, stage_of, stages_of
 from heterog.runtime.collectives import Pending
 from heterog.runtime.executor import StepExecutor
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder
-from heterog.runtime.step_order import LOSS, DueTask, StepOrder
+from heterog.runtime.step_order import LOSS, DueTask, StepOrder, step_order
 from heterog.strategy.program import TaskKind
-from heterog.strategy.stash import oldest_weights, stage_of, stages_of
-from heterog.strategy.stash_phases import is_of_backward, micro_batch_of
 from heterog.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from heterog.runtime.deploy import DeployedStep
 
 
 class Moment(IntEnum):
@@ -170,7 +175,7 @@ class _MicroBatch:
         self.receives_gradients = False
 
 
-class StashedTraining:
+class StashedTraining(RankMode):
     """The batches under way on one rank.
 
     Args:
@@ -178,8 +183,9 @@ class StashedTraining:
         strategy: Strategy with a stash.
         rank: Number of this rank.
         parameters: Parameters of this rank, by tensor id.
-        make_executor: Function that makes an executor that reads the given weights and follows
-            ``turns.order``.
+        make_executor: Function that makes an executor that reads parameters by the given function
+            and follows ``turns.order``.
+        flush: Ends communication that is under way.
 
     Attributes:
         num_micro: Number of micro-batches of a batch.
@@ -189,26 +195,31 @@ class StashedTraining:
             timeline.
     """
 
+    is_free_running = True
+
     def __init__(
         self,
         turns: TurnsByMoment,
         strategy: Strategy,
         rank: int,
         parameters: Mapping[int, nn.Parameter],
-        make_executor: Callable[[StashedWeights], StepExecutor],
+        make_executor: MakeExecutor,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
-        assert strategy.stash is not None
+        stash = strategy.mode(WeightStash)
+        assert stash is not None
         num_stages, stage = len(stages_of(strategy)), stage_of(strategy, rank)
         self.num_micro = turns.num_micro
         self.loss_delay = oldest_weights(strategy)
         self.is_alone = False
-        self._behind = 0 if stage is None else strategy.stash.behind(stage, num_stages)
+        self._behind = 0 if stage is None else stash.behind(stage, num_stages)
         self._late_losses: list[float] = []
         self._parameters = parameters
+        self._flush = flush
         self._free: list[_Batch] = []
         for _ in range(self._behind // self.num_micro + 2):
             weights = StashedWeights(parameters)
-            self._free.append(_Batch(weights, make_executor(weights)))
+            self._free.append(_Batch(weights, make_executor(weights.read)))
         own = set(self._free[0].executor.turns)
         every = turns.of(-1 if stage is None else stage)
         self._turns: Turns = {
@@ -224,28 +235,40 @@ class StashedTraining:
         under_way = dict.fromkeys(each.batch for each in self._under_way)
         return [each.executor for each in (*under_way, *self._free)]
 
-    def record(self, recorder: Recorder | None) -> None:
+    def record(self, recorder: Recorder | None, *, is_alone: bool | None = None) -> None:
         """Have a recorder notified of every task of the next batches, or nobody."""
         for executor in self.executors:
             executor.recorder = recorder
+        if is_alone is not None:
+            self.is_alone = is_alone
 
+    @property
     def is_alike(self) -> bool:
         """Whether all stages have made an update with every batch."""
         return not self._under_way
 
-    def __call__(self, batch: Mapping[int, Tensor], number: int) -> Tensor:
+    def why_apart(self, num_steps: int) -> str:
+        """Why stages have no model in common after so many steps; empty if they have."""
+        if self.is_alike:
+            return ""
+        return (
+            f"after step {num_steps} stages of this plan have batches under way, and weights of "
+            "different steps; call settle() on every rank, then read or save the model."
+        )
+
+    def run(self, batch: Mapping[int, Tensor], num_steps: int) -> Tensor:
         """Begin a batch, and end an older one.
 
         Args:
             batch: The global batch, by tensor id.
-            number: Number of steps before it since the start of training.
+            num_steps: Number of steps before it since the start of training.
 
         Returns:
             The loss of the batch ``loss_delay`` calls before, the same on every rank; not a number
             if there was none since the last ``settle``.
         """
         with torch.no_grad():
-            self.begin(batch, number)
+            self.begin(batch, num_steps)
             for _ in range(self.num_micro):
                 self.begin_micro_batch()
                 for moment in Moment:
@@ -329,12 +352,13 @@ class StashedTraining:
             return torch.tensor(torch.nan)
         return self._losses.popleft().wait()
 
-    def settle(self) -> None:
+    def settle(self, num_steps: int) -> None:
         """End all batches that are under way; every rank has to call it."""
         with torch.no_grad():
             self._end_all()
         self._late_losses += [float(each.wait()) for each in self._losses]
         self._losses.clear()
+        self._flush()
 
     def take_late_losses(self) -> list[float]:
         """Losses that no call has returned, of the last batches before each ``settle``."""
@@ -343,7 +367,7 @@ class StashedTraining:
 
     def _end_all(self) -> None:
         """End all micro-batches that are under way."""
-        while not self.is_alike():
+        while not self.is_alike:
             self._play(Moment.RECEIVE_GRADIENTS, is_last=True)
             self._play(Moment.BACKWARD, is_last=True)
 
@@ -358,3 +382,22 @@ class StashedTraining:
         """Give the parameters new memory, because batches under way read the old one."""
         for value in self._parameters.values():
             value.data = value.data.clone()
+
+
+def training_of(step: "DeployedStep") -> StashedTraining:
+    """The batches under way of a deployed step."""
+    plan, seen = step.plan, step.rank_program
+    turns = TurnsByMoment(seen, step_order(seen, plan.task_order, clips=False))
+
+    def make_executor(read: Callable[[int], Tensor] | None) -> StepExecutor:
+        # Nobody runs ahead further than the stash lets them, so no op waits for sends.
+        return step.executor_of(step.captured, seen, turns.order, (), read)
+
+    return StashedTraining(
+        turns,
+        plan.strategy,
+        step.rank,
+        step.part.parameters,
+        make_executor,
+        step.communicator.flush,
+    )

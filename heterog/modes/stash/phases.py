@@ -11,11 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.strategy.program import FIRST_LINK_KIND, IntArray, Program, TaskKind
-from heterog.strategy.stash import stages_of
-from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables
 
 BoolArray = npt.NDArray[np.bool_]
+Stages = tuple[tuple[int, ...], ...]
 AnyIntegers = npt.NDArray[np.integer[Any]]
 
 _OF_SLOTS = (
@@ -109,17 +108,14 @@ def micro_batch_of(
             return found
 
 
-def stage_fault(program: Program, strategy: Strategy, tables: GraphTables) -> str:
+def stage_fault(program: Program, stages: Stages, tables: GraphTables) -> str:
     """Say why stages cannot work on different batches at a time; empty if they can.
 
     Args:
         program: Program of one step.
-        strategy: Strategy that it was lowered from.
+        stages: Devices of each stage.
         tables: The graph's tables.
     """
-    if strategy.stash is None:
-        return ""
-    stages = stages_of(strategy)
     stage = {device: number for number, own in enumerate(stages) for device in own}
     is_late = is_of_backward(program.kind, program.subject, tables)
     for task in np.flatnonzero(program.kind >= FIRST_LINK_KIND).tolist():

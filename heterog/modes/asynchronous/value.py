@@ -19,19 +19,42 @@ on staleness says so, and no two runs are alike.
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.averaging import MOST_STEPS, check_islands
+from heterog.modes.islands import (
+    MOST_STEPS,
+    check_islands,
+    crossing_fault,
+    island_of,
+    island_samples,
+    islands,
+)
+from heterog.modes.mode import EncodedMode, Mode
+from heterog.names import shown
+from heterog.records import Int32, Many, Record
 
 if TYPE_CHECKING:
+    from heterog.cluster.topology import Cluster
+    from heterog.modes.on_ranks import RankMode
+    from heterog.planners.planner import Planner
+    from heterog.runtime.deploy import DeployedStep
+    from heterog.runtime.rank_program import RankProgram
+    from heterog.simulator.evaluator import Evaluator
+    from heterog.strategy.channels import ChannelTable
+    from heterog.strategy.lowering.choice import Choice
+    from heterog.strategy.program import FloatArray, Program
     from heterog.strategy.strategy import Decision, Strategy
+    from heterog.strategy.tables import GraphTables
 
 MOST_TICKS = 1_000_000
 """Most ticks of one step; the order of pushes needs no finer clock."""
@@ -60,8 +83,17 @@ class ServerEvent(NamedTuple):
     step: int
 
 
+class ServerRecord(Record):
+    """A server in a file."""
+
+    staleness: Int32
+    devices: Many[Int32]
+    ticks: Many[Int32]
+    order: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AsynchronousServer:
+class AsynchronousServer(Mode):
     """A server that keeps the weights, and the order in which gradients reach it.
 
     Attributes:
@@ -72,6 +104,18 @@ class AsynchronousServer:
             planned order of pushes is that of teams which take exactly so long.
         order: Order in which the server takes pushes.
     """
+
+    key = "asynchronous"
+    word = "server"
+    record = ServerRecord
+    trains_apart = True
+    steps_differ = True
+    takes_gradients = True
+    counts_labels_alone = True
+    masters_fault = (
+        "an asynchronous server keeps weights in the model's own dtype; train without master "
+        "weights, or with an exact plan."
+    )
 
     staleness: int
     devices: tuple[int, ...]
@@ -147,16 +191,43 @@ class AsynchronousServer:
                 left -= event.is_push
                 yield event
 
-    def check(self, strategy: "Strategy", graph: OpGraph) -> None:
-        """Refuse teams that cannot train alone, and parameters that nobody serves.
+    @classmethod
+    def method(cls, text: str) -> "Planner":
+        """The method that searches for it."""
+        from heterog.modes.asynchronous.method import parse_server
 
-        Args:
-            strategy: Strategy whose decisions are checked.
-            graph: One training step.
+        return parse_server(text)
 
-        Raises:
-            StrategyError: one of them is found; the message says which and why.
-        """
+    def brief_words(self, strategy: "Strategy") -> str:
+        """The server in a few words."""
+        return f"asynchronous server, {self.staleness} steps ahead at most"
+
+    def to_json(self) -> object:
+        """The server as a JSON value."""
+        return {
+            "staleness": self.staleness,
+            "devices": list(self.devices),
+            "ticks": list(self.ticks),
+            "order": str(self.order),
+        }
+
+    @classmethod
+    def from_record(cls, record: ServerRecord) -> "AsynchronousServer":
+        """The server of a record."""
+        if record.order not in list(PushOrder):
+            raise StrategyError(
+                f"strategy: field 'asynchronous.order' is {shown(record.order)}, none of "
+                f"{', '.join(PushOrder)}."
+            )
+        return cls(
+            staleness=record.staleness,
+            devices=tuple(record.devices),
+            ticks=tuple(record.ticks),
+            order=PushOrder(record.order),
+        )
+
+    def check(self, strategy: "Strategy", graph: OpGraph, cluster: "Cluster") -> None:
+        """Refuse teams that cannot train alone, and parameters that nobody serves."""
         check_islands(strategy, graph.batch_size, "an asynchronous server")
         num_teams = len(strategy.decisions[0].teams)
         if len(self.ticks) != num_teams:
@@ -185,6 +256,74 @@ class AsynchronousServer:
                 f"parameters leave none for {sorted(idle)}; leave these out."
             )
 
+    def fault(self, program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
+        """Why a program's teams cannot train alone; empty if they can."""
+        return crossing_fault(program, strategy)
+
+    def encode(
+        self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
+    ) -> EncodedMode:
+        """What the server adds to each device."""
+        kept = kept_bytes(
+            strategy,
+            tables.parameter_bytes.tolist(),
+            tables.parameter_group.tolist(),
+            num_devices=channels.cluster.num_devices,
+            state_ratio=tables.state_ratio,
+        )
+        return _EncodedServer(by_device=np.array(kept))
+
+    def priced(
+        self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
+    ) -> EncodedMode:
+        """The pace that teams settle at, beside a step of teams alone."""
+        from heterog.modes.asynchronous.pricing import more_seconds
+
+        return replace(encoded, more_s=more_seconds(evaluator, strategy, choice))
+
+    def loss_part(
+        self, graph: OpGraph, strategy: "Strategy", rank: int
+    ) -> tuple[float, tuple[int, ...]]:
+        """The mean over the team's own samples; not a number on a rank of no team."""
+        team = island_of(strategy, rank)
+        if team is None:
+            return math.nan, ()
+        samples = island_samples(strategy, graph.batch_size)[team]
+        return graph.batch_size / samples, islands(strategy)[team]
+
+    def device_sets(self, program: "Program", strategy: "Strategy") -> set[tuple[int, ...]]:
+        """Teams, which sum their own losses."""
+        return {devices for devices in islands(strategy) if len(devices) > 1}
+
+    def owners(self, graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
+        """The server's devices, beside whose copies the optimizer's state is."""
+        return server_of_rows(graph, strategy)
+
+    def seen_fault(self, seen: "RankProgram") -> str:
+        """Why teams would wait for each other in a step; empty if they do not."""
+        from heterog.modes.asynchronous.ranks import meeting_fault
+
+        return meeting_fault(seen)
+
+    def on_rank(self, step: "DeployedStep") -> "RankMode":
+        """Pulls and pushes of a rank."""
+        from heterog.modes.asynchronous.ranks import training_of
+
+        return training_of(step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _EncodedServer(EncodedMode):
+    """What a server adds to each device, beside what it needs to train alone."""
+
+    folds = False
+
+    by_device: "FloatArray"  # [num_devices]
+
+    def resident_bytes(self, tables: "GraphTables", choice: "Choice") -> "FloatArray | float":
+        """Bytes of messages, weights and states."""
+        return self.by_device
+
 
 def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
     """The device that serves each parameter, by row of ``graph.updates``.
@@ -199,7 +338,7 @@ def server_of_rows(graph: OpGraph, strategy: "Strategy") -> tuple[int, ...]:
 
 def _dealt(strategy: "Strategy", sizes: Sequence[float], groups: Sequence[int]) -> tuple[int, ...]:
     """The device that serves each parameter, given the bytes and the group of each."""
-    server = strategy.asynchronous
+    server = strategy.mode(AsynchronousServer)
     assert server is not None
     load = dict.fromkeys(server.devices, 0.0)
     found = [0] * len(sizes)
@@ -272,8 +411,9 @@ def kept_bytes(
     Returns:
         # [num_devices]
     """
-    assert strategy.asynchronous is not None
-    messages = 2 * len(strategy.asynchronous.ticks)
+    server = strategy.mode(AsynchronousServer)
+    assert server is not None
+    messages = 2 * len(server.ticks)
     kept = [0.0] * num_devices
     dealt = _dealt(strategy, sizes, groups)
     for size, group, home in zip(sizes, groups, dealt, strict=True):

@@ -1,10 +1,10 @@
 """Codecs: lossy encodings of messages, chosen by kind of traffic and devices.
 
 A codec changes the numbers of training, so no strategy has one unless somebody asked for it by
-name. It is a trait of a transfer or of a synchronisation: ``Strategy.codecs`` lists ``CodecRule``
-values, and lowering (``strategy.lowering.encoding``) makes an encoding and a decoding task of each
-message that a rule is about. A message is one run of bytes whose length follows from the number
-of elements alone, so that the receiver knows it beforehand.
+name. It is a trait of a transfer or of a synchronisation: ``Codecs`` lists ``CodecRule`` values,
+and ``messages`` makes an encoding and a decoding task of each message that a rule is about. A
+message is one run of bytes whose length follows from the number of elements alone, so that the
+receiver knows it beforehand.
 
 - ``fp16``: every element in half precision. Finite values beyond its range become the largest
   that it has.
@@ -20,10 +20,23 @@ and k follows from it: ``k / d = v / (r (v + x))`` with indices. Below ``r = (v 
 message of half the elements would be as long as all of them: they are sent as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
+from heterog.modes.mode import EncodedMode, Mode
+from heterog.names import shown
+from heterog.records import Int32, Many, Record
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+    from heterog.cluster.topology import Cluster
+    from heterog.graph.op_graph import OpGraph
+    from heterog.strategy.channels import ChannelTable
+    from heterog.strategy.strategy import Strategy
+    from heterog.strategy.tables import GraphTables
 
 INT8_BLOCK = 256
 """Number of elements that share a scale, which takes one in 64 bytes of the message. A bucket
@@ -100,6 +113,24 @@ class Codec:
         """The text that ``parse_codec`` reads."""
         return f"{self.kind}={self.reduction:g}" if self.kind == CodecKind.TOP_K else self.kind
 
+    def encode(self, tensor: "Tensor") -> "Tensor":
+        """Encode a tensor as a message; see ``tensors``."""
+        from heterog.modes.codecs.tensors import encode
+
+        return encode(tensor, self)
+
+    def decode(self, message: "Tensor", num_elements: int, dtype: "dtype") -> "Tensor":
+        """Decode a message into a flat tensor."""
+        from heterog.modes.codecs.tensors import decode
+
+        return decode(message, num_elements, dtype, self)
+
+    def add_decoded(self, total: "Tensor", message: "Tensor") -> None:
+        """Add what a message means to a flat tensor."""
+        from heterog.modes.codecs.tensors import add_decoded
+
+        add_decoded(total, message, self)
+
     def message_bytes(self, num_elements: int, value_bytes: int) -> int:
         """Bytes of the encoded message of some elements."""
         if self.is_plain(num_elements, value_bytes):
@@ -163,6 +194,26 @@ class CodecRule:
                 "top_k on parameters would set most of them to 0; choose fp16 or int8."
             )
 
+    @property
+    def is_of_values(self) -> bool:
+        """Whether the messages are values."""
+        return self.traffic in OF_VALUES
+
+    @property
+    def is_of_gradients(self) -> bool:
+        """Whether the messages are gradients."""
+        return self.traffic == Traffic.GRADIENTS
+
+    @property
+    def is_of_parameters(self) -> bool:
+        """Whether the messages are new parameters."""
+        return self.traffic == Traffic.PARAMETERS
+
+    @property
+    def of_changes(self) -> bool:
+        """Whether the messages are what islands have changed since the last averaging."""
+        return self.traffic == Traffic.PARAMETER_CHANGES
+
     def __str__(self) -> str:
         """A description for people and error messages."""
         between = ", ".join(map(str, self.devices))
@@ -170,6 +221,123 @@ class CodecRule:
 
 
 CodecRules = tuple[CodecRule, ...]
+
+
+class CodecRecord(Record):
+    """A codec rule in a file."""
+
+    traffic: str
+    devices: Many[Int32]
+    codec: str
+    reduction: float = 1.0
+    index_bytes: Int32 = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codecs(Mode):
+    """Lossy encodings of messages, which change the numbers of training.
+
+    Attributes:
+        rules: Codec rules, at least one; the first that applies to a message counts.
+    """
+
+    key = "codecs"
+    record = Many[CodecRecord]
+    goes_with = ("averaging",)
+    keeps_copies_equal = True
+    takes_clipping = True
+
+    rules: CodecRules
+
+    @property
+    def words(self) -> str:
+        """The codecs in a few words."""
+        return f"{self.rules[0]}" + f" and {len(self.rules) - 1} more" * (len(self.rules) > 1)
+
+    def to_json(self) -> object:
+        """The rules as JSON values."""
+        return [
+            {
+                "traffic": rule.traffic.name.lower(),
+                "devices": list(rule.devices),
+                "codec": rule.codec.kind.value,
+                "reduction": rule.codec.reduction,
+                "index_bytes": rule.codec.index_bytes,
+            }
+            for rule in self.rules
+        ]
+
+    @classmethod
+    def from_record(cls, record: list[CodecRecord]) -> "Codecs | None":
+        """The codecs of a list of records; none of an empty one."""
+        rules = tuple(_rule(number, each) for number, each in enumerate(record))
+        return cls(rules=rules) if rules else None
+
+    def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
+        """Refuse rules about devices that are not there, and two rules about one message."""
+        sends_changes = any(mode.sends_changes for mode in strategy.modes)
+        seen: set[tuple[Traffic, tuple[int, ...]]] = set()
+        for rule in self.rules:
+            if not all(0 <= device < cluster.num_devices for device in rule.devices):
+                raise StrategyError(
+                    f"the strategy has a codec, {rule}, but the cluster has devices 0 to "
+                    f"{cluster.num_devices - 1}."
+                )
+            if (rule.traffic, rule.devices) in seen:
+                raise StrategyError(
+                    f"the strategy has two codecs on {rule.traffic.words} between devices "
+                    f"{', '.join(map(str, rule.devices))}; keep one of them."
+                )
+            seen.add((rule.traffic, rule.devices))
+            if rule.of_changes != sends_changes:
+                others = [mode.words for mode in strategy.modes if mode.sends_changes]
+                raise StrategyError(
+                    f"the strategy has a codec, {rule}, and "
+                    + (others[0] if others else "no averaging")
+                    + "; codecs on parameter changes and averaging go with each other alone."
+                )
+
+    def encode(
+        self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
+    ) -> EncodedMode:
+        """The channels of the rules; nothing where all are about what averaging sends."""
+        from heterog.modes.codecs.messages import EncodedCodecs, coded_channels
+
+        coded = coded_channels(self.rules, channels)
+        return EncodedCodecs(coded=coded) if coded else EncodedMode()
+
+
+def codec_rules(strategy: "Strategy") -> CodecRules:
+    """The codec rules of a strategy; empty without codecs."""
+    codecs = strategy.mode(Codecs)
+    return () if codecs is None else codecs.rules
+
+
+def with_rules(strategy: "Strategy", rules: CodecRules) -> "Strategy":
+    """A strategy with other codec rules."""
+    rest = tuple(mode for mode in strategy.modes if not isinstance(mode, Codecs))
+    plain = replace(strategy, modes=rest)
+    return plain.with_mode(Codecs(rules=rules)) if rules else plain
+
+
+def _rule(number: int, record: CodecRecord) -> CodecRule:
+    traffic, kinds = record.traffic, [kind.value for kind in CodecKind]
+    if traffic.upper() not in Traffic.__members__ or traffic != traffic.lower():
+        raise StrategyError(
+            f"strategy: field 'codecs.{number}.traffic' is {shown(traffic)}, none of "
+            f"{', '.join(each.name.lower() for each in Traffic)}."
+        )
+    if record.codec not in kinds:
+        raise StrategyError(
+            f"strategy: field 'codecs.{number}.codec' is {shown(record.codec)}, none of "
+            f"{', '.join(kinds)}."
+        )
+    codec = Codec(
+        kind=CodecKind(record.codec),
+        reduction=record.reduction,
+        index_bytes=record.index_bytes,
+    )
+    return CodecRule(traffic=Traffic[traffic.upper()], devices=tuple(record.devices), codec=codec)
 
 
 def parse_codec(text: str) -> Codec:

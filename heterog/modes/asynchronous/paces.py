@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.strategy.asynchronous import MOST_TICKS, AsynchronousServer, PushOrder
+from heterog.modes.asynchronous.value import MOST_TICKS, AsynchronousServer, PushOrder
 from heterog.strategy.program import FloatArray
 
 SLOWEST_TICKS = 1000

@@ -29,7 +29,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.planners.averaged import island_decisions
+from heterog.modes.averaging.buckets import averaged_buckets
+from heterog.modes.averaging.value import Averaging
+from heterog.modes.codecs.value import (
+    MOST_REDUCTION,
+    Codec,
+    CodecKind,
+    CodecRule,
+    Traffic,
+    codec_rules,
+    with_rules,
+)
+from heterog.modes.search import island_decisions
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.issue_order import IssuedStep, Rehearse, issued_step
 from heterog.planners.judging import under_noise
@@ -38,8 +49,6 @@ from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.intervals import Interval
-from heterog.strategy.averaged_buckets import averaged_buckets
-from heterog.strategy.codec import MOST_REDUCTION, Codec, CodecKind, CodecRule, Traffic
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.tables import GraphTables
@@ -112,11 +121,12 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
 
 def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Boundary]:
     """Boundaries of a strategy whose islands average, slowest first."""
-    assert strategy.averaging is not None
+    averaging = strategy.mode(Averaging)
+    assert averaging is not None
     found: dict[tuple[int, ...], Boundary] = {}
     for bucket in averaged_buckets(evaluator.graph, strategy):
         channel = evaluator.channels[evaluator.channels.value_reduce(bucket.devices)]
-        seconds = bucket.num_bytes * evaluator.seconds_per_byte(channel) / strategy.averaging.every
+        seconds = bucket.num_bytes * evaluator.seconds_per_byte(channel) / averaging.every
         before = found.get(bucket.devices)
         found[bucket.devices] = Boundary(
             traffic=Traffic.PARAMETER_CHANGES,
@@ -175,7 +185,7 @@ class LossyResult:
     @property
     def is_lossy(self) -> bool:
         """Whether any codec is used."""
-        return bool(self.strategy.codecs)
+        return bool(codec_rules(self.strategy))
 
 
 def lossy_strategy(
@@ -198,7 +208,7 @@ def lossy_strategy(
     Raises:
         StrategyError: the strategy has codecs already, or a target was given for another codec.
     """
-    if strategy.codecs:
+    if codec_rules(strategy):
         raise StrategyError("the strategy has codecs already; begin with an exact one.")
     if target_s is not None and codec.kind != CodecKind.TOP_K:
         raise StrategyError(f"{codec} has no reduction to choose for a target; only top_k has.")
@@ -234,7 +244,7 @@ class _Search:
         self._evaluator = evaluator
         self._strategy = strategy
         self._order = order
-        if strategy.averaging is not None:
+        if strategy.mode(Averaging) is not None:
             found = averaged_boundaries(evaluator, strategy)
         else:
             choice = evaluator.encode(strategy)._replace(num_steps=1)
@@ -247,8 +257,8 @@ class _Search:
     def _has_messages(self, boundary: Boundary) -> bool:
         half = Codec(kind=CodecKind.FP16)
         rule = CodecRule(traffic=boundary.traffic, devices=boundary.devices, codec=half)
-        coded = replace(self._strategy, codecs=(rule,))
-        if coded.averaging is not None:
+        coded = with_rules(self._strategy, (rule,))
+        if coded.mode(Averaging) is not None:
             return any(each.rule for each in averaged_buckets(self._evaluator.graph, coded))
         try:
             choice = self._evaluator.encode(coded)._replace(num_steps=1)
@@ -258,7 +268,7 @@ class _Search:
 
     def with_rules(self, rules: tuple[CodecRule, ...]) -> _Tried:
         """The strategy with some rules."""
-        coded = replace(self._strategy, codecs=rules)
+        coded = with_rules(self._strategy, rules)
         return coded, self._evaluator.referee(coded, self._order)
 
     def rules(self, codec: Codec, number: int) -> tuple[CodecRule, ...]:
@@ -379,7 +389,7 @@ def with_codec(
 def _check_start(plan: Plan, codec: Codec) -> None:
     """Refuse a plan that codecs cannot be put on."""
     inexact = plan.strategy.inexact
-    if inexact is not None and plan.strategy.averaging is None:
+    if inexact is not None and plan.strategy.mode(Averaging) is None:
         raise StrategyError(
             f"the plan has {inexact.words}, where codecs are not planned; plan with a codec "
             "or with that, not both."
@@ -401,8 +411,8 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
         if (
             strategy is not None
             and row.outcome == "ok"
-            and (strategy.inexact is None or strategy.averaging is not None)
-            and not strategy.codecs
+            and (strategy.inexact is None or strategy.mode(Averaging) is not None)
+            and not codec_rules(strategy)
             and (row.step_time_s or 0.0) < most * plan.step_time_s
         ):
             order = Order[row.order.upper()]
@@ -417,13 +427,15 @@ def _other_islands(
 
     All islands gather each other's messages, so that fewer of them may be best with a codec.
     """
-    averaged = [each for each in starts if each[1].strategy.averaging is not None]
+    averaged = [
+        (row, averaging)
+        for row, candidate in starts
+        if (averaging := candidate.strategy.mode(Averaging)) is not None
+    ]
     known = {candidate.strategy for _, candidate in starts}
-    for row, candidate in averaged[:1]:
+    for row, averaging in averaged[:1]:
         for decision in island_decisions(evaluator):
-            strategy = replace(
-                uniform_strategy(evaluator, decision), averaging=candidate.strategy.averaging
-            )
+            strategy = uniform_strategy(evaluator, decision).with_mode(averaging)
             if strategy not in known:
                 yield row, Candidate(strategy=strategy, orders=(Order.FIFO,))
 
@@ -478,7 +490,7 @@ def _remark(
     assert plan.step_time_s is not None
     without = "exact" if plan.strategy.inexact is None else "uncompressed"
     text = (
-        f"LOSSY, trains with other numbers: {codec} on {len(found.strategy.codecs)} of "
+        f"LOSSY, trains with other numbers: {codec} on {len(codec_rules(found.strategy))} of "
         f"{found.num_boundaries} boundaries of {start}; {plan.step_time_s / step:.2f}x the "
         f"{without} {plan.method}, {found.halves.step_time_s / step:.2f}x {start} with fp16"
     )

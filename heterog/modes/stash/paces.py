@@ -16,7 +16,7 @@ all its messages hold any link.
 
 A message leaves when its receive has begun, and behind the one before it. So no step takes less
 than m messages in a row, of the forward or of the backward pass. The receive of inputs begins one
-micro-batch ahead, as ``runtime.stash`` has it, but that of a batch's first one when the stage has
+micro-batch ahead, as ``ranks`` has it, but that of a batch's first one when the stage has
 ended the forward pass before it: nobody has called with this batch yet. So with c_ij of forward
 messages alone no step takes less than m c_ij + F_j. Receives of gradients begin early enough to
 add nothing.
@@ -35,7 +35,7 @@ F_s, B_s and c_s are means, if micro-batches are unequal.
 
 On each device stay ceil(D_s / m) more versions of its weights, ceil((D_s + 1) / m) more batches,
 what D_s more micro-batches have left for their backward passes, and messages that come before they
-are needed (``lowering.stashed``).
+are needed (``memory``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,18 +43,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from heterog.simulator.cost_model import Prices
-from heterog.strategy.lowering import source_stages
-from heterog.strategy.lowering.tape import NUM_READS, NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.strategy.stash import WeightStash
-from heterog.strategy.stash_phases import (
+from heterog.modes.stash.memory import source_stages
+from heterog.modes.stash.phases import (
     BoolArray,
     ends_batch,
     is_of_backward,
     is_written_last,
     micro_batch_of,
 )
+from heterog.modes.stash.value import WeightStash
+from heterog.simulator.cost_model import Prices
+from heterog.strategy.lowering.tape import NUM_READS, NUM_TASKS, Tape
+from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.strategy.tables import GraphTables
 
 Pair = tuple[int, int]

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import ITEM_BYTES
-from heterog.strategy.averaging import island_parts, islands
-from heterog.strategy.codec import Codec, CodecRule
-from heterog.strategy.program import FIRST_LINK_KIND, Program
+from heterog.modes.averaging.value import island_parts
+from heterog.modes.codecs.value import Codec, CodecRule, codec_rules
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
 
 
@@ -96,7 +95,12 @@ def _bucket(
     stepped = graph.stepped_dtype(parameters[0])
     value_bytes = ITEM_BYTES[stepped]
     rule = next(
-        (each for each in strategy.codecs if tuple(sorted(each.devices)) == decision.devices), None
+        (
+            each
+            for each in codec_rules(strategy)
+            if tuple(sorted(each.devices)) == decision.devices
+        ),
+        None,
     )
     if rule is not None and (not num_elements or rule.codec.is_plain(num_elements, value_bytes)):
         rule = None
@@ -120,28 +124,3 @@ def _device_weights(decision: Decision, parts: tuple[float, ...]) -> tuple[float
         for device in team
     }
     return tuple(weight[device] for device in decision.devices)
-
-
-def crossing_fault(program: Program, strategy: Strategy) -> str:
-    """Find why a program's islands cannot train alone between averagings; empty if they can.
-
-    An island may learn the number of labels that count in the whole batch, per micro-batch, but
-    nothing that depends on another island's weights may reach it.
-    """
-    if strategy.apart is None:
-        return ""
-    island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
-    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
-        devices = program.channels[int(program.channel[task])].devices
-        crosses = len({island_of.get(device, -1) for device in devices}) > 1
-        if crosses and program.num_bytes[task] > _COUNT_BYTES:
-            return (
-                f"devices {devices} of several islands exchange {program.num_bytes[task]:.0f} "
-                "bytes in every step, so that islands do not train alone; cut the groups' "
-                "samples alike, or average a model whose loss is a mean over samples"
-            )
-    return ""
-
-
-_COUNT_BYTES = 8
-"""Size of the number of labels that count, by which a masked mean divides."""

@@ -1,7 +1,6 @@
 """The last step of lowering: messages with codecs get tasks that encode and decode them.
 
 It works on a finished tape, so that a strategy without codecs is lowered as if there were none.
-(It stays out of the folder ``lowering`` because every change there has all kernels compiled anew.)
 
     SEND, PUSH, PULL   ->  ENCODE on the source, the shorter message, DECODE on the destination
     ALL_REDUCE         ->  ENCODE on every member, an all-gather of the messages,
@@ -18,15 +17,18 @@ gradients that replicas give to replicas which have made none.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
+from heterog.modes.codecs.value import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
+from heterog.modes.mode import EncodedMode
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.codec import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
 from heterog.strategy.kernels import records
+from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.tape import (
     BUFFER,
     NUM_BUFFERS,
@@ -55,6 +57,33 @@ class CodedChannel(NamedTuple):
     transfer: int
     reduces: tuple[int, ...]
     gather: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedCodecs(EncodedMode):
+    """Codec rules with the channels of their messages.
+
+    Attributes:
+        coded: The rules, at least one.
+    """
+
+    folds = False
+    has_floor = False
+
+    coded: tuple[CodedChannel, ...]
+
+    @property
+    def rules(self) -> tuple[CodecRule, ...]:
+        """The rules that tasks name."""
+        return tuple(each.rule for each in self.coded)
+
+    def rewritten(self, tape: Tape, tables: GraphTables, choice: Choice) -> Tape:
+        """The tape with tasks that encode and decode."""
+        return encode_messages(tape, tables, choice.home, self.coded)
+
+    def kept_bytes(self, tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+        """Bytes of what codecs leave out of gradients."""
+        return feedback_bytes(tape, self.coded, choice.member.shape[1])
 
 
 def coded_channels(rules: CodecRules, channels: ChannelTable) -> tuple[CodedChannel, ...]:

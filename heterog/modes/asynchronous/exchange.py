@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from heterog.modes.asynchronous.value import Traffic
 from heterog.simulator.small_tape import TapeWriter
-from heterog.strategy.asynchronous import Traffic
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering.tape import Tape
 from heterog.strategy.program import FloatArray, TaskKind

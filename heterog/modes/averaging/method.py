@@ -10,28 +10,27 @@ that adds more communication than it takes work off the others is left out.
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 
-from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
-from heterog.names import shown
-from heterog.planners.data_parallel import (
-    device_speeds,
-    even_shares,
-    proportional_shares,
-    uniform_strategy,
+from heterog.modes.averaging.value import AverageWeights, Averaging
+from heterog.modes.search import (
+    best_of,
+    by_preference,
+    island_decision,
+    island_decisions,
+    nothing,
+    one_sample_moved,
 )
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, Spending
+from heterog.names import shown
+from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding
-from heterog.strategy.averaging import AverageWeights, Averaging
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.strategy import Decision, Strategy
 
-AVERAGE = "average"
-"""Name of the row, and the word that asks for it."""
 _MOST_MOVED = 8
 """Most samples moved, one after another, from the slowest island to another one."""
 _MOST_ASKED = 8
@@ -39,10 +38,10 @@ _MOST_ASKED = 8
 _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
 
 
-def parse_asynchronous(text: str) -> Averaging:
+def parse_averaging(text: str) -> Averaging:
     """The averaging that a text such as ``average=8`` asks for.
 
-    >>> parse_asynchronous("average=8,rate=0.7,momentum=0.9").words
+    >>> parse_averaging("average=8,rate=0.7,momentum=0.9").words
     'parameters averaged every 8 steps by samples, outer SGD of rate 0.7, momentum 0.9'
 
     Raises:
@@ -51,7 +50,11 @@ def parse_asynchronous(text: str) -> Averaging:
     values: dict[str, str] = {}
     for part in text.split(","):
         word, equals, value = part.strip().partition("=")
-        if word not in (AVERAGE, "weights", "delay", *_NUMBERS) or not equals or word in values:
+        if (
+            word not in (Averaging.word, "weights", "delay", *_NUMBERS)
+            or not equals
+            or word in values
+        ):
             raise HeterogError(
                 f"`asynchronous` has {shown(part)}; it takes average=H, then if wanted "
                 "weights=samples or weights=equal, delay=D (steps for which an average may be "
@@ -59,7 +62,7 @@ def parse_asynchronous(text: str) -> Averaging:
                 "optimizer, each once, with commas between them."
             )
         values[word] = value
-    every, delay = values.get(AVERAGE, ""), values.get("delay", "0")
+    every, delay = values.get(Averaging.word, ""), values.get("delay", "0")
     if not (_is_count(every) and _is_count(delay)):
         raise HeterogError(
             "`asynchronous` needs numbers of steps, average=H and if wanted delay=D, not "
@@ -96,7 +99,7 @@ class AveragedReplicas(Planner):
         averaging: The averaging that was asked for.
     """
 
-    name = AVERAGE
+    name = Averaging.word
     stage = "search"
 
     def __init__(self, averaging: Averaging) -> None:
@@ -120,7 +123,7 @@ class AveragedReplicas(Planner):
         return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
     def _tried(self, evaluator: Evaluator, decision: Decision) -> tuple[Evaluation, Strategy]:
-        strategy = replace(uniform_strategy(evaluator, decision), averaging=self.averaging)
+        strategy = uniform_strategy(evaluator, decision).with_mode(self.averaging)
         return evaluator.evaluate(strategy, Order.FIFO), strategy
 
     def _without_slow(
@@ -155,14 +158,19 @@ class AveragedReplicas(Planner):
         devices = {device for each in kept for device in each}
         weights = [speed if device in devices else 0.0 for device, speed in enumerate(speeds)]
         shares = split_in_proportion(evaluator.graph.batch_size, weights)
-        decision = _decision(kept, shares)
+        decision = island_decision(kept, shares)
         if decision is None:
             return None
         rest = self._tried(evaluator, decision)
-        whole_s, rest_s = (evaluator.encode(each[1]).averaging_s for each in (whole, rest))
+        whole_s, rest_s = (self._averaging_s(evaluator, each[1]) for each in (whole, rest))
         relative = sum(speeds[device] for device in team) / sum(weights)
         compute_s = rest[0].step_time_s - rest_s
         return None if is_worth_adding(relative, compute_s, whole_s - rest_s) else rest
+
+    @staticmethod
+    def _averaging_s(evaluator: Evaluator, strategy: Strategy) -> float:
+        """Seconds of averaging in the mean of a step."""
+        return sum(mode.more_s for mode in evaluator.encode(strategy).modes)
 
     def _refined(
         self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
@@ -179,104 +187,3 @@ class AveragedReplicas(Planner):
             if found[0].preference >= best[0].preference:
                 return
             decision, best = moved, found
-
-
-def by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
-    """Sort key of strategies that were tried: the best comes first."""
-    return pair[0].preference
-
-
-def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
-    """Decisions for each kind of island (devices, hosts) and each kind of share, none twice."""
-    known = set()
-    ways = (proportional_shares(evaluator), even_shares(evaluator))
-    for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
-        for shares in ways:
-            decision = _decision(teams, shares)
-            if decision is not None and decision not in known:
-                known.add(decision)
-                yield decision
-
-
-def best_of(
-    tried: Sequence[tuple[Evaluation, Strategy]],
-    problem: Problem,
-    spending: Spending,
-    search_seconds: float,
-) -> PlanResult:
-    """The best three of the strategies that a method has tried, none of which is exact.
-
-    Args:
-        tried: All of them, at least one.
-        problem: Problem whose seeds are the exact strategies, beside which the best one is put.
-        spending: What the search has spent.
-        search_seconds: Seconds that it took.
-    """
-    best = sorted(tried, key=by_preference)[:3]
-    return PlanResult(
-        candidates=tuple(
-            Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in best
-        ),
-        num_evaluations=spending.evaluations,
-        search_seconds=search_seconds,
-        note=_beside_exact(*best[0], problem),
-    )
-
-
-def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> str:
-    """Note that a strategy is not exact, and how fast it is beside the best exact one."""
-    assert strategy.inexact is not None
-    note = f"not exact: {strategy.inexact.words}"
-    exact: Sequence[Evaluation] = [
-        seed.judged for seed in problem.seeds if seed.judged is not None and seed.judged.is_ok
-    ]
-    if exact and found.is_ok:
-        least_s = min(each.step_time_s for each in exact)
-        note += f"; {least_s / found.step_time_s:.2f}x as fast as the best exact plan"
-    return note
-
-
-def nothing(reason: str) -> PlanResult:
-    """A result without strategies, and the reason."""
-    return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
-
-
-def _singles(cluster: Cluster) -> list[tuple[int, ...]]:
-    return [(device,) for device in range(cluster.num_devices)]
-
-
-def _hosts(cluster: Cluster) -> list[tuple[int, ...]]:
-    hosts: dict[int, list[int]] = {}
-    for device in range(cluster.num_devices):
-        hosts.setdefault(cluster.host_of[device], []).append(device)
-    return [tuple(members) for members in hosts.values()]
-
-
-def _decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision | None:
-    """A decision of the islands that have samples; ``None`` if fewer than two have."""
-    kept = [
-        tuple(device for device in team if shares[device])
-        for team in teams
-        if any(shares[device] for device in team)
-    ]
-    if len(kept) < 2:
-        return None
-    devices = tuple(sorted(device for team in kept for device in team))
-    return Decision(
-        devices=devices,
-        shares=tuple(shares[device] for device in devices),
-        sync=Sync.RING,
-        teams=tuple(kept),
-    )
-
-
-def one_sample_moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
-    """A decision with one sample moved from the slowest device to the one that would end first."""
-    shares = dict(zip(decision.devices, decision.shares, strict=True))
-    slowest = max(shares, key=lambda device: shares[device] / speeds[device])
-    quickest = min(shares, key=lambda device: (shares[device] + 1) / speeds[device])
-    if slowest == quickest or shares[slowest] < 2:
-        return None
-    shares[slowest] -= 1
-    shares[quickest] += 1
-    return replace(decision, shares=tuple(shares[device] for device in decision.devices))

@@ -2,19 +2,22 @@
 
 A step costs its own seconds and the H-th part of one averaging, because the averaging begins when
 the step before it has ended: T = T_local + T_average / H. Passes over memory are those of
-``strategy.averaging_passes``.
+``passes``.
 """
 
 from collections.abc import Sequence
 
+from heterog.modes.averaging.buckets import AveragedBucket, averaged_buckets
+from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
+from heterog.modes.averaging.value import Averaging
+from heterog.modes.codecs.value import DECODE_BYTES, encode_bytes
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.small_tape import TapeWriter
-from heterog.strategy.averaged_buckets import AveragedBucket
-from heterog.strategy.averaging import Averaging
-from heterog.strategy.averaging_passes import passes_after, passes_before, times_moved
 from heterog.strategy.channels import ChannelTable
-from heterog.strategy.codec import DECODE_BYTES, encode_bytes
+from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import Tape
 from heterog.strategy.program import TaskKind
+from heterog.strategy.strategy import Strategy
 
 
 def averaging_tape(
@@ -102,3 +105,23 @@ def _write_end(
             decoded = size * len(bucket.senders) * DECODE_BYTES[bucket.rule.codec.kind]
             read = writer.write(TaskKind.DECODE_SUM, number, device, decoded, reads=[token])
         writer.write(TaskKind.FLATTEN, number, device, cost, reads=[read])
+
+
+def averaging_seconds(evaluator: Evaluator, strategy: Strategy, choice: Choice) -> float:
+    """Seconds of one averaging of a strategy's parameters, by the referee.
+
+    Args:
+        evaluator: Evaluator of the graph on the cluster.
+        strategy: Strategy with an averaging.
+        choice: The same strategy, encoded.
+    """
+    averaging = strategy.mode(Averaging)
+    assert averaging is not None
+    tape = averaging_tape(
+        averaging,
+        averaged_buckets(evaluator.graph, strategy),
+        evaluator.channels,
+        num_parameters=len(evaluator.tables.parameter_bytes),
+        num_devices=evaluator.cluster.num_devices,
+    )
+    return evaluator.tape_s(tape, choice)

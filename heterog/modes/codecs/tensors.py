@@ -1,6 +1,6 @@
 """Encoding tensors as messages of bytes, and decoding them.
 
-``strategy.codec`` says what each codec keeps and how long its messages are. A message is one flat
+``value`` says what each codec keeps and how long its messages are. A message is one flat
 ``uint8`` tensor, its parts with the widest elements first, so that each lies where its type wants:
 
     fp16    halves
@@ -13,7 +13,7 @@ Values that are not finite stay so: training that has gone wrong must not look r
 import torch
 from torch import Tensor
 
-from heterog.strategy.codec import INT8_BLOCK, Codec, CodecKind
+from heterog.modes.codecs.value import INT8_BLOCK, Codec, CodecKind
 
 _INT8_STEPS = 127.0
 _MOST_HALF = 65504.0

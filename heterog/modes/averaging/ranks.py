@@ -2,26 +2,33 @@
 
 With a codec the first replica of each island sends what the island has changed since the last
 averaging, and keeps what its message left out; see ``Averaging``. What passes over memory this
-takes is stated in ``strategy.averaging_passes``, which prices them: change both together.
+takes is stated in ``passes``, which prices them: change both together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
-from heterog.runtime.codecs import add_decoded
+from heterog.modes.averaging.buckets import AveragedBucket, averaged_buckets
+from heterog.modes.averaging.value import Averaging
+from heterog.modes.codecs.value import Codec
+from heterog.modes.islands import island_of, island_samples
+from heterog.modes.on_ranks import RankMode, Reading
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.feedback import ErrorFeedback, Key
 from heterog.runtime.masters import Masters
-from heterog.strategy.averaged_buckets import AveragedBucket, averaged_buckets
-from heterog.strategy.averaging import Averaging, island_of, island_samples
-from heterog.strategy.codec import Codec
 from heterog.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from heterog.runtime.checkpoint.contents import Contents
+    from heterog.runtime.checkpoint.files import Entry
+    from heterog.runtime.checkpoint.left_out import Kept
+    from heterog.runtime.deploy import DeployedStep
 
 
 def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
@@ -34,8 +41,6 @@ def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
     Raises:
         StrategyError: a batch of this size leaves an island without samples.
     """
-    if strategy.averaging is None:
-        return 1.0
     samples = island_samples(strategy, graph.batch_size)
     if not all(samples):
         raise StrategyError(
@@ -69,7 +74,7 @@ class _UnderWay(NamedTuple):
     """Average of the parameters; with a codec, of the differences to it."""
 
 
-class Averager:
+class Averager(RankMode):
     """Averages this rank's parameters with those of the other islands.
 
     Args:
@@ -97,8 +102,9 @@ class Averager:
         masters: Masters,
         communicator: Communicator,
     ) -> None:
-        assert strategy.averaging is not None
-        self.averaging: Averaging = strategy.averaging
+        averaging = strategy.mode(Averaging)
+        assert averaging is not None
+        self.averaging: Averaging = averaging
         self.every_bucket = averaged_buckets(graph, strategy)
         communicator.open({bucket.devices for bucket in self.every_bucket})
         self._rank = rank
@@ -128,11 +134,17 @@ class Averager:
                     now.clone(), torch.zeros_like(now) if has_outer else None
                 )
 
-    def is_alike(self, num_steps: int) -> bool:
-        """Whether all islands have the same parameters after so many steps."""
-        return num_steps == self._alike_after
+    def why_apart(self, num_steps: int) -> str:
+        """Why islands have no model in common after so many steps; empty if they have."""
+        if num_steps == self._alike_after:
+            return ""
+        return (
+            f"after step {num_steps} the islands of this plan, which average every "
+            f"{self.averaging.every} steps, have trained apart, and each has weights of its own; "
+            "call settle() on every rank to average now, then read or save the model."
+        )
 
-    def after_step(self, num_steps: int) -> None:
+    def end_step(self, num_steps: int) -> None:
         """Begin an averaging after every H-th step since the start of training, and end it.
 
         Its end is D steps later; without a delay that is at once.
@@ -152,7 +164,7 @@ class Averager:
         Args:
             num_steps: Number of steps since the start of training.
         """
-        if self.is_alike(num_steps):
+        if num_steps == self._alike_after:
             return
         with torch.no_grad():
             self.end_average()
@@ -203,7 +215,7 @@ class Averager:
             total = flat.zero_()
             for each in messages:  # in one order, so that replicas stay equal bit for bit
                 if each.numel():
-                    add_decoded(total, each, codec)
+                    codec.add_decoded(total, each)
             return total
 
         return self._communicator.all_gather(message, bucket.devices, counts, added_up)
@@ -234,8 +246,38 @@ class Averager:
             else:  # and what this island has learned since
                 value.sub_(before).add_(new)
 
+    def entries(self, step: "DeployedStep") -> "list[Entry]":
+        """Entries of this rank's island and of the outer optimizer."""
+        from heterog.modes.averaging.checkpoint import averaging_entries
+
+        return averaging_entries(step, self)
+
+    def left_out(self, step: "DeployedStep") -> "Iterator[Kept]":
+        """What codecs have left out of the changes that islands send."""
+        from heterog.modes.averaging.checkpoint import changes_left_out
+
+        yield changes_left_out(self)
+
+    def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
+        """State of this rank's island and of the outer optimizer."""
+        from heterog.modes.averaging.checkpoint import SavedAveraging
+
+        return SavedAveraging(step, self, contents)
+
     def _stepped(self, row: int) -> nn.Parameter:
         return self._masters.of(self._values[row])
+
+
+def averager_of(step: "DeployedStep") -> Averager:
+    """The averager of a deployed step."""
+    return Averager(
+        step.captured.graph,
+        step.plan.strategy,
+        step.rank,
+        step.part.parameters,
+        step.masters,
+        step.communicator,
+    )
 
 
 def _parts_of(flat: Tensor, values: Sequence[Tensor]) -> list[Tensor]:

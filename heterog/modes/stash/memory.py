@@ -1,17 +1,47 @@
 """What a stash keeps on each device, beside what a step needs on its own."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
+from heterog.modes.mode import EncodedMode
+from heterog.modes.stash.phases import is_of_backward
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.resident import resident_bytes
 from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.strategy.stash_phases import is_of_backward
 from heterog.strategy.tables import GraphTables
 
 
-def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedStash(EncodedMode):
+    """Stage of each device, and the micro-batches by which it is behind.
+
+    Attributes:
+        stage: Stage of each device, -1 for none.  # [num_devices]
+        behind: Number of micro-batches.  # [num_devices]
+    """
+
+    folds = False
+    keeps_versions = True
+
+    stage: IntArray
+    behind: IntArray
+
+    def kept_bytes(self, tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+        """Bytes that the stash adds to each device."""
+        return stash_bytes(tape, tables, choice, self)
+
+
+def encoded_stash(choice: Choice) -> EncodedStash:
+    """The stash of a choice that has one."""
+    return next(mode for mode in choice.modes if isinstance(mode, EncodedStash))
+
+
+def stash_bytes(
+    tape: Tape, tables: GraphTables, choice: Choice, stash: EncodedStash
+) -> FloatArray:
     """Bytes that a stash adds to each device.
 
     A device that is D micro-batches of m behind keeps ceil(D / m) more versions of its weights,
@@ -23,7 +53,8 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     Args:
         tape: Tape of one step, whose micro-batches come one after another.
         tables: The graph's tables.
-        choice: The choice that it was lowered from, with a stash.
+        choice: The choice that it was lowered from.
+        stash: The stash.
 
     Returns:
         # [num_devices]
@@ -40,12 +71,12 @@ def stash_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
     is_read_late[reads[np.repeat(is_late, np.diff(ends))]] = True
     maker = buffers["maker"]
     is_saved = is_read_late & ~is_late[maker]
-    source, target = source_stages(tape, choice.stage), _stage(choice.stage, tasks["device"])
+    source, target = source_stages(tape, stash.stage), _stage(stash.stage, tasks["device"])
     is_message = tasks["kind"] >= FIRST_LINK_KIND
     comes, is_gradient = (is_message & (target >= 0) & (source != target))[maker], is_late[maker]
     micro, count = tasks["micro"][maker], choice.num_micro
     saved = _by_micro_batch(buffers, micro, is_saved, (count, len(weights)))
-    whole, more = np.divmod(choice.behind, count)
+    whole, more = np.divmod(stash.behind, count)
     kept = whole * saved.sum(0) + more * saved.max(0)
     kept += (whole + (more > 0)) * weights + (whole + 1) * batch
     inputs = _by_micro_batch(buffers, micro, comes & ~is_gradient, saved.shape)

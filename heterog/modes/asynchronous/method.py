@@ -16,50 +16,38 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from heterog.errors import HeterogError
-from heterog.names import shown
-from heterog.planners.averaged import (
-    AVERAGE,
-    AveragedReplicas,
+from heterog.modes.asynchronous.paces import ticks_of
+from heterog.modes.asynchronous.pricing import team_paces
+from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
+from heterog.modes.search import (
     best_of,
     by_preference,
     island_decisions,
     nothing,
     one_sample_moved,
-    parse_asynchronous,
 )
+from heterog.names import shown
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Planner, PlanResult, Problem
-from heterog.planners.stashed import STASH, parse_stash
-from heterog.simulator.asynchronous import ticks_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluation, Evaluator
-from heterog.strategy.asynchronous import AsynchronousServer, PushOrder
 from heterog.strategy.strategy import Decision, Strategy
 
-SERVER = "server"
-"""Name of the row, and the word that asks for it."""
-NOT_EXACT = (AVERAGE, SERVER, STASH)
-"""Names of the rows whose training is not exact."""
 _MOST_SERVERS = 8
 """Most devices that are tried as the server; the first ones of a larger cluster."""
 _MOST_MOVED = 8
 """Most samples moved, one after another, from the slowest team to another one."""
 
 
-def asynchronous_method(text: str) -> Planner:
+def parse_server(text: str) -> "ServedTeams":
     """The method that a text such as ``server=2`` asks for.
 
-    >>> asynchronous_method("server=2").name, asynchronous_method("average=8").name
-    ('server', 'average')
+    >>> parse_server("server=2").staleness
+    2
 
     Raises:
         HeterogError: a word is unknown, missing or has no such value.
     """
-    word = text.partition("=")[0].strip()
-    if word == STASH:
-        return parse_stash(text)
-    if word != SERVER:
-        return AveragedReplicas(parse_asynchronous(text))
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
     value = first[1]
     if not (value.isascii() and value.isdecimal() and len(value) < 10):
@@ -90,7 +78,7 @@ class ServedTeams(Planner):
         order: Order in which the server takes pushes.
     """
 
-    name = SERVER
+    name = AsynchronousServer.word
     stage = "search"
 
     def __init__(self, staleness: int, order: PushOrder = PushOrder.PLANNED) -> None:
@@ -120,7 +108,7 @@ class ServedTeams(Planner):
 
     def _refined(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
         """Move samples from the team that takes longest to the one that would take shortest."""
-        server = best.strategy.asynchronous
+        server = best.strategy.mode(AsynchronousServer)
         assert server is not None
         for _ in range(_MOST_MOVED):
             moved = one_sample_moved(
@@ -154,9 +142,9 @@ def served_strategy(
     equal = AsynchronousServer(
         staleness=staleness, devices=devices, ticks=(1,) * len(decision.teams), order=order
     )
-    strategy = replace(uniform_strategy(evaluator, decision), asynchronous=equal)
-    paces = evaluator.team_paces(strategy, evaluator.encode(strategy))
-    return replace(strategy, asynchronous=replace(equal, ticks=ticks_of(paces)))
+    strategy = uniform_strategy(evaluator, decision).with_mode(equal)
+    paces = team_paces(evaluator, strategy, evaluator.encode(strategy))
+    return strategy.with_mode(replace(equal, ticks=ticks_of(paces)))
 
 
 def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ...]]:
@@ -172,7 +160,7 @@ def _servers(evaluator: Evaluator, decision: Decision) -> Iterator[tuple[int, ..
 def _device_speeds(evaluator: Evaluator, strategy: Strategy) -> tuple[float, ...]:
     """Samples per second of every device, the exchange of its team with the server included."""
     decision = strategy.decisions[0]
-    paces = evaluator.team_paces(strategy, evaluator.encode(strategy))
+    paces = team_paces(evaluator, strategy, evaluator.encode(strategy))
     shares = dict(zip(decision.devices, decision.shares, strict=True))
     speeds = [1.0] * evaluator.cluster.num_devices
     for team, pace in zip(decision.teams, paces, strict=True):

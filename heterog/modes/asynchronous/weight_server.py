@@ -32,7 +32,14 @@ from torch import Tensor, nn
 
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.asynchronous import PushOrder, Traffic, pulls_of, pushes_of, server_of_rows
+from heterog.modes.asynchronous.value import (
+    AsynchronousServer,
+    PushOrder,
+    Traffic,
+    pulls_of,
+    pushes_of,
+    server_of_rows,
+)
 from heterog.strategy.strategy import Strategy
 
 _MOST_IDLE = timedelta(days=1)
@@ -147,8 +154,9 @@ class WeightServer:
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
         messages: Messages,
     ) -> None:
-        assert strategy.asynchronous is not None
-        self._server = strategy.asynchronous
+        server = strategy.mode(AsynchronousServer)
+        assert server is not None
+        self._server = server
         rows = [row for row, home in enumerate(server_of_rows(graph, strategy)) if home == rank]
         self.values = {row: nn.Parameter(parameters[row].detach().clone()) for row in rows}
         self.optimizer = make_optimizer(self.values)

@@ -11,24 +11,25 @@ import re
 from torch import Tensor
 
 from heterog.errors import InputFileError
+from heterog.modes.averaging.ranks import Averager, changes_key
+from heterog.modes.islands import island_of, islands
+from heterog.modes.on_ranks import Reading
 from heterog.runtime.checkpoint.boxes import whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import name_and_shape, stepped_values
+from heterog.runtime.checkpoint.left_out import Kept
 from heterog.runtime.deploy import DeployedStep
-from heterog.strategy.averaging import island_of, islands
 
 OUTER = "averaging.outer"
 """Prefix of a parameter's name for its momentum in the outer optimizer."""
 
 
-def averaging_entries(step: DeployedStep) -> list[Entry]:
-    """Entries of this rank's island and of the outer optimizer; none in an exact plan."""
-    if step.averager is None:
-        return []
+def averaging_entries(step: DeployedStep, averager: Averager) -> list[Entry]:
+    """Entries of this rank's island and of the outer optimizer."""
     found = [
         (f"{OUTER}.{name_and_shape(step, row)[0]}", state.momentum)
-        for row, state in step.averager.outer.items()
+        for row, state in averager.outer.items()
         if state.momentum is not None and step.part.owner(row) == step.rank
     ]
     if _island_of(step) > 0:
@@ -69,29 +70,25 @@ def _stepped_rows(step: DeployedStep) -> dict[int, Tensor]:
     return {row_of[each.members[0].name]: each.stepped for each in stepped_values(step)}
 
 
-class SavedAveraging:
+class SavedAveraging(Reading):
     """State of a rank's island and of the outer optimizer, read beside the current one.
 
     Args:
         step: A freshly deployed step.
+        averager: Its averager.
         contents: Index of the checkpoint.
-
-    Attributes:
-        wanted: New tensors by the name under which they were saved.
 
     Raises:
         InputFileError: the checkpoint contradicts itself.
     """
 
-    def __init__(self, step: DeployedStep, contents: Contents) -> None:
-        self.wanted: dict[str, Tensor] = {}
-        self._step = step
+    def __init__(self, step: DeployedStep, averager: Averager, contents: Contents) -> None:
+        super().__init__()
+        self._step, self._averager = step, averager
         self._states: list[tuple[Tensor, str, str]] = []
-        if step.averager is None:
-            return
         rows = _stepped_rows(step)
         names = set(contents.names)
-        for row in step.averager.outer if step.averager.averaging.has_outer else ():
+        for row in averager.outer if averager.averaging.has_outer else ():
             name = f"{OUTER}.{name_and_shape(step, row)[0]}"
             if name in names:
                 self._want(contents, name, tuple(rows[row].shape), rows[row])
@@ -116,9 +113,7 @@ class SavedAveraging:
 
     def take_over(self) -> None:
         """Make it the state of the step, whose parameters and optimizer are already loaded."""
-        averager = self._step.averager
-        if averager is None:
-            return
+        averager = self._averager
         averager.begin(self._step.num_steps)
         for row, state in averager.outer.items():
             name = f"{OUTER}.{name_and_shape(self._step, row)[0]}"
@@ -127,6 +122,19 @@ class SavedAveraging:
         for stepped, key, name in self._states:
             now = self._step.optimizer.state[stepped][key]
             now.copy_(self.wanted[name].to(now.dtype))
+
+
+def changes_left_out(averager: Averager) -> Kept:
+    """What codecs have left out of the changes that islands send."""
+    coded = {changes_key(each): each for each in averager.every_bucket if each.codec}
+    outer = averager.outer
+    return Kept(
+        word="left_out_changes",
+        feedback=averager.feedback,
+        senders={key: set(bucket.senders) for key, bucket in coded.items()},
+        rows={key: bucket.rows for key, bucket in coded.items()},
+        dtypes={key: outer[key[0]].anchor.dtype for key in coded if key[0] in outer},
+    )
 
 
 def _has_same_islands(step: DeployedStep, names: set[str]) -> bool:

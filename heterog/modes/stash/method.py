@@ -18,8 +18,10 @@ import numpy as np
 
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.modes.search import best_of, by_preference, nothing
+from heterog.modes.stash.phases import stage_fault
+from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
-from heterog.planners.averaged import best_of, by_preference, nothing
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
 from heterog.planners.pipeline import Stages, stage_sequences
@@ -31,12 +33,8 @@ from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.program import FloatArray
-from heterog.strategy.stash import WeightStash, stages_of
-from heterog.strategy.stash_phases import stage_fault
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
 
-STASH = "stash"
-"""Name of the row, and the word that asks for it."""
 _MOST_TRIED = 40
 """Most sequences of stages that are simulated, those with the shortest estimates first."""
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
@@ -89,7 +87,7 @@ class StashedPipelines(Planner):
         num_micro: Number of micro-batches; if ``None``, the search chooses it.
     """
 
-    name = STASH
+    name = WeightStash.word
     stage = "search"
 
     def __init__(self, stash: WeightStash, num_micro: int | None = None) -> None:
@@ -178,10 +176,10 @@ class StashedPipelines(Planner):
             micro_batches=_micro_batches(evaluator, exact, count),
             schedule=AS_IT_COMES,
             blocks=(),
-            stash=self.stash,
+            modes=(self.stash,),
         )
         try:
-            self.stash.check(strategy)
+            self.stash.check(strategy, evaluator.graph, evaluator.cluster)
         except StrategyError:
             return None
         return strategy
@@ -201,7 +199,7 @@ class StashedPipelines(Planner):
             cluster=cluster.fingerprint(),
             decisions=tuple(decisions),
             homes=(REPLICATED,) * len(graph.updates),
-            stash=self.stash,
+            modes=(self.stash,),
         )
         return replace(strategy, micro_batches=_micro_batches(evaluator, strategy, count))
 
@@ -327,4 +325,4 @@ def _recomputing(strategy: Strategy, keeps: Keeps) -> Strategy:
 def _fault(evaluator: Evaluator, strategy: Strategy) -> str:
     """Why stages cannot run batches apart; empty if they can."""
     program = evaluator.program(evaluator.encode(strategy))
-    return stage_fault(program, strategy, evaluator.tables)
+    return stage_fault(program, stages_of(strategy), evaluator.tables)

@@ -21,27 +21,55 @@ Each step makes one update with the gradient of a whole batch, as an exact step 
 weights, so a strategy has a stash only where a person asked for it.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from heterog.errors import StrategyError
+from heterog.modes.mode import EncodedMode, Mode
+from heterog.modes.stash.memory import EncodedStash
+from heterog.modes.stash.phases import is_of_backward, stage_fault
+from heterog.records import Int32, Record
 from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 
 if TYPE_CHECKING:
+    from heterog.cluster.topology import Cluster
+    from heterog.graph.op_graph import OpGraph
+    from heterog.modes.on_ranks import RankMode, Rehearsal
+    from heterog.planners.planner import Planner
+    from heterog.runtime.deploy import DeployedStep
+    from heterog.runtime.rehearsal import Stage
+    from heterog.simulator.evaluator import Evaluator
+    from heterog.strategy.channels import ChannelTable
+    from heterog.strategy.lowering.choice import Choice
+    from heterog.strategy.program import Program
     from heterog.strategy.strategy import Decision, Strategy
+    from heterog.strategy.tables import GraphTables
 
 MOST_BOUNDARY_STEPS = 1000
 """Most steps that a boundary may add; memory ends long before."""
 
 
+class StashRecord(Record):
+    """A stash in a file."""
+
+    boundary_steps: Int32
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightStash:
+class WeightStash(Mode):
     """Staleness of a pipeline's stages.
 
     Attributes:
         boundary_steps: Number K of micro-batches by which every boundary between stages lets the
             backward passes of the stages before it be later.
     """
+
+    key = "stash"
+    word = "stash"
+    record = StashRecord
+    overlaps_steps = True
 
     boundary_steps: int
 
@@ -82,13 +110,45 @@ class WeightStash:
         steps = "1 step" if self.boundary_steps == 1 else f"{self.boundary_steps} steps"
         return f"stages that do not wait, with weights up to {steps} older for each later stage"
 
-    def check(self, strategy: "Strategy") -> None:
+    @classmethod
+    def method(cls, text: str) -> "Planner":
+        """The method that searches for it."""
+        from heterog.modes.stash.method import parse_stash
+
+        return parse_stash(text)
+
+    def brief_words(self, strategy: "Strategy") -> str:
+        """The age of the oldest weights in a few words."""
+        age = oldest_weights(strategy)
+        return f"weights up to {age} step{'s' * (age != 1)} old"
+
+    def sentence(self, strategy: "Strategy") -> str:
+        """What stages that do not wait keep, where it is most: on the first one."""
+        age = oldest_weights(strategy)
+        behind = self.behind(0, len(stages_of(strategy)))
+        prefix = "micro-" if strategy.num_micro_batches > 1 else ""
+        one, many = f"{prefix}batch", f"{prefix}batches"
+        if behind == 0:
+            return f"Each stage waits for the gradient of its own {one}."
+        return (
+            f"Stages do not wait: the first one runs {behind} more {one if behind == 1 else many} "
+            "forward before a gradient comes back, with weights up to "
+            f"{age} step{'s' * (age != 1)} old, of which it keeps {age + 1} versions."
+        )
+
+    def to_json(self) -> object:
+        """The stash as a JSON value."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: StashRecord) -> "WeightStash":
+        """The stash of a record."""
+        return cls(boundary_steps=record.boundary_steps)
+
+    def check(self, strategy: "Strategy", graph: "OpGraph", cluster: "Cluster") -> None:
         """Refuse a strategy that is no pipeline of stages with replicas of whole parameters.
 
-        Which values flow between stages is found in its program; see ``stash_phases``.
-
-        Raises:
-            StrategyError: something does not fit; the message says what.
+        Which values flow between stages is found in its program; see ``fault``.
         """
         if not strategy.step_barrier:
             raise StrategyError("a stash needs steps that end with all updates; plan with them.")
@@ -110,6 +170,56 @@ class WeightStash:
                 f"{sorted({d for each in strategy.decisions for d in each.devices})} belong "
                 "together; cut the model into stages."
             )
+
+    def fault(self, program: "Program", strategy: "Strategy", tables: "GraphTables") -> str:
+        """Why stages cannot work on different batches at a time; empty if they can."""
+        return stage_fault(program, stages_of(strategy), tables)
+
+    def schedule(self, strategy: "Strategy", num_devices: int) -> PipelineSchedule:
+        """The schedule of a step on its own."""
+        return one_at_a_time(strategy, num_devices)
+
+    def encode(
+        self, strategy: "Strategy", tables: "GraphTables", channels: "ChannelTable"
+    ) -> EncodedMode:
+        """Stage of each device, and the micro-batches that it is behind by."""
+        stages, num_devices = stages_of(strategy), channels.cluster.num_devices
+        stage, behind = np.full(num_devices, -1, np.int32), np.zeros(num_devices, np.int32)
+        for number, devices in enumerate(stages):
+            stage[list(devices)] = number
+            behind[list(devices)] = self.behind(number, len(stages))
+        return EncodedStash(stage=stage, behind=behind)
+
+    def priced(
+        self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
+    ) -> EncodedMode:
+        """The pace of stages that do not wait, beside a step on its own."""
+        from heterog.modes.stash.pricing import more_seconds
+
+        return replace(encoded, more_s=more_seconds(self, evaluator, choice))
+
+    def device_sets(self, program: "Program", strategy: "Strategy") -> set[tuple[int, ...]]:
+        """The lane of gradients between stages."""
+        from heterog.runtime.conversions import gradient_lane
+
+        return {gradient_lane(program)}
+
+    def goes_back(self, program: "Program", tables: "GraphTables") -> list[bool]:
+        """Whether each task belongs to the backward pass."""
+        found: list[bool] = is_of_backward(program.kind, program.subject, tables).tolist()
+        return found
+
+    def on_rank(self, step: "DeployedStep") -> "RankMode":
+        """The batches under way on a rank."""
+        from heterog.modes.stash.ranks import training_of
+
+        return training_of(step)
+
+    def rehearsal(self, stage: "Stage") -> "Rehearsal":
+        """Play batches until the pipeline is full and every stage has ended one."""
+        from heterog.modes.stash.rehearsal import RehearsedStash
+
+        return RehearsedStash(stage)
 
 
 def _check_decision(decision: "Decision") -> None:
@@ -144,10 +254,10 @@ def stages_of(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
 
 def oldest_weights(strategy: "Strategy") -> int:
     """The largest number of updates by which a gradient's weights are old; 0 without a stash."""
-    if strategy.stash is None:
+    stash = strategy.mode(WeightStash)
+    if stash is None:
         return 0
-    count = len(stages_of(strategy))
-    return strategy.stash.staleness(0, count, strategy.num_micro_batches)
+    return stash.staleness(0, len(stages_of(strategy)), strategy.num_micro_batches)
 
 
 def stage_of(strategy: "Strategy", device: int) -> int | None:
@@ -159,7 +269,7 @@ def stage_of(strategy: "Strategy", device: int) -> int | None:
 def one_at_a_time(strategy: "Strategy", num_devices: int) -> PipelineSchedule:
     """The schedule of a step on its own: each micro-batch begins when the one before has ended.
 
-    Its times are those of single passes, from which ``simulator.stash`` finds the pace of stages
+    Its times are those of single passes, from which ``paces`` finds the pace of stages
     with several batches under way. Its memory is that of a stage without older weights.
     """
     groups = [decision.devices for decision in strategy.decisions]

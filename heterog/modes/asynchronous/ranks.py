@@ -7,15 +7,16 @@ all ranks after every step stops for ever where the plan lets a team run ahead.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from heterog.errors import HeterogError, StrategyError
+from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.weight_server import (
+from heterog.modes.asynchronous.value import AsynchronousServer, pulls_of, pushes_of
+from heterog.modes.asynchronous.weight_server import (
     Ask,
     Messages,
     Tag,
@@ -26,13 +27,18 @@ from heterog.runtime.weight_server import (
     options_now,
     parts_of,
 )
-from heterog.strategy.asynchronous import pulls_of, pushes_of
-from heterog.strategy.averaging import island_of, islands
+from heterog.modes.islands import island_of, islands
+from heterog.modes.on_ranks import RankMode, Reading
+from heterog.runtime.rank_program import RankProgram
 from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.strategy.strategy import Strategy
 
+if TYPE_CHECKING:
+    from heterog.runtime.checkpoint.contents import Contents
+    from heterog.runtime.deploy import DeployedStep
 
-class AsynchronousTraining:
+
+class AsynchronousTraining(RankMode):
     """Pulls and pushes of a rank, and its part of the server if it has one.
 
     Args:
@@ -47,8 +53,12 @@ class AsynchronousTraining:
             by row of ``graph.updates``.
 
     Attributes:
+        is_idle: Whether this rank is in no team.
         weights: Part of the server on this rank; ``None`` if there is none.
     """
+
+    is_free_running = True
+    ends_late = True
 
     def __init__(
         self,
@@ -59,7 +69,8 @@ class AsynchronousTraining:
         optimizer: torch.optim.Optimizer,
         make_optimizer: Callable[[dict[int, nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        assert strategy.asynchronous is not None
+        server = strategy.mode(AsynchronousServer)
+        assert server is not None
         self._graph, self._rank, self._optimizer = graph, rank, optimizer
         self._parameters = {
             row: parameters[tensor]
@@ -69,10 +80,11 @@ class AsynchronousTraining:
         self._messages = Messages(rank)
         self._named = numeric_options(optimizer)
         self.weights: WeightServer | None = None
-        if rank in strategy.asynchronous.devices:
+        if rank in server.devices:
             own = {row: value.detach() for row, value in self._parameters.items()}
             self.weights = WeightServer(graph, strategy, rank, own, make_optimizer, self._messages)
         team = island_of(strategy, rank)
+        self.is_idle = team is None
         self._pushes, self._pulls = (
             [(server, rows) for device, server, rows in every if device == rank]
             for every in (
@@ -84,13 +96,19 @@ class AsynchronousTraining:
         self._sending: list[Callable[[], None]] = []
         self._alike_after = 0
 
-    def is_alike(self, num_steps: int) -> bool:
-        """Whether all ranks have the server's weights after so many steps."""
-        return num_steps == self._alike_after
+    def why_apart(self, num_steps: int) -> str:
+        """Why teams have no model in common after so many steps; empty if they have."""
+        if num_steps == self._alike_after:
+            return ""
+        return (
+            f"after step {num_steps} the server of this plan may miss gradients, and teams have "
+            "weights of different steps; call settle() on every rank, then read or save the model."
+        )
 
     def begin_step(self) -> None:
         """Get the weights of the next step."""
-        self._ask(Ask.WEIGHTS)
+        with torch.no_grad():
+            self._ask(Ask.WEIGHTS)
 
     def keep(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Keep gradients, which are pushed at the end of the step.
@@ -101,7 +119,7 @@ class AsynchronousTraining:
         """
         self._gradients |= dict(zip(rows, gradients, strict=True))
 
-    def end_step(self) -> None:
+    def end_step(self, num_steps: int) -> None:
         """Push the gradients, without waiting until they are there."""
         for server, rows in self._pushes:
             flat = flat_of([self._gradients[row].to(self._parameters[row].dtype) for row in rows])
@@ -114,15 +132,20 @@ class AsynchronousTraining:
         Args:
             num_steps: Number of steps since the start of training.
         """
-        if self.is_alike(num_steps):
+        if num_steps == self._alike_after:
             return
-        self._ask(Ask.SETTLE)
+        with torch.no_grad():
+            self._ask(Ask.SETTLE)
         self._alike_after = num_steps
         if self.weights is not None:
             self.weights.join()
             for row, value in self.weights.values.items():
                 state = self.weights.optimizer.state.get(value, {})
                 self._optimizer.state[self._parameters[row]] = dict(state)
+
+    def reading(self, step: "DeployedStep", contents: "Contents") -> Reading:
+        """Go on from the weights and the state that the step reads."""
+        return _Resumed(self, contents.num_steps)
 
     def resume(self, num_steps: int) -> None:
         """Continue from weights and a state that were loaded; every rank calls it.
@@ -182,22 +205,44 @@ class AsynchronousTraining:
             ) from self.weights.error
 
 
-def check_teams_are_alone(seen: RankProgram) -> None:
-    """Refuse a program in which teams exchange anything in a step.
+class _Resumed(Reading):
+    """Makes a server go on from what its rank has read of a checkpoint."""
+
+    def __init__(self, training: AsynchronousTraining, num_steps: int) -> None:
+        super().__init__()
+        self._training, self._num_steps = training, num_steps
+
+    def take_over(self) -> None:
+        """Go on from the rank's parameters and optimizer."""
+        self._training.resume(self._num_steps)
+
+
+def training_of(step: "DeployedStep") -> AsynchronousTraining:
+    """The pulls and pushes of a deployed step."""
+    return AsynchronousTraining(
+        step.captured.graph,
+        step.plan.strategy,
+        step.rank,
+        step.part.parameters,
+        step.optimizer,
+        step.make_optimizer,
+    )
+
+
+def meeting_fault(seen: RankProgram) -> str:
+    """Say why teams of a program would wait for each other in a step; empty if they do not.
 
     The number of labels that count is not exchanged: every rank has the whole batch and counts
     them itself.
-
-    Raises:
-        StrategyError: they do; the message says between which devices.
     """
     team_of = {device: n for n, own in enumerate(islands(seen.strategy)) for device in own}
     program = seen.program
     for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
         devices = program.channels[int(program.channel[task])].devices
         if len({team_of.get(each, -1) for each in devices}) > 1 and not seen.is_early(task):
-            raise StrategyError(
+            return (
                 f"devices {devices} of several teams exchange a value in every step, so that they "
                 "would wait for each other; an asynchronous server needs a loss that is a mean "
                 "over samples or labels."
             )
+    return ""

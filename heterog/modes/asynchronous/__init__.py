@@ -1,0 +1,5 @@
+"""An asynchronous server.
+
+``value``, the mode; ``exchange``, its tapes; ``paces`` and ``pricing``; ``method``, the search;
+``ranks`` and the ``weight_server`` itself.
+"""

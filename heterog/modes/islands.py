@@ -1,0 +1,116 @@
+"""Islands: teams that train alone, between averagings or beside an asynchronous server."""
+
+from typing import TYPE_CHECKING
+
+from heterog.errors import StrategyError
+from heterog.strategy.division import batch_shares
+from heterog.strategy.program import FIRST_LINK_KIND, Program
+
+if TYPE_CHECKING:
+    from heterog.strategy.strategy import Decision, Strategy
+
+MOST_STEPS = 1_000_000
+"""Most steps between two averagings, or ahead of others; more is a typing error."""
+_COUNT_BYTES = 8
+"""Size of the number of labels that count, by which a masked mean divides."""
+
+
+def check_islands(strategy: "Strategy", batch_size: int, what: str) -> None:
+    """Refuse decisions whose teams are not islands that can train alone.
+
+    Args:
+        strategy: Strategy whose decisions are checked.
+        batch_size: Batch size of the graph.
+        what: Words for what needs islands.
+
+    Raises:
+        StrategyError: a decision does not allow it; the message says which and why.
+    """
+    if not strategy.step_barrier:
+        raise StrategyError(f"{what} needs steps that end with all updates; plan with them.")
+    if strategy.op_rules:
+        raise StrategyError(
+            f"{what} goes with whole parameters only, but the strategy has rules that cut "
+            "ops; plan without op rules."
+        )
+    first, wanted = strategy.decisions[0], island_samples(strategy, batch_size)
+    island_of: dict[int, int] = {}
+    for decision in dict.fromkeys(strategy.decisions):
+        _check_decision(decision, what)
+        if _samples(decision, batch_size) != wanted:
+            raise StrategyError(
+                f"groups on devices {first.devices} and {decision.devices} give islands other "
+                f"samples; with {what} all groups share the batch out alike."
+            )
+        for number, team in enumerate(decision.teams):
+            for device in team:
+                if island_of.setdefault(device, number) != number:
+                    raise StrategyError(
+                        f"device {device} is in island {island_of[device]} for one group and "
+                        f"in island {number} for another; with {what} it belongs to one."
+                    )
+    if not all(wanted):
+        raise StrategyError(
+            f"of a batch of {batch_size} the islands get {list(wanted)} samples; with "
+            f"{what} each of them trains and needs at least one."
+        )
+
+
+def _check_decision(decision: "Decision", what: str) -> None:
+    if len(decision.teams) < 2:
+        raise StrategyError(
+            f"{what} needs at least two teams that train alone; devices "
+            f"{decision.devices} are in {max(len(decision.teams), 1)}."
+        )
+    if decision.sync.is_sharded or decision.sync.is_served:
+        raise StrategyError(
+            f"{what} goes with replicas that keep all of the training state, not with "
+            f"{decision.sync.name.lower()}; choose ring, hierarchical or "
+            "reduce_scatter_all_gather inside islands."
+        )
+
+
+def island_samples(strategy: "Strategy", batch_size: int) -> tuple[int, ...]:
+    """Samples of a step on each island, when a batch is shared out in a strategy's proportions."""
+    return _samples(strategy.decisions[0], batch_size)
+
+
+def islands(strategy: "Strategy") -> tuple[tuple[int, ...], ...]:
+    """All devices of each island, ascending."""
+    members: list[set[int]] = [set() for _ in strategy.decisions[0].teams]
+    for decision in dict.fromkeys(strategy.decisions):
+        for own, team in zip(members, decision.teams, strict=True):
+            own.update(team)
+    return tuple(tuple(sorted(own)) for own in members)
+
+
+def island_of(strategy: "Strategy", device: int) -> int | None:
+    """Number of a device's island; ``None`` for one that takes no part in training."""
+    found = (number for number, own in enumerate(islands(strategy)) if device in own)
+    return next(found, None)
+
+
+def _samples(decision: "Decision", batch_size: int) -> tuple[int, ...]:
+    """Samples of each team of a decision."""
+    shares = batch_shares(decision.shares, batch_size)
+    of_device = dict(zip(decision.devices, shares, strict=True))
+    return tuple(sum(of_device[device] for device in team) for team in decision.teams)
+
+
+def crossing_fault(program: Program, strategy: "Strategy") -> str:
+    """Find why a program's islands cannot train alone between averagings; empty if they can.
+
+    An island may learn the number of labels that count in the whole batch, per micro-batch, but
+    nothing that depends on another island's weights may reach it.
+    """
+    island_of = {device: n for n, own in enumerate(islands(strategy)) for device in own}
+    for task in (program.kind >= FIRST_LINK_KIND).nonzero()[0].tolist():
+        devices = program.channels[int(program.channel[task])].devices
+        crosses = len({island_of.get(device, -1) for device in devices}) > 1
+        if crosses and program.num_bytes[task] > _COUNT_BYTES:
+            return (
+                f"devices {devices} of several islands exchange {program.num_bytes[task]:.0f} "
+                "bytes in every step, so that islands do not train alone; cut the groups' "
+                "samples alike, or average a model whose loss is a mean over samples"
+            )
+    return ""

@@ -1,0 +1,112 @@
+"""What the searches of modes have in common: islands, and a result beside exact ones."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from heterog.cluster.topology import Cluster
+from heterog.planners.data_parallel import even_shares, proportional_shares
+from heterog.planners.planner import Candidate, PlanResult, Problem, Spending
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.strategy.strategy import Decision, Strategy, Sync
+
+
+def by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
+    """Sort key of strategies that were tried: the best comes first."""
+    return pair[0].preference
+
+
+def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
+    """Decisions for each kind of island (devices, hosts) and each kind of share, none twice."""
+    known = set()
+    ways = (proportional_shares(evaluator), even_shares(evaluator))
+    for teams in (_singles(evaluator.cluster), _hosts(evaluator.cluster)):
+        for shares in ways:
+            decision = island_decision(teams, shares)
+            if decision is not None and decision not in known:
+                known.add(decision)
+                yield decision
+
+
+def best_of(
+    tried: Sequence[tuple[Evaluation, Strategy]],
+    problem: Problem,
+    spending: Spending,
+    search_seconds: float,
+) -> PlanResult:
+    """The best three of the strategies that a method has tried, none of which is exact.
+
+    Args:
+        tried: All of them, at least one.
+        problem: Problem whose seeds are the exact strategies, beside which the best one is put.
+        spending: What the search has spent.
+        search_seconds: Seconds that it took.
+    """
+    best = sorted(tried, key=by_preference)[:3]
+    return PlanResult(
+        candidates=tuple(
+            Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in best
+        ),
+        num_evaluations=spending.evaluations,
+        search_seconds=search_seconds,
+        note=_beside_exact(*best[0], problem),
+    )
+
+
+def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> str:
+    """Note that a strategy is not exact, and how fast it is beside the best exact one."""
+    assert strategy.inexact is not None
+    note = f"not exact: {strategy.inexact.words}"
+    exact: Sequence[Evaluation] = [
+        seed.judged for seed in problem.seeds if seed.judged is not None and seed.judged.is_ok
+    ]
+    if exact and found.is_ok:
+        least_s = min(each.step_time_s for each in exact)
+        note += f"; {least_s / found.step_time_s:.2f}x as fast as the best exact plan"
+    return note
+
+
+def nothing(reason: str) -> PlanResult:
+    """A result without strategies, and the reason."""
+    return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
+
+
+def _singles(cluster: Cluster) -> list[tuple[int, ...]]:
+    return [(device,) for device in range(cluster.num_devices)]
+
+
+def _hosts(cluster: Cluster) -> list[tuple[int, ...]]:
+    hosts: dict[int, list[int]] = {}
+    for device in range(cluster.num_devices):
+        hosts.setdefault(cluster.host_of[device], []).append(device)
+    return [tuple(members) for members in hosts.values()]
+
+
+def island_decision(teams: list[tuple[int, ...]], shares: tuple[int, ...]) -> Decision | None:
+    """A decision of the islands that have samples; ``None`` if fewer than two have."""
+    kept = [
+        tuple(device for device in team if shares[device])
+        for team in teams
+        if any(shares[device] for device in team)
+    ]
+    if len(kept) < 2:
+        return None
+    devices = tuple(sorted(device for team in kept for device in team))
+    return Decision(
+        devices=devices,
+        shares=tuple(shares[device] for device in devices),
+        sync=Sync.RING,
+        teams=tuple(kept),
+    )
+
+
+def one_sample_moved(decision: Decision, speeds: tuple[float, ...]) -> Decision | None:
+    """A decision with one sample moved from the slowest device to the one that would end first."""
+    shares = dict(zip(decision.devices, decision.shares, strict=True))
+    slowest = max(shares, key=lambda device: shares[device] / speeds[device])
+    quickest = min(shares, key=lambda device: (shares[device] + 1) / speeds[device])
+    if slowest == quickest or shares[slowest] < 2:
+        return None
+    shares[slowest] -= 1
+    shares[quickest] += 1
+    return replace(decision, shares=tuple(shares[device] for device in decision.devices))

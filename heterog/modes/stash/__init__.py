@@ -1,0 +1,5 @@
+"""Weight stashes (PipeDream).
+
+``value``, the mode; ``phases`` of a step and ``memory``; ``paces`` and ``pricing``; ``method``,
+the search; ``ranks`` and ``rehearsal``.
+"""
