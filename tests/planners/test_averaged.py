@@ -376,8 +376,8 @@ def test_what_cannot_average_refuses_the_plan(tmp_path: Path) -> None:
     """Other launchers would train exactly, and healing would keep one island's weights."""
     graph = graph_of("mlp")
     plan = plan_of(graph, strategy())
-    with pytest.raises(ExportError, match="averaged every 8 steps by samples; export with"):
+    with pytest.raises(ExportError, match="averaged every 8 steps by samples; export to"):
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(HeterogError, match="copies of one model only; run it without --heal"):
+    with pytest.raises(HeterogError, match="copies of one model only; run it without `heal`"):
         HealingJob(RunRequest(plan=tmp_path / "plan.json"))
