@@ -272,7 +272,7 @@ def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterato
         raise
     except Exception as error:
         frame = _users_frame(error)
-        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else "unknown line"
+        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else "its gradients"
         module = modules.innermost if modules else "making the model or its batch"
         if isinstance(error, _DATA_DEPENDENT):
             raise CaptureError(
@@ -295,8 +295,9 @@ _WAYS_OUT = (
     ),
     (
         "/torch_geometric/",
-        "pass the number of nodes or graphs where it is counted otherwise (size, dim_size, "
-        "num_nodes), and drop nodes or edges from the data, not in the model.",
+        "pass the number of nodes or graphs where it is counted otherwise (size=labels.shape[0] "
+        "of a pooling layer, dim_size, num_nodes), and drop nodes or edges from the data, not in "
+        "the model.",
     ),
     *(
         (
@@ -318,6 +319,13 @@ _WAYS_OUT = (
         "by how many steps a series is delayed is such a value, and no setting of this model "
         "leaves the question out. TimeSeriesTransformer with encoder_layerdrop and "
         "decoder_layerdrop of 0 can be planned.",
+    ),
+    (
+        "/transformers/models/speecht5/",
+        "its loss of spectra picks what is no padding. Train with a loss of your own on "
+        "speech_decoder_postnet(speecht5(...)[0]), as sums over products with the mask, divided "
+        "by the sum of the mask; layer drop needs encoder_layerdrop=0 and decoder_layerdrop=0, "
+        "drawn masks apply_spec_augment=False.",
     ),
     (
         "/transformers/",
@@ -373,11 +381,19 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     for folder, advice in _WAYS_OUT:
         if folder in path:
             return advice
+    if ".max()" in line and ("int(" in line or ".item()" in line):
+        return _OF_NUMBER_OF_ROWS
     return (
         "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
         "torch.where or a product with the mask usually does the same."
     )
 
+
+_OF_NUMBER_OF_ROWS = (
+    "how many there are (graphs, nodes, words) is such a value. Take it from a shape "
+    "(labels.shape[0], mask.shape[1]), or hand it in as a number, an entry of the batch that is "
+    "no tensor."
+)
 
 _OF_BATCH_NORM = (
     "BatchNorm with momentum=None divides by the number of steps, which is such a value. Give it "
