@@ -272,7 +272,7 @@ def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterato
         raise
     except Exception as error:
         frame = _users_frame(error)
-        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else "its gradients"
+        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else _place(error)
         module = modules.innermost if modules else "making the model or its batch"
         if isinstance(error, _DATA_DEPENDENT):
             raise CaptureError(
@@ -343,6 +343,18 @@ _WAYS_OUT_OF_OP = {
         "values of target_lengths. Write its recursion over time with torch.logsumexp, on targets "
         "padded to one width, or train with another loss."
     ),
+    "aten::bincount": (
+        "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
+        "over samples."
+    ),
+    "aten::repeat_interleave": (
+        "how often rows are repeated are such values. Say how many come of it: output_size=n."
+    ),
+    "aten::_unique2": (
+        "how many unlike values there are is such a value. Find them where the data is loaded, "
+        "and pass each sample's place among them, with a number of places that is the same for "
+        "all batches."
+    ),
     "aten::_pack_padded_sequence": (
         "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
         "padded batch; where states are read at the last step of each sample, take them from the "
@@ -370,7 +382,7 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     op = getattr(error, "func", None)
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
         return _WAYS_OUT_OF_OP[op._schema.name]
-    if any("/nn/modules/batchnorm.py" in each.filename for each in _torchs_frames(error)):
+    if _frames_in(error, "/torch/nn/modules/batchnorm.py"):
         return _OF_BATCH_NORM
     line = (frame.line or "") if frame else ""
     if isinstance(error, DataDependentOutputException):
@@ -381,6 +393,8 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     for folder, advice in _WAYS_OUT:
         if folder in path:
             return advice
+    if "one_hot(" in line:
+        return "one_hot is as wide as the largest value says. Give it the number of classes."
     if ".max()" in line and ("int(" in line or ".item()" in line):
         return _OF_NUMBER_OF_ROWS
     return (
@@ -401,10 +415,15 @@ _OF_BATCH_NORM = (
 )
 
 
-def _torchs_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of torch's modules in which an error came up."""
+def _frames_in(error: BaseException, folder: str) -> list[traceback.FrameSummary]:
+    """The frames of a folder in which an error came up."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [each for each in frames if "/torch/nn/" in each.filename.replace("\\", "/")]
+    return [each for each in frames if folder in each.filename.replace("\\", "/")]
+
+
+def _place(error: BaseException) -> str:
+    """Where an error came up that no line of the user leads to."""
+    return "its backward pass" if _frames_in(error, "/torch/autograd/") else "unknown line"
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -276,7 +276,7 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
     ("path", "text"),
     [
         ("/site-packages/torch_geometric/utils/loop.py", "AddSelfLoops"),
-        ("/site-packages/transformers/models/speecht5/modeling_speecht5.py", "the sum of the mask"),
+        ("/transformers/models/speecht5/modeling_speecht5.py", "the sum of the mask"),
         ("/site-packages/torch_geometric/nn/pool/glob.py", "num_nodes"),
         ("/site-packages/transformers/models/bert/modeling_bert.py", "eager attention"),
         ("/home/me/model.py", r"masks as indices \(x\[mask\]\)"),
