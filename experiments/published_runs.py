@@ -12,6 +12,9 @@ DIR holds files with the names and columns of the public sets, or some of them:
 ``mpt_fsdp.csv`` (mosaicml/llm-foundry, Apache-2): MPT with FSDP on A100 and H100;
     ``published_mpt`` says what is assumed. Factors on 16-bit kernels were fitted to rows of
     ``fit`` on 8 GPUs.
+``*.csv`` and ``*.csv.gz`` with the columns of ``published_nanotron`` (Ultra-Scale Playbook,
+    Apache-2): Llama-like models with nanotron on H100, by layout. Pairs are of layouts on as many
+    GPUs, at least 3 % apart.
 ``sailor_*.json`` (eth-easl/sailor, MIT): OPT and GPT-Neo with Megatron-DeepSpeed. Nothing is
     fitted to them; a second family is fitted to the runs of one and two nodes, and holds the
     others.
@@ -41,12 +44,13 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import published_mpt as mpt
+import published_nanotron as nanotron
 import published_rows
 import torch
 import transformers
@@ -59,7 +63,14 @@ from heterog.cluster import Cluster
 from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.execution import Execution
 from heterog.cluster.spec import parse_cluster
-from heterog.fidelity.comparison import Compared, family_errors, in_words, ordered_pairs
+from heterog.errors import HeterogError
+from heterog.fidelity.comparison import (
+    Compared,
+    FamilyErrors,
+    family_errors,
+    in_words,
+    ordered_pairs,
+)
 from heterog.fidelity.predicting import largest_peak
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
@@ -318,6 +329,100 @@ def mpt_runs(path: Path, split: str) -> Iterable[Compared]:
         )
 
 
+# --- nanotron ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """A run of the sweep beside its prediction.
+
+    Attributes:
+        row: the run.
+        compared: beside its prediction; ``None`` where it failed.
+        fits: whether it was predicted to fit into memory.
+    """
+
+    row: nanotron.Row
+    compared: Compared | None
+    fits: bool
+
+    def words(self) -> str:
+        """One line."""
+        if self.compared is None:
+            return f"{self.row.name}: failed, told to fit: {self.fits}"
+        run = self.compared
+        return (
+            f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
+            f"({run.error:+.0%})"
+        )
+
+
+def swept(path: Path, split: str, every: int) -> Iterable[Swept]:
+    """One of so many of the sweep's rows."""
+    for row in sorted(nanotron.rows_of(path, split), key=lambda row: str(row.sizes))[::every]:
+        cluster = nanotron.cluster_of(row.num_gpus)
+        graph = nanotron.graph_of(row.sizes, row.batch)
+        evaluator = Evaluator(graph, cluster)
+        try:
+            placed = place_layout(
+                row.layout, graph, cluster,
+                devices=range(row.layout.tp * row.layout.pp * row.layout.dp),
+            )  # fmt: skip
+        except HeterogError as error:
+            progress(f"{row.name}: {error}")
+            continue
+        found = evaluator.evaluate(placed.strategy, Order.FIFO)
+        compared = None
+        if row.measured_s is not None:
+            compared = Compared(
+                family=f"ultrascale_{row.model}",
+                name=row.name,
+                measured_s=row.measured_s,
+                predicted_s=found.step_time_s,
+                interval_s=evaluator.interval(found.step_time_s),
+                measured_bytes=row.measured_bytes,
+                predicted_bytes=found.peak_memory_bytes[0],
+                choice=f"{row.model} on {row.num_gpus}",
+            )
+        yield Swept(row=row, compared=compared, fits=found.is_ok)
+
+
+_MANY_GPUS = 64
+_LEAST_DIFFERENCE = 0.03
+
+
+def swept_errors(runs: Sequence[Swept]) -> Iterable[FamilyErrors]:
+    """Errors of a model's runs: those that the host decides apart, and by number of GPUs."""
+    pairs = [(each.row, each.compared) for each in runs if each.compared is not None]
+    parts = {
+        "": [run for row, run in pairs if not row.is_host_bound],
+        ", the host decides": [run for row, run in pairs if row.is_host_bound],
+        f", all up to {_MANY_GPUS} GPUs": [r for row, r in pairs if row.num_gpus <= _MANY_GPUS],
+        f", all above {_MANY_GPUS} GPUs": [r for row, r in pairs if row.num_gpus > _MANY_GPUS],
+    }
+    for words, members in parts.items():
+        if members:
+            name = f"ultrascale_{runs[0].row.model}{words}"
+            yield family_errors(name, members, least_difference=_LEAST_DIFFERENCE)
+
+
+def told(runs: Sequence[Swept]) -> str:
+    """How many runs that fit, and that failed, were told so.
+
+    Why a run failed is not known; those with fewer micro-batches than stages but one are left out.
+    """
+    ran = [each.fits for each in runs if each.compared is not None]
+    failed = [
+        not each.fits
+        for each in runs
+        if each.compared is None and each.row.num_micro >= each.row.layout.pp - 1
+    ]
+    return (
+        f"ultrascale_{runs[0].row.model}: {sum(ran)} of {len(ran)} that ran were told to fit, "
+        f"{sum(failed)} of {len(failed)} that failed not to"
+    )
+
+
 # --- Sailor --------------------------------------------------------------------------------------
 
 
@@ -407,7 +512,7 @@ def by_formula(run: Compared) -> float:
 def sources(
     data: Path, split: str, every: int, *, few_layers: bool = False
 ) -> Iterable[Iterable[Compared]]:
-    """The runs of each file that is there."""
+    """The runs of each file that is there, but those of nanotron."""
     if (path := data / "training_steps_one_gpu.csv").is_file():
         yield one_gpu(path)
     if (path := data / "mpt_fsdp.csv").is_file():
@@ -425,7 +530,9 @@ def main() -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--split", default="test", help="of the files that have splits")
-    parser.add_argument("--every", type=int, default=1, help="one of so many of vTrain's rows")
+    parser.add_argument(
+        "--every", type=int, default=1, help="one of so many of vTrain's and nanotron's rows"
+    )
     parser.add_argument(
         "--few-layers",
         action="store_true",
@@ -434,10 +541,16 @@ def main() -> None:
     parser.add_argument("--only", default="", help="families that begin so")
     arguments = parser.parse_args()
     families: dict[str, list[Compared]] = defaultdict(list)
+    of_nanotron: dict[str, list[Swept]] = defaultdict(list)
+    for path in nanotron.sweeps(arguments.data):
+        if "ultrascale".startswith(arguments.only[:10]):
+            for each in swept(path, arguments.split, arguments.every):
+                of_nanotron[each.row.model].append(each)
+                progress(each.words())
     for source in sources(
         arguments.data, arguments.split, arguments.every, few_layers=arguments.few_layers
     ):
-        for run in source:
+        for run in () if arguments.only.startswith("ultrascale") else source:
             if not run.family.startswith(arguments.only):
                 break
             families[run.family].append(run)
@@ -452,18 +565,29 @@ def main() -> None:
     for name, runs in (("one GPU", one), ("one GPU, sound rows", sound), ("all", every)):
         if runs:
             found.append(family_errors(name, runs))
+    for _, members in sorted(of_nanotron.items()):
+        found += swept_errors(members)
     of_vtrain = [run for run in every if run.family.startswith("vTrain")]
     formula = ordered_pairs(of_vtrain, by_formula)
     if arguments.json:
         document = {
             "families": [asdict(each) for each in found],
             "pairs_of_vtrain_by_formula": asdict(formula),
-            "runs": [asdict(run) for run in every],
+            "told": [told(members) for members in of_nanotron.values()],
+            "runs": [asdict(run) for run in every]
+            + [
+                asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}
+                for members in of_nanotron.values()
+                for each in members
+                if each.compared is not None
+            ],
         }
         print(json.dumps(document, indent=2))
         return
     for errors in found:
         print(in_words(errors))
+    for members in of_nanotron.values():
+        print(told(members))
     if formula.number:
         print(f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's")
 

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from heterog.cluster.document import Document
 from heterog.cluster.execution import Execution, Sends, Tf32
-from heterog.cluster.hardware import Device, DeviceType, Host, Link, PairLimit
-from heterog.cluster.links import intra_link, link_kinds, network_kind
+from heterog.cluster.hardware import Device, DeviceType, Host, Link, PairLimit, SlowedCollectives
+from heterog.cluster.links import NetworkKind, intra_link, link_kinds, network_kind
 from heterog.cluster.overrides import CPU, base_type, overridden, throttled
 from heterog.cluster.pairs import PairsError, pair_limits
 from heterog.cluster.prices import HourlyPrices
@@ -177,26 +177,35 @@ class _Builder:
             self._document.refuse(
                 (*here, "nic"), "this field is required where there are several hosts."
             )
+        num_devices = sum(each.count for each in spec.devices)
+        network = self._network(nic, here)
+        rails = network.rails if network else 1
+        num_ports = rails * (nic.count if nic else 1)
         # A device with several of them to itself sends through them as through one.
-        num_ports = nic.count if nic else 1
-        num_nics = min(num_ports, sum(each.count for each in spec.devices))
+        num_nics = min(num_ports, num_devices)
+        port = network.line_rate_bytes_per_s / rails if network else nic and nic.line_rate
+        collectives = network.collectives if network else None
+        if nic and nic.collectives:
+            collectives = SlowedCollectives(**nic.collectives.model_dump())
         return Host(
             name=name,
-            nic_line_rate_bytes_per_s=self._line_rate(nic, here) * max(1.0, num_ports / num_nics),
+            nic_line_rate_bytes_per_s=(port or _UNUSED_NIC_BYTES_PER_S)
+            * max(1.0, num_ports / num_nics),
             num_nics=num_nics,
             nic_latency_s=nic.latency if nic else 20e-6,
             intra=link,
             cpu_quota=spec.testbed.cpu_quota,
+            collectives=collectives,
         )
 
-    def _line_rate(self, nic: NicSpec | None, here: _Location) -> float:
-        if nic is None:
-            return _UNUSED_NIC_BYTES_PER_S
+    def _network(self, nic: NicSpec | None, here: _Location) -> NetworkKind | None:
+        """The network that a host's NIC names, if it names one."""
+        if nic is None or nic.kind is None:
+            return None
         try:
-            port = nic.line_rate or network_kind(nic.kind or "").line_rate_bytes_per_s
+            return network_kind(nic.kind)
         except UnknownNameError as error:
             self._document.refuse((*here, "nic"), str(error))
-        return port
 
     def _devices(
         self, spec: HostSpec, host_here: _Location, host: str, host_index: int

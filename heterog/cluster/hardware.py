@@ -4,7 +4,7 @@ Rates are effective rates of one direction.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from heterog.cluster.checks import (
@@ -155,6 +155,27 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlowedCollectives:
+    """How much longer NCCL's collectives between hosts take than the rate of their NICs says.
+
+    With H hosts, a ring through all devices (reduce-scatter, all-gather) takes ``ring`` H to the
+    power ``ring_growth`` times as long, a tree over the hosts (all-reduce) ``tree`` times log2 H
+    to the power ``tree_growth``.
+    """
+
+    ring: float
+    ring_growth: float
+    tree: float
+    tree_growth: float
+
+    def __post_init__(self) -> None:
+        check_positive(self.ring, "'ring' of slowed collectives")
+        check_positive(self.tree, "'tree' of slowed collectives")
+        check_not_negative(self.ring_growth, "'ring_growth' of slowed collectives")
+        check_not_negative(self.tree_growth, "'tree_growth' of slowed collectives")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """One machine: its NICs (full duplex, shared by its devices) and its inner link.
 
@@ -166,6 +187,8 @@ class Host:
         nic_latency_s: Time of an empty transfer to another host.
         intra: The link between the devices of this host.
         cpu_quota: Share of one core that each rank gets on a testbed; None where unlimited.
+        collectives: What collectives over these NICs were measured to reach; None where nobody
+            has measured.
     """
 
     name: str
@@ -174,6 +197,7 @@ class Host:
     nic_latency_s: float = 20e-6
     intra: Link
     cpu_quota: float | None = None
+    collectives: SlowedCollectives | None = None
 
     def __post_init__(self) -> None:
         check_name(self.name, "a host")
@@ -187,6 +211,7 @@ class Host:
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON values."""
         nics = {"num_nics": int(self.num_nics)} if self.num_nics > 1 else {}
+        measured = {"collectives": asdict(self.collectives)} if self.collectives else {}
         return {
             "name": self.name,
             "nic_line_rate_bytes_per_s": float(self.nic_line_rate_bytes_per_s),
@@ -199,6 +224,7 @@ class Host:
                 "shared": self.intra.shared,
             },
             "cpu_quota": None if self.cpu_quota is None else float(self.cpu_quota),
+            **measured,
         }
 
 

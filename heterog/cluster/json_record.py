@@ -1,14 +1,14 @@
 """A cluster from JSON values, as plans and requests carry it."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from heterog.cluster.execution import Execution, Sends, Tf32
 from heterog.cluster.fields import MOST_BYTES, NOT_NEGATIVE, POSITIVE
-from heterog.cluster.hardware import Device, DeviceType, Host, Link, PairLimit
+from heterog.cluster.hardware import Device, DeviceType, Host, Link, PairLimit, SlowedCollectives
 from heterog.cluster.prices import HourlyPrices
-from heterog.cluster.schema import ExecutionWord, FilePath, SendsWord, Tf32Word
+from heterog.cluster.schema import CollectivesSpec, ExecutionWord, FilePath, SendsWord, Tf32Word
 from heterog.cluster.topology import SCHEMA_VERSION, Cluster
 from heterog.cluster.validation import MAX_DEVICES, MAX_PAIRS
 from heterog.errors import ClusterError, InputFileError
@@ -45,6 +45,7 @@ class _HostRecord(Record):
     nic_latency_s: _Latency
     intra: _LinkRecord
     cpu_quota: _Part | None
+    collectives: CollectivesSpec | None = None
 
 
 class _DeviceRecord(Record):
@@ -106,10 +107,7 @@ def cluster_from_dict(record: object) -> Cluster:
         )
     return Cluster(
         name=found.name,
-        hosts=tuple(
-            Host(**(each.model_dump() | {"intra": Link(**each.intra.model_dump())}))
-            for each in found.hosts
-        ),
+        hosts=tuple(map(_host, found.hosts)),
         devices=tuple(devices),
         efficiency=found.efficiency,
         calibration=found.calibration,
@@ -127,3 +125,10 @@ def cluster_from_dict(record: object) -> Cluster:
         ),
         prices=None if found.prices is None else HourlyPrices(**found.prices.model_dump()),
     )
+
+
+def _host(record: _HostRecord) -> Host:
+    parts: dict[str, Any] = {"intra": Link(**record.intra.model_dump())}
+    if record.collectives is not None:
+        parts["collectives"] = SlowedCollectives(**record.collectives.model_dump())
+    return Host(**(record.model_dump() | parts))

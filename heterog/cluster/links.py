@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from pydantic import Field
 
-from heterog.cluster.hardware import Link
+from heterog.cluster.hardware import Link, SlowedCollectives
 from heterog.errors import UnknownNameError
 from heterog.records import Record, Text
 from heterog.yaml_files import read_shipped
@@ -54,12 +54,16 @@ class NetworkKind:
         line_rate_bytes_per_s: Line rate of one direction, data bits only; EFA's is per instance.
         sheet: Source of the line rate.
         aliases: Further names.
+        rails: NICs that share the line rate.
+        collectives: What collectives between hosts were measured to reach, if they were.
     """
 
     name: str
     line_rate_bytes_per_s: float
     sheet: str
     aliases: tuple[str, ...] = ()
+    rails: int = 1
+    collectives: SlowedCollectives | None = None
 
 
 class _LinkSheet(Record):
@@ -74,6 +78,16 @@ class _LinkSheet(Record):
     sheet: Text
 
 
+class _CollectivesSheet(Record):
+    """Measured collectives of a network."""
+
+    ring: float
+    ring_growth: float
+    tree: float
+    tree_growth: float
+    source: Text
+
+
 class _NetworkSheet(Record):
     """A network of ``links.yaml``."""
 
@@ -81,6 +95,8 @@ class _NetworkSheet(Record):
     gbit_per_s: float
     aliases: list[str] = Field(default_factory=list)
     sheet: Text
+    rails: int = 1
+    collectives: _CollectivesSheet | None = None
 
 
 class _Sheets(Record):
@@ -120,6 +136,10 @@ def network_kinds() -> tuple[NetworkKind, ...]:
             line_rate_bytes_per_s=each.gbit_per_s * _GBIT,
             sheet=each.sheet,
             aliases=tuple(each.aliases),
+            rails=each.rails,
+            collectives=None
+            if each.collectives is None
+            else SlowedCollectives(**each.collectives.model_dump(exclude={"source"})),
         )
         for each in _sheets().networks
     )

@@ -6,6 +6,8 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from heterog.cluster.fields import (
+    NOT_NEGATIVE,
+    POSITIVE,
     Bandwidth,
     Bytes,
     BytesOrZero,
@@ -49,6 +51,15 @@ class LinkSpec(Spec):
     shared: bool = Field(default=False, strict=True)
 
 
+class CollectivesSpec(Spec):
+    """What collectives over a host's NICs were measured to reach: see ``SlowedCollectives``."""
+
+    ring: Annotated[float, POSITIVE]
+    ring_growth: Annotated[float, NOT_NEGATIVE]
+    tree: Annotated[float, POSITIVE]
+    tree_growth: Annotated[float, NOT_NEGATIVE]
+
+
 class NicSpec(Spec):
     """The NICs of a host: ``count`` NICs of a line rate or of a network of the catalogue.
 
@@ -60,6 +71,7 @@ class NicSpec(Spec):
     kind: Name | None = None
     count: Count = 1
     latency: Seconds = 20e-6
+    collectives: CollectivesSpec | None = None
 
     @model_validator(mode="after")
     def _has_one_rate(self) -> "NicSpec":

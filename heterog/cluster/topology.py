@@ -318,7 +318,7 @@ def _kind_of(host: Host, devices: Iterable[Device]) -> tuple[object, ...]:
     return (
         tuple((device.type, device.usable_memory_bytes) for device in devices),
         host.intra,
-        (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s),
+        (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s, host.collectives),
     )
 
 

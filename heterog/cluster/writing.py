@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def _host_record(cluster: Cluster, host_index: int) -> dict[str, Any]:
     }
     if host.num_nics > 1:
         nic["count"] = host.num_nics
+    if host.collectives is not None:
+        nic["collectives"] = asdict(host.collectives)
     record: dict[str, Any] = {
         "name": host.name,
         "devices": _device_records(cluster, host_index),

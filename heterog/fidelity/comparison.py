@@ -82,6 +82,7 @@ class FamilyErrors:
         memory_width: Median of (high - low) / predicted of these intervals.
         is_memory_coverage_sound: Result of the same binomial test of ``memory_coverage``.
         pairs: Pairs of alternatives.
+        regret: Of the best-liked alternative, and of the best of the five best-liked.
     """
 
     name: str
@@ -99,10 +100,13 @@ class FamilyErrors:
     memory_width: float | None
     is_memory_coverage_sound: bool | None
     pairs: Pairs | None
+    regret: tuple[float, float] | None
 
 
-def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
-    """Errors of a family of at least one run.
+def family_errors(
+    name: str, runs: Sequence[Compared], *, least_difference: float = _DIFFERENT
+) -> FamilyErrors:
+    """Errors of a family of at least one run; pairs are those of ``ordered_pairs``.
 
     >>> near = Compared(family="", name="a", measured_s=1.0, predicted_s=1.1)
     >>> far = Compared(family="", name="b", measured_s=2.0, predicted_s=1.6)
@@ -119,7 +123,8 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
     ]
     of_steps = _coverage([(r.measured_s, r.predicted_s, r.interval_s) for r in runs])
     of_peaks = _coverage([(r.measured_bytes, r.predicted_bytes, r.interval_bytes) for r in runs])
-    pairs = ordered_pairs(runs)
+    pairs = ordered_pairs(runs, least_difference=least_difference)
+    first, of_five = regret(runs), regret(runs, liked=5)
     has_ranks = len(runs) > 2 and np.ptp(measured) > 0.0 and np.ptp(predicted) > 0.0
     return FamilyErrors(
         name=name,
@@ -137,6 +142,7 @@ def family_errors(name: str, runs: Sequence[Compared]) -> FamilyErrors:
         memory_width=of_peaks.width,
         is_memory_coverage_sound=of_peaks.is_sound,
         pairs=pairs if pairs.number else None,
+        regret=None if first is None or of_five is None else (first, of_five),
     )
 
 
@@ -155,31 +161,79 @@ def in_words(errors: FamilyErrors) -> str:
         text += f", {errors.memory_coverage:.0%} inside intervals of {errors.memory_width:.0%}"
     if errors.pairs is not None:
         text += f"; {errors.pairs.ordered} of {errors.pairs.number} pairs ordered rightly"
+    if errors.regret is not None:
+        text += "; the best-liked takes {:.1%} longer than the best, of five {:.1%}".format(
+            *errors.regret
+        )
     return text
 
 
 def ordered_pairs(
-    runs: Sequence[Compared], predicted: Callable[[Compared], float] = lambda run: run.predicted_s
+    runs: Sequence[Compared],
+    predicted: Callable[[Compared], float] = lambda run: run.predicted_s,
+    *,
+    least_difference: float = _DIFFERENT,
 ) -> Pairs:
     """Pairs of alternatives, and how many of them a prediction orders rightly.
+
+    Args:
+        runs: The runs.
+        predicted: Their prediction.
+        least_difference: Relative difference of measured seconds from which a pair counts.
 
     >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
     >>> two = Compared(family="", name="b", choice="x", measured_s=2.0, predicted_s=1.1)
     >>> ordered_pairs([one, two])
     Pairs(number=1, ordered=0)
     """
+    number = ordered = 0
+    for alternatives in _alternatives(runs):
+        for one, other in combinations(alternatives, 2):
+            fast, slow = sorted((one, other), key=lambda run: run.measured_s)
+            if slow.measured_s > (1.0 + least_difference) * fast.measured_s:
+                number += 1
+                ordered += predicted(fast) < predicted(slow)
+    return Pairs(number=number, ordered=ordered)
+
+
+def regret(
+    runs: Sequence[Compared], *, liked: int = 1, subset: int = 20, draws: int = 200
+) -> float | None:
+    """How much longer the best of the best-liked alternatives takes than the best of all.
+
+    The mean over random subsets of each set of alternatives, as a share of the best one's seconds;
+    ``None`` where no run has an alternative.
+
+    Args:
+        runs: The runs.
+        liked: Number of alternatives of the shortest predictions that would be tried.
+        subset: Alternatives of a subset.
+        draws: Subsets of each set.
+
+    >>> one = Compared(family="", name="a", choice="x", measured_s=1.0, predicted_s=1.2)
+    >>> two = Compared(family="", name="b", choice="x", measured_s=1.5, predicted_s=1.1)
+    >>> regret([one, two]), regret([one, two], liked=2)
+    (0.5, 0.0)
+    """
+    random = np.random.default_rng(0)
+    lost = []
+    for alternatives in _alternatives(runs):
+        measured = np.array([run.measured_s for run in alternatives])
+        predicted = np.array([run.predicted_s for run in alternatives])
+        for _ in range(draws):
+            drawn = random.permutation(len(alternatives))[:subset]
+            best = drawn[np.argsort(predicted[drawn], kind="stable")[:liked]]
+            lost.append(measured[best].min() / measured[drawn].min() - 1.0)
+    return float(np.mean(lost)) if lost else None
+
+
+def _alternatives(runs: Sequence[Compared]) -> list[list[Compared]]:
+    """Runs that are alternatives to each other, two and more."""
     of_choice: dict[str, list[Compared]] = {}
     for run in runs:
         if run.choice:
             of_choice.setdefault(run.choice, []).append(run)
-    number = ordered = 0
-    for alternatives in of_choice.values():
-        for one, other in combinations(alternatives, 2):
-            fast, slow = sorted((one, other), key=lambda run: run.measured_s)
-            if slow.measured_s > (1.0 + _DIFFERENT) * fast.measured_s:
-                number += 1
-                ordered += predicted(fast) < predicted(slow)
-    return Pairs(number=number, ordered=ordered)
+    return [members for members in of_choice.values() if len(members) > 1]
 
 
 class _Coverage(NamedTuple):

@@ -15,7 +15,7 @@ def hosts_by_kind(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
         key = (
             tuple((device.type, device.usable_memory_bytes) for device in devices),
             host.intra,
-            (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s),
+            (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s, host.collectives),
         )
         kinds.setdefault(key, []).append(index)
     return tuple(map(tuple, kinds.values()))

@@ -8,14 +8,28 @@ its links carry bytes at the same time and the most loaded one determines the ti
 (Hockney 1994 for alpha-beta; Thakur et al. 2005 for the algorithms. Unlike there, phases over
 different links overlap within an operation; operations of one communicator never do.) Each link is
 *held* for its own bytes over its own rate only.
+
+Networks on which somebody has measured NCCL between hosts (``SlowedCollectives``) are priced by
+what it does there. n devices on H hosts, of which the slowest sends at R through the NICs of its
+members, take for a byte of payload
+
+    ring (reduce-scatter, all-gather)   (n - 1) / n / R x ring H^ring_growth
+    tree (all-reduce)                   2 (H - 1) / H / R x tree (log2 H)^tree_growth
+
+and an all-reduce takes the lesser of a tree and twice a ring. A ring goes through all devices, and
+what it sends waits for more steps the more there are; a tree has 2 log2 H of them.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from heterog.cluster.topology import Cluster
 from heterog.simulator.cost_model import ChannelSeconds
-from heterog.strategy.channels import Channel
+from heterog.strategy.channels import Channel, ChannelKind
+
+_OF_RINGS = (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+_OF_ALL_REDUCES = (ChannelKind.ALL_REDUCE_RING, ChannelKind.ALL_REDUCE_HIERARCHICAL)
 
 
 def alpha_beta(
@@ -35,3 +49,44 @@ def alpha_beta(
             seconds = multiple / measured.get(link.name, link.bandwidth_bytes_per_s)
             held[resource] = held.get(resource, 0.0) + seconds
     return ChannelSeconds(channel.latency_s, max(held.values(), default=0.0), held)
+
+
+def over_measured_nics(
+    cluster: Cluster, channel: Channel, found: ChannelSeconds
+) -> ChannelSeconds:
+    """A collective between hosts as it was measured on their network, if it was; see the module.
+
+    Args:
+        cluster: The cluster with the links.
+        channel: A channel over these links.
+        found: Its seconds by rates and latencies alone.
+    """
+    members: dict[int, list[int]] = {}
+    for device in channel.devices:
+        members.setdefault(cluster.host_of[device], []).append(device)
+    num_hosts, num_devices = len(members), len(channel.devices)
+    is_sum = channel.kind in _OF_ALL_REDUCES
+    if num_hosts == 1 or not (is_sum or channel.kind in _OF_RINGS):
+        return found
+    ring = tree = 0.0
+    for host, own in members.items():
+        slowed = cluster.hosts[host].collectives
+        if slowed is None:
+            return found
+        nics = cluster.nics(own, 0)
+        rate = sum(cluster.resources[nic].bandwidth_bytes_per_s for nic in nics)
+        of_ring = slowed.ring * num_hosts**slowed.ring_growth
+        of_tree = slowed.tree * math.log2(num_hosts) ** slowed.tree_growth
+        ring = max(ring, (1.0 - 1.0 / num_devices) / rate * of_ring)
+        tree = max(tree, 2.0 * (1.0 - 1.0 / num_hosts) / rate * of_tree)
+    if not is_sum:
+        # Slices that are not even load some links more than a ring does.
+        is_even = len(set(channel.slices)) <= 1
+        return found._replace(
+            seconds_per_byte=ring if is_even else max(ring, found.seconds_per_byte)
+        )
+    hop_s = max(cluster.hosts[host].nic_latency_s for host in members)
+    return found._replace(
+        latency_s=min(found.latency_s, 2.0 * math.ceil(math.log2(num_hosts)) * hop_s),
+        seconds_per_byte=min(tree, 2.0 * ring),
+    )

@@ -291,7 +291,7 @@ class _Signatures:
         """Class of each device: equal hardware that the choice treats equally.  # [num_devices]"""
         cluster, said = self._cluster, self._said
         of_host = [
-            (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s)
+            (host.intra, host.nic_line_rate_bytes_per_s, host.nic_latency_s, host.collectives)
             for host in cluster.hosts
         ]
         host_class = _twins(of_host).tolist()

@@ -255,7 +255,7 @@ ERRORS = [
         "      line_rate",
         "      latancy: 5 us\n      line_rate",
         "{path}, line 12, hosts[1].nic.latancy: unknown field; did you mean 'latency'? Known: "
-        "line_rate, kind, count, latency.",
+        "line_rate, kind, count, latency, collectives.",
     ),
     ("name: B", "2: B", "{path}, line 8, hosts[1].2: unknown field. Known: name, count, "),
     (

@@ -12,6 +12,7 @@ from heterog.fidelity.comparison import (
     family_errors,
     in_words,
     ordered_pairs,
+    regret,
 )
 from heterog.simulator.intervals import Interval, interval_around
 
@@ -86,3 +87,17 @@ def test_measurements_that_contradict_each_other_give_a_wide_interval() -> None:
     low, high = interval_around(3.0, 1e6)
     assert 0 < low < 1e-9
     assert 1e9 < high < float("inf")
+
+
+def test_regret_of_the_best_liked_by_hand() -> None:
+    three = runs([(1.0, 1.3), (1.2, 1.1), (1.5, 1.0)], "a")
+    assert regret(three) == pytest.approx(0.5)
+    assert regret(three, liked=2) == pytest.approx(0.2)
+    assert regret(three, liked=3) == 0.0
+    assert regret(runs([(1.0, 2.0)], "alone")) is None
+    # Of two at a time: one of the pairs has 1.2, 1.5 and 1.25 times the best of it.
+    assert regret(three, subset=2, draws=4000) == pytest.approx((0.2 + 0.5 + 0.25) / 3, abs=0.01)
+    assert "the best-liked takes 50.0% longer than the best, of five 0.0%" in in_words(
+        family_errors("f", three)
+    )
+    assert ordered_pairs(three, least_difference=0.22) == Pairs(number=2, ordered=0)

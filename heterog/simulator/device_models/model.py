@@ -16,6 +16,7 @@ from heterog.cluster.execution import Execution, Tf32
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
+from heterog.simulator.collectives import over_measured_nics
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.device_models.fusion.fused import fused_kernels
 from heterog.simulator.device_models.kernels import (
@@ -138,7 +139,7 @@ class DeviceModels(Roofline):
         found = super().channel_seconds(cluster, channel)
         if channel.kind == ChannelKind.POINT_TO_POINT:
             return found
-        found = _as_measured(cluster, channel, found)
+        found = over_measured_nics(cluster, channel, _as_measured(cluster, channel, found))
         per_byte = self.host.ramp_s_per_byte * channel.sent_per_byte
         return found._replace(
             latency_s=found.latency_s + self.host.collective_s,

@@ -1,0 +1,317 @@
+"""Llama-like models in nanotron, as the sweep of the Ultra-Scale Playbook ran them on H100.
+
+Columns: ``model, layers, hidden, heads, ffn, vocab, embeddings, seq, gpus, dp, tp, pp, zero, mbs,
+grad_acc, gbs, status, step_s, mem_gb, polled, host_bound, split``.
+
+Kernels are those of nanotron: fused attention, rotary positions and norms in one kernel each, a
+gated MLP without biases, cross entropy over the parts of the vocabulary in float32. Parameters in
+bfloat16, gradients added up and reduced in float32, AdamW on float32 copies. Teams keep
+activations by position. Stages are those that nanotron cuts by the work of its blocks, of which
+the head is one (``stages``). Hosts have 8 H100 behind EFA.
+
+With pipelines the head has a table of its own: nanotron keeps one on the first and one on the last
+stage, and adds up their gradients, which is left out. The cast to float32 and the loss run beside
+the head, also where nanotron gives them a stage of their own.
+"""
+
+import csv
+import gzip
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from heterog.cluster import Cluster
+from heterog.cluster.spec import parse_cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.strategy.layouts.layout import Layout
+
+_COLUMNS = {"hidden", "ffn", "vocab", "grad_acc", "step_s", "polled"}
+_IN_A_HOST = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Sizes of a model."""
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocabulary: int
+    length: int
+    is_tied: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One run.
+
+    Attributes:
+        model: its name.
+        sizes: its sizes.
+        batch: sequences of a step.
+        num_gpus: GPUs that it ran on.
+        layout: how, in nanotron's stages.
+        num_micro: micro-batches of a step.
+        measured_s: seconds of a step; ``None`` where the run failed.
+        measured_bytes: peak of rank 0; ``None`` if it is not known.
+        is_host_bound: whether the host decides how long a micro-batch takes.
+    """
+
+    model: str
+    sizes: Sizes
+    batch: int
+    num_gpus: int
+    layout: Layout
+    num_micro: int
+    measured_s: float | None
+    measured_bytes: float | None
+    is_host_bound: bool
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.model} on {self.num_gpus}, {self.num_micro} x {self.layout}"
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+class _Block(nn.Module):
+    """One layer."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width, self.heads = sizes.hidden, sizes.heads
+        self.norm_1, self.norm_2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.queries_keys_values = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate, self.up = (nn.Linear(width, sizes.ffn, bias=False) for _ in range(2))
+        self.down = nn.Linear(sizes.ffn, width, bias=False)
+
+    def forward(self, x: Tensor, turned: Tensor) -> Tensor:
+        """Attention and MLP.  # [batch, tokens, width]"""
+        batch, length, width = x.shape
+        merged = self.queries_keys_values(self.norm_1(x))
+        heads = merged.view(batch, length, self.heads, -1).transpose(1, 2)
+        queries, keys, values = heads.chunk(3, -1)
+        seen = functional.scaled_dot_product_attention(
+            queries * turned, keys * turned, values, is_causal=True
+        )
+        x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
+        normed = self.norm_2(x)
+        made: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return made
+
+
+class _Head(nn.Module):
+    """Logits by a table, of its own or the embedding's."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(table) if not isinstance(table, nn.Parameter) else table
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits.  # [batch, tokens, vocabulary]"""
+        return functional.linear(x, self.weight)
+
+
+class _Llama(nn.Module):
+    """The language model."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.words = nn.Embedding(sizes.vocabulary, sizes.hidden)
+        self.blocks = nn.ModuleList(_Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.hidden, bias=False)
+        own = self.words.weight if sizes.is_tied else nn.Parameter(self.words.weight.clone())
+        self.head = _Head(own)
+        self.width_of_heads = sizes.hidden // sizes.heads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits.  # [batch, tokens, vocabulary]"""
+        x = self.words(tokens)
+        turned = torch.ones(tokens.shape[1], self.width_of_heads, dtype=x.dtype)
+        for block in self.blocks:
+            x = block(x, turned)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The passes of nanotron's sharded cross entropy over the vocabulary, in float32.
+
+    The largest logits and the wanted ones, one of each row, are left out. It is priced, never run.
+    """
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor) -> Tensor:
+        exponentials = (logits.float() - 1.0).exp()
+        sums = exponentials.sum(-1, keepdim=True)
+        context.save_for_backward(exponentials / sums)
+        context.dtype = logits.dtype
+        found: Tensor = sums.log().mean()
+        return found
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (shares,) = context.saved_tensors
+        made: Tensor = shares * (gradient / shares.shape[0] / shares.shape[1])
+        return made.to(context.dtype)
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    del labels
+    apply: Any = _CrossEntropy.apply
+    loss: Tensor = apply(logits)
+    return loss
+
+
+@lru_cache(maxsize=16)
+def graph_of(sizes: Sizes, batch: int) -> OpGraph:
+    """One captured training step of a model without memory."""
+    tokens = torch.zeros(batch, sizes.length, dtype=torch.int64)
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return _Llama(sizes).bfloat16()
+
+    return capture(
+        Workload(
+            model=make,
+            example_batch=(tokens, tokens),
+            loss=_loss,
+            optimizer=torch.optim.AdamW,
+            optimizer_options={"fused": True},
+            master_dtype=torch.float32,
+            reduce_dtype=torch.float32,
+            name=f"nanotron_{sizes.hidden}x{sizes.layers}",
+        )
+    )
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def sweeps(folder: Path) -> Iterator[Path]:
+    """The tables of a folder that have the sweep's columns."""
+    for path in sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz")]):
+        with _opened(path) as file:
+            if set(next(csv.reader(file), ())) >= _COLUMNS:
+                yield path
+
+
+def rows_of(path: Path, split: str) -> Iterator[Row]:
+    """The rows of a split (all if there are none) but those in which a send slept."""
+    with _opened(path) as file:
+        rows = list(csv.DictReader(file))
+    is_bound = _host_bound(rows)
+    for row, bound in zip(rows, is_bound, strict=True):
+        if row.get("split", split) in (split, "") and row["polled"] in ("", "0", "False"):
+            yield _row(row, is_bound=bound)
+
+
+def _opened(path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
+def _host_bound(rows: Sequence[dict[str, str]]) -> list[bool]:
+    """The column, or where it is empty what siblings say.
+
+    Those of the same model, teams and stages. Of the same micro-batch the majority counts; else
+    one that is bound with more work, or not bound with less, tells the same of this one.
+    """
+    told: dict[tuple[str, ...], list[tuple[int, bool]]] = defaultdict(list)
+    for row in rows:
+        if row["host_bound"]:
+            of = row["model"], row["tp"], row["pp"]
+            told[of].append((int(row["mbs"]), row["host_bound"] == "True"))
+    found = []
+    for row in rows:
+        if row["host_bound"]:
+            found.append(row["host_bound"] == "True")
+            continue
+        size, siblings = int(row["mbs"]), told[row["model"], row["tp"], row["pp"]]
+        same = [bound for of, bound in siblings if of == size]
+        more = [bound for of, bound in siblings if of > size]
+        found.append(2 * sum(same) > len(same) if same else any(more))
+    return found
+
+
+def _row(row: dict[str, str], *, is_bound: bool) -> Row:
+    tp, pp, dp = (int(row[name]) for name in ("tp", "pp", "dp"))
+    sizes = Sizes(
+        layers=int(row["layers"]),
+        hidden=int(row["hidden"]),
+        heads=int(row["heads"]),
+        ffn=int(row["ffn"]),
+        vocabulary=-(-int(row["vocab"]) // tp) * tp,
+        length=int(row["seq"]),
+        is_tied=row["embeddings"] == "tied" and pp == 1,
+    )
+    begins = stages(sizes, pp)
+    is_ok = row["status"] == "ok"
+    return Row(
+        model=row["model"],
+        sizes=sizes,
+        batch=int(row["gbs"]),
+        num_gpus=int(row["gpus"]),
+        layout=Layout(
+            tp=tp,
+            pp=len(begins) + 1,
+            dp=dp,
+            micro_batch=int(row["mbs"]),
+            zero=int(row["zero"]),
+            split=begins,
+            sequence_parallel=tp > 1,
+        ),
+        num_micro=int(row["grad_acc"]),
+        measured_s=float(row["step_s"]) if is_ok else None,
+        measured_bytes=float(row["mem_gb"]) * 2**30 if is_ok and row["mem_gb"] else None,
+        is_host_bound=is_bound,
+    )
+
+
+def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
+    """Modules at which stages begin but the first: fewer than ``pp`` where the head is the last.
+
+    nanotron gives blocks to a stage until their work together exceeds its share of all; a head
+    counts as its product, a layer as its products.
+
+    >>> stages(Sizes(layers=16, hidden=2048, heads=32, ffn=8192, vocabulary=131072, length=4096,
+    ...     is_tied=False), 4)
+    ('blocks.6', 'blocks.11', 'norm')
+    """
+    layer = 4 * sizes.hidden**2 + 3 * sizes.ffn * sizes.hidden
+    work = [layer] * sizes.layers + [0, sizes.vocabulary * sizes.hidden]
+    names = [f"blocks.{number}" for number in range(sizes.layers)] + ["norm", "head"]
+    begins: list[str] = []
+    rank, done = 0, 0
+    for block, name in enumerate(names[:-1]):
+        done += work[block]
+        if done * pp > sum(work) * (rank + 1) and rank + 1 < pp:
+            rank += 1
+            begins.append(names[block + 1] if name != "norm" else "head")
+    return tuple(begins)
+
+
+def cluster_of(num_gpus: int) -> Cluster:
+    """Hosts of 8 H100, the last of a small run with fewer."""
+    hosts = -(-num_gpus // _IN_A_HOST)
+    return parse_cluster(
+        f"schema_version: 1\nname: h100_x{num_gpus}\nhosts:\n"
+        f"  - {{name: h, count: {hosts}, devices: [{{type: H100, "
+        f"count: {min(num_gpus, _IN_A_HOST)}}}], intra: nvlink4, nic: efa_p5}}\n",
+        Path("hosts.yaml"),
+    )
