@@ -126,7 +126,7 @@ class DeployedStep:
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
-        self._unchanged = Unchanged(self._model, self.optimizer)
+        self._unchanged = Unchanged(workload, self._model, self.optimizer, graph)
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
         self._workload, self._seed, self._program = workload, seed, program
