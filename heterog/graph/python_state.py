@@ -11,12 +11,14 @@ import sysconfig
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -466,6 +468,23 @@ def _random_holder(source: Any, text: str) -> Holder:
         lambda key: text,
         seeded,
     )
+
+
+@contextmanager
+def same_draws(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Draw random numbers in the body without a trace: of Python, numpy and torch.
+
+    Args:
+        generators: Further generators of torch, those of accelerators.
+    """
+    kept = PythonState({})
+    states = [(each, each.get_state()) for each in (torch.default_generator, *generators)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        kept.put_back()
 
 
 NUM_SEEDS = 4

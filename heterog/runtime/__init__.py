@@ -10,8 +10,8 @@
 - One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``windows``,
   ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``, ``halos``,
   ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``, ``batch_norm``.
-- ``alike`` compares ranks, ``unchanged`` a model with what was captured. ``rehearsal`` plays all
-  ranks on shapes. ``checkpoint`` keeps a step under any plan.
+- ``alike`` compares ranks and ``replicas`` their weights, ``unchanged`` a model with what was
+  captured. ``rehearsal`` plays all ranks on shapes. ``checkpoint`` keeps a step under any plan.
 - Not exact: ``averaging``, ``asynchronous`` with its ``weight_server``, ``stash``, ``codecs`` with
   ``feedback``. Beside a step: ``background`` jobs.
 - Measuring: ``profiler`` (``op_profiler``, ``link_profiler``), ``recorder``, ``peak_memory``;
