@@ -47,6 +47,7 @@ ROOMS = {
     "torch": (
         *(
             "graph/capture.py",
+            "graph/changed_state.py",
             "graph/higher_order.py",
             "graph/inserting.py",
             "graph/one_sample.py",

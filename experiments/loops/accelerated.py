@@ -81,7 +81,7 @@ def on_ranks(case: Case, record: Record, folder: str) -> list[Tensor]:
 
 def _train(job: Job, batch: Any, done: int) -> None:
     case, accelerator, balancer = job.case, job.accelerator, job.balancer
-    count = labels_that_count(batch) if case.tokens else None
+    count = labels_that_count(case, batch)
     with accelerator.accumulate(job.model):
         found = job.model(**batch)
         if case.validate_every and done % case.validate_every == 0:

@@ -28,6 +28,8 @@ class Case:
 
     Attributes:
         tokens: Whether the loss is a mean over labels that count, some samples having few.
+        packed: Whether such a loss gets only the labels that count, so that none is ignored.
+        states_count: Whether the loop says how many labels count.
         ignores_items: Whether the model takes ``num_items_in_batch`` and ignores it.
         accumulate: Batches for each update.
         scheduled: Whether a schedule changes the learning rate after each update.
@@ -40,6 +42,8 @@ class Case:
     """
 
     tokens: bool = False
+    packed: bool = False
+    states_count: bool = True
     ignores_items: bool = False
     accumulate: int = 1
     scheduled: bool = False
@@ -69,6 +73,8 @@ class Case:
 CASES = {
     "sample mean": Case(),
     "token mean": Case(tokens=True),
+    "unlike lengths": Case(tokens=True, packed=True),
+    "unlike lengths without count": Case(tokens=True, packed=True, states_count=False),
     "ignored num_items_in_batch": Case(ignores_items=True),
     "accumulation": Case(accumulate=2, num_samples=80),
     "scheduler": Case(scheduled=True),
@@ -112,13 +118,14 @@ class Net(nn.Module):
         torch.manual_seed(SEED)
         self.first = nn.Embedding(WORDS, 8) if case.tokens else nn.Linear(LENGTH, 8)
         self.last = nn.Linear(8, CLASSES)
-        self._record = record
+        self._record, self._packed = record, case.packed
         self.double()
 
     def forward(self, ids: Tensor, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """The loss of a batch."""
         logits = self.last(torch.tanh(self.first(x)))
-        loss = nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+        used = labels != UNCOUNTED if self._packed else torch.ones_like(labels, dtype=torch.bool)
+        loss = nn.functional.cross_entropy(logits[used], labels[used])
         if loss.requires_grad:
             loss.register_hook(lambda _: self._record.saw(ids))  # type: ignore[no-untyped-call]
         return {"loss": loss, "logits": logits}
@@ -164,9 +171,9 @@ def make_schedule(case: Case, optimizer: Optimizer) -> torch.optim.lr_scheduler.
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
 
 
-def labels_that_count(batch: dict[str, Tensor]) -> Tensor:
-    """Number of labels of which a token mean is the mean."""
-    return (batch["labels"] != UNCOUNTED).sum()
+def labels_that_count(case: Case, batch: dict[str, Tensor]) -> Tensor | None:
+    """Number of labels of which a token mean is the mean; ``None`` if the loop does not say."""
+    return (batch["labels"] != UNCOUNTED).sum() if case.tokens and case.states_count else None
 
 
 class Update(NamedTuple):

@@ -137,7 +137,7 @@ def on_ranks(wrapper: str) -> Any:
 def _train(job: Job, step: int, batch: Any, done: int) -> None:
     case, balancer = job.case, job.balancer
     ends = case.ends_update(step)
-    count = labels_that_count(batch) if case.tokens else None
+    count = labels_that_count(case, batch)
     with contextlib.nullcontext() if ends else _without_reduction(job.model):
         found = job.model(**batch)
         if case.validate_every and done % case.validate_every == 0:

@@ -45,8 +45,7 @@ class Module(LightningModule):
             self.net.first.requires_grad_(False)
         found = self.net(**batch)
         if self.automatic_optimization:
-            count = {"count": labels_that_count(batch)} if self.case.tokens else {}
-            return {"loss": found["loss"], **count}
+            return {"loss": found["loss"], "count": labels_that_count(self.case, batch)}
         losses = found["loss"], self.critic(found["logits"].detach())
         for optimizer, loss in zip(self.optimizers(), losses, strict=True):
             self.manual_backward(self.balancer.weigh(loss))

@@ -16,7 +16,7 @@ from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
-from heterog.balance.label_means import check_mean_over_samples
+from heterog.balance.label_means import MeanCounts, check_mean_over_samples
 from heterog.balance.loader import BalancedLoader
 from heterog.balance.micro_batches import (
     cut_batch,
@@ -103,6 +103,8 @@ class Balancer:
         self.batch_size = int(batch_size)
         self.weights = StepWeights(self.group)
         watch_updates(self.weights, self.group)
+        self._means = MeanCounts(self.group)
+        self._num_in_step, self._is_cut = 0, False  # losses weighed in this step, in parts or not
         self._check_replicas = check_replicas
         self._replicas: ReplicaCheck | None = None
         self._start = Start(shares=shares, speeds=speeds, plan=plan)
@@ -253,6 +255,7 @@ class Balancer:
         if self._open.is_inside:
             self._open.current.outer_weights = self.weights.kept()
         self._open.begin(sampler, deal)
+        self._num_in_step, self._is_cut = 0, False
         self.weights.begin_step()
         own = deal.samples[self.group.rank]
         self.weights.set(own, sum(deal.samples))
@@ -332,8 +335,8 @@ class Balancer:
                 may give 0 if its loss is finite, as that of ``cross_entropy`` is in the gradient.
 
         Raises:
-            BalanceError: it is no tensor of one element, or a mean over labels of which some do
-                not count, without a count.
+            BalanceError: it is no tensor of one element, or without a count a mean over labels of
+                which some do not count, or over elements of which samples have unlike numbers.
         """
         check_loss(loss)
         step = self._open.current
@@ -346,11 +349,23 @@ class Balancer:
             own = count if step.deal.samples[self.group.rank] else 0
             with self.clock.waiting():
                 self.weights.set(*self.weights.exchange([own]))
-        elif self.group.num_ranks > 1 and self.weights.looks_at_mean(loss):
-            check_mean_over_samples(loss)
+        elif self.group.num_ranks > 1 and loss.requires_grad:
+            self._check_mean(loss)
         weighed = self.weights.weigh(loss)
         self.time_backward(weighed)
         return weighed
+
+    def _check_mean(self, loss: Tensor) -> None:
+        """Check that a loss which is weighed by samples is a mean over samples."""
+        own = self.weights.samples
+        if own is None:
+            return
+        looks = self.weights.looks_at_mean(loss)
+        if looks:
+            check_mean_over_samples(loss)
+        place, self._num_in_step = self._num_in_step, self._num_in_step + 1
+        with self.clock.waiting():
+            self._means.check(loss, own, place, looks=looks, part=self._is_cut and place > 0)
 
     def time_backward(self, loss: Tensor) -> None:
         """Note that this tensor trains, and measure its backward pass; ``weigh`` does it."""
@@ -389,6 +404,7 @@ class Balancer:
             told = [count(part) if n else 0 for (part, _), n in zip(pieces, counts, strict=True)]
             with self.clock.waiting():
                 *counts, total = self.weights.exchange(told)
+        self._is_cut = True
         for index, (part, _) in enumerate(pieces):
             self.weights.set(counts[index], total)
             if index == len(pieces) - 1:

@@ -5,16 +5,15 @@ running statistics. So the loss of some samples is a function of these samples, 
 batch and of its parts can be compared.
 """
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from heterog.graph.python_state import same_draws
 from heterog.runtime.accelerators import default_generator
 
 _aten = torch.ops.aten
@@ -33,7 +32,8 @@ def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
     kept = [(each, dict(vars(each)), dict(each._buffers)) for each in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     draws = FixedDraws() if training else nullcontext()  # type: ignore[no-untyped-call]
-    with _same_generators(model):
+    devices = {each.device for each in model.parameters()} - {torch.device("meta")}
+    with same_draws(map(default_generator, devices)):
         try:
             model.train(training)
             for module, *_ in kept:
@@ -50,22 +50,6 @@ def undisturbed(model: nn.Module, *, training: bool) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-
-
-@contextmanager
-def _same_generators(model: nn.Module) -> Iterator[None]:
-    """Set all generators of random numbers back after the body."""
-    devices = {each.device for each in model.parameters()} | {torch.device("cpu")}
-    generators = [default_generator(device) for device in devices if device.type != "meta"]
-    states = [each.get_state() for each in generators]
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 class FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

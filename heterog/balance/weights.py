@@ -50,12 +50,17 @@ class StepWeights:
         """Go on with a step."""
         self._count, self._total, self._seen, self._is_complete = kept
 
+    @property
+    def samples(self) -> float | None:
+        """This rank's samples; ``None`` where losses are weighed by another count."""
+        return None if isinstance(self._total, Tensor) else float(self._count)
+
     def looks_at_mean(self, loss: Tensor) -> bool:
         """Whether to look at what a loss that is weighed by samples is a mean over.
 
         Always on a CPU; elsewhere the first times and now and then, as it waits for the device.
         """
-        if isinstance(self._total, Tensor) or not self._count or not loss.requires_grad:
+        if not self.samples or not loss.requires_grad:
             return False
         number = self.num_weighed
         return loss.device.type == "cpu" or number & (number - 1) == 0 or number % 64 == 0

@@ -2,7 +2,8 @@
 
 - ``workload`` is what is trained, ``op_graph`` its graph, ``serialize`` a graph's file.
 - ``capture`` traces a ``step`` on fake tensors, again with other ``python_state``
-  (``repeated_calls``, compared by ``value_numbers``). Its helpers: ``higher_order`` (control flow
+  (``repeated_calls``, compared by ``value_numbers``); ``changed_state`` notices what has changed
+  since. Its helpers: ``higher_order`` (control flow
   of torch), ``static_shapes`` (what torch does otherwise meanwhile), ``traced_constants``
   (constants that all samples share), ``guards`` and ``value_checks`` (questions about values that
   only guard), ``static_indices``, ``one_sample``, ``inserting``, ``function_caches``,

@@ -164,6 +164,7 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
     with warnings.catch_warnings(action="ignore"), mode:
         with _clear_errors(workload, None):
             model = _make_model(workload, in_memory=in_memory)
+            _check_hooks(workload, model)
             batch = workload.make_batch()
         with unset_fake_temporarily():  # options that are tensors are real
             groups = parameter_groups(workload, model)
@@ -260,7 +261,21 @@ def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
     if isinstance(value, FakeTensor):
         value.constant = None  # its values are those of the first step only
         return value
-    return mode.from_tensor(value, static_shapes=True)
+    fake = mode.from_tensor(value, static_shapes=True)
+    for hook in (value._backward_hooks or {}).values():
+        fake.register_hook(hook)  # type: ignore[no-untyped-call]
+    return fake
+
+
+def _check_hooks(workload: Workload, model: nn.Module) -> None:
+    """Refuse hooks that run when a gradient is in ``.grad``, where a plan has none."""
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"workload '{workload.name}': '{name}' has a hook that runs after its gradient "
+                "is accumulated, which no plan can call. Change gradients in a hook of the "
+                "tensor (register_hook), and step optimizers outside of hooks."
+            )
 
 
 @contextmanager

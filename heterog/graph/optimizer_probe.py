@@ -7,15 +7,17 @@ calls of their own do, at whole parameters.
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from heterog.errors import HeterogWarning
+from heterog.graph.python_state import same_draws
 from heterog.graph.update_scope import UpdateScope, scope_by_name
 
 _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e3, 1e-2, 1.0, 0.3)
@@ -132,7 +134,7 @@ def probed_scope(
     for dtype in (torch.float64, torch.float32):
         probe = _Probe(optimizer, options, groups, dtype)
         try:
-            with _apart():
+            with same_draws(), warnings.catch_warnings(action="ignore"), torch.enable_grad():
                 return _widest(probe)
         except Exception as error:  # whatever the user's class raises
             failure = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -159,22 +161,6 @@ def _widest(probe: "_Probe") -> UpdateScope:
         faster = probe.scope()
         return faster if found.allows(faster) else found
     return found
-
-
-@contextmanager
-def _apart() -> Iterator[None]:
-    """Keep random numbers, warnings and gradients of the program as they are."""
-    state = random.getstate()
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            warnings.catch_warnings(),
-            torch.enable_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        random.setstate(state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,8 +270,9 @@ class _Probe:
             pieces: What one optimizer steps.
             calls: Numbers of the pieces in each call of the optimizer in a step.
         """
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
         calls = list(calls)
         values = [nn.Parameter(piece.cut(self.values).clone()) for piece in pieces]
         groups = [

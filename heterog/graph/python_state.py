@@ -9,14 +9,16 @@ import random
 import sys
 import sysconfig
 import types
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -59,9 +61,10 @@ class Holder:
         write: Makes it hold other values.
         text: Says in words where a key of it is.
         seeded: Makes other values for a generator of random numbers; ``None`` for anything else.
+        held: The dict, list or set that has the values, if one has.
     """
 
-    __slots__ = ("read", "seeded", "text", "values", "write")
+    __slots__ = ("held", "read", "seeded", "text", "values", "write")
 
     def __init__(
         self,
@@ -69,9 +72,19 @@ class Holder:
         write: Callable[[Mapping[Any, Any]], None],
         text: Callable[[Any], str],
         seeded: Callable[[int], Any] | None = None,
+        held: Any = None,
     ) -> None:
         self.read, self.write, self.text, self.seeded = read, write, text, seeded
+        self.held = held
         self.values = read()
+
+    def without(self, keys: Collection[Any]) -> "Holder":
+        """One that does not tell what some keys hold; only to be read."""
+        return Holder(
+            lambda: {key: each for key, each in self.read().items() if key not in keys},
+            self.write,
+            self.text,
+        )
 
     def changes(self) -> Iterator["Slot"]:
         """The keys whose values are others now."""
@@ -166,9 +179,15 @@ class PythonState:
         other = object.__new__(PythonState)
         other.unseen, other._known, other._todo = self.unseen, self._known, []
         other._holders = [
-            Holder(each.read, each.write, each.text, each.seeded) for each in self._holders
+            Holder(each.read, each.write, each.text, each.seeded, each.held)
+            for each in self._holders
         ]
         return other
+
+    @property
+    def holders(self) -> Sequence[Holder]:
+        """What holds the values."""
+        return self._holders
 
     def _look_at(self, thing: Any, text: str) -> None:
         if isinstance(thing, _NO_STATE) or id(thing) in self._known:
@@ -334,10 +353,13 @@ def _module_holder(module: nn.Module, text: Callable[[Any], str]) -> Holder:
 
     def write(values: Mapping[Any, Any]) -> None:
         for name in read().keys() - values.keys():
-            del held[name]
+            if name.endswith("_hooks"):
+                held[name] = OrderedDict[int, Any]()  # which every module has
+            else:
+                del held[name]
         held.update(values)
 
-    return Holder(read, write, text)
+    return Holder(read, write, text, held=held)
 
 
 def _dict_holder(held: dict[Any, Any], text: Callable[[Any], str]) -> Holder:
@@ -345,7 +367,7 @@ def _dict_holder(held: dict[Any, Any], text: Callable[[Any], str]) -> Holder:
         held.clear()
         held.update(values)
 
-    return Holder(lambda: dict(held), write, text)
+    return Holder(lambda: dict(held), write, text, held=held)
 
 
 def _list_holder(held: "list[Any] | deque[Any]", text: Callable[[Any], str]) -> Holder:
@@ -354,7 +376,7 @@ def _list_holder(held: "list[Any] | deque[Any]", text: Callable[[Any], str]) -> 
         held.clear()
         held.extend(items)
 
-    return Holder(lambda: dict(enumerate(held)), write, text)
+    return Holder(lambda: dict(enumerate(held)), write, text, held=held)
 
 
 def _set_holder(held: set[Any], text: str) -> Holder:
@@ -362,7 +384,7 @@ def _set_holder(held: set[Any], text: str) -> Holder:
         held.clear()
         held.update(values)
 
-    return Holder(lambda: dict.fromkeys(held), write, lambda key: text)
+    return Holder(lambda: dict.fromkeys(held), write, lambda key: text, held=held)
 
 
 def _cell_holder(cell: types.CellType, text: str) -> Holder:
@@ -446,6 +468,23 @@ def _random_holder(source: Any, text: str) -> Holder:
         lambda key: text,
         seeded,
     )
+
+
+@contextmanager
+def same_draws(generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
+    """Draw random numbers in the body without a trace: of Python, numpy and torch.
+
+    Args:
+        generators: Further generators of torch, those of accelerators.
+    """
+    kept = PythonState({})
+    states = [(each, each.get_state()) for each in (torch.default_generator, *generators)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        kept.put_back()
 
 
 NUM_SEEDS = 4

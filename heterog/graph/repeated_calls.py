@@ -59,7 +59,7 @@ class _Check:
     def look(self) -> None:
         """Call the step in all states that are worth trying."""
         changed = self._before.changes()
-        if swapped := [slot for slot in changed if _has_parameters(slot)]:
+        if swapped := [slot for slot in changed if has_parameters(slot)]:
             self._raise(swapped, "")
         drawn = [slot for slot in changed if slot.holder.seeded is not None]
         if len(changed) > len(drawn):
@@ -154,7 +154,7 @@ class _Check:
         )
 
 
-def _has_parameters(slot: Slot) -> bool:
+def has_parameters(slot: Slot) -> bool:
     """Whether a module is put in another's place, whose parameters are then those of its name."""
     modules = [each for each in (slot.before, slot.after) if isinstance(each, nn.Module)]
     return any(True for module in modules for _ in module.parameters())
@@ -204,7 +204,7 @@ def _way_out(slots: list[Slot]) -> str:
     """Advice for what decides."""
     if any(slot.holder.seeded is not None for slot in slots):
         return _WAYS_OUT["draw"]
-    if any(map(_has_parameters, slots)):
+    if any(map(has_parameters, slots)):
         return _WAYS_OUT["module"]
     if any(isinstance(each, Tensor) for slot in slots for each in (slot.before, slot.after)):
         return _WAYS_OUT["tensor"]

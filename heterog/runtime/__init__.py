@@ -12,8 +12,9 @@
   ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``, ``halos``,
   ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``; ``whole_model``
   brings it together.
-- ``alike`` compares ranks, ``unchanged`` a model with what was captured. ``rehearsal`` plays all
-  ranks on shapes (``rehearsed_wire``). ``checkpoint`` keeps a step under any plan.
+- ``alike`` compares ranks and ``replicas`` their weights, ``unchanged`` a model with what was
+  captured. ``rehearsal`` plays all ranks on shapes (``rehearsed_wire``). ``checkpoint`` keeps a
+  step under any plan.
 - ``feedback`` keeps what encoded gradients leave out. Beside a step: ``background`` jobs.
 - Measuring: ``profiler`` (``op_profiler``, ``link_profiler``), ``recorder``, ``peak_memory``;
   ``detect`` describes a machine.

@@ -7,7 +7,6 @@ these differ do ranks tell each other what they have.
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +18,11 @@ from heterog.errors import StrategyError
 from heterog.graph.parameter_groups import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
 from heterog.runtime.collectives import gather_texts
+from heterog.runtime.replicas import Replicas, drift
 
 COMPARED_EVERY = 16
 """Steps from one comparison to the next. A comparison takes as long as a small message, a few
 tenths of a millisecond between machines: a percent of a step of two milliseconds."""
-
-WEIGHTS_COMPARED_EVERY = 64
-"""Steps from one look at the weights to the next, which reads all of them once."""
-
-_DRIFT = 1e-5
-"""Largest relative difference of replicas: other kinds of devices round updates otherwise."""
 
 _SCHEDULED = ("lr", "weight_decay", "momentum", "betas")
 """Options that loops and schedulers change; an optimizer counts in others, and only where it has
@@ -36,9 +30,6 @@ something to step."""
 
 _SAMPLED = 256
 """Elements of each tensor of a batch that are compared, at equal distances."""
-
-_PIECE = 2**18
-"""Elements that are summed at a time: two MiB of float64."""
 
 _MOST_TOLD = 3
 """Most differences that an error names."""
@@ -121,49 +112,30 @@ def of_step(optimizer: torch.optim.Optimizer, batch: Any) -> Facts:
     return found
 
 
-def weights_compared_at(num_steps: int) -> bool:
-    """Whether ranks compare the parameters that several of them have, before a step."""
-    return num_steps == 1 or (num_steps > 0 and num_steps % WEIGHTS_COMPARED_EVERY == 0)
-
-
-def compare_weights(names: Sequence[str], held: Sequence[Tensor | None], when: str) -> None:
-    """Compare the parameters that several ranks have whole, by the sums of their sizes.
+def compare_weights(names: Sequence[str], replicas: Replicas, num_steps: int, when: str) -> None:
+    """Compare the parameters that several ranks have whole; every rank calls it.
 
     Args:
         names: Names of the parameters.
-        held: This rank's, or ``None`` where it has none or only a slice.
+        replicas: This rank's.
+        num_steps: Number of steps since they were first seen.
         when: When it has them, for the message.
 
     Raises:
         StrategyError: replicas differ; names the first. All ranks raise.
     """
-    mine = torch.tensor(
-        [math.nan if value is None else _size(value.detach()) for value in held],
-        dtype=torch.float64,
-    )
+    mine = torch.tensor(replicas.facts(), dtype=torch.float64)
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(every, mine)
-    sums = torch.stack(every)  # [num_ranks, num_parameters]
-    least = torch.where(sums.isfinite(), sums, math.inf).min(dim=0).values
-    most = torch.where(sums.isfinite(), sums, -math.inf).max(dim=0).values
-    apart = (most - least > _DRIFT * most.abs()) & (most > least)
-    if not apart.any():
+    found = drift([each.tolist() for each in every], num_steps)
+    if found is None:
         return
-    row = int(apart.nonzero()[0])
-    told = [{"size": "none" if value.isnan() else f"{float(value):.9g}"} for value in sums[:, row]]
     raise StrategyError(
-        f"replicas of '{names[row]}' have drifted apart {when}: {_difference('size', told)}. "
-        "Something changes weights on some ranks only: an optimizer that draws random numbers, or "
-        "code that writes to parameters; do it alike on all ranks."
+        f"replicas of '{names[found.place]}' on ranks {found.ranks[0]} and {found.ranks[1]} have "
+        f"drifted apart {when}, by {found.apart:.3g} where training has moved them by "
+        f"{found.way:.3g}. Something changes weights on some ranks only: an optimizer that draws "
+        "random numbers, or code that writes to parameters; do it alike on all ranks."
     )
-
-
-def _size(value: Tensor) -> float:
-    """Sum of the sizes of a tensor's elements, without a copy of the whole."""
-    if not value.numel():
-        return 0.0
-    pieces = torch.split(value.reshape(-1), _PIECE)
-    return float(torch.stack([piece.abs().double().sum() for piece in pieces]).sum())
 
 
 def _digest(value: Tensor) -> str:

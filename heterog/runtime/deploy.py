@@ -25,7 +25,6 @@ from heterog.runtime.alike import (
     compared_at,
     of_step,
     of_workload,
-    weights_compared_at,
 )
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
@@ -46,6 +45,7 @@ from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder, TaskTimes, gather_task_times
+from heterog.runtime.replicas import Replicas, compared_after
 from heterog.runtime.resized import (
     Signature,
     batch_by_tensor,
@@ -131,10 +131,11 @@ class DeployedStep:
         self.optimizer = make_optimizer(
             workload, self.groups, self.masters.stepped, self.part.updated_groups
         )
-        self._unchanged = Unchanged(self._model, self.optimizer)
+        self._unchanged = Unchanged(workload, self._model, self.optimizer, graph)
         self.buffers = buffers_of(graph, plan.strategy)
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False
+        self._replicas: tuple[Replicas, int] | None = None  # and the step of the first sight
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
         self.modes: tuple[RankMode, ...] = ()
@@ -166,22 +167,27 @@ class DeployedStep:
     def _compare_step(self, batch: Any) -> None:
         """Compare with other ranks what the next step trains with, in some of the steps."""
         # Ranks that run freely may be in different steps and cannot wait for each other.
-        if self.is_free_running or not compared_at(self.num_steps):
+        if self.is_free_running:
             return
-        compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
+        if compared_at(self.num_steps) or compared_after(self.num_steps):
+            compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
         # Codecs leave replicas apart by what messages lack.
-        if not self.modes and weights_compared_at(self.num_steps):
+        if not self.modes:
+            self._compare_replicas()
+
+    def _compare_replicas(self) -> None:
+        """Compare parameters with those of other ranks, after some of the steps."""
+        rows = {row: tensor for row, (_, tensor, _) in enumerate(self.captured.graph.updates)}
+        if self._replicas is None:
+            held, sharded = self.part.parameters, self.part.sharded
+            whole = [None if row in sharded else held.get(each) for row, each in rows.items()]
+            self._replicas = Replicas(whole), self.num_steps
+        replicas, begun = self._replicas
+        if compared_after(self.num_steps - begun):
             self.flush()
-            rows = {row: tensor for row, (_, tensor, _) in enumerate(self.captured.graph.updates)}
-            held = self.part.parameters
-            compare_weights(
-                [self._names[tensor] for tensor in rows.values()],
-                [
-                    held[tensor] if tensor in held and row not in self.part.sharded else None
-                    for row, tensor in rows.items()
-                ],
-                f"after step {self.num_steps}",
-            )
+            names = [self._names[tensor] for tensor in rows.values()]
+            when = f"after step {self.num_steps}"
+            compare_weights(names, replicas, self.num_steps - begun, when)
 
     @property
     def _clips(self) -> bool:

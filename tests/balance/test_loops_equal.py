@@ -20,6 +20,8 @@ loops_equal.main()
 QUICK = (
     "DDP/resume inside an epoch",
     "FSDP2/validation between",
+    "DDP/unlike lengths",
+    "Lightning/unlike lengths without count",
     "Accelerate/scheduler and accumulation",
     "Lightning/resume inside an epoch",
     "Lightning/limited batches",
@@ -35,6 +37,8 @@ MORE = (
     "Accelerate/resume inside an epoch",
     "Accelerate/ragged end",
     "Lightning/token mean",
+    "Lightning/unlike lengths",
+    "DDP/unlike lengths without count",
     "Lightning/validation between",
     "Lightning/two optimizers",
 )

@@ -4,6 +4,7 @@ import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,15 +72,19 @@ def test_the_programs_random_numbers_stay() -> None:
             for group in self.param_groups:
                 for value in group["params"]:
                     if value.grad is not None:
-                        value.data.add_(torch.randn_like(value), alpha=random.random())
+                        size = random.random() + np.random.rand()  # noqa: NPY002
+                        value.data.add_(torch.randn_like(value), alpha=size)
             super().step(closure)
 
     torch.manual_seed(3)
     random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
     before, also = torch.get_rng_state(), random.getstate()
+    third = np.random.get_state(legacy=False)["state"]["pos"]  # noqa: NPY002
     assert update_scope(Noisy, {}, MIXED) == UpdateScope.MODEL
     assert torch.equal(torch.get_rng_state(), before)
     assert random.getstate() == also
+    assert np.random.get_state(legacy=False)["state"]["pos"] == third  # noqa: NPY002
 
 
 def test_one_that_cannot_be_stepped_is_said_to_look_at_everything() -> None:

@@ -29,6 +29,14 @@ def evaluate(step: DeployedStep) -> None:
     step.model.eval()
 
 
+def add_hook(step: DeployedStep) -> None:
+    step.model.register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def add_forward(step: DeployedStep) -> None:
+    step.model.forward = lambda x: x * 2
+
+
 def evaluate_and_train(step: DeployedStep) -> None:
     step.model.eval().train()
 
@@ -47,6 +55,8 @@ CHANGES: dict[Callable[[DeployedStep], None], str] = {
     tie: "'2.bias' is another parameter now, or gone",
     evaluate: r"module '\(root\)' is in eval\(\) mode now, but .* call train\(\) on it before",
     add_group: "the optimizer has 2 parameter groups now, 1 when the plan was deployed",
+    add_hook: r"a forward hook of module '\(root\)' was registered after the step was captured",
+    add_forward: r"'forward' of the model has changed since .*\(register_buffer\)",
     evaluate_and_train: "",
     slow_down: "",
 }
