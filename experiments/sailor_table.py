@@ -136,9 +136,7 @@ def words_of(plan: Plan) -> str:
     else:
         columns = Counter(plan.lists)
         micro = "micro-batches " + "; ".join(
-            f"{count} columns of "
-            + " + ".join(f"{len(list(same))} x {size}" for size, same in groupby(sizes))
-            for sizes, count in columns.items()
+            f"{count} columns of {_runs(sizes)}" for sizes, count in columns.items()
         )
     return f"{' | '.join(stages)}; {micro}{'; ZeRO-1' if plan.is_zero1 else ''}"
 
