@@ -22,6 +22,7 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.alike import (
+    batch_shapes,
     compare,
     compare_weights,
     compared_at,
@@ -129,6 +130,7 @@ class DeployedStep:
         self._unchanged = Unchanged(workload, self._model, self.optimizer, graph)
         self.buffers = buffers_of(graph, plan.strategy)
         self._is_closed = False
+        self._shapes = batch_shapes()
         self._replicas: tuple[Replicas, int] | None = None  # and the step of the first sight
         self._workload, self._seed, self._program = workload, seed, program
         self._communicator = Communicator(self.rank, ())
@@ -164,8 +166,10 @@ class DeployedStep:
         # Ranks that run freely may be in different steps and cannot wait for each other.
         if self.is_free_running:
             return
+        when = f"in step {self.num_steps + 1}"
         if compared_at(self.num_steps) or compared_after(self.num_steps):
-            compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
+            compare(of_step(self.optimizer, batch), when)
+        self._shapes.begin_step(signature(batch), when)
         strategy = self.plan.strategy
         # Codecs leave replicas apart by what messages lack.
         if strategy.inexact is None and not strategy.codecs:
