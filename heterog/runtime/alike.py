@@ -6,19 +6,23 @@ these differ do ranks tell each other what they have.
 """
 
 import hashlib
+import itertools
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from heterog.errors import StrategyError
 from heterog.graph.parameter_groups import ParameterGroup
 from heterog.graph.workload import Workload, named_leaves
 from heterog.runtime.collectives import gather_texts
 from heterog.runtime.replicas import Replicas, drift
+from heterog.runtime.resized import Signature
 
 COMPARED_EVERY = 16
 """Steps from one comparison to the next. A comparison takes as long as a small message, a few
@@ -33,6 +37,11 @@ _SAMPLED = 256
 
 _MOST_TOLD = 3
 """Most differences that an error names."""
+
+_STEPS_KEPT = 4
+"""Steps of which a rank's shapes can be asked for: without a barrier, others may be ahead."""
+
+_POLL_S = 1e-3
 
 Facts = dict[str, str]
 """What a rank has, by a name in words."""
@@ -112,6 +121,79 @@ def of_step(optimizer: torch.optim.Optimizer, batch: Any) -> Facts:
     return found
 
 
+class BatchShapes:
+    """Finds a rank whose batch has other shapes than those of the others, in any step.
+
+    Each rank notes the shapes of its batch in the job's store, which takes microseconds and waits
+    for nobody. A rank whose shapes change waits until all others have begun that step, and
+    compares: otherwise it would wait for messages that nobody sends.
+
+    Args:
+        store: The store of the process group.
+        name: What tells this step's notes from those of others, the same on all ranks.
+        rank: This rank.
+        num_ranks: Number of ranks.
+    """
+
+    def __init__(self, store: Store, name: str, rank: int, num_ranks: int) -> None:
+        self._store, self._rank = store, rank
+        self._keys = [f"{name}/{each}" for each in range(num_ranks)]
+        self._num_begun = 0  # steps can be repeated, so their numbers are not asked for
+        self._begun: dict[int, str] = {}
+
+    def begin_step(self, shapes: Signature, when: str) -> None:
+        """Note the shapes of a step's batch, and compare them if they are others than before.
+
+        Args:
+            shapes: Those of this rank's batch.
+            when: Which step it is, for the message.
+
+        Raises:
+            StrategyError: another rank has other shapes, or has not begun the step in time.
+        """
+        number = self._num_begun = self._num_begun + 1
+        text = ", ".join(f"{name} {shape} {dtype}" for name, shape, dtype in shapes)
+        before = self._begun.get(number - 1, text)
+        self._begun[number] = text
+        self._begun.pop(number - _STEPS_KEPT, None)
+        self._store.set(self._keys[self._rank], json.dumps(self._begun))
+        if before != text:
+            self._compare(number, text, when)
+
+    def _compare(self, number: int, mine: str, when: str) -> None:
+        limit_s = self._store.timeout.total_seconds()  # type: ignore[attr-defined]
+        end = time.monotonic() + limit_s
+        while True:
+            told = [json.loads(each) for each in self._store.multi_get(self._keys)]
+            late = [rank for rank, each in enumerate(told) if max(map(int, each)) < number]
+            if not late:
+                break
+            if time.monotonic() > end:
+                raise StrategyError(
+                    f"rank {self._rank} has a batch of other shapes {when} than before ({mine}), "
+                    f"and ranks {late} have not begun that step in {limit_s:g} s."
+                )
+            time.sleep(_POLL_S)
+        shapes = [{"shapes": each.get(str(number), mine)} for each in told]
+        if any(each["shapes"] != mine for each in shapes):
+            raise StrategyError(
+                f"ranks do not train alike {when}: {_difference('shapes', shapes)}. Give every "
+                "rank the same global batch."
+            )
+
+
+_num_made = itertools.count()
+
+
+def batch_shapes() -> BatchShapes:
+    """Make the object that compares shapes in the running job; every rank calls it."""
+    number = torch.tensor([next(_num_made)])
+    dist.broadcast(number, 0)
+    store = dist.distributed_c10d._get_default_store()
+    name = f"heterog/shapes/{int(number)}"
+    return BatchShapes(store, name, dist.get_rank(), dist.get_world_size())
+
+
 def compare_weights(names: Sequence[str], replicas: Replicas, num_steps: int, when: str) -> None:
     """Compare the parameters that several ranks have whole; every rank calls it.
 
@@ -175,4 +257,4 @@ def _difference(name: str, told: list[Facts]) -> str:
 
 
 def _cut(value: str) -> str:
-    return value if len(value) <= 60 else value[:57] + "..."
+    return value if len(value) <= 120 else value[:117] + "..."

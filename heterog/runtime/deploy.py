@@ -20,6 +20,7 @@ from heterog.modes.on_ranks import RankMode
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.alike import (
+    batch_shapes,
     compare,
     compare_weights,
     compared_at,
@@ -135,6 +136,7 @@ class DeployedStep:
         self.buffers = buffers_of(graph, plan.strategy)
         self._whole = WholeModel(self._model, graph, self.part, self.buffers, self.rank)
         self._is_closed = False
+        self._shapes = batch_shapes()
         self._replicas: tuple[Replicas, int] | None = None  # and the step of the first sight
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
@@ -169,8 +171,10 @@ class DeployedStep:
         # Ranks that run freely may be in different steps and cannot wait for each other.
         if self.is_free_running:
             return
+        when = f"in step {self.num_steps + 1}"
         if compared_at(self.num_steps) or compared_after(self.num_steps):
-            compare(of_step(self.optimizer, batch), f"in step {self.num_steps + 1}")
+            compare(of_step(self.optimizer, batch), when)
+        self._shapes.begin_step(signature(batch), when)
         # Codecs leave replicas apart by what messages lack.
         if not self.modes:
             self._compare_replicas()
