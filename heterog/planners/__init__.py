@@ -27,6 +27,7 @@ The methods, exact:
 
 Not exact: ``averaged``, ``served``, ``stashed``, and ``lossy`` codecs.
 
-What methods share: ``changes`` of a strategy, ``repair`` of what does not fit, ``recomputing``,
-``teams``, ``communities`` of near hosts. Beside a plan: ``background`` jobs, ``arrivals`` of jobs.
+What methods share: points that were ``tried``, ``changes`` of a strategy, ``repair`` of what does
+not fit, ``recomputing``, ``teams``, ``communities`` of near hosts. Beside a plan: ``background``
+jobs, ``arrivals`` of jobs.
 """

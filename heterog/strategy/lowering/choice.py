@@ -163,6 +163,18 @@ def _sync_classes(decisions: Sequence[Decision]) -> IntArray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
 
 
+class Decided(NamedTuple):
+    """The decisions of all groups.
+
+    Attributes:
+        decisions: The distinct decisions.
+        of_group: Number of each group's decision.  # [num_groups]
+    """
+
+    decisions: Sequence[Decision]
+    of_group: IntArray
+
+
 class Encoder:
     """Converts decisions to the kernel's arrays, and remembers earlier conversions.
 
@@ -184,8 +196,7 @@ class Encoder:
 
     def encode(
         self,
-        decisions: Sequence[Decision],
-        of_group: IntArray,
+        decided: Decided,
         *,
         micro_batches: MicroBatches,
         schedule: PipelineSchedule,
@@ -197,8 +208,7 @@ class Encoder:
         """Convert a strategy to arrays; arguments without explanation are as in ``Strategy``.
 
         Args:
-            decisions: The distinct decisions.
-            of_group: Number of each group's decision.  # [num_groups]
+            decided: Decisions of all groups.
             micro_batches: See ``Strategy``.
             schedule: See ``Strategy``.
             home: Home of each parameter.
@@ -206,6 +216,7 @@ class Encoder:
             num_steps: Number of training steps to unroll.
             within_teams: Whether gradients are summed inside teams only.
         """
+        decisions, of_group = decided
         divisions: dict[Division, int] = {}
         of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
         sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
@@ -504,15 +515,13 @@ def encode(
         num_steps: Number of training steps to unroll.
         encoder: Encoder of these tables and channels that has converted others before.
     """
-    numbers, of_group = _numbered(strategy.decisions)
     averaging, num_devices = strategy.averaging, channels.cluster.num_devices
     schedule = strategy.schedule
     if strategy.stash is not None:
         schedule = one_at_a_time(strategy, num_devices)
     encoder = encoder or Encoder(tables, channels)
     choice = encoder.encode(
-        numbers,
-        of_group,
+        _numbered(strategy.decisions),
         micro_batches=strategy.micro_batches,
         schedule=schedule,
         home=np.array(strategy.homes, np.int32),
@@ -530,15 +539,15 @@ def encode(
     )
 
 
-def _numbered(decisions: Sequence[Decision]) -> tuple[list[Decision], IntArray]:
-    """The distinct decisions, and the number of each group's.  # [num_groups]"""
+def _numbered(decisions: Sequence[Decision]) -> Decided:
+    """Number the distinct decisions."""
     numbers: dict[Decision, int] = {}
     of_object: dict[int, int] = {}  # groups share objects; to compare those takes no time
     for decision in decisions:
         if id(decision) not in of_object:
             of_object[id(decision)] = numbers.setdefault(decision, len(numbers))
     of_group = np.array([of_object[id(decision)] for decision in decisions], np.int32)
-    return list(numbers), of_group
+    return Decided(list(numbers), of_group)
 
 
 @helper
