@@ -25,6 +25,7 @@ The methods, exact:
   ``dedication`` moves alike hosts (``host_kinds``, ``host_order``).
 - ``spatial`` and ``sequences`` cut samples (``unit_search``).
 
-What methods share: ``changes`` of a strategy, ``repair`` of what does not fit, ``recomputing``,
-``teams``, ``communities`` of near hosts. Beside a plan: ``background`` jobs, ``arrivals`` of jobs.
+What methods share: points that were ``tried``, ``changes`` of a strategy, ``repair`` of what does
+not fit, ``recomputing``, ``teams``, ``communities`` of near hosts. Beside a plan: ``background``
+jobs, ``arrivals`` of jobs.
 """

@@ -16,7 +16,6 @@ from math import gcd, prod
 
 import numpy as np
 
-from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.planners.data_parallel import device_speeds
@@ -28,14 +27,16 @@ from heterog.planners.islands.slices import (
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.recomputing import cheaper_layouts, surely_kept, words_worth_trying
+from heterog.planners.tried import Tried
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluation
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights
-from heterog.strategy.layouts.layout import Dispatch, Layout, LayoutError, Recompute
-from heterog.strategy.layouts.placed import Given, place_layout
+from heterog.strategy.layouts.layout import Dispatch, Layout, Recompute
+from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 3
 """Number of strategies handed to the referee."""
@@ -80,17 +81,17 @@ class MegatronGrid(Planner):
         spending = problem.spend()
         grid = problem.resumed(_Grid)
         grid.problem, grid.spending = problem, spending
-        grid.forget_too_large()
+        grid.found.forget_too_large()
         with spending.limits():
             grid.search()
         return PlanResult(
             candidates=tuple(
-                Candidate(strategy=given.strategy, orders=tuple(Order))
-                for _, given in grid.best(NUM_RETURNED)
+                Candidate(strategy=grid.found.strategies[point], orders=tuple(Order))
+                for point in grid.found.best(NUM_RETURNED)
             ),
             num_evaluations=spending.evaluations,
             reason="" if grid.found else "no uniform layout divides the batch and the machines",
-            note=", ".join(str(given.layout) for _, given in grid.best(1)),
+            note=", ".join(str(grid.layouts[point]) for point in grid.found.best(1)),
         )
 
 
@@ -113,19 +114,11 @@ class _Grid:
         layers = layer_of_op(self.graph, layers_or_groups(self.graph))
         self.boundary_bytes = boundary_bytes(self.graph, layers)
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
-        self.found: dict[_Point, tuple[Evaluation, Given]] = {}
-        self.refused: set[_Point] = set()
+        self.found = Tried[_Point](evaluator, self._strategy)
+        self.layouts: dict[_Point, Layout] = {}
         self.varied: set[tuple[object, ...]] = set()
         self._computed: dict[tuple[int, int], float] = {}
         self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
-
-    def forget_too_large(self) -> None:
-        """Forget what was too large to simulate: it may not be in a longer round."""
-        self.found = {
-            point: pair
-            for point, pair in self.found.items()
-            if pair[0].outcome != Outcome.TOO_LARGE
-        }
 
     def search(self) -> None:
         """Shapes and micro-batches in the leanest manner that fits, the best in other manners."""
@@ -147,7 +140,7 @@ class _Grid:
         First come those that would be shortest without the bubble that other schedules save.
         """
         of_shape: dict[tuple[object, ...], _Point] = {}
-        for point in sorted(self.found, key=lambda each: self.found[each][0].preference):
+        for point in sorted(self.found, key=lambda each: self.found[each].preference):
             of_shape.setdefault(point.shape, point)
         ranked = sorted(of_shape.values(), key=self._without_bubble)
         return [point for point in ranked if point.shape not in self.varied]
@@ -162,7 +155,7 @@ class _Grid:
 
     def _without_bubble(self, point: _Point) -> tuple[float, float]:
         """(bytes that are missing, seconds of a step less what other schedules can save)."""
-        found, bubble = self.found[point][0], (point.layout.pp - 1) / point.num_micro
+        found, bubble = self.found[point], (point.layout.pp - 1) / point.num_micro
         missing, step_s = found.preference[0], found.step_time_s
         return missing, step_s * (1.0 + self._least_bubble(point)) / (1.0 + bubble)
 
@@ -178,31 +171,22 @@ class _Grid:
             if found is None or not found.is_ok:
                 break
 
-    def best(self, count: int) -> list[tuple[Evaluation, Given]]:
-        """The best points so far, best first."""
-        return sorted(self.found.values(), key=lambda pair: pair[0].preference)[:count]
-
     def _try(self, point: _Point) -> Evaluation | None:
         """Simulate a point; ``None`` if it is impossible or the budget is over."""
-        if point in self.found:
-            return self.found[point][0]
-        if point in self.refused or (self.found and self.spending.is_over):
+        if point not in self.found and self.found and self.spending.is_over:
             return None
-        try:
-            given = place_layout(
-                point.layout,
-                self.graph,
-                self.cluster,
-                devices=point.devices,
-                step_barrier=self.problem.step_barrier,
-            )
-            choice = self.problem.evaluator.encode(given.strategy)
-            evaluation = self.problem.evaluator.evaluate_choice(choice, Order.FIFO)
-        except (LayoutError, StrategyError):
-            self.refused.add(point)
-            return None
-        self.found[point] = evaluation, given
-        return evaluation
+        return self.found.evaluate(point)
+
+    def _strategy(self, point: _Point) -> Strategy:
+        given = place_layout(
+            point.layout,
+            self.graph,
+            self.cluster,
+            devices=point.devices,
+            step_barrier=self.problem.step_barrier,
+        )
+        self.layouts[point] = given.layout
+        return given.strategy
 
     def _machines(self) -> Iterator[tuple[int, ...]]:
         """All machines, then those without the slowest kinds, whole hosts only."""
@@ -303,7 +287,7 @@ class _Grid:
     def _recomputations(self, start: _Point) -> list[Recompute]:
         """Kinds of recomputation; single ops only where something has to be made again."""
         kinds = [Recompute.NONE, *words_worth_trying(self.graph)]
-        if start.layout.recompute == Recompute.NONE and self.found[start][0].is_ok:
+        if start.layout.recompute == Recompute.NONE and self.found[start].is_ok:
             return [kind for kind in kinds if kind != Recompute.OP]
         return kinds
 

@@ -12,7 +12,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluator import Evaluation, Evaluator
 from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
@@ -459,11 +459,6 @@ class Planner(Protocol):
         begun.
         """
         return 0.0
-
-
-def without_too_large(found: dict[Point, Evaluation]) -> dict[Point, Evaluation]:
-    """Evaluations that hold in a longer round, too, in which larger programs are simulated."""
-    return {point: each for point, each in found.items() if each.outcome != Outcome.TOO_LARGE}
 
 
 def best_of(evaluations: list[Evaluation]) -> int:

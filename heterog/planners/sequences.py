@@ -62,23 +62,23 @@ class Sequences(Planner):
         """Try every kind of teams, then move units between the devices of the best."""
         spending = problem.spend()
         graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
-        reason, best = why_needless(graph, cluster), []
-        if not reason:
-            split = _split(graph, cluster)
-            reason = "" if split else _why_uncut(graph)
-            if split is not None:
-                search = _Search(problem, spending, split)
-                with spending.limits():
-                    search.run()
-                best = search.best(NUM_RETURNED)
-                reason = "" if best else "no team has enough units of positions for its devices"
+        reason = why_needless(graph, cluster)
+        split = None if reason else _split(graph, cluster)
+        if split is None:
+            reason = reason or _why_uncut(graph)
+            return PlanResult(candidates=(), num_evaluations=0, reason=reason)
+        search = _Search(problem, spending, split)
+        with spending.limits():
+            search.run()
+        best = search.found.best(NUM_RETURNED)
         return PlanResult(
             candidates=tuple(
-                Candidate(strategy=strategy, orders=tuple(Order)) for _, _, strategy in best
+                Candidate(strategy=search.found.strategies[point], orders=tuple(Order))
+                for point in best
             ),
             num_evaluations=spending.evaluations,
-            reason=reason,
-            note=_in_words(best[0][1]) if best else "",
+            reason="" if best else "no team has enough units of positions for its devices",
+            note=_in_words(best[0]) if best else "",
         )
 
 
@@ -116,7 +116,7 @@ class _Search(UnitSearch[SequenceSplit]):
                 self.try_until_it_fits(point)
                 if self.found and self.spending.is_over:
                     return
-        for _, point, _ in self.best(NUM_REFINED):
+        for point in self.found.best(NUM_REFINED):
             self.refine(point)
 
     def _teams(self) -> Iterator[Teams]:

@@ -59,14 +59,15 @@ class Spatial(Planner):
                 reason = "no convolution of the network can be cut along space"
                 if search.graph.patterns:
                     reason = "neither nodes nor features of the graph can be cut"
-        best = search.best(NUM_RETURNED)
+        best = search.found.best(NUM_RETURNED)
         return PlanResult(
             candidates=tuple(
-                Candidate(strategy=strategy, orders=tuple(Order)) for _, _, strategy in best
+                Candidate(strategy=search.found.strategies[point], orders=tuple(Order))
+                for point in best
             ),
             num_evaluations=spending.evaluations,
             reason=reason,
-            note=_in_words(best[0][1]) if best else "",
+            note=_in_words(best[0]) if best else "",
         )
 
 
@@ -104,7 +105,7 @@ class _Search(UnitSearch[SpatialSplit]):
                         self.try_until_it_fits(point)
                     if self.found and self.spending.is_over:
                         return
-        for _, point, _ in self.best(NUM_REFINED):
+        for point in self.found.best(NUM_REFINED):
             self.refine(point)
 
     def _teams(self) -> Iterator[Teams]:

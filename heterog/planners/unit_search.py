@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from heterog.errors import StrategyError
 from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Problem, Spending
 from heterog.planners.recomputing import kinds_worth_trying
-from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
+from heterog.planners.tried import Tried
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy, Sync
 
@@ -77,13 +75,8 @@ class UnitSearch(Generic[AnyCut]):
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
         self.speeds = device_speeds(problem.evaluator)
-        self.found: dict[UnitPoint[AnyCut], tuple[Evaluation, Strategy]] = {}
+        self.found = Tried[UnitPoint[AnyCut]](problem.evaluator, self._strategy)
         self._least_units = least_units
-
-    def best(self, count: int) -> list[tuple[Evaluation, UnitPoint[AnyCut], Strategy]]:
-        """The best points so far, best first."""
-        ranked = sorted(self.found.items(), key=lambda pair: pair[1][0].preference)
-        return [(found, point, strategy) for point, (found, strategy) in ranked[:count]]
 
     def try_until_it_fits(self, point: UnitPoint[AnyCut]) -> None:
         """Simulate a point, and if it does not fit, with recomputation.
@@ -93,50 +86,40 @@ class UnitSearch(Generic[AnyCut]):
         hosts = {self.cluster.host_of[device] for team in point.teams for device in team}
         if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
             return
-        found = self._try(point)
+        found = self.found.evaluate(point)
         if found is None or found.is_ok:
             return
         for keeps in reversed(kinds_worth_trying(self.graph)):
-            found = self._try(replace(point, recompute=True, keeps=keeps))
+            found = self.found.evaluate(replace(point, recompute=True, keeps=keeps))
             if found is None or not found.is_ok:
                 return
 
     def refine(self, start: UnitPoint[AnyCut]) -> None:
         """Move a unit from one device of a team to another while that helps."""
-        point, best, tried = start, self.found[start][0], 0
+        point, best, tried = start, self.found[start], 0
         while tried < MOST_MOVES and not self.spending.is_over:
             better = None
             for moved in self._moves(point):
                 if tried >= MOST_MOVES or self.spending.is_over:
                     break
                 tried += 1
-                found = self._try(moved)
+                found = self.found.evaluate(moved)
                 if found is not None and found.preference < best.preference:
                     better, best = moved, found
             if better is None:
                 return
             point = better
 
-    def _try(self, point: UnitPoint[AnyCut]) -> Evaluation | None:
-        """Simulate a point; ``None`` if it is impossible."""
-        if point in self.found:
-            return self.found[point][0]
-        evaluator = self.problem.evaluator
-        strategy = replace(
+    def _strategy(self, point: UnitPoint[AnyCut]) -> Strategy:
+        return replace(
             uniform_strategy(
-                evaluator,
+                self.problem.evaluator,
                 self._decision(point),
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 step_barrier=self.problem.step_barrier,
             ),
             op_rules=point.split.op_rules,
         )
-        try:
-            evaluation = evaluator.evaluate_choice(evaluator.encode(strategy), Order.FIFO)
-        except StrategyError:
-            return None
-        self.found[point] = evaluation, strategy
-        return evaluation
 
     def _decision(self, point: UnitPoint[AnyCut]) -> Decision:
         """A point's decision: samples by the teams' speeds, all with a team's first device."""

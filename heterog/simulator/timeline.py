@@ -5,7 +5,6 @@ every device's compute stream and every channel, a name and a module for every t
 memory over time, and the critical path.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -127,23 +126,6 @@ class PathStep:
     cause: Cause
     wait_s: float
     seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathSummary:
-    """The seconds of the critical path by category, each list from most to least.
-
-    Attributes:
-        by_device: Seconds of compute by device name, of communication by the name of its lane.
-        by_kind: ``"forward"``, ``"backward"``, ``"update"``, ``"send"``, ``"all-reduce"``, ...
-        by_module: Seconds by module path; ``"(root)"`` is the root.
-        wait_s: Seconds in which nothing known happened.
-    """
-
-    by_device: tuple[tuple[str, float], ...]
-    by_kind: tuple[tuple[str, float], ...]
-    by_module: tuple[tuple[str, float], ...]
-    wait_s: float
 
 
 class Timeline:
@@ -467,27 +449,3 @@ class Timeline:
     def _is_collective(self, task: int) -> bool:
         kind = self.program.channels[int(self.program.channel[task])].kind
         return bool(kind != ChannelKind.POINT_TO_POINT)
-
-    def summary(self) -> PathSummary:
-        """Sum the critical path by device, by kind and by module."""
-        path = self.critical_path()
-        return PathSummary(
-            by_device=_totals((self._place(step.task), step.seconds) for step in path),
-            by_kind=_totals((self.kind(step.task), step.seconds) for step in path),
-            by_module=_totals((self.module(step.task) or "(root)", step.seconds) for step in path),
-            wait_s=sum(step.wait_s for step in path),
-        )
-
-    def _place(self, task: int) -> str:
-        """Name of the device or channel that a task occupies."""
-        if self.is_compute(task):
-            return self.cluster.devices[int(self.program.device[task])].name
-        return self._channel_name(self.program.channels[self.program.channel[task]])
-
-
-def _totals(entries: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Sums by name, largest first."""
-    totals: dict[str, float] = {}
-    for name, seconds in entries:
-        totals[name] = totals.get(name, 0.0) + seconds
-    return tuple(sorted(totals.items(), key=lambda entry: (-entry[1], entry[0])))

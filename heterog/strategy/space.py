@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable, balanced_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.lowering import Choice, Encoder
+from heterog.strategy.lowering import Choice, Decided, Encoder
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import (
@@ -205,8 +205,7 @@ class StrategySpace:
         decisions = [self.candidates[number] for number in numbers]
 
         return self._encoder(tables).encode(
-            decisions,
-            of_group.astype(np.int32),
+            Decided(decisions, of_group.astype(np.int32)),
             micro_batches=micro_batches,
             schedule=schedule,
             home=self.homes(row, tables),

@@ -18,7 +18,7 @@ LONGER = {
 }
 """Files over the bound; none may be added."""
 FOLDERS = ("heterog", "experiments", "benchmarks")
-MOST_WITH_MANY_PARAMETERS = 23
+MOST_WITH_MANY_PARAMETERS = 22
 """Functions with eight parameters or more outside kernels; this number may only fall."""
 
 

@@ -19,7 +19,6 @@ from itertools import product
 
 import numpy as np
 
-from heterog.errors import StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.islands.building import strategy_of
@@ -43,11 +42,11 @@ from heterog.planners.planner import (
     Planner,
     PlanResult,
     Problem,
-    without_too_large,
 )
 from heterog.planners.recomputing import words_worth_trying
+from heterog.planners.tried import Tried
 from heterog.simulator.evaluator import Evaluation, Outcome
-from heterog.strategy.layouts.layout import LayoutError, Recompute
+from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 4
@@ -84,13 +83,13 @@ class Islands(Planner):
         spending = problem.spend()
         search = problem.resumed(CompositionSearch)
         search.problem, search.spending = problem, spending
-        search.found = without_too_large(search.found)
+        search.found.forget_too_large()
         with spending.limits():
             search.run()
         best = search.returned()
         return PlanResult(
             candidates=tuple(
-                Candidate(strategy=search.strategies[point], orders=tuple(problem.orders))
+                Candidate(strategy=search.found.strategies[point], orders=tuple(problem.orders))
                 for point in best
             ),
             num_evaluations=spending.evaluations,
@@ -111,7 +110,6 @@ class CompositionSearch:
 
     Attributes:
         found: Evaluations of the compositions that were simulated.
-        strategies: Strategies of these.
     """
 
     def __init__(
@@ -134,9 +132,7 @@ class CompositionSearch:
         # Kept for a resumed search, whose rounds may be short.
         self.num_ranked, self.ranked = 0, list[Composition]()
         self.plain: list[Composition] = []
-        self.found: dict[Composition, Evaluation] = {}
-        self.strategies: dict[Composition, Strategy] = {}
-        self.refused: set[Composition] = set()
+        self.found = Tried[Composition](self.evaluator, self._strategy)
         self.refined: set[Composition] = set()
         self.beside_best: list[Composition] = []  # variants of one of these, still to simulate
         self.kinds = words_worth_trying(self.evaluator.graph)
@@ -165,19 +161,15 @@ class CompositionSearch:
         while self._refine():
             pass
 
-    def best(self, count: int) -> list[Composition]:
-        """The best of the simulated compositions, best first."""
-        return sorted(self.found, key=lambda point: self.found[point].preference)[:count]
-
     def returned(self) -> list[Composition]:
         """The best, and the best of other divisions: the referee may judge links differently."""
-        found = (*self.best(2), *self._best_of_divisions(NUM_RETURNED))
+        found = (*self.found.best(2), *self._best_of_divisions(NUM_RETURNED))
         return list(dict.fromkeys(found))[:NUM_RETURNED]
 
     def _best_of_divisions(self, count: int) -> list[Composition]:
         """The best composition of each of the best divisions of machines, best first."""
         of_division: dict[tuple[Pool, ...], Composition] = {}
-        for point in self.best(len(self.found)):
+        for point in self.found.best(len(self.found)):
             of_division.setdefault(point.pools, point)
         return list(of_division.values())[:count]
 
@@ -351,7 +343,7 @@ class CompositionSearch:
                 if self.spending.fraction >= UNTIL_PLAIN or not self._improves(other, point):
                     break
                 point = other
-        for best in self.best(1):
+        for best in self.found.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
                 for point in self.kept(replace(best, zero=zero)):
                     if self.spending.fraction < UNTIL_PLAIN:
@@ -383,7 +375,7 @@ class CompositionSearch:
 
     def _is_near(self, found: Evaluation) -> bool:
         """Whether a composition is nearly as good as the best, so that variants may be better."""
-        missing, seconds = self.found[self.best(1)[0]].preference
+        missing, seconds = self.found[self.found.best(1)[0]].preference
         return found.preference <= (missing, NEARLY * seconds)
 
     def _simulate_in_manners(self, point: Composition, until: float = 1.0) -> None:
@@ -433,21 +425,11 @@ class CompositionSearch:
 
     def simulate(self, point: Composition) -> Evaluation | None:
         """Simulate a composition; ``None`` if it makes no sense."""
-        if point in self.found:
-            return self.found[point]
-        if point in self.refused:
-            return None
-        try:
-            strategy = strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
-            choice = self.evaluator.encode(strategy)
-            # Stated turns may deadlock if values cross that are no layer's output.
-            evaluation = self.evaluator.evaluate_choice(choice, self.problem.first_order)
-        except (LayoutError, StrategyError):
-            self.refused.add(point)
-            return None
-        self.found[point] = evaluation
-        self.strategies[point] = strategy
-        return self.found[point]
+        # Stated turns may deadlock if values cross that are no layer's output.
+        return self.found.evaluate(point, self.problem.first_order)
+
+    def _strategy(self, point: Composition) -> Strategy:
+        return strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
 
     def _refine(self) -> bool:
         """Simulate one more variant of a good composition; ``False`` if there is no more, or time.

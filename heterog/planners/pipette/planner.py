@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.host_order import HostTraffic, annealed_order
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
@@ -35,11 +34,11 @@ from heterog.planners.planner import (
     Planner,
     PlanResult,
     Problem,
-    without_too_large,
 )
 from heterog.planners.recomputing import cheaper_layouts, surely_kept
+from heterog.planners.tried import Tried
 from heterog.simulator.evaluator import Evaluation
-from heterog.strategy.layouts.layout import LayoutError, Recompute
+from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import Strategy
@@ -84,14 +83,14 @@ class Pipette(Planner):
         spending = problem.spend()
         search = problem.resumed(_Search)
         search.problem, search.spending = problem, spending
-        search.found = without_too_large(search.found)
+        search.found.forget_too_large()
         with spending.limits():
             search.run()
-        best = search.best(NUM_RETURNED)
+        best = search.found.best(NUM_RETURNED)
         return PlanResult(
             candidates=tuple(
                 Candidate(
-                    strategy=search.strategies[trial],
+                    strategy=search.found.strategies[trial],
                     orders=(problem.first_order,),
                 )
                 for trial in best
@@ -112,11 +111,9 @@ class _Search:
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.rates = HostRates.of_cluster(self.cluster)
         self.costs = LayoutCosts(evaluator)
-        self.strategies: dict[_Trial, Strategy] = {}
         self._parameters = float(parameter_bytes(evaluator).sum())
         self._activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
-        self.found: dict[_Trial, Evaluation] = {}
-        self._refused: dict[_Trial, str] = {}
+        self.found = Tried[_Trial](evaluator, self._strategy)
         self._orders: dict[tuple[Point, Pricing], Order] = {}
         self._ranked: tuple[Point, ...] = ()
 
@@ -138,7 +135,7 @@ class _Search:
                     fitting += 1
                     break
                 missed += 1
-        for point in dict.fromkeys(trial.point for trial in self.best(2 * NUM_REORDERED)):
+        for point in dict.fromkeys(trial.point for trial in self.found.best(2 * NUM_REORDERED)):
             for order in self._other_orders(point):
                 self._try(_Trial(point=point, order=order))
 
@@ -152,15 +149,11 @@ class _Search:
             point = cheaper
         return point
 
-    def best(self, count: int) -> list[_Trial]:
-        """The best trials so far, best first."""
-        return sorted(self.found, key=lambda trial: self.found[trial].preference)[:count]
-
     @property
     def refusal(self) -> str:
         """Reason why there is no strategy."""
-        if self._refused:
-            return f"no layout can be said: {next(iter(self._refused.values()))}"
+        if self.found.refused:
+            return f"no layout can be said: {next(iter(self.found.refused.values()))}"
         if self._ranked:
             return "every uniform layout overflows the memory, even with layers that recompute"
         batch, sets = self.graph.batch_size, host_sets(self.cluster)
@@ -229,8 +222,8 @@ class _Search:
             return
         given = _Trial(point=point, order=self._as_given(point))
         traffic = None
-        if given in self.strategies:
-            traffic = HostTraffic.of_strategy(self.strategies[given], self.problem.evaluator)
+        if given in self.found.strategies:
+            traffic = HostTraffic.of_strategy(self.found.strategies[given], self.problem.evaluator)
         if traffic is not None:
             yield self._counted(given, traffic)
         yield point.hosts
@@ -252,27 +245,23 @@ class _Search:
         """Simulate a trial; ``None`` if it is impossible or the budget is over."""
         if trial in self.found:
             return self.found[trial]
-        if trial in self._refused or (self.found and self.spending.is_over):
+        if self.found and self.spending.is_over:
             return None
-        layout = trial.point.layout
-        problem = self.problem
-        try:
-            strategy = place_layout(
-                layout,
-                self.graph,
-                self.cluster,
-                devices=ranks(self.cluster, np.array(trial.order, np.int32), layout.pp),
-                step_barrier=problem.step_barrier,
-            ).strategy
-            choice = problem.evaluator.encode(strategy)
-            evaluation = problem.evaluator.evaluate_choice(choice, problem.first_order)
-        except (LayoutError, StrategyError) as error:
-            self._refused[trial] = str(error)
-            return None
-        self.found[trial], self.strategies[trial] = evaluation, strategy
-        best = self.found[self.best(1)[0]]
-        problem.report(self.spending.fraction, best.step_time_s)
+        evaluation = self.found.evaluate(trial, self.problem.first_order)
+        if evaluation is not None:
+            best = self.found[self.found.best(1)[0]]
+            self.problem.report(self.spending.fraction, best.step_time_s)
         return evaluation
+
+    def _strategy(self, trial: _Trial) -> Strategy:
+        layout = trial.point.layout
+        return place_layout(
+            layout,
+            self.graph,
+            self.cluster,
+            devices=ranks(self.cluster, np.array(trial.order, np.int32), layout.pp),
+            step_barrier=self.problem.step_barrier,
+        ).strategy
 
     def _until_it_fits(self, point: Point) -> Sequence[Point]:
         """A layout and variants that need less memory, except those that surely overflow."""

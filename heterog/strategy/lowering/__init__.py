@@ -35,6 +35,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering.choice import Choice as Choice
+from heterog.strategy.lowering.choice import Decided as Decided
 from heterog.strategy.lowering.choice import Encoder as Encoder
 from heterog.strategy.lowering.choice import encode as encode
 from heterog.strategy.lowering.choice import ring_decision as ring_decision

@@ -145,6 +145,18 @@ def _sync_classes(decisions: Sequence[Decision]) -> IntArray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
 
 
+class Decided(NamedTuple):
+    """The decisions of all groups.
+
+    Attributes:
+        decisions: The distinct decisions.
+        of_group: Number of each group's decision.  # [num_groups]
+    """
+
+    decisions: Sequence[Decision]
+    of_group: IntArray
+
+
 class Encoder:
     """Converts decisions to the kernel's arrays, and remembers earlier conversions.
 
@@ -166,8 +178,7 @@ class Encoder:
 
     def encode(
         self,
-        decisions: Sequence[Decision],
-        of_group: IntArray,
+        decided: Decided,
         *,
         micro_batches: MicroBatches,
         schedule: PipelineSchedule,
@@ -179,8 +190,7 @@ class Encoder:
         """Convert a strategy to arrays; arguments without explanation are as in ``Strategy``.
 
         Args:
-            decisions: The distinct decisions.
-            of_group: Number of each group's decision.  # [num_groups]
+            decided: Decisions of all groups.
             micro_batches: See ``Strategy``.
             schedule: See ``Strategy``.
             home: Home of each parameter.
@@ -188,6 +198,7 @@ class Encoder:
             num_steps: Number of training steps to unroll.
             within_teams: Whether gradients are summed inside teams only.
         """
+        decisions, of_group = decided
         divisions: dict[Division, int] = {}
         of_decision = [divisions.setdefault(each.division, len(divisions)) for each in decisions]
         sizes = micro_sizes(micro_batches, divisions, self._tables.batch_size)
@@ -460,14 +471,12 @@ def encode(
         num_steps: Number of training steps to unroll.
         encoder: Encoder of these tables and channels that has converted others before.
     """
-    numbers, of_group = _numbered(strategy.decisions)
     schedule = strategy.schedule
     for mode in strategy.modes:
         schedule = mode.schedule(strategy, channels.cluster.num_devices)
     encoder = encoder or Encoder(tables, channels)
     choice = encoder.encode(
-        numbers,
-        of_group,
+        _numbered(strategy.decisions),
         micro_batches=strategy.micro_batches,
         schedule=schedule,
         home=np.array(strategy.homes, np.int32),
@@ -482,15 +491,15 @@ def encode(
     )
 
 
-def _numbered(decisions: Sequence[Decision]) -> tuple[list[Decision], IntArray]:
-    """The distinct decisions, and the number of each group's.  # [num_groups]"""
+def _numbered(decisions: Sequence[Decision]) -> Decided:
+    """Number the distinct decisions."""
     numbers: dict[Decision, int] = {}
     of_object: dict[int, int] = {}  # groups share objects; to compare those takes no time
     for decision in decisions:
         if id(decision) not in of_object:
             of_object[id(decision)] = numbers.setdefault(decision, len(numbers))
     of_group = np.array([of_object[id(decision)] for decision in decisions], np.int32)
-    return list(numbers), of_group
+    return Decided(list(numbers), of_group)
 
 
 @helper
