@@ -41,6 +41,7 @@ from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, HeterogWarning, UnknownNameError
 from heterog.runtime.forks import fields_of_process
+from heterog.runtime.place import Place
 
 _TESTBEDS = resources.files("heterog.runtime") / "testbeds"
 _logger = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ def is_supported() -> str | None:
     return None
 
 
-class Testbed:
+class Testbed(Place):
     """A cluster of throttled processes, there while the context is open.
 
     Transfers between ranks of one host go over its loopback, unshaped. Delays of the network are
