@@ -42,6 +42,7 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
             what=_WHAT,
             # Server side: kubectl's own record of what it applied may not exceed 256 KiB.
             start="kubectl apply --server-side -k .",
+            ranks=ranks,
             remarks=remarks,
             plan_file=PLAN_FILE,
         )

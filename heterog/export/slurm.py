@@ -29,6 +29,7 @@ def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
         sources,
         what=_WHAT,
         start="sbatch job.sbatch --steps 100",
+        ranks=ranks,
         remarks=_unlike_links(plan.cluster, ranks),
     )
     files = {

@@ -16,7 +16,7 @@ from heterog.export.folder import (
     in_docstring,
     in_markdown,
 )
-from heterog.export.ranks import launch_script, ranks_document, ranks_of
+from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
 from heterog.export.readme import launch_command, readme
 from heterog.files import read_bytes
 from heterog.planners.plan import Plan
@@ -63,8 +63,10 @@ class WorkloadCode:
 
 def export_torchrun(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of any plan."""
-    start = launch_command(ranks_of(plan.cluster))
-    return runtime_folder(plan, TARGET, sources, what=_WHAT, start=start)
+    ranks = ranks_of(plan.cluster)
+    return runtime_folder(
+        plan, TARGET, sources, what=_WHAT, start=launch_command(ranks), ranks=ranks
+    )
 
 
 def runtime_folder(
@@ -74,11 +76,11 @@ def runtime_folder(
     *,
     what: str,
     start: str,
+    ranks: tuple[RankEntry, ...],
     remarks: tuple[str, ...] = (),
     plan_file: str = "plan.json",
 ) -> Export:
     """The files that all targets with heterog at run time have in common."""
-    ranks = ranks_of(plan.cluster)
     code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
     not_expressed = (*code.remarks, *remarks)
     user = fill(
