@@ -32,7 +32,8 @@ from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.runtime.launch import Here, run_commands
+from heterog.runtime.launch import run_commands
+from heterog.runtime.place import Place
 from heterog.runtime.testbed import Testbed, load_testbed
 from heterog.runtime.watching import Limits
 
@@ -86,7 +87,7 @@ def epoch_seconds(
             script.read_text().replace(f"3, {PIXELS}, {PIXELS})", f"3, {pixels}, {pixels})")
         )
 
-        class Printing(Here):
+        class Printing(Place):
             """The testbed, where what a rank prints goes to a file."""
 
             def command(self, rank: int, argv: Sequence[str]) -> list[str]:

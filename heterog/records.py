@@ -6,6 +6,7 @@ fields are checked by the reader of the kind, which also makes the objects that 
 heterog works with.
 """
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,19 +170,20 @@ def parse_record(
         raise InputFileError(f"{where}: it is nested too deeply.") from error
 
 
-def parse_dataclass(text: str, kind: type[_V], where: str) -> _V:
-    """The value of a dataclass that is its own record, such as a request.
+def parse_dataclass(value: object, kind: type[_V], where: str) -> _V:
+    """The dataclass of JSON values, such as a request.
 
     Args:
-        text: Its fields as JSON.
-        kind: The class, whose ``__pydantic_config__`` is ``STRICT``.
+        value: Value of a JSON text.
+        kind: The class; with ``STRICT`` as its ``__pydantic_config__`` no field may be unknown or
+            of another type.
         where: Beginning of every message.
 
     Raises:
         InputFileError: a field is missing, unknown or wrong.
     """
     try:
-        return TypeAdapter(kind).validate_json(text)
+        return TypeAdapter(kind).validate_json(json.dumps(value))
     except ValidationError as error:
         raise InputFileError(f"{where}: {first_fault(error)}") from error
 

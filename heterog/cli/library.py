@@ -10,8 +10,10 @@ import typer
 from heterog.units import format_seconds
 
 if TYPE_CHECKING:
-    from heterog.planners.library.store import Lookup, PlanLibrary
+    from heterog.planners.library.store import Lookup
     from heterog.planners.plan import Plan
+    from heterog.planners.seeds import SeedPlanner
+    from heterog.simulator.evaluator import Evaluator
 
 VARIABLE = "HETEROG_LIBRARY"
 OFF = "off"
@@ -42,15 +44,44 @@ def library_folder() -> Path | None:
         return None
 
 
-def open_library(no_library: bool) -> "PlanLibrary | None":
-    """The user's library; ``None`` if it is off."""
-    from heterog.planners.library.store import PlanLibrary
+class Shelf:
+    """The user's library during one search; without plans if it is off.
 
-    folder = None if no_library else library_folder()
-    return None if folder is None else PlanLibrary(folder)
+    Args:
+        evaluator: Evaluator of the graph and cluster.
+        is_off: Whether it is off for this search.
+        step_barrier: Whether a step ends with all updates.
+    """
+
+    def __init__(self, evaluator: "Evaluator", *, is_off: bool, step_barrier: bool) -> None:
+        from heterog.planners.library.store import PlanLibrary
+
+        folder = None if is_off else library_folder()
+        self._evaluator = evaluator
+        self._library = self._lookup = None
+        if folder is not None:
+            self._library = PlanLibrary(folder)
+            self._lookup = self._library.look_up(evaluator, step_barrier=step_barrier)
+            _warn(self._lookup.warning)
+
+    @property
+    def seeds(self) -> "SeedPlanner | None":
+        """Plans of like cases, for searches to start from."""
+        return None if self._lookup is None else self._lookup.seeds
+
+    def keep(self, plan: "Plan") -> None:
+        """Keep a plan that trains exactly."""
+        if self._library is not None and plan.strategy.inexact is None:
+            _warn(self._library.keep(plan, self._evaluator))
+
+    def remark(self, plan: "Plan") -> str:
+        """What the search began with; empty if the library had nothing for it."""
+        if self._lookup is None or self._lookup.seeds is None:
+            return ""
+        return _remark(plan, self._lookup)
 
 
-def library_remark(found: "Plan", lookup: "Lookup") -> str:
+def _remark(found: "Plan", lookup: "Lookup") -> str:
     """Remark on the better start of a search with the library, and on the time for it.
 
     Without the library, a search begins with the best of the methods that do not search.
@@ -80,7 +111,7 @@ def library_remark(found: "Plan", lookup: "Lookup") -> str:
     )
 
 
-def warn(text: str) -> None:
+def _warn(text: str) -> None:
     """Print one line about a library that cannot be used; the plan is not affected."""
     if text:
         print(f"heterog: {text}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,13 +27,12 @@ from heterog.cli.common import (
     load_methods,
     load_model,
     load_model_graph,
-    out,
     print_json,
     progress_line,
     settled,
 )
 from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
-from heterog.cli.library import NoLibraryOption, library_remark, open_library, warn
+from heterog.cli.library import NoLibraryOption, Shelf
 from heterog.cli.objective import (
     DeadlineOption,
     ObjectiveOption,
@@ -41,9 +40,7 @@ from heterog.cli.objective import (
     StepsOption,
     TokensOption,
     check_amounts,
-    money_remarks,
     objective_for,
-    offers_lines,
     parse_aim,
 )
 from heterog.cli.outputs import HTML, JSON, not_replaced
@@ -55,7 +52,9 @@ if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
     from heterog.modes.codecs.value import Codec
     from heterog.planners.plan import Plan
-    from heterog.planners.planner import Stop
+    from heterog.planners.planner import Planner
+    from heterog.planners.request import Request, Session
+    from heterog.simulator.evaluator import Evaluator
 
 
 def plan(
@@ -133,36 +132,23 @@ def plan(
 
     Prints the answer in at most 15 lines; --explain prints everything there is to say.
     """
-    from heterog.explain.explanation import explain
+    from heterog.cli.found import Found
     from heterog.planners.allotment import Allotment
     from heterog.planners.objective import Objective
     from heterog.planners.plan import make_plan, parse_orders
     from heterog.planners.planner import Budget
     from heterog.planners.request import Request, Session
-    from heterog.report.answer import answer, brief_answer
-    from heterog.report.html import write_report
     from heterog.simulator.evaluator import Evaluator
 
-    if background_batch is not None and not background:
-        raise HeterogError("--background-batch without --background; name the job's model.")
-    if slow_down is not None and not background:
-        raise HeterogError("--slow-down without --background; name the job's model.")
-    slow_down = 1.1 if slow_down is None else slow_down
+    limit = _slow_down_limit(slow_down, background, background_batch)
     codec = _codec(lossy, lossy_target)
-    if codec is not None and background:
-        raise HeterogError("--lossy with --background is not planned yet; ask for one of them.")
-    if not slow_down >= 1.0:
-        raise HeterogError(f"--slow-down is {slow_down:g}; it must be 1 or more.")
     parsed = Budget.parse(budget)
     orders = parse_orders(order)
     methods, known = load_methods(method, policy, encoder)
     given = load_layout(layout, is_required=True)
     averaged = load_asynchronous(asynchronous, no_step_barrier)
-    if codec is not None and averaged is not None and averaged.name not in _beside_codecs():
-        raise HeterogError(
-            "--lossy goes with --asynchronous average=H; with a server or a stash it is not "
-            "planned: ask for one of them."
-        )
+    if codec is not None:
+        _check_beside_codec(background, averaged)
     target = load_cluster(cluster)
     not_replaced(target.calibration, f"the calibration of {cluster}", output, trace, report)
     aim = parse_aim(objective)
@@ -179,12 +165,7 @@ def plan(
         graph, aim, steps=steps, samples=samples, tokens=tokens, deadline_s=deadline_s
     )
     evaluator = Evaluator(graph, target)
-    library = open_library(no_library)
-    lookup = None
-    about_codec: list[str] = []
-    if library is not None:
-        lookup = library.look_up(evaluator, step_barrier=not no_step_barrier)
-        warn(lookup.warning)
+    shelf = Shelf(evaluator, is_off=no_library, step_barrier=not no_step_barrier)
     request = Request(
         graph=graph,
         cluster=target,
@@ -196,12 +177,13 @@ def plan(
         step_barrier=not no_step_barrier,
         objective=best_at,
         given=given,
-        seeds=None if lookup is None else lookup.seeds,
+        seeds=shelf.seeds,
         asynchronous=averaged,
     )
     allotment = Allotment(
         parsed, is_explained=True, with_changes=not no_changes, started_s=time.process_time
     )
+    about_codec = ""
     with (
         settled(),
         open_seats(workers) as seats,
@@ -209,69 +191,61 @@ def plan(
         progress_line(as_json) as progress,
     ):
         session = Session(progress=progress, stop=stop, allotment=allotment, seats=seats)
-        found = make_plan(request, session, evaluator=evaluator, rehearse=rehearse)
-        if library is not None and found.strategy.inexact is None:
-            warn(library.keep(found, evaluator))
+        best = make_plan(request, session, evaluator=evaluator, rehearse=rehearse)
+        shelf.keep(best)
         if codec is not None and not stop.is_requested:
             from heterog.modes.codecs.method import with_codec
 
-            found, said = with_codec(
-                found, evaluator, codec, target_s=lossy_target, rehearse=rehearse
+            best, about_codec = with_codec(
+                best, evaluator, codec, target_s=lossy_target, rehearse=rehearse
             )
-            about_codec = [said]
         if background and not stop.is_requested:
             progress("background", 0.0, float("inf"))
-            beside = load_model_graph(background, background_batch)
-            found = found.with_background(beside, slow_down)
-        if output is not None:
-            found.save(output)
-        if trace is not None:
-            from heterog.report.trace import write_trace
-
-            write_trace(trace, found.timeline())
-        explanation = None
-        if found.is_written:
-            explanation = explain(
-                found,
-                evaluator,
-                changes=not (no_changes or stop.is_requested),
-                progress=progress,
-                stop=stop,
-                seconds=None if parsed.seconds is None else allotment.changes_s,
-            )
+            best = best.with_background(load_model_graph(background, background_batch), limit)
+        _write(best, output, trace)
+        explanation = _explained(best, evaluator, request, session, with_changes=not no_changes)
     if report is not None:
-        write_report(report, found, explanation=explanation)
-    extrapolated = _extrapolated(found)
-    learned = []
-    if lookup is not None and lookup.seeds is not None:
-        learned.append(library_remark(found, lookup))
+        from heterog.report.html import write_report
+
+        write_report(report, best, explanation=explanation)
+    found = Found(
+        plan=best,
+        explanation=explanation,
+        about_codec=about_codec,
+        about_library=shelf.remark(best),
+        files=_written(output=output, trace=trace, report=report),
+    )
     if as_json:
-        explained = None if explanation is None else explanation.to_dict()
-        extra: dict[str, Any] = {"extrapolated": extrapolated, "explanation": explained}
-        extra |= {"library": learned[0]} if learned else {}
-        extra |= {"lossy": about_codec[0]} if about_codec else {}
-        print_json(found.summary() | extra)
-        _end_if(stop, found, output)
-        return
-    remarks = _not_rehearsed(found)
-    if found.background is not None:
-        remarks.append(_beside(found))
-    if extrapolated is not None:
-        remarks.append(_trust(found.calibration, extrapolated))
-    if not remarks:
-        remarks = _modelled(found.cluster)
-    remarks = [*about_codec, *_not_exact(found), *money_remarks(found), *learned, *remarks]
-    width, files = min(out.width, 100), _written(output=output, trace=trace, report=report)
-    if explanation is None:
-        lines = brief_answer(found, width=width, remarks=remarks, files=files)
+        print_json(found.document())
     else:
-        advice = "--explain says why and shows all methods" * (not why)
-        lines = answer(explanation, width=width, remarks=remarks, files=files, advice=advice)
-    for line in lines:
-        out.print(line, soft_wrap=True, highlight=False)
-    if why:
-        _print_everything(found, explanation)
-    _end_if(stop, found, output)
+        found.print(is_explained=why)
+    if stop.is_requested:
+        _end_with_best(best, output)
+
+
+def _slow_down_limit(
+    slow_down: float | None, background: str, background_batch: int | None
+) -> float:
+    """The factor by which a background job may lengthen a step."""
+    if background_batch is not None and not background:
+        raise HeterogError("--background-batch without --background; name the job's model.")
+    if slow_down is not None and not background:
+        raise HeterogError("--slow-down without --background; name the job's model.")
+    limit = 1.1 if slow_down is None else slow_down
+    if not limit >= 1.0:
+        raise HeterogError(f"--slow-down is {limit:g}; it must be 1 or more.")
+    return limit
+
+
+def _check_beside_codec(background: str, asynchronous: "Planner | None") -> None:
+    """Refuse what is not planned together with codecs."""
+    if background:
+        raise HeterogError("--lossy with --background is not planned yet; ask for one of them.")
+    if asynchronous is not None and asynchronous.name not in _beside_codecs():
+        raise HeterogError(
+            "--lossy goes with --asynchronous average=H; with a server or a stash it is not "
+            "planned: ask for one of them."
+        )
 
 
 def _codec(text: str, target_s: float | None) -> "Codec | None":
@@ -298,134 +272,49 @@ def _beside_codecs() -> list[str]:
     return [mode.word for mode in built_in_modes() if Codecs.key in mode.goes_with]
 
 
-def _end_if(stop: "Stop", found: "Plan", output: Path | None) -> None:
+def _write(plan: "Plan", output: Path | None, trace: Path | None) -> None:
+    """Write the files that were asked for, but for the report."""
+    if output is not None:
+        plan.save(output)
+    if trace is not None:
+        from heterog.report.trace import write_trace
+
+        write_trace(trace, plan.timeline())
+
+
+def _explained(
+    plan: "Plan",
+    evaluator: "Evaluator",
+    request: "Request",
+    session: "Session",
+    *,
+    with_changes: bool,
+) -> "Explanation | None":
+    """The explanation, if the plan is written out, within what a budget in seconds has for it."""
+    from heterog.explain.explanation import explain
+
+    allotment = session.allotment
+    assert allotment is not None
+    if not plan.is_written:
+        return None
+    return explain(
+        plan,
+        evaluator,
+        changes=with_changes and not session.stop.is_requested,
+        progress=session.progress,
+        stop=session.stop,
+        seconds=None if request.budget.seconds is None else allotment.changes_s,
+    )
+
+
+def _end_with_best(plan: "Plan", output: Path | None) -> None:
     """After an interrupt, end with its exit code and a line about what there is."""
-    if stop.is_requested:
-        step = "does not fit" if found.step_time_s is None else format_seconds(found.step_time_s)
-        where = "printed above" if output is None else f"written to {output}"
-        end_interrupted(f"the best so far ({found.method}, {step}) is {where}")
-
-
-def _print_everything(found: "Plan", explanation: "Explanation | None") -> None:
-    """Print every method, and everything there is to say about the plan."""
-    from heterog.report.tables import methods_table
-    from heterog.report.words import explanation_text, memory_table
-
-    out.print()
-    out.print(methods_table(found.rows, found.cluster, title=_title(found)))
-    out.print(_verdict(found))
-    for line in offers_lines(found):
-        out.print(line, highlight=False)
-    if explanation is not None:
-        out.print()
-        out.print(explanation_text(explanation))
-        out.print(memory_table(explanation.fit))
+    step = "does not fit" if plan.step_time_s is None else format_seconds(plan.step_time_s)
+    where = "printed above" if output is None else f"written to {output}"
+    end_interrupted(f"the best so far ({plan.method}, {step}) is {where}")
 
 
 def _written(*, output: Path | None, trace: Path | None, report: Path | None) -> list[str]:
     """The files written, and their uses."""
     files = [(output, ""), (trace, " (for ui.perfetto.dev)"), (report, "")]
     return [f"{path}{use}" for path, use in files if path is not None]
-
-
-def _not_rehearsed(found: "Plan") -> list[str]:
-    """A remark if the winner should have been rehearsed and was not."""
-    from heterog.planners.portfolio import UNPLAYED
-
-    winner = next(row for row in found.rows if row.method == found.method)
-    return [UNPLAYED] * (UNPLAYED in winner.note)
-
-
-def _not_exact(found: "Plan") -> list[str]:
-    """What a method that gives other weights was asked for, and how it compares."""
-    from heterog.modes.built_in import method_names
-
-    return [
-        f"{row.method} ({'chosen' if row.method == found.method else 'not chosen'}): "
-        f"{row.note or row.shortage}"
-        for row in found.rows
-        if row.method in method_names()
-    ]
-
-
-def _beside(found: Any) -> str:
-    """One sentence or two: what a background job gets done, and what it costs."""
-    beside = found.background
-    where = beside.devices
-    text = f"Background {beside.model}, batch {beside.batch_size}: no device has room."
-    if where:
-        idle = sum(beside.idle_share[device] for device in where) / len(where)
-        text = (
-            f"Background {beside.model}, batch {beside.batch_size} on each of {len(where)} "
-            f"device{'s' * (len(where) > 1)}, idle {idle:.0%} of the step: "
-            f"{beside.total_samples_per_s:.1f} samples/s; the step takes "
-            f"{format_seconds(beside.step_time_s)}, {beside.slow_down:.3f}x (limit "
-            f"{beside.limit:g}x)."
-        )
-    for device, why in enumerate(beside.shortage):
-        if why:
-            text += f" Not on {found.cluster.devices[device].name}: {why}."
-    return text
-
-
-def _extrapolated(found: Any) -> dict[str, Any] | None:
-    """Part of a plan's compute time far from all measurements; ``None`` for the roofline."""
-    from heterog.simulator.calibration import Calibration, cost_model_of, extrapolated_by
-
-    model = cost_model_of(found.cluster)
-    if not isinstance(model, Calibration):
-        return None
-    shares = extrapolated_by(model, found.graph, found.cluster, found.strategy)
-    return {"share": sum(shares.values()), "kinds": list(shares)}
-
-
-def _modelled(cluster: Any) -> list[str]:
-    """Sources of measured kernel times, if there are no measurements of one's own."""
-    from heterog.simulator.calibration import cost_model_of
-    from heterog.simulator.device_models.model import DeviceModels, provenance
-
-    if not isinstance(cost_model_of(cluster), DeviceModels):
-        return []
-    return [f"kernels by device models ({provenance(cluster.device_types)})"]
-
-
-def _trust(calibration: str, extrapolated: dict[str, Any]) -> str:
-    """One sentence: how much of a prediction was measured."""
-    share, kinds = extrapolated["share"], extrapolated["kinds"]
-    if not kinds:
-        return f"calibrated on {calibration}; every op was measured near its size"
-    shown = ", ".join(kinds[:4]) + (", ..." if len(kinds) > 4 else "")
-    return (
-        f"calibrated on {calibration}; {share:.0%} of the compute time is extrapolated ({shown})"
-    )
-
-
-def _title(found: Any) -> str:
-    barrier = "" if found.strategy.step_barrier else ", no step barrier"
-    return (
-        f"{found.graph.name}, batch {found.graph.batch_size}, on {found.cluster.name} "
-        f"(predicted by {found.calibration}, seed {found.seed}, budget {found.budget}{barrier})"
-    )
-
-
-def _verdict(found: Any) -> str:
-    """A few sentences: the winner, its gain, and how stable that is."""
-    from heterog.planners.stability import DATA_PARALLEL, REFERENCES
-
-    if found.step_time_s is None:
-        return f"No method fits. The nearest is {found.method}: {found.shortage}."
-    text = (
-        f"{found.method}: {format_seconds(found.step_time_s)} a step, "
-        f"{found.throughput_samples_per_s:.1f} samples/s, order {found.order}, at least "
-        f"{format_seconds(found.lower_bound_s)} by any strategy with a step barrier."
-    )
-    for each in found.gains:
-        text += f" {each.speedup:.2f}x over {each.over}"
-        if each.low < each.high:
-            text += f" ({each.low:.2f}x to {each.high:.2f}x if predictions are off)"
-        text += "."
-    simple = found.gains[0] if found.gains else None
-    is_simple = found.method in (*DATA_PARALLEL, *REFERENCES)
-    if simple is not None and not is_simple and simple.speedup < 1.01:
-        text += f" That is within 1 % of data parallelism: prefer the simpler {simple.over}."
-    return text

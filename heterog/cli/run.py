@@ -26,7 +26,7 @@ from heterog.units import format_seconds
 
 if TYPE_CHECKING:
     from heterog.planners.plan import Plan
-    from heterog.runtime.launch import Place
+    from heterog.runtime.place import Place
     from heterog.runtime.request import RunRequest
 
 
@@ -186,7 +186,8 @@ def _run_in_place(
     request: "RunRequest", plan: "Plan", testbed: str, *, quiet: bool
 ) -> dict[str, Any]:
     """The measurements of a job on this machine, or on a testbed if one is named."""
-    from heterog.runtime.launch import HERE, run_ranks
+    from heterog.runtime.launch import run_ranks
+    from heterog.runtime.place import HERE
     from heterog.runtime.testbed import Testbed, load_testbed
 
     place: AbstractContextManager[Place] = nullcontext(HERE)

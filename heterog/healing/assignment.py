@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_json
 from heterog.healing.keepers import KeeperPlace
 from heterog.healing.snapshots import Moment
+from heterog.records import parse_dataclass
 
 _POLL_S = 0.02
 
@@ -62,19 +62,10 @@ def wait_for_assignment(path: Path, timeout_s: float) -> Assignment:
         if time.monotonic() > deadline_s:
             raise HeterogError(f"nobody said within {timeout_s:g} s what to run.")
         time.sleep(_POLL_S)
-    record: dict[str, Any] = read_json(path, "assignment")
-    if record["why_not"]:
-        raise HeterogError(str(record["why_not"]))
-    moment = record["moment"]
-    keepers = [KeeperPlace(**each) for each in record["keepers"]]
-    return Assignment(
-        **{
-            **record,
-            "moment": None if moment is None else Moment(*moment),
-            "keepers": tuple(keepers),
-            "host_of": tuple(record["host_of"]),
-        }
-    )
+    assignment = parse_dataclass(read_json(path, "assignment"), Assignment, f"assignment {path}")
+    if assignment.why_not:
+        raise HeterogError(assignment.why_not)
+    return assignment
 
 
 def in_turn(keepers: Sequence[KeeperPlace], host: int) -> list[KeeperPlace]:

@@ -7,9 +7,10 @@ torch.distributed.checkpoint. Any plan resumes from it.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from heterog.healing.keepers import KeeperPlace, places_to_json
+from heterog.healing.keepers import KeeperPlace
 from heterog.healing.service import Service
 from heterog.runtime.launch import check_save_folder
 
@@ -52,7 +53,7 @@ class Writing:
                 self._service.ask(
                     {
                         "folder": str(self._folder),
-                        "keepers": places_to_json(places),
+                        "keepers": [asdict(each) for each in places],
                         "token": self._token if isinstance(self._token, str) else "",
                         "tokens": {} if isinstance(self._token, str) else dict(self._token),
                     },

@@ -12,7 +12,8 @@ from heterog.cluster.topology import Cluster
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
 from heterog.healing.keepers import KeeperPlace, start_keeper
-from heterog.runtime.launch import HERE, Place, run_commands
+from heterog.runtime.launch import run_commands
+from heterog.runtime.place import HERE, Place
 from heterog.runtime.request import RunRequest
 
 RANK_MODULE = "heterog.healing.rank"
@@ -157,8 +158,8 @@ class LocalCrew:
 
 
 @dataclass(frozen=True, slots=True)
-class _DevicesLeft:
-    """A ``Place`` of some devices of a cluster, whose ranks run in the place of the whole.
+class _DevicesLeft(Place):
+    """The place of some devices of a cluster, which is that of the whole.
 
     Attributes:
         place: Place of the whole cluster.

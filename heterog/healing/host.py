@@ -5,6 +5,7 @@
 It ends, and with it the ranks and the keeper, when the job does or the machine that leads is gone.
 """
 
+import json
 import os
 import queue
 import socket
@@ -313,7 +314,7 @@ def main() -> None:
     """Run the part of the machine that leads, from its command line."""
     rendezvous, host, program, request = sys.argv[1:]
     try:
-        told = parse_dataclass(request, RunRequest, "the run file")
+        told = parse_dataclass(json.loads(request), RunRequest, "the run file")
         HostProcess(Rendezvous.parse(rendezvous), host, program, told).run()
     except HeterogError as error:
         sys.exit(f"heterog: {error}")

@@ -21,19 +21,19 @@ from heterog.healing.checkpoints import Writing
 from heterog.healing.crew import Crew, LocalCrew
 from heterog.healing.keepers import Keepers
 from heterog.healing.options import HealOptions, Move, Trained
+from heterog.healing.service import Service
 from heterog.healing.snapshots import Moment
 from heterog.healing.steering import Going, Running, Steering
 from heterog.healing.wire import new_token
 from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     CHECKPOINT_INDEX,
-    HERE,
     RANKS_OWN,
-    Place,
     check_save_folder,
     signals_as_exit,
     temporary_folder,
 )
+from heterog.runtime.place import HERE, Place
 from heterog.runtime.request import RunRequest
 from heterog.runtime.watching import LaunchError
 from heterog.user_code import trusted_source
@@ -168,13 +168,14 @@ class HealingJob:
             self._steering = Steering(
                 self._whole,
                 running,
-                self._source,
                 self._folder,
                 self.options,
                 self._say,
+                Service("heterog.healing.planning"),
                 is_here=self._crew.is_here,
             )
             stack.callback(self._steering.close)
+            self._steering.begin(self._source)
             if self.options.checkpoint:
                 self._writing = Writing(
                     Path(self.options.checkpoint), self.options.checkpoint_s, self._token

@@ -1,6 +1,5 @@
 """Clients of keepers: a connection to one, and to those of all hosts together."""
 
-import json
 import os
 import socket
 import subprocess
@@ -216,23 +215,6 @@ def with_package() -> str:
     """A value of ``PYTHONPATH`` that contains this package, for any working directory."""
     own = str(Path(__file__).parents[2])
     return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
-
-
-def places_to_json(places: Sequence[KeeperPlace]) -> str:
-    """Encode addresses of keepers for a file or a message."""
-    return json.dumps([[each.host, each.address, each.port] for each in places])
-
-
-def places_from(value: Sequence[Sequence[Any]]) -> list[KeeperPlace]:
-    """Decode what ``places_to_json`` wrote, after JSON has been parsed.
-
-    >>> places_from(json.loads(places_to_json([KeeperPlace(host=1, address="::1", port=7)])))
-    [KeeperPlace(host=1, address='::1', port=7)]
-    """
-    return [
-        KeeperPlace(host=int(host), address=str(address), port=int(port))
-        for host, address, port in value
-    ]
 
 
 def holders(parts: Mapping[int, Sequence[Part]], moment: Moment) -> dict[int, list[int]]:

@@ -21,6 +21,7 @@ from heterog.planners.plan import Plan, Searched, load_plan, make_plan, plan_fro
 from heterog.planners.planner import Budget, MethodRow, Stop
 from heterog.planners.portfolio import rehearsed
 from heterog.planners.request import Request, Session
+from heterog.records import parse_dataclass
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.cost_model import CostModel
@@ -56,7 +57,7 @@ class Planning:
             workload = load_workload(request["source"], plan.graph.batch_size, must_take=False)
             self._rehearse = rehearsal_of(capture_step(workload))
             return {"busy_s": busy_seconds(Evaluator(plan.graph, plan.cluster), plan)}
-        question = Question.from_request(request)
+        question = parse_dataclass(request, Question, "the question")
         plan, evaluator, moving_s = self._plan(question)
         if plan.step_time_s is None:
             return {"error": f"nothing fits on what is left: {plan.shortage}"}

@@ -35,35 +35,6 @@ class Question:
     running_on: tuple[int, ...]
     path: str
 
-    def to_request(self) -> Message:
-        """Encode it as a request to the process."""
-        return {
-            "lost": self.lost,
-            "slow": {str(device): factor for device, factor in self.slow.items()},
-            "methods": self.methods,
-            "budget": self.budget,
-            "steps_left": self.steps_left,
-            "restart_s": self.restart_s,
-            "running": self.running,
-            "running_on": self.running_on,
-            "path": self.path,
-        }
-
-    @staticmethod
-    def from_request(request: Message) -> "Question":
-        """Decode what ``to_request`` encoded."""
-        return Question(
-            lost=tuple(request["lost"]),
-            slow={int(device): float(factor) for device, factor in request["slow"].items()},
-            methods=tuple(request["methods"]),
-            budget=request["budget"],
-            steps_left=int(request["steps_left"]),
-            restart_s=float(request["restart_s"]),
-            running=request["running"],
-            running_on=tuple(request["running_on"]),
-            path=request["path"],
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:

@@ -7,7 +7,7 @@ one plus what it costs to go there. Predicted seconds are scaled by what steps r
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.healing.options import HealOptions
 from heterog.healing.question import FIRST_METHODS, Answer, Question
-from heterog.healing.service import Message, Service
+from heterog.healing.service import Message
 from heterog.healing.trial import Choice, Trial
 from heterog.units import format_seconds
 
@@ -98,12 +98,11 @@ class Steering:
     Args:
         whole: Cluster with all devices.
         running: The first plan.
-        source: Source of the workload.
         folder: Folder for plans.
         options: Settings of healing.
         say: Called with one line about each plan that was considered and not taken.
+        service: Answers the questions, as the process of ``heterog.healing.planning`` does.
         is_here: Whether a rank could be started for a device.
-        service: Answers the questions; by default the process of ``heterog.healing.planning``.
 
     Attributes:
         running: The plan that the current generation runs.
@@ -117,11 +116,10 @@ class Steering:
         self,
         whole: Cluster,
         running: Running,
-        source: str,
         folder: Path,
         options: HealOptions,
         say: Callable[[str], None],
-        service: Answering | None = None,
+        service: Answering,
         is_here: Callable[[int], bool] = lambda device: True,
     ) -> None:
         self.running = running
@@ -142,8 +140,16 @@ class Steering:
         self._rebalanced: Answer | None = None
         self._trial: Trial | None = None
         self._tried_s: list[float] = []
-        self._service = service or Service("heterog.healing.planning")
-        self._setup_id = self._service.ask({"whole": running.path, "source": source})
+        self._service = service
+        self._setup_id = 0
+
+    def begin(self, source: str) -> None:
+        """Have the service load the first plan and its workload.
+
+        Args:
+            source: Source of the workload.
+        """
+        self._setup_id = self._service.ask({"whole": self.running.path, "source": source})
 
     @property
     def lost(self) -> frozenset[int]:
@@ -183,7 +189,7 @@ class Steering:
 
     def _first_answer(self, timeout_s: float, methods: tuple[str, ...]) -> Answer:
         question = self._question(self.lost, methods, self._options.first_budget)
-        number = self._service.ask(question.to_request())
+        number = self._service.ask(asdict(question))
         self._asked = None
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -246,7 +252,7 @@ class Steering:
                 going = self._weigh(kind, question, reply) or going
         if going is None and self._asked is None and self._wishes:
             kind, question = self._wishes.pop(0)
-            number = self._service.ask(question.to_request(), niceness=_NICENESS.get(kind, 0))
+            number = self._service.ask(asdict(question), niceness=_NICENESS.get(kind, 0))
             self._asked = number, kind, question
         return going
 

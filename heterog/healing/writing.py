@@ -3,7 +3,6 @@
 python -m heterog.healing.writing      requests on standard input
 """
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from heterog.errors import HeterogError
-from heterog.healing.keepers import Keepers, places_from
+from heterog.healing.keepers import KeeperPlace, Keepers
 from heterog.healing.restoring import Snapshot, part_of
 from heterog.healing.service import Message, answer_requests
 from heterog.runtime.checkpoint.boxes import Box, whole_box
@@ -58,7 +57,7 @@ def _entry(name: str, saved: SavedTensor, value: Tensor) -> Entry:
 
 def answer(request: Message) -> Message:
     """Write the newest complete snapshot."""
-    places = places_from(json.loads(request["keepers"]))
+    places = [KeeperPlace(**each) for each in request["keepers"]]
     tokens = {int(host): str(token) for host, token in request["tokens"].items()}
     with Keepers(places, tokens or str(request["token"])) as keepers:
         moment = keepers.newest()

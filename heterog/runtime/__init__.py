@@ -1,8 +1,8 @@
 """Runs plans on real devices.
 
 - Starting: ``request`` says what to run, ``launch`` starts ranks (``forks`` forks them,
-  ``watching`` watches them), ``rank`` is what one does, ``testbed`` limits their CPUs and links
-  (``emulated_network``). ``accelerators`` knows kinds of devices.
+  ``watching`` watches them) at a ``place`` such as a ``testbed``, which limits their CPUs and
+  links (``emulated_network``); ``rank`` is what one does. ``accelerators`` knows kinds of devices.
 - A step: ``deploy`` makes it of a plan and a workload (``deploy_checks``), ``rank_program`` is a
   rank's part of the program, ``step_order`` the sequence that all ranks follow, ``executor`` runs
   it. ``values`` holds what a rank has (``recipes``), ``conversions`` and ``collectives`` exchange

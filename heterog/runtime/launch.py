@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import check_folder_writable, check_writable, read_json
@@ -32,6 +32,7 @@ from heterog.runtime.forks import (
     open_forks,
     rank_forks,
 )
+from heterog.runtime.place import HERE, Place
 from heterog.runtime.request import RunRequest
 from heterog.runtime.watching import DEFAULT_LIMITS, Limits, wait_for_ranks
 from heterog.user_code import trusted_source
@@ -134,34 +135,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-class Place(Protocol):
-    """Where ranks run: how a rank's command and variables are changed to run it there.
-
-    A ``Testbed`` is one.
-    """
-
-    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs ``argv`` as this rank."""
-
-    def environment(self, rank: int) -> Mapping[str, str]:
-        """Further variables of this rank."""
-
-
-class Here:
-    """This machine as it is."""
-
-    def command(self, rank: int, argv: Sequence[str]) -> list[str]:
-        """See ``Place``."""
-        return list(argv)
-
-    def environment(self, rank: int) -> Mapping[str, str]:
-        """See ``Place``."""
-        return {}
-
-
-HERE = Here()
 
 
 def run_ranks(

@@ -40,9 +40,10 @@ from heterog.runtime.accelerators import (
     why_none,
 )
 from heterog.runtime.collectives import gather_texts
-from heterog.runtime.launch import HERE, run_commands
+from heterog.runtime.launch import run_commands
 from heterog.runtime.link_profiler import PAYLOADS, gathered, link_cases, profile_links
 from heterog.runtime.op_profiler import profile_ops
+from heterog.runtime.place import HERE
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.rank import tell as tell_launcher
 from heterog.runtime.testbed import Testbed

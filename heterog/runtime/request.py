@@ -98,4 +98,4 @@ def read_request(path: Path) -> RunRequest:
     value = read_json(path, "run file")
     if not isinstance(value, dict) or "plan" not in value:
         return RunRequest(plan=path)  # whose reader says what is wrong, if it is no plan, either
-    return parse_dataclass(json.dumps(value), RunRequest, f"run file {path}")
+    return parse_dataclass(value, RunRequest, f"run file {path}")

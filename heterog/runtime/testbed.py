@@ -51,6 +51,7 @@ from heterog.runtime.emulated_network import (
     tool_path,
 )
 from heterog.runtime.forks import fields_of_process
+from heterog.runtime.place import Place
 
 _TESTBEDS = resources.files("heterog.runtime") / "testbeds"
 _logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def is_supported() -> str | None:
     return None
 
 
-class Testbed:
+class Testbed(Place):
     """A cluster of throttled processes, there while the context is open.
 
     Transfers between ranks of one host go over its loopback, unshaped. Delays of the network are

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from heterog.cli.plan import _beside
+from heterog.cli.found import _beside
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import what_was_decided
@@ -370,7 +370,8 @@ def test_a_background_job_is_told_of_the_devices_that_it_runs_on() -> None:
         assert counted.busy == {0}, "a chain without gaps: busy all the time, the other never"
         assert found.background is not None
         count = len(found.background.devices)
-        assert f"on each of {count} device{'s' * (count > 1)}, idle {idle}% of" in _beside(found)
+        said = _beside(found.background, found.cluster)
+        assert f"on each of {count} device{'s' * (count > 1)}, idle {idle}% of" in said
 
 
 # --- any plan -----------------------------------------------------------------------------------

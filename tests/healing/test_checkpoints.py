@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from heterog.healing.keeper import Shelf, listen
-from heterog.healing.keepers import Keeper, KeeperPlace, places_to_json
+from heterog.healing.keepers import Keeper, KeeperPlace
 from heterog.healing.sending import Packing
 from heterog.healing.snapshots import Moment, Part
 from heterog.healing.writing import answer
@@ -60,7 +61,7 @@ def test_a_full_disk_leaves_the_checkpoint_that_was_there(small_disk: Path) -> N
     folder = small_disk / "saved"
     request = {
         "folder": str(folder),
-        "keepers": places_to_json([place]),
+        "keepers": [asdict(place)],
         "token": TOKEN,
         "tokens": {},
     }

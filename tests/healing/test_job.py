@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -156,7 +157,7 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
             restart_s=1.0, running=str(plan), running_on=(0, 1, 2),
             path=str(folder / "next.json"),
         )  # fmt: skip
-        reply = planning.answer(Question.from_request(question.to_request()).to_request())
+        reply = planning.answer(asdict(question))
         devices = [0] * (3 - len(lost))
         made = load_plan(folder / "next.json")
         for decision in made.strategy.decisions:

@@ -18,6 +18,7 @@ from heterog.healing.options import HealOptions, Move, Trained
 from heterog.healing.question import Answer, Question
 from heterog.healing.remaining import remaining, slowed
 from heterog.healing.steering import Going, Running, Steering
+from heterog.records import parse_dataclass
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator.builders import cluster_of
 
@@ -110,7 +111,7 @@ class Prompt:
         if "whole" in request:
             self._said.append({"id": self._asked, "busy_s": [1.0, 1.0, 1.0]})
             return self._asked
-        question = Question.from_request(dict(request))
+        question = parse_dataclass(dict(request), Question, "")
         self._said.append(
             {
                 "id": self._asked,
@@ -139,8 +140,9 @@ def steered(prompt: Prompt, said: list[str], **options: Any) -> Steering:
     whole = cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"]))
     running = Running(path="first.json", method="given", device_of=(0, 1, 2))
     steering = Steering(
-        whole, running, "", Path(), HealOptions(**options), said.append, service=prompt
+        whole, running, Path(), HealOptions(**options), said.append, service=prompt
     )
+    steering.begin("")
     steering.look()
     steering.steps_left, steering.step_s = 1000, 2.0
     return steering

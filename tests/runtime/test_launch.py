@@ -14,7 +14,8 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.planners.plan import load_plan
 from heterog.runtime import launch
-from heterog.runtime.launch import HERE, Here, Place, ranks_of_this_process, run_ranks
+from heterog.runtime.launch import ranks_of_this_process, run_ranks
+from heterog.runtime.place import HERE, Place
 from heterog.runtime.request import RunRequest
 from heterog.runtime.watching import LaunchError, Limits
 from heterog.strategy.tensor_parallel import shardings
@@ -177,7 +178,7 @@ def test_the_options_of_the_command_reach_the_ranks(
 @THOROUGH
 @pytest.mark.distributed
 def test_a_rank_that_hangs_ends_the_job(plan: Path) -> None:
-    class Hanging(Here):
+    class Hanging(Place):
         def command(self, rank: int, argv: Sequence[str]) -> list[str]:
             return ["sleep", "600"] if rank == 1 else [*argv]
 
