@@ -166,9 +166,7 @@ def train(
         step = deploy(workload_of(model, rate), load_plan(folder / f"{number}.json"))
         own = [float(step(batch_of(model, each))) for each in range(num_steps)]
         step.close()
-        if (
-            late := step.take_late_losses()
-        ):  # begins with no numbers
+        if late := step.take_late_losses():  # begins with no numbers
             own = [*own, *late][-num_steps:]
         # But for a server all ranks have the same; of a server each its own.
         part = torch.tensor(own, dtype=torch.float64) * SHARES[rank] / _BATCH

@@ -7,8 +7,14 @@ from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import even_shares, proportional_shares
 from heterog.planners.planner import Candidate, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
+
+
+def is_count(text: str) -> bool:
+    """Whether what a person wrote is a number of steps or parts."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:

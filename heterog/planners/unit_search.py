@@ -14,7 +14,7 @@ from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Problem, Spending
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy, Sync
 

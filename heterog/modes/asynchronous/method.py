@@ -22,6 +22,7 @@ from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
 from heterog.modes.search import (
     best_of,
     by_preference,
+    is_count,
     island_decisions,
     nothing,
     one_sample_moved,
@@ -30,7 +31,8 @@ from heterog.names import shown
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy
 
 _MOST_SERVERS = 8
@@ -50,7 +52,7 @@ def parse_server(text: str) -> "ServedTeams":
     """
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
     value = first[1]
-    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+    if not is_count(value):
         raise HeterogError(
             f"--asynchronous has server={shown(value)}; it needs the number of steps that a team "
             "may be ahead of the slowest one: server=2, or server=0 where all wait for each other."

@@ -17,6 +17,7 @@ from heterog.modes.averaging.value import AverageWeights, Averaging
 from heterog.modes.search import (
     best_of,
     by_preference,
+    is_count,
     island_decision,
     island_decisions,
     nothing,
@@ -26,7 +27,8 @@ from heterog.names import shown
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import Decision, Strategy
@@ -63,7 +65,7 @@ def parse_averaging(text: str) -> Averaging:
             )
         values[word] = value
     every, delay = values.get(Averaging.word, ""), values.get("delay", "0")
-    if not (_is_count(every) and _is_count(delay)):
+    if not (is_count(every) and is_count(delay)):
         raise HeterogError(
             "--asynchronous needs numbers of steps, average=H and if wanted delay=D, not "
             f"{shown(every)} and {shown(delay)}; average=8 averages after every eighth step."
@@ -77,10 +79,6 @@ def parse_averaging(text: str) -> Averaging:
     return Averaging(
         every=int(every), weights=AverageWeights(weights), delay=int(delay), **numbers
     )
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _number(word: str, value: str) -> float:

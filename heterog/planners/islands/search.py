@@ -47,7 +47,7 @@ from heterog.planners.planner import (
 )
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.teams import host_teams
-from heterog.simulator.evaluator import Evaluation, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines

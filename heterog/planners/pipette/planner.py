@@ -39,7 +39,7 @@ from heterog.planners.planner import (
     without_too_large,
 )
 from heterog.planners.recomputing import cheaper_layouts, surely_kept
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.layouts.layout import LayoutError, Recompute
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.program import IntArray
