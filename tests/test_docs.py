@@ -48,7 +48,8 @@ from heterog.planners.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.profiler import SHARES
 from heterog.runtime.testbed import shipped_testbeds
-from heterog.simulator.evaluator import MEMORY_MARGIN, UNROLLED_STEPS
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.noise import SPREAD
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB

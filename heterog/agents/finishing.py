@@ -188,7 +188,7 @@ class Finisher:
         in_teams = np.array([self._number(int(number), size) for number in numbers], np.int32)
         return Finished(
             row=in_teams[of_group.reshape(-1)],
-            rule_number=self._evaluator.rule_number(rules.op_rules, ()),
+            rule_number=self._evaluator.rules.number(rules.op_rules, ()),
             op_rules=rules.op_rules,
             schedule=schedule,
         )

@@ -29,7 +29,8 @@ from heterog.planners.planner import Candidate, Problem
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.lowering import Choice
 from heterog.strategy.program import IntArray
 from heterog.strategy.space import StrategySpace
@@ -219,7 +220,7 @@ class Scorer:
             bucket_bytes=whole.bucket_bytes,
             num_steps=1 if self._problem.step_barrier else UNROLLED_STEPS,
             micro_batches=self._space.micro_batches(whole.num_micro),
-            tables=evaluator.rule_tables(made.rule_number),
+            tables=evaluator.rules.of(made.rule_number).tables,
             schedule=made.schedule,
         )._replace(rule_set=made.rule_number)
 

@@ -192,7 +192,9 @@ class _ShareSolver:
         self.type_of = evaluator.cluster.type_index
         self.samples = np.unique(np.geomspace(1, batch, _GRID).round().astype(int))
         self.seconds = [
-            np.maximum.accumulate([evaluator.op_seconds(k, int(s)).sum() for s in self.samples])
+            np.maximum.accumulate(
+                [evaluator.prices.op_seconds(k, int(s)).sum() for s in self.samples]
+            )
             for k in range(len(evaluator.cluster.device_types))
         ]
         self.limit = [memory.most_samples(d) for d in range(evaluator.cluster.num_devices)]

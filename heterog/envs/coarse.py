@@ -8,10 +8,12 @@ overlap inside a block, so its results are never reported.
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.envs.merging import merge_tables, sums
+from heterog.envs.merging import CoarseTables, merge_tables, sums
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import CostModel
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.price_table import PriceTable
+from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.program import FloatArray
 
 
@@ -30,20 +32,34 @@ class CoarseEvaluator(Evaluator):
         super().__init__(graph, cluster, cost_model)
         merged = merge_tables(graph)
         self.fine_op = self.tables.op_id
-        self._run_of = merged.run_of
         self.tables = merged.tables
         self.block_of = merged.block_of
         self.fine_block = merged.tables.op_group[merged.run_of]
-        num_parameters = len(self.tables.parameter_bytes)
-        plain = self._rule_sets[0]
+        plain = self.rules.of(0)
         plain.tables = self.tables
         plain.has_rule = np.zeros(len(self.tables.op_id), np.bool_)
-        self._make_rows()
+        self.prices = _CoarsePrices(self, merged)
+        self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)
+
+
+class _CoarsePrices(PriceTable):
+    """Prices of coarse ops: a merged op takes the sum of its ops' seconds."""
+
+    def __init__(self, evaluator: CoarseEvaluator, merged: CoarseTables) -> None:
+        self._run_of, self._fine_op = merged.run_of, evaluator.fine_op
+        super().__init__(
+            evaluator.graph,
+            evaluator.cluster,
+            evaluator.cost_model,
+            evaluator.channels,
+            evaluator.rules,
+        )
+        num_parameters = len(self._tables.parameter_bytes)
         self._update_seconds = np.array(
             [sums(merged.parameter_of, row, num_parameters) for row in self._update_seconds]
         )
 
     def op_seconds(self, kind: int, samples: int) -> FloatArray:
         """Seconds of every coarse op on a device type at a share.  # [num_coarse_ops]"""
-        row = self.cost_model.op_seconds(self.graph, self.cluster.device_types[kind], samples)
-        return sums(self._run_of, row[self.fine_op], len(self.tables.op_id))
+        row = self._cost_model.op_seconds(self._graph, self._cluster.device_types[kind], samples)
+        return sums(self._run_of, row[self._fine_op], len(self._tables.op_id))

@@ -137,7 +137,7 @@ class Observer:
 
     def _block_seconds(self, kind: int, samples: int) -> npt.NDArray[np.float64]:
         group = self.evaluator.tables.op_group
-        seconds = self.evaluator.op_seconds(kind, samples)
+        seconds = self.evaluator.prices.op_seconds(kind, samples)
         return sums(group[group >= 0], seconds[group >= 0], self.num_blocks)
 
     def observe(self, num_micro: int = 1) -> Observation:
@@ -229,7 +229,7 @@ class Observer:
         tables, graph = self.evaluator.tables, self.evaluator.graph
         phase = np.array([int(graph.ops[op].phase) for op in tables.op_id])
         forward = (tables.op_group >= 0) & (phase == 0)
-        seconds = self.evaluator.op_seconds(0, self.batch)[forward]
+        seconds = self.evaluator.prices.op_seconds(0, self.batch)[forward]
         return sums(tables.op_group[forward], seconds, self.num_blocks)
 
     @cached_property

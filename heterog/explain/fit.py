@@ -10,7 +10,8 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.planners.planner import Spending
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import Fit
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.lowering import Choice, encode

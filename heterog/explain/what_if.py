@@ -25,7 +25,8 @@ from heterog.planners.registry import built_in_methods
 from heterog.planners.stability import TUNED_UNIFORM
 from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 EVALUATIONS = 200

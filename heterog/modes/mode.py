@@ -78,14 +78,14 @@ class EncodedMode:
     Attributes:
         more_s: Seconds by which a step takes longer than the same step without the mode, found
             with one simulation of that; below 0 where steps overlap.
+        folds: Whether devices that do alike may be lowered once: nothing is stated by device.
+        has_floor: Whether no step is shorter than its exact messages hold a link.
+        keeps_versions: Whether ``kept_bytes`` are older weights and the batches that use them.
     """
 
     folds: ClassVar[bool] = True
-    """Whether devices that do alike may be lowered once: nothing is stated by device."""
     has_floor: ClassVar[bool] = True
-    """Whether no step is shorter than its exact messages hold a link."""
     keeps_versions: ClassVar[bool] = False
-    """Whether ``kept_bytes`` are older weights and the batches that use them."""
 
     more_s: float = 0.0
 

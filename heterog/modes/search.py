@@ -1,17 +1,29 @@
 """What the searches of modes have in common: islands, and a result beside exact ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from heterog.cluster.topology import Cluster
 from heterog.planners.data_parallel import even_shares, proportional_shares
 from heterog.planners.planner import Candidate, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 
-def by_preference(pair: tuple[Evaluation, Strategy]) -> tuple[float, float]:
+def is_count(text: str) -> bool:
+    """Whether what a person wrote is a number of steps or parts."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
+
+
+Tried = tuple[Evaluation, Strategy]
+"""A strategy that was tried, behind its evaluation."""
+_MOST_MOVED = 8
+"""Most samples moved, one after another, from the slowest team to another one."""
+
+
+def by_preference(pair: Tried) -> tuple[float, float]:
     """Sort key of strategies that were tried: the best comes first."""
     return pair[0].preference
 
@@ -29,7 +41,7 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
 
 
 def best_of(
-    tried: Sequence[tuple[Evaluation, Strategy]],
+    tried: Sequence[Tried],
     problem: Problem,
     spending: Spending,
     search_seconds: float,
@@ -110,3 +122,26 @@ def one_sample_moved(decision: Decision, speeds: tuple[float, ...]) -> Decision 
     shares[slowest] -= 1
     shares[quickest] += 1
     return replace(decision, shares=tuple(shares[device] for device in decision.devices))
+
+
+def refined(
+    best: Tried,
+    speeds: Callable[[Strategy], tuple[float, ...]],
+    attempt: Callable[[Decision], Tried],
+) -> Iterator[Tried]:
+    """Move samples from the team that takes longest to the one that would take shortest.
+
+    Args:
+        best: Strategy to begin with.
+        speeds: Samples per second of every device under a strategy.
+        attempt: Tries a decision of all groups.
+    """
+    for _ in range(_MOST_MOVED):
+        moved = one_sample_moved(best[1].decisions[0], speeds(best[1]))
+        if moved is None:
+            return
+        found = attempt(moved)
+        yield found
+        if found[0].preference >= best[0].preference:
+            return
+        best = found

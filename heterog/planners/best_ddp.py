@@ -23,7 +23,7 @@ from heterog.planners.data_parallel import (
     uniform_strategy,
 )
 from heterog.planners.planner import Planner, PlanResult, Problem
-from heterog.simulator.evaluator import Evaluation, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync

@@ -17,7 +17,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.floor import floor_s
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
@@ -112,7 +114,7 @@ class Trials:
     def judge(self, strategy: Strategy) -> Evaluation | None:
         """The evaluation in the best order; ``None`` if the strategy was given up."""
         choice = self._evaluator.encode(strategy)
-        if self._evaluator.floor_s(choice) > self.limit_s:
+        if floor_s(self._evaluator.prices, choice) > self.limit_s:
             return None
         found = self._evaluator.evaluate_orders(choice, tuple(Order), self.limit_s)
         kept = [each for each in found if each.outcome != Outcome.GIVEN_UP]

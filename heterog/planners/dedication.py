@@ -20,7 +20,7 @@ from heterog.planners.pipette.annealing import moved
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import Decision, Strategy, Sync
 

@@ -25,7 +25,8 @@ from heterog.planners.burst import Block, BurstPlan, Chain, Place, fork_join, la
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import Channel, balanced_slices
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync

@@ -126,13 +126,13 @@ class Enumeration(ABC, Generic[Point]):
 
     def _choice(self, point: Point) -> Choice:
         evaluator = self.problem.evaluator
-        number = evaluator.rule_number(self.op_rules(point), self.blocks(point))
+        number = evaluator.rules.number(self.op_rules(point), self.blocks(point))
         choice = self.space.encode(
             self.row(point),
             bucket_bytes=self.bucket_bytes(point),
             num_steps=self.num_steps,
             micro_batches=self.micro_batches(point),
-            tables=evaluator.rule_tables(number),
+            tables=evaluator.rules.of(number).tables,
             schedule=self.schedule(point),
         )
         return choice._replace(rule_set=number)

@@ -67,9 +67,9 @@ class GroupRules:
         """The evaluator's number of rules and blocks; ``None`` if they are refused together."""
         key = rules, blocks
         if key not in self._rule_sets:
-            number: int | None = self._evaluator.rule_number(self.op_rules(rules), blocks)
+            number: int | None = self._evaluator.rules.number(self.op_rules(rules), blocks)
             try:
-                self._evaluator.rule_tables(number or 0)
+                self._evaluator.rules.of(number or 0)
             except StrategyError:
                 number = None
             self._rule_sets[key] = number

@@ -18,7 +18,8 @@ from heterog.planners.planner import (
 )
 from heterog.planners.rounds import STARVED
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.noise import draw_noise
 from heterog.strategy.strategy import Strategy
 

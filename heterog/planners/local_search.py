@@ -26,7 +26,9 @@ from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.repair import repair
 from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import UNROLLED_STEPS, Evaluation, Outcome, given_up
+from heterog.simulator.evaluation import Evaluation, Outcome, given_up
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.simulator.floor import floor_s
 from heterog.strategy.lowering import Choice
 from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.space import StrategySpace
@@ -352,9 +354,9 @@ class _Search:
         limit_s: float,
     ) -> Evaluation:
         choice = self._choice(state)
-        floor_s = self.evaluator.floor_s(choice)
-        if floor_s > limit_s:
-            return given_up(floor_s, state.order)
+        least_s = floor_s(self.evaluator.prices, choice)
+        if least_s > limit_s:
+            return given_up(least_s, state.order)
         return evaluate(choice, state.order, limit_s)
 
     def _choice(self, state: State) -> Choice:
@@ -365,7 +367,7 @@ class _Search:
             bucket_bytes=state.bucket_bytes,
             num_steps=self.num_steps,
             micro_batches=state.micro_batches,
-            tables=self.evaluator.rule_tables(rule_set),
+            tables=self.evaluator.rules.of(rule_set).tables,
             schedule=state.schedule,
         )
         return choice._replace(rule_set=rule_set)

@@ -29,7 +29,7 @@ from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.planners.recomputing import cheaper_layouts, surely_kept, words_worth_trying
 from heterog.planners.tried import Tried
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.experts import expert_weights

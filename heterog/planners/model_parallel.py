@@ -6,7 +6,8 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 

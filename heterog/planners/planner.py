@@ -12,7 +12,8 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import BudgetError
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy
 
 _BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")

@@ -34,7 +34,8 @@ from heterog.planners.sharing import Shares, SharesTogether
 from heterog.planners.stability import reference_of
 from heterog.planners.together import Together, can_be_sent
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.kernels import compilation_told
 from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats

@@ -43,7 +43,8 @@ from heterog.planners.teams import (
     team_sizes,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.lowering import resident_bytes
@@ -400,7 +401,7 @@ class _Repair:
         """What a kind of recomputation takes and frees if all groups have one decision."""
         key = keeps, blocks, decision, over.tobytes()
         if key not in self._known:
-            tables = self.evaluator.rule_tables(self.evaluator.rule_number((), blocks))
+            tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
             again, batch = runs_again(tables, keeps), self.graph.batch_size
             of_sample, once = freed_bytes(tables, keeps)
             seconds, freed = np.zeros(tables.num_groups), np.zeros(tables.num_groups)

@@ -5,7 +5,8 @@ from typing import Generic, TypeVar
 
 from heterog.errors import StrategyError
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.strategy import Strategy
 

@@ -33,7 +33,7 @@ from heterog.report.lanes import view_data
 from heterog.report.markup import beside_each_other, section
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
-from heterog.simulator.evaluator import MEMORY_MARGIN
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _PAGE = files("heterog.report") / "page"

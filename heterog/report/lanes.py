@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from heterog.simulator.evaluator import MEMORY_MARGIN
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 

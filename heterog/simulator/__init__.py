@@ -1,6 +1,8 @@
 """Predicts step time and memory of a program.
 
-- ``evaluator`` is what planners ask; ``folded`` lowers alike devices once.
+- ``evaluator`` is what planners ask, an ``evaluation`` the answer: ``runs`` lowers and simulates
+  (``folded``: alike devices once), ``price_table`` and ``rule_sets`` keep what was priced,
+  ``feasibility`` says what can run, ``floor`` what is not worth a simulation.
 - ``engine`` simulates inside a search (``timings``, ``heaps``), ``referee`` judges what is
   reported. ``memory`` and ``memory_breakdown`` say what fills a device, ``timeline`` and
   ``critical_path`` what takes time, ``lower_bound`` what nothing can beat, ``noise`` what unsure

@@ -1,74 +1,30 @@
 """The evaluator: predicts step time and memory of strategies, for every planner."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
-from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
-from heterog.cluster.execution import Sends
 from heterog.cluster.topology import Cluster
-from heterog.graph.axis_plan import axis_plan
-from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
-from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
-from heterog.graph.update_scope import UpdateScope
-from heterog.simulator.calibration import cost_model_of
-from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
-from heterog.simulator.engine import GIVEN_UP, Order, run_program
-from heterog.simulator.folded import Folding
+from heterog.simulator.cost_model import CostModel
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome, given_up
+from heterog.simulator.feasibility import MEMORY_MARGIN, Feasibility
+from heterog.simulator.floor import floor_s
 from heterog.simulator.intervals import Interval, interval_around
-from heterog.simulator.memory import peak_memory
-from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
-from heterog.simulator.referee import replay
-from heterog.simulator.sparse_work import SparseWork
-from heterog.simulator.timings import Timings, make_timings, with_room
-from heterog.strategy.channels import Channel, ChannelTable
-from heterog.strategy.folding import Fold
-from heterog.strategy.lowering import (
-    Choice,
-    encode,
-    kept_bytes,
-    lower_to_tape,
-    make_scratch,
-    program_from_tape,
-    resident_bytes,
-    used_channels,
-)
-from heterog.strategy.lowering.choice import Encoder
-from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape, mark_channels
-from heterog.strategy.program import FloatArray, IntArray, Program
-from heterog.strategy.stepping import apart_fault
+from heterog.simulator.runs import Lowered, Runner
+from heterog.strategy.lowering import Choice, encode, resident_bytes
+from heterog.strategy.lowering.tape import mark_channels
+from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
-from heterog.strategy.sync import Sharded
-from heterog.strategy.tables import Domain, GraphTables, graph_tables
-from heterog.units import format_bytes
 
 UNROLLED_STEPS = 8
 """Steps unrolled to measure a step without barrier: T_8 / 8 (a difference of two unrolled times
 can be gamed by a search; the mean cannot)."""
-
-
 _SERVED = 16
-_MOST_PRICED = 1024
-"""Most channels that are all priced, used by a program or not: those of 32 devices."""
-_MOST_PRICE_LISTS = 64
-MAX_RULE_SETS = 16
-"""Most rule sets of strategies whose tables are kept."""
-
-LEAST_FOLDED = 30_000
-"""Fewest ops, on all devices in all micro-batches and steps, for which it pays to look for devices
-that do alike: about a millisecond, in which a third of so many ops is lowered and simulated."""
-
-MEMORY_MARGIN = 0.04
-"""Share added to what tensors and workspaces need: small workspaces, rounding of allocators,
-gradients that are on their way to a server and are not freed at once."""
 
 OVERFULL = 2.0
 """Times a device's memory that parameters and states alone may take where time is short: nothing
@@ -79,225 +35,23 @@ REFEREE_SLACK = 0.03
 asks the engine first misses it."""
 
 
-class Outcome(StrEnum):
-    """Whether a strategy can run."""
-
-    OK = "ok"
-    OUT_OF_MEMORY = "out_of_memory"
-    CANNOT_RUN = "cannot_run"
-    """Ranks would not compute what one device does, or get stuck."""
-    TOO_LARGE = "too_large"
-    """Not simulated: its program has more tasks than ``Evaluator.most_tasks``."""
-    GIVEN_UP = "given_up"
-    """Slower than the limit that was asked for; ``step_time_s`` is a lower bound."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Predicted step time and memory of a strategy.
-
-    Attributes:
-        outcome: ``ok`` or why it cannot run.
-        step_time_s: Seconds per training step, also where memory does not suffice.
-        peak_memory_bytes: Predicted peak memory of each device.
-        order: Order in which waiting tasks ran.
-        shortage: For ``out_of_memory``, the device and the missing bytes in words.
-        overflow_bytes: Bytes missing on the worst device, 0 if none; infinite for what cannot run.
-    """
-
-    outcome: Outcome
-    step_time_s: float
-    peak_memory_bytes: tuple[int, ...]
-    order: Order
-    shortage: str = ""
-    overflow_bytes: float = 0.0
-
-    @property
-    def is_ok(self) -> bool:
-        """Whether the strategy can run."""
-        return self.outcome == Outcome.OK
-
-    @property
-    def preference(self) -> tuple[float, float]:
-        """Sort key, smaller is better: what fits comes first (overflow 0), then the shorter step.
-
-        What was given up comes last: whether it fits is not known.
-        """
-        if self.outcome == Outcome.GIVEN_UP:
-            return math.inf, self.step_time_s
-        return self.overflow_bytes, self.step_time_s
-
-
-def given_up(seconds: float, order: Order) -> Evaluation:
-    """Evaluation of a strategy that was given up, because it takes at least these seconds."""
-    return Evaluation(
-        outcome=Outcome.GIVEN_UP, step_time_s=seconds, peak_memory_bytes=(), order=order
-    )
-
-
-class Lowered(NamedTuple):
-    """A choice ready to be simulated, on all devices or on those that stand for others."""
-
-    choice: Choice
-    tape: Tape
-    prices: Prices
-    fold: Fold | None = None
-
-
-def _more_s(choice: Choice) -> float:
-    """Seconds that modes add to a step; below 0 where steps overlap."""
-    return sum(mode.more_s for mode in choice.modes)
-
-
-class _RuleSet:
-    """Tables of a graph whose ops run by some rules, and seconds of these ops known so far."""
-
-    def __init__(
-        self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], channels: ChannelTable
-    ) -> None:
-        self.op_rules = op_rules
-        self.blocks = blocks
-        self.tables = graph_tables(graph, op_rules, blocks)
-        self.encoder = Encoder(self.tables, channels)
-        self._num_devices = channels.cluster.num_devices
-        self._scratch: Scratch | None = None
-        ruled = {op for op, _ in op_rules}
-        self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
-        self._plan = axis_plan(graph, op_rules)
-        self._graph = graph
-        self._sparse = SparseWork(graph, self._plan)
-        self.minds_position = len(self._plan.causal_ops) > 0 or self._sparse.by_rows
-        self._seconds: dict[tuple[int, ...], FloatArray] = {}
-
-    @property
-    def scratch(self) -> Scratch:
-        """Working memory for all devices, made when it is first needed."""
-        if self._scratch is None:
-            self._scratch = make_scratch(self.tables, self._num_devices)
-        return self._scratch
-
-    @property
-    def tells_rows_apart(self) -> bool:
-        """Whether work depends on which rows a device has, not only on its number of units."""
-        return self._sparse.by_rows
-
-    def seconds(
-        self, choice: Choice, types: IntArray, cluster: Cluster, cost_model: CostModel
-    ) -> tuple[IntArray, IntArray, FloatArray]:
-        """Seconds of ops with rules at the samples and units of a choice, by its devices' types.
-
-        Returns:
-            The row of ``choice.shares`` that each op with a rule looks at, -1 of others; the
-            number of what a row says of a device and micro-batch; and by these numbers seconds.
-            # [num_compute_ops], [num_rows, num_micro, num_devices], [numbers, num_compute_ops]
-        """
-        if not self.has_rule.any():
-            return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
-        tables, num_divisions = self.tables, len(choice.member)
-        row_of = choice.division[tables.op_group] + num_divisions * tables.op_axis
-        row_of = np.where(self.has_rule, row_of, -1).astype(np.int32)
-        rows = np.unique(row_of[row_of >= 0])
-        units = choice.shares[rows]  # [num_used_rows, num_micro, num_devices]
-        samples = (
-            choice.teams.samples[rows % num_divisions] * (rows >= num_divisions)[:, None, None]
-        )
-        kinds = np.broadcast_to(types, units.shape)
-        begins = np.zeros_like(units)
-        if self.minds_position:
-            begins += (
-                choice.teams.unit_begin[rows][:, None, :] * (rows >= num_divisions)[:, None, None]
-            )
-        works, number = _distinct(kinds, units, samples, begins)
-        numbers = np.zeros(choice.shares.shape, np.int32)
-        numbers[rows] = number.reshape(units.shape)
-        seconds = np.stack([self._at(work, cluster, cost_model) for work in works])
-        return row_of, numbers, seconds
-
-    def _at(self, key: tuple[int, ...], cluster: Cluster, cost_model: CostModel) -> FloatArray:
-        """Seconds of all compute ops by device type, units, samples of the team, first unit."""
-        if key not in self._seconds:
-            (kind, units, samples, begin), batch = key, self._graph.batch_size
-            work = self._plan.work(units, samples or batch, batch, begin)
-            work = self._sparse.put(work, begin, units, samples or batch)
-            row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
-            self._seconds[key] = row[self.tables.op_id]
-        return self._seconds[key]
-
-
-def _distinct(*columns: IntArray) -> tuple[list[tuple[int, ...]], IntArray]:
-    """The distinct rows of columns of a shape, in order, and the number of each entry's row.
-
-    Rows become single numbers, which sort many times faster than rows.
-    """
-    sizes = [int(column.max(initial=0)) + 1 for column in columns]
-    if prod(sizes) >= 2**63:  # far beyond any cluster and batch; sorted as rows
-        flat = np.stack(columns, axis=-1).reshape(-1, len(columns))
-        rows, number = np.unique(flat, axis=0, return_inverse=True)
-        return [tuple(row) for row in rows.tolist()], number.astype(np.int32)
-    keys = np.zeros(columns[0].shape, np.int64)
-    for column, size in zip(columns, sizes, strict=True):
-        keys = keys * size + column
-    distinct, number = np.unique(keys.ravel(), return_inverse=True)
-    places = np.unravel_index(distinct, sizes)
-    return list(zip(*(place.tolist() for place in places), strict=True)), number.astype(np.int32)
-
-
-_NO_ROWS: IntArray = np.zeros(0, np.int32)
-_NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
-_NO_SECONDS: FloatArray = np.zeros((0, 0))
-
-
-class Evaluator:
+class Evaluator(Runner):
     """Scores strategies of one graph on one cluster by the fast engine.
 
-    It keeps the arrays between calls, so use one evaluator per thread.
-
-    Args:
-        graph: One training step.
-        cluster: Devices and links.
-        cost_model: Model of the seconds of tasks; by default the calibration that the cluster
-            names, else the roofline prior.
-
     Attributes:
-        num_evaluations: Number of simulations so far.
-        num_tasks: Number of tasks of the program that was simulated last.
         most_tasks: Most tasks of a program that is simulated, as ``tasks_of`` counts them; no
             limit where devices that do alike are folded into one.
+        feasibility: Judge of what was predicted.
         memo: What modes have found on this graph and cluster, by keys of their own.
-        poll: Callback before every simulation; what it raises ends a search (``Spending.limits``).
     """
 
     def __init__(
         self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
     ) -> None:
-        self.graph = graph
-        self.cluster = cluster
-        self.cost_model: CostModel = cost_model or cost_model_of(cluster)
-        self.tables = graph_tables(graph)
-        self.channels = ChannelTable(cluster)
-        self.num_evaluations = 0
-        self.num_tasks = 0
+        super().__init__(graph, cluster, cost_model)
         self.most_tasks = math.inf
-        self.poll: Callable[[], None] = lambda: None
-        self._rule_numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
-        self._rules_by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
-        self._rule_sets: dict[int, _RuleSet] = {0: _RuleSet(graph, (), (), self.channels)}
-        self._pricer = ChannelPricer(self.cost_model, cluster)
-        self._folding = Folding(cluster, self._pricer, self.channels)
-        self._timings = make_timings(1, 1, 1, 1)
-        self._usable = np.array([device.usable_memory_bytes for device in cluster.devices])
-        types = cluster.device_types
-        updates = [op for op, _, _ in graph.updates]
-        full = [self.cost_model.op_seconds(graph, kind, graph.batch_size) for kind in types]
-        self._update_seconds = np.array([row[updates] for row in full])
-        copies = [self.cost_model.copy_seconds(kind) for kind in types]
-        self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
-        self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
-        self._type_of_device = np.array(cluster.type_index, np.int32)
-        self._channel_prices: dict[bytes, ChannelPrices] = {}
-        self._held: dict[int, FloatArray] = {}  # see ``held_by``
         self.memo: dict[object, float] = {}
-        self._make_rows()
+        self.feasibility = Feasibility(graph, cluster, self.rules)
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
@@ -309,21 +63,6 @@ class Evaluator:
     def interval(self, step_time_s: float) -> Interval:
         """Range of a step's measured seconds, by the device type that is known least."""
         return interval_around(step_time_s, max(self.spreads))
-
-    def _make_rows(self) -> None:
-        """Make room for what depends on the length of the tables."""
-        tables = self.tables
-        self._tape = make_tape(4096, len(tables.parameter_bytes), self.cluster.num_devices)
-        shape = (len(self.cluster.device_types), self.graph.batch_size + 1)
-        # Rows are filled when a share is first seen: a row of zeros is never read.
-        self._is_priced = np.zeros(shape, np.bool_)
-        self._op_seconds = np.zeros((*shape, len(tables.op_id)))
-        # Of each group's forward ops, and of all its ops.
-        self._group_seconds = np.zeros((2, *shape, tables.num_groups))
-        is_added = tables.gradient_domain != Domain.NOBODY
-        reduced = np.where(is_added, tables.gradient_bytes, 0.0)
-        bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
-        self._reduced_bytes = bytes_of_groups.astype(np.float64)
 
     def warm_up(self) -> None:
         """Compile the kernels (once per installation, then they come from disk); not counted."""
@@ -354,8 +93,8 @@ class Evaluator:
         """A strategy as flat arrays, checked."""
         strategy.check(self.graph, self.cluster)
         steps = 1 if strategy.step_barrier else UNROLLED_STEPS
-        number = self.rule_number(strategy.op_rules, strategy.blocks)
-        rules = self._rule_set(number)
+        number = self.rules.number(strategy.op_rules, strategy.blocks)
+        rules = self.rules.of(number)
         choice = encode(
             strategy, rules.tables, self.channels, num_steps=steps, encoder=rules.encoder
         )
@@ -369,140 +108,7 @@ class Evaluator:
     def local_s(self, choice: Choice) -> float:
         """Seconds of a step without what modes add; 0 if it will not be simulated."""
         lowered = self._ready(choice)
-        return 0.0 if lowered is None else self._run(lowered, Order.FIFO, math.inf)[0]
-
-    def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
-        """Simulate a step without what modes add: lowered, seconds, and timings until the next.
-
-        Not counted as an evaluation: it belongs to that of the strategy.
-        """
-        counted = self.num_evaluations
-        own = tuple(replace(mode, more_s=0.0) for mode in choice.modes)
-        lowered = self._lower(choice._replace(modes=own))
-        seconds, _ = self._run(lowered, Order.FIFO, math.inf)
-        self.num_evaluations = counted
-        return lowered, seconds, self._timings
-
-    def tape_s(self, tape: Tape, choice: Choice) -> float:
-        """Seconds of a tape that is no step, by the referee.
-
-        Args:
-            tape: The tape.
-            choice: Strategy of whose devices it is.
-        """
-        prices = self._prices(choice, self._type_of_device, self._price_channels(tape))
-        lowered = Lowered(choice._replace(num_steps=1, modes=()), tape, prices)
-        self._run(lowered, Order.FIFO, math.inf)
-        return self.replayed(lowered)[0]
-
-    def update_s(self, device: int, rows: Sequence[int]) -> float:
-        """Seconds of the optimizer's steps of some rows of ``graph.updates`` on a device."""
-        return float(self._update_seconds[self._type_of_device[device], list(rows)].sum())
-
-    def copy_s(self, device: int, num_bytes: float) -> float:
-        """Seconds of a copy on a device that reads and writes so many bytes together."""
-        kind = self._type_of_device[device]
-        return float(self._copy_fixed_s[kind] + num_bytes * self._copy_s_per_byte[kind])
-
-    def rule_number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
-        """The number by which a ``Choice`` names op rules and blocks, 0 if there are none."""
-        key = op_rules, blocks
-        if key not in self._rule_numbers:
-            self._rule_numbers[key] = len(self._rules_by_number)
-            self._rules_by_number.append(key)
-        return self._rule_numbers[key]
-
-    def rule_tables(self, number: int) -> GraphTables:
-        """The graph's tables under the op rules of a number.
-
-        Raises:
-            StrategyError: these rules cannot be followed together.
-        """
-        return self._rule_set(number).tables
-
-    def tables_of(self, choice: Choice) -> GraphTables:
-        """The graph's tables under the op rules of an encoded strategy."""
-        return self._rule_set(choice.rule_set).tables
-
-    def _rule_set(self, number: int) -> _RuleSet:
-        """Rule set of a choice; few are kept at once, those used last."""
-        found = self._rule_sets.pop(number, None)
-        if found is None:
-            op_rules, blocks = self._rules_by_number[number]
-            found = _RuleSet(self.graph, op_rules, blocks, self.channels)
-            if len(self._rule_sets) >= MAX_RULE_SETS:
-                del self._rule_sets[next(other for other in self._rule_sets if other != 0)]
-        self._rule_sets[number] = found
-        return found
-
-    def floor_s(self, choice: Choice) -> float:
-        """Lower bound of a step's seconds, without a simulation; takes microseconds.
-
-        The busiest device's compute; or the busiest link's share of the gradients, none of which
-        is there before its members' forward passes. Constants, updates, parameter servers and
-        whatever moves between groups are left out; everything is if ops run by rules, or messages
-        are encoded (0).
-        """
-        if choice.rule_set or not all(mode.has_floor for mode in choice.modes):
-            return 0.0
-        self._price_rows(choice, self._type_of_device)
-        shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
-        groups = np.arange(len(shares))[:, None, None]
-        seconds = self._group_seconds[:, self._type_of_device, shares, groups].sum((1, 2))
-        forward, whole = seconds  # [num_devices] each
-        floor = whole.max()
-        rings, everyone = choice.rings, Domain.ALL
-        ring = rings.first[:, everyone]
-        has_ring = ring < rings.end[:, everyone]
-        reduced = np.flatnonzero(has_ring & (choice.sharded <= Sharded.STATE))
-        if len(reduced):
-            payload, ring = self._reduced_bytes[reduced], ring[reduced]
-            load = self._load(rings.first_channel[ring], payload)
-            load += self._load(rings.second_channel[ring], payload)
-            member = rings.member[ring[payload > 0.0]] > 0
-            first = (member * forward).max(1).min(initial=np.inf)
-            if np.isfinite(first):
-                floor = max(floor, first / choice.num_steps + load.max())
-        return float(floor)
-
-    def _load(self, channel: IntArray, payload: FloatArray) -> FloatArray:
-        """Seconds that payloads over channels occupy each link; -1 marks no channel.
-
-        Args:
-            channel: Channel of each payload.
-            payload: Bytes of each payload.
-
-        Returns:
-            # [num_resources]
-        """
-        load = np.zeros(len(self.cluster.resources))
-        numbers, place = np.unique(channel, return_inverse=True)
-        total = np.bincount(place, payload, len(numbers))
-        for number, num_bytes in zip(numbers.tolist(), total, strict=True):
-            if number >= 0:
-                load += num_bytes * self.held_by(number)
-        return load
-
-    def seconds_per_byte(self, channel: Channel) -> float:
-        """Seconds that one byte of payload occupies the slowest link of a channel."""
-        return self._pricer.seconds(channel).seconds_per_byte
-
-    def held_by(self, channel: int) -> FloatArray:
-        """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""
-        if channel not in self._held:
-            row = self._held[channel] = np.zeros(len(self.cluster.resources))
-            held = self._pricer.seconds(self.channels[channel]).held
-            row[list(held)] = list(held.values())
-        return self._held[channel]
-
-    @property
-    def is_short_of_time(self) -> bool:
-        """Whether ``most_tasks`` is a limit. What does not fit is then looked at briefly.
-
-        What keeps ``OVERFULL`` times a device's memory is not simulated, and the referee does not
-        replay what the engine's schedule has no memory for: its step is the engine's.
-        """
-        return not math.isinf(self.most_tasks)
+        return 0.0 if lowered is None else self.run(lowered, Order.FIFO, math.inf)[0]
 
     def evaluate_choice(
         self, choice: Choice, order: Order, limit_s: float = math.inf
@@ -529,11 +135,13 @@ class Evaluator:
             return lowered
         found = []
         for order in orders:
-            seconds, is_done = self._run(lowered, order, limit_s)
+            seconds, is_done = self.run(lowered, order, limit_s)
             if not is_done or seconds > limit_s:
                 found.append(given_up(seconds, order))
                 continue
-            found.append(self._judge(choice, seconds, self._peak(lowered, self._timings), order))
+            found.append(
+                self.feasibility.judge(choice, seconds, self.peak(lowered, self.last), order)
+            )
             if found[-1].outcome == Outcome.OK:
                 limit_s = seconds
         return found
@@ -573,127 +181,29 @@ class Evaluator:
     def _refereed(
         self, choice: Choice, lowered: Lowered, order: Order, limit_s: float
     ) -> Evaluation:
-        seconds, is_done = self._run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
+        seconds, is_done = self.run(lowered, order, limit_s * (1.0 + REFEREE_SLACK))
         if not is_done:
             return given_up(seconds, order)
-        peak = self._peak(lowered, self._timings)
-        if self.is_short_of_time and (peak * (1.0 + MEMORY_MARGIN) > self._usable).any():
-            return self._judge(choice, seconds, peak, order)
+        peak = self.peak(lowered, self.last)
+        if (
+            self.is_short_of_time
+            and (peak * (1.0 + MEMORY_MARGIN) > self.feasibility.usable).any()
+        ):
+            return self.feasibility.judge(choice, seconds, peak, order)
         seconds, replayed = self.replayed(lowered, limit_s)
         if replayed is None or seconds > limit_s:
             return given_up(seconds, order)
-        peak = np.maximum(peak, self._peak(lowered, replayed))
-        return self._judge(choice, seconds, peak, order)
+        peak = np.maximum(peak, self.peak(lowered, replayed))
+        return self.feasibility.judge(choice, seconds, peak, order)
 
-    def replayed(
-        self, lowered: Lowered, limit_s: float = math.inf
-    ) -> tuple[float, Timings | None]:
-        """(seconds per step, timings) by the referee of what was simulated last.
+    @property
+    def is_short_of_time(self) -> bool:
+        """Whether ``most_tasks`` is a limit. What does not fit is then looked at briefly.
 
-        No timings and a lower bound of the seconds above the limit.
+        What keeps ``OVERFULL`` times a device's memory is not simulated, and the referee does not
+        replay what the engine's schedule has no memory for: its step is the engine's.
         """
-        choice, tape, prices, _ = lowered
-        limit_s -= _more_s(choice)
-        end, done, replayed = replay(
-            tape, prices, self._timings, len(prices.type_of_device), limit_s * choice.num_steps
-        )
-        num_tasks = int(tape.counts[NUM_TASKS])
-        assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
-        seconds = end / choice.num_steps + _more_s(choice)
-        return seconds, None if done == GIVEN_UP else replayed
-
-    def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
-        """Seconds per step by the referee when speeds are not as predicted.
-
-        The order stays that of the undisturbed run, as it does when a plan is executed. Where
-        twins are folded away they share the factor of the device that stands for them.
-
-        Returns:
-            # [num_draws]
-        """
-        lowered = self._fold(choice) or self._lower(choice)
-        whole_s, _ = self._run(lowered, order, math.inf)
-        _, tape, prices, fold = lowered
-        nominal, num_devices = self._timings, len(prices.type_of_device)
-        factor = noise.device if fold is None else noise.device[:, fold.columns]
-        result = np.empty(noise.num_draws)
-        for draw in range(noise.num_draws):
-            self.poll()
-            noisy = noisy_prices(prices, noise.resource[draw])
-            seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
-            end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
-            result[draw] = end / choice.num_steps
-            for mode in choice.modes:
-                result[draw] = mode.noisy_step_s(result[draw], whole_s)
-        return result
-
-    def _judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
-        """Evaluation of a predicted step time and memory."""
-        peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
-        refused = (
-            micro_batches_refused(self.graph, choice.num_micro)
-            or self._lone_norm(choice)
-            or self._apart(choice)
-        )
-        if refused:
-            return Evaluation(
-                outcome=Outcome.CANNOT_RUN,
-                step_time_s=seconds,
-                peak_memory_bytes=tuple(peak.astype(np.int64).tolist()),
-                order=order,
-                shortage=refused,
-                overflow_bytes=math.inf,  # whatever fits is better
-            )
-        over = peak - self._usable
-        worst = int(np.argmax(over))
-        missing = float(over[worst])
-        shortage = ""
-        if missing > 0:
-            device = self.cluster.devices[worst]
-            shortage = (
-                f"{device.name} ({device.type.name}) needs {format_bytes(peak[worst])}, "
-                f"{format_bytes(missing)} more than its {format_bytes(self._usable[worst])}"
-            )
-        return Evaluation(
-            outcome=Outcome.OUT_OF_MEMORY if missing > 0 else Outcome.OK,
-            step_time_s=seconds,
-            peak_memory_bytes=tuple(peak.astype(np.int64).tolist()),
-            order=order,
-            shortage=shortage,
-            overflow_bytes=max(missing, 0.0),
-        )
-
-    def _apart(self, choice: Choice) -> str:
-        """Why an optimizer that looks at all parameters would not see all, or empty."""
-        if self.graph.scope != UpdateScope.MODEL or not self.graph.updates:
-            return ""
-        division = choice.division[self.tables_of(choice).parameter_group]
-        return apart_fault(self.graph, choice.home, choice.member[division].astype(np.bool_))
-
-    def _lone_norm(self, choice: Choice) -> str:
-        """Description of a BatchNorm that a device would train on one value per channel, or empty.
-
-        Those with rules are left to the rehearsal: members of a team may see all of its samples.
-        """
-        norms = norms_of_lone_values(self.graph)
-        ruled = {op for op, _ in self._rules_by_number[choice.rule_set][0]} if norms else set()
-        for op in norms:
-            group = group_ops(self.graph).group[op]
-            is_lone = choice.shares[choice.division[group]] == 1  # [num_micro, num_devices]
-            if op not in ruled and is_lone.any():
-                device = self.cluster.devices[int(np.flatnonzero(is_lone.any(0))[0])]
-                return (
-                    f"{device.name} would have one sample of BatchNorm "
-                    f"'{self.graph.ops[op].module or '(root)'}', which torch trains on more than "
-                    "one value per channel; a larger batch, or more samples on fewer devices, can."
-                )
-        return ""
-
-    def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
-        """(seconds per step, peak bytes of each device) of an encoded strategy."""
-        lowered = self._lower(choice)
-        seconds, _ = self._run(lowered, order, math.inf)
-        return seconds, self._peak(lowered, self._timings)
+        return not math.isinf(self.most_tasks)
 
     def tasks_of(self, choice: Choice) -> int:
         """Approximate number of tasks of a choice on all devices.
@@ -728,10 +238,11 @@ class Evaluator:
         if not self.is_short_of_time:
             return None
         whole = self.tables.parameter_bytes.sum() * (1.0 + self.tables.state_ratio)
-        if whole <= OVERFULL * self._usable.min() or self.floor_s(choice) == 0.0:
+        usable = self.feasibility.usable
+        if whole <= OVERFULL * usable.min() or floor_s(self.prices, choice) == 0.0:
             return None
         kept = resident_bytes(self.tables_of(choice), choice)
-        if not (kept > OVERFULL * self._usable).any():
+        if not (kept > OVERFULL * usable).any():
             return None
         self.poll()
         self.num_evaluations += 1
@@ -739,15 +250,15 @@ class Evaluator:
 
     def _hopeless(self, choice: Choice, kept: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a strategy that was not simulated, from lower bounds."""
-        found = self._judge(choice, self.floor_s(choice), kept, order)
+        found = self.feasibility.judge(choice, floor_s(self.prices, choice), kept, order)
         return replace(found, shortage=found.shortage.replace(" needs ", " needs at least ", 1))
 
     def _ready(self, choice: Choice) -> Lowered | None:
         """Lower a choice, folded where that is exact; ``None`` if that makes too many tasks."""
-        folded = self._fold(choice)
+        folded = self.fold(choice)
         if folded is None and self.tasks_of(choice) > self.most_tasks:
             return None
-        return folded or self._lower(choice)
+        return folded or self.lower(choice)
 
     def _too_large(self, choice: Choice, order: Order) -> Evaluation:
         return Evaluation(
@@ -759,183 +270,3 @@ class Evaluator:
             f"is not simulated under this budget (at most {self.most_tasks:,.0f})",
             overflow_bytes=math.inf,
         )
-
-    def _lower(self, choice: Choice) -> Lowered:
-        """Lower a choice on all devices."""
-        self.poll()
-        rules = self._rule_set(choice.rule_set)
-        self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
-        channels = self._price_channels(self._tape)
-        return Lowered(choice, self._tape, self._prices(choice, self._type_of_device, channels))
-
-    def _fold(self, choice: Choice) -> Lowered | None:
-        """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
-        tables, num_devices = self.tables_of(choice), self.cluster.num_devices
-        if not all(mode.folds for mode in choice.modes):
-            return None
-        if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
-            return None
-        self.poll()
-        rules = self._rule_set(choice.rule_set)
-        if rules.tells_rows_apart:
-            return None
-        folded = self._folding.lower(choice, tables, minds_position=rules.minds_position)
-        if folded is None:
-            return None
-        prices = self._prices(folded.choice, folded.types, folded.channels)
-        return Lowered(folded.choice, folded.tape, prices, folded.fold)
-
-    def _run(self, lowered: Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
-        """Simulate what was lowered.
-
-        Returns:
-            (seconds per step, True), or (a lower bound of them above the limit, False).
-        """
-        choice, tape, prices, _ = lowered
-        num_devices = len(prices.type_of_device)
-        limit_s -= _more_s(choice)
-        self._timings = with_room(self._timings, tape, prices.num_queues + num_devices)
-        end, is_done = run_program(
-            tape, prices, self._timings, num_devices, order, limit_s * choice.num_steps
-        )
-        self.num_evaluations += 1
-        self.num_tasks = int(tape.counts[NUM_TASKS])
-        return end / choice.num_steps + _more_s(choice), is_done
-
-    def _peak(self, lowered: Lowered, *timings: Timings) -> FloatArray:
-        """Peak bytes of each device, the largest over timings of the lowered choice."""
-        choice, tape, prices, fold = lowered
-        peaks = np.empty((len(timings), len(prices.type_of_device)))
-        resident = kept_bytes(tape, self.tables_of(choice), choice)
-        for each, peak in zip(timings, peaks, strict=True):
-            peak_memory(tape, each, resident, peak)
-        most = peaks.max(axis=0)
-        return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
-
-    def _prices(self, choice: Choice, types: IntArray, channel: ChannelPrices) -> Prices:
-        """Prices, from the cost model, of everything that a choice can contain.
-
-        Args:
-            choice: Choice on some devices.
-            types: Device type of each of these devices.
-            channel: Prices of its channels.
-        """
-        self._price_rows(choice, types)
-        rules = self._rule_set(choice.rule_set)
-        ruled_row, ruled_number, ruled_seconds = rules.seconds(
-            choice, types, self.cluster, self.cost_model
-        )
-        return Prices(
-            type_of_device=types,
-            op_seconds=self._op_seconds,
-            has_rule=rules.has_rule,
-            ruled_row=ruled_row,
-            ruled_number=ruled_number,
-            ruled_seconds=ruled_seconds,
-            update_seconds=self._update_seconds,
-            parameter_bytes=self.tables.parameter_bytes,
-            copy_fixed_s=self._copy_fixed_s,
-            copy_s_per_byte=self._copy_s_per_byte,
-            channel_latency_s=channel.latency_s,
-            channel_fill_s=channel.fill_s,
-            channel_fill_s_per_byte=channel.fill_s_per_byte,
-            channel_s_per_byte=channel.s_per_byte,
-            channel_weight=channel.weight,
-            channel_is_collective=channel.is_collective,
-            channel_drag=channel.drag,
-            channel_overhead_s=channel.overhead_s,
-            member_start=channel.member_start,
-            member=channel.member,
-            has_drag=bool(channel.drag.any() or channel.overhead_s.any()),
-            blocks_sends=self.cluster.sends == Sends.BLOCKING,
-            channel_loaded_s=channel.loaded_s,
-            channel_queue=channel.queue,
-            channel_communicator=channel.communicator,
-            resource_start=channel.resource_start,
-            resource=channel.resource,
-            resource_s_per_byte=channel.resource_s_per_byte,
-            gate=channel.gate,
-            gated_start=channel.gated_start,
-            gated_queue=channel.gated_queue,
-            num_queues=channel.num_queues,
-            num_resources=len(self.cluster.resources),
-        )
-
-    def _price_channels(self, tape: Tape) -> ChannelPrices:
-        """Prices of a program's channels: of all channels, or, if there are many, of its own.
-
-        In the latter case its tasks are given the numbers of their channels in these prices.
-        """
-        used = np.arange(len(self.channels), dtype=np.int32)
-        if len(used) > _MOST_PRICED:
-            tasks = tape.tasks[: tape.counts[NUM_TASKS]]
-            used, tasks["channel"] = used_channels(tasks["channel"], len(used))
-        key = used.tobytes()
-        found = self._channel_prices.pop(key, None)
-        if found is None:
-            found = self._pricer.prices([self.channels[number] for number in used.tolist()])
-            if len(self._channel_prices) >= _MOST_PRICE_LISTS:
-                del self._channel_prices[next(iter(self._channel_prices))]
-        self._channel_prices[key] = found
-        return found
-
-    def _price_rows(self, choice: Choice, types: IntArray) -> None:
-        """Fill the rows of the op table for the shares of the batch in a choice."""
-        shares = choice.shares[: len(choice.member)]  # along the batch
-        rules = self._rule_set(choice.rule_set)
-        if rules.has_rule[rules.tables.remake_op].any():  # made again for the samples of teams
-            shares = np.concatenate([shares, choice.teams.samples])
-        if self._is_priced[types, shares].all():
-            return
-        kinds = np.broadcast_to(types, shares.shape)
-        for kind, samples in np.unique(np.stack([kinds, shares], -1).reshape(-1, 2), axis=0):
-            if not self._is_priced[kind, samples]:
-                self._price(int(kind), int(samples))
-
-    def op_seconds(self, kind: int, samples: int) -> FloatArray:
-        """Seconds of every compute op of the tables on a device type.  # [num_compute_ops]"""
-        device_type = self.cluster.device_types[kind]
-        return self.cost_model.op_seconds(self.graph, device_type, samples)[self.tables.op_id]
-
-    def _price(self, kind: int, samples: int) -> None:
-        """Store the seconds of all compute ops on a device type at a share."""
-        row = self.op_seconds(kind, samples)
-        self._op_seconds[kind, samples] = row
-        self._is_priced[kind, samples] = True
-        if samples:  # a device without samples runs nothing
-            groups = self.tables.op_group + 1  # constants, group -1, come first
-            count = self.tables.num_groups + 1
-            forward = np.where(self.tables.op_is_backward == 0, row, 0.0)
-            self._group_seconds[0, kind, samples] = np.bincount(groups, forward, count)[1:]
-            self._group_seconds[1, kind, samples] = np.bincount(groups, row, count)[1:]
-
-    def program(self, choice: Choice) -> Program:
-        """The program of an encoded strategy."""
-        rules = self._rule_set(choice.rule_set)
-        self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
-        return program_from_tape(
-            self._tape,
-            rules.tables,
-            choice,
-            self.channels,
-            self.cluster.num_devices,
-            op_rules=rules.op_rules,
-            blocks=rules.blocks,
-        )
-
-    def timings(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:
-        """(program, start, finish) of an encoded strategy, seconds from the step's begin."""
-        self.simulate(choice, order)
-        program = self.program(choice)
-        tasks = program.num_tasks
-        return program, self._timings.start[:tasks].copy(), self._timings.finish[:tasks].copy()
-
-    def referee_timings(
-        self, choice: Choice, order: Order
-    ) -> tuple[Program, FloatArray, FloatArray]:
-        """Like ``timings``, with the referee's times."""
-        lowered = self._lower(choice)
-        self._run(lowered, order, math.inf)
-        _, replayed = self.replayed(lowered)
-        assert replayed is not None
-        return self.program(choice), replayed.start, replayed.finish

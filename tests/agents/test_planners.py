@@ -34,7 +34,8 @@ from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.registry import built_in_methods
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Sync
 from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
 from tests.planners.asking import run_methods
@@ -196,13 +197,13 @@ class Clock:
 
     def __init__(self, evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        run = evaluator._run
+        run = evaluator.run
 
         def counted(*arguments: object, **keywords: object) -> tuple[float, bool]:
             self.now_s += 0.015
             return run(*arguments, **keywords)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(evaluator, "_run", counted)
+        monkeypatch.setattr(evaluator, "run", counted)
 
     def __call__(self) -> float:
         return self.now_s

@@ -17,6 +17,7 @@ from heterog.envs.reward import BOUND, reward_of
 from heterog.envs.toy import toy_cluster
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
+from heterog.simulator.floor import floor_s
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Sync
 from tests.envs.cases import (
     language_graph,
@@ -50,7 +51,7 @@ def test_solved_shares_shorten_the_slowest_device_and_mind_memory() -> None:
     def slowest_s(shares: tuple[int, ...]) -> float:
         kinds = roomy.cluster.type_index
         return max(
-            float(roomy.evaluator.op_seconds(kinds[device], samples).sum())
+            float(roomy.evaluator.prices.op_seconds(kinds[device], samples).sum())
             for device, samples in enumerate(shares)
         )
 
@@ -142,7 +143,7 @@ def test_what_a_row_takes_at_least_is_known_without_a_simulation() -> None:
     for row in rng.integers(pair.num_candidates, size=(20, pair.num_blocks)):
         row = row.astype(np.int32)
         choice = pair.space.encode(row, bucket_bytes=DEFAULT_BUCKET_BYTES, num_steps=1)
-        least = pair.evaluator.floor_s(choice)
+        least = floor_s(pair.evaluator.prices, choice)
         assert 0.0 < least <= pair.score(row).step_time_s * (1 + 1e-9)
 
 

@@ -25,6 +25,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.serialize import strategy_to_dict
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload
 from tests.simulator.builders import (
@@ -112,9 +113,15 @@ def plans() -> Iterator[tuple[str, object]]:
         graph, cluster = graph_of(model), Cluster.load(preset)
         for method in METHODS:
             plan = api.plan(graph, cluster, method=method, budget=BUDGET)
+            written = strategy_to_dict(plan.strategy)
             yield (
                 f"{model} {preset} {method}",
-                [digest(plan.strategy), plan.step_time_s, plan.program_hash, plan.method],
+                [
+                    digest(written),
+                    plan.step_time_s,
+                    plan.program_hash,
+                    plan.method,
+                ],
             )
 
 

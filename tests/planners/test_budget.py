@@ -62,9 +62,9 @@ class ClockedEvaluator(Evaluator):
         super().__init__(graph, cluster)
         self.clock = clock
 
-    def _run(self, *arguments: object, **keywords: object) -> tuple[float, bool]:
+    def run(self, *arguments: object, **keywords: object) -> tuple[float, bool]:
         self.clock.now_s += self.clock.per_simulation_s
-        return super()._run(*arguments, **keywords)  # type: ignore[arg-type]
+        return super().run(*arguments, **keywords)  # type: ignore[arg-type]
 
 
 def clocked(seconds: float = 1.0) -> tuple[ClockedEvaluator, Clock]:

@@ -22,7 +22,8 @@ from heterog.planners.spmd.prices import PADDED_ONLY, SpmdPrices, Work
 from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios
 from heterog.planners.spmd.theory import Theory, Triple, build_theory
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 from heterog.zoo.attention import EncoderLayer

@@ -12,7 +12,8 @@ from heterog.graph.workload import Workload
 from heterog.planners.planner import Budget
 from heterog.planners.registry import AUTO
 from heterog.runtime.rehearsal import rehearsal_of, rehearse
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision
 from tests.planners.asking import compare_methods

@@ -52,7 +52,7 @@ def check_point(moves: Neighbours, state: State) -> None:
         num_steps=1,
         micro_batches=state.micro_batches,
         schedule=state.schedule,
-        tables=evaluator.rule_tables(number),
+        tables=evaluator.rules.of(number).tables,
     )
     assert evaluator.evaluate_choice(choice._replace(rule_set=number), Order.RANK) == careful
 

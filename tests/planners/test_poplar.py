@@ -28,7 +28,8 @@ from heterog.planners.poplar.curves import (
     slices_by_memory,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import Sync
 from tests.simulator.builders import cluster_of

@@ -20,7 +20,8 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy

@@ -13,7 +13,8 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
 from heterog.runtime.peak_memory import peak_bytes
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.strategy import Decision
 from heterog.strategy.tables import graph_tables

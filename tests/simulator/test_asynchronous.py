@@ -1,5 +1,6 @@
 """Teams and an asynchronous server: closed forms, properties, and the order of events."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from random import Random
@@ -11,19 +12,65 @@ from heterog.errors import StrategyError
 from heterog.modes.asynchronous.paces import (
     TeamPace,
     push_seconds,
-    samples_by,
-    server_seconds,
     steady_seconds,
     ticks_of,
-    unbounded_samples_per_s,
 )
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
     ServerEvent,
-    staleness_of,
 )
+from heterog.strategy.program import FloatArray
 from tests.thorough import cases
+
+
+def staleness_of(server: AsynchronousServer, num_steps: int) -> list[int]:
+    """For each push, the number of other pushes since its team pulled the weights.
+
+    Args:
+        server: Server, for its order of pushes.
+        num_steps: Number of pushes of each team.
+    """
+    num_pushes, found = 0, []
+    pulled_at = [0] * len(server.ticks)
+    for event in server.events_of(num_steps):
+        if not event.is_push:
+            pulled_at[event.team] = num_pushes
+            continue
+        found.append(num_pushes - pulled_at[event.team])
+        num_pushes += 1
+    return found
+
+
+def samples_by(ended: FloatArray, samples: Sequence[int], seconds: float) -> float:
+    """Samples whose gradients the server has taken after so many seconds.
+
+    Args:
+        ended: Times from ``push_seconds``.  # [num_steps, num_teams]
+        samples: Samples of a step of each team.
+        seconds: Seconds from the start; must be less than the last push of any team.
+    """
+    return float((ended <= seconds).sum(0) @ np.asarray(samples, np.float64))
+
+
+def unbounded_samples_per_s(paces: Sequence[TeamPace], samples: Sequence[int]) -> float:
+    """Samples per second of teams without a bound, from a server that is never busy.
+
+    The sum of what each team does alone: no bound on staleness gives more.
+    """
+    return sum(count / pace.alone_s for count, pace in zip(samples, paces, strict=True))
+
+
+def server_seconds(paces: Sequence[TeamPace]) -> float:
+    """Seconds of work that one step of all teams gives the server's busiest device.
+
+    No step takes less.
+    """
+    by_team = [
+        np.add(pace.pull_busy_s or (pace.pull_s,), pace.push_busy_s or (pace.push_s,))
+        for pace in paces
+    ]
+    return float(np.sum(by_team, axis=0).max())
 
 
 def paces(*compute_s: float, exchange_s: float = 0.0) -> list[TeamPace]:

@@ -11,8 +11,11 @@ import heterog.simulator.evaluator as evaluator_module
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.cluster.validation import MAX_DEVICES
+from heterog.simulator import price_table, runs
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.floor import floor_s
 from heterog.simulator.noise import Noise, draw_noise
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.layouts.layout import Layout
@@ -38,10 +41,9 @@ def test_prices_of_the_channels_in_use_are_those_of_all(
 ) -> None:
     evaluator, choice = random_case(Random(seed))
     every = [(evaluator.evaluate_choice(choice, o), evaluator.referee(choice, o)) for o in Order]
-    monkeypatch.setattr(evaluator_module, "_MOST_PRICED", 0)
-    few = Evaluator(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-    few.channels = evaluator.channels  # the choice names its numbers
-    assert [(few.evaluate_choice(choice, o), few.referee(choice, o)) for o in Order] == every
+    monkeypatch.setattr(price_table, "MOST_PRICED", 0)
+    few = [(evaluator.evaluate_choice(choice, o), evaluator.referee(choice, o)) for o in Order]
+    assert few == every
 
 
 def test_a_transfer_is_made_when_it_is_asked_for() -> None:
@@ -89,7 +91,7 @@ def test_in_haste_what_does_not_fit_is_looked_at_briefly_and_never_said_to_fit()
         exact, judged = evaluator.evaluate_choice(choice, order), evaluator.referee(choice, order)
         if judged.outcome == Outcome.CANNOT_RUN:
             continue  # a norm of one value, which is said whatever the memory
-        evaluator._usable = np.array(judged.peak_memory_bytes) * 0.9
+        evaluator.feasibility.usable = np.array(judged.peak_memory_bytes) * 0.9
         judged = evaluator.referee(choice, order)
         evaluator.most_tasks = 10**12
         brief = evaluator.referee(choice, order)
@@ -97,10 +99,13 @@ def test_in_haste_what_does_not_fit_is_looked_at_briefly_and_never_said_to_fit()
         assert brief.overflow_bytes <= judged.overflow_bytes
 
         kept = resident_bytes(evaluator.tables_of(choice), choice)
-        evaluator._usable = kept / (1.01 * evaluator_module.OVERFULL)
+        evaluator.feasibility.usable = kept / (1.01 * evaluator_module.OVERFULL)
         whole = evaluator.tables.parameter_bytes.sum() * (1.0 + evaluator.tables.state_ratio)
-        may_be = whole > evaluator_module.OVERFULL * evaluator._usable.min()
-        is_brief, evaluator.num_tasks = bool(may_be) and evaluator.floor_s(choice) > 0.0, -1
+        may_be = whole > evaluator_module.OVERFULL * evaluator.feasibility.usable.min()
+        is_brief, evaluator.num_tasks = (
+            bool(may_be) and floor_s(evaluator.prices, choice) > 0.0,
+            -1,
+        )
         for found in (evaluator.evaluate_choice(choice, order), evaluator.referee(choice, order)):
             assert found.outcome == Outcome.OUT_OF_MEMORY
             assert found.step_time_s <= exact.step_time_s * (1.0 + 1e-9)
@@ -117,7 +122,7 @@ def test_a_thousand_devices_that_do_alike_are_one_small_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It was refused above 512, and pricing all pairs took gigabytes."""
-    monkeypatch.setattr(evaluator_module, "LEAST_FOLDED", 0)
+    monkeypatch.setattr(runs, "LEAST_FOLDED", 0)
     cluster = hosts_of(128)
     assert cluster.num_devices == 1024 <= MAX_DEVICES
     evaluator = Evaluator(GRAPH, cluster)
@@ -132,7 +137,7 @@ def test_a_thousand_devices_that_do_alike_are_one_small_program(
 
 
 def test_without_noise_a_folded_step_takes_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluator_module, "LEAST_FOLDED", 0)
+    monkeypatch.setattr(runs, "LEAST_FOLDED", 0)
     cluster = hosts_of(4)
     evaluator = Evaluator(GRAPH, cluster)
     layout = Layout(tp=2, dp=4)

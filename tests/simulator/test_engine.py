@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster, Link
 from heterog.cluster.execution import Sends
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.floor import floor_s
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import ChannelKind, ChannelTable
 from heterog.strategy.strategy import Decision, Sync
@@ -58,7 +60,7 @@ def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) ->
     order = rng.choice(list(Order))
     whole = evaluator.evaluate_choice(choice, order)
     if whole.outcome != Outcome.CANNOT_RUN:  # there is no step whose seconds could be bounded
-        assert evaluator.floor_s(choice) <= whole.step_time_s * (1 + 1e-12)
+        assert floor_s(evaluator.prices, choice) <= whole.step_time_s * (1 + 1e-12)
     limit = share * whole.step_time_s
     limited = evaluator.evaluate_choice(choice, order, limit)
     if limited.outcome == Outcome.GIVEN_UP:

@@ -9,8 +9,9 @@ from heterog.cluster import Cluster
 from heterog.planners.data_parallel import even_shares, uniform_strategy
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
-from heterog.simulator.evaluator import Evaluator, _distinct
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import _replay_kernel
+from heterog.simulator.rule_sets import distinct
 from heterog.strategy.strategy import Decision, Sync
 
 
@@ -21,7 +22,7 @@ def test_distinct_rows_are_those_of_numpy(most: tuple[int, ...]) -> None:
     columns = [rng.integers(0, size, (4, 3, 50)).astype(np.int32) for size in most]
     for column in columns:
         column[:, :, 25:] = column[:, :, :25]
-    rows, number = _distinct(*columns)
+    rows, number = distinct(*columns)
     flat = np.stack(columns, axis=-1).reshape(-1, len(columns))
     expected, of_entry = np.unique(flat, axis=0, return_inverse=True)
     assert rows == [tuple(row) for row in expected.tolist()]
@@ -29,7 +30,7 @@ def test_distinct_rows_are_those_of_numpy(most: tuple[int, ...]) -> None:
 
 
 def test_nothing_has_no_rows() -> None:
-    rows, number = _distinct(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32))
+    rows, number = distinct(np.zeros((0, 2), np.int32), np.zeros((0, 2), np.int32))
     assert rows == []
     assert len(number) == 0
 

@@ -19,7 +19,8 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.teams import rules_of_model
 from heterog.simulator.cost_model import ChannelPricer
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.folded import Folding
 from heterog.strategy.division import split_evenly
 from heterog.strategy.folding import fold_choice, folds
@@ -90,7 +91,7 @@ def check(evaluator: Evaluator, choice: Choice) -> int:
 
 @pytest.fixture(autouse=True)
 def small_clusters_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("heterog.simulator.evaluator.LEAST_FOLDED", 0)
+    monkeypatch.setattr("heterog.simulator.runs.LEAST_FOLDED", 0)
 
 
 CLUSTERS = {

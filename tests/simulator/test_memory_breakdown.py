@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from heterog.graph.op_graph import Phase
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.memory_breakdown import DeviceMemory, Fit, MemoryKind, memory_fit
 from heterog.strategy.program import LAST_OP_KIND, FloatArray, Program
 from heterog.strategy.strategy import Decision, Sync

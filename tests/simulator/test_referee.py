@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster, Link
 from heterog.simulator.cost_model import ChannelSeconds
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator, Outcome
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.referee import fair_rates, replay_order
 from heterog.simulator.roofline import Roofline
 from heterog.strategy.channels import Channel
@@ -209,11 +211,11 @@ def test_an_illegal_order_is_refused() -> None:
     strategy = strategy_of(graph, cluster, Decision(devices=(0,), shares=(8,)))
     choice = evaluator.encode(strategy)
     evaluator.simulate(choice, Order.FIFO)
-    lowered = evaluator._lower(choice)
+    lowered = evaluator.lower(choice)
     num_tasks = int(lowered.tape.counts[NUM_TASKS])
     backwards = np.arange(num_tasks, dtype=np.int32)[::-1].copy()
     with pytest.raises(AssertionError):
-        replay_order(lowered.tape, lowered.prices, evaluator._timings, 1, backwards, np.inf)
+        replay_order(lowered.tape, lowered.prices, evaluator.last, 1, backwards, np.inf)
 
 
 def test_the_best_order_is_the_referees() -> None:

@@ -13,7 +13,8 @@ from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind

@@ -13,30 +13,30 @@ or parts of it are on the first device of every host.
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import partial
 
 from heterog.errors import HeterogError
 from heterog.modes.asynchronous.paces import ticks_of
 from heterog.modes.asynchronous.pricing import team_paces
 from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
 from heterog.modes.search import (
+    Tried,
     best_of,
     by_preference,
+    is_count,
     island_decisions,
     nothing,
-    one_sample_moved,
+    refined,
 )
 from heterog.names import shown
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy
 
 _MOST_SERVERS = 8
 """Most devices that are tried as the server; the first ones of a larger cluster."""
-_MOST_MOVED = 8
-"""Most samples moved, one after another, from the slowest team to another one."""
 
 
 def parse_server(text: str) -> "ServedTeams":
@@ -50,7 +50,7 @@ def parse_server(text: str) -> "ServedTeams":
     """
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
     value = first[1]
-    if not (value.isascii() and value.isdecimal() and len(value) < 10):
+    if not is_count(value):
         raise HeterogError(
             f"`asynchronous` has server={shown(value)}; it needs the number of steps that a team "
             "may be ahead of the slowest one: server=2, or server=0 where all wait for each other."
@@ -63,11 +63,6 @@ def parse_server(text: str) -> "ServedTeams":
             "order=arrival, once, with a comma before it."
         )
     return ServedTeams(int(value), PushOrder(order))
-
-
-class _Tried(NamedTuple):
-    found: Evaluation
-    strategy: Strategy
 
 
 class ServedTeams(Planner):
@@ -91,36 +86,24 @@ class ServedTeams(Planner):
         if not problem.step_barrier:
             return nothing("a server needs a step barrier")
         spending = problem.spend()
-        tried: list[_Tried] = []
+        tried: list[Tried] = []
         with spending.limits():
             for decision in island_decisions(evaluator):
                 for devices in _servers(evaluator, decision):
-                    tried.append(self._tried(evaluator, decision, devices))
+                    tried.append(self._tried(evaluator, devices, decision))
             if tried:
-                tried += self._refined(evaluator, min(tried, key=by_preference))
+                best = min(tried, key=by_preference)
+                server = best[1].mode(AsynchronousServer)
+                assert server is not None
+                attempt = partial(self._tried, evaluator, server.devices)
+                tried += refined(best, partial(_device_speeds, evaluator), attempt)
         if not tried:
             return nothing("there are no two devices or hosts with samples to train alone")
         return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
-    def _tried(self, evaluator: Evaluator, decision: Decision, devices: tuple[int, ...]) -> _Tried:
+    def _tried(self, evaluator: Evaluator, devices: tuple[int, ...], decision: Decision) -> Tried:
         strategy = served_strategy(evaluator, decision, self.staleness, devices, self.order)
-        return _Tried(evaluator.evaluate(strategy, Order.FIFO), strategy)
-
-    def _refined(self, evaluator: Evaluator, best: _Tried) -> Iterator[_Tried]:
-        """Move samples from the team that takes longest to the one that would take shortest."""
-        server = best.strategy.mode(AsynchronousServer)
-        assert server is not None
-        for _ in range(_MOST_MOVED):
-            moved = one_sample_moved(
-                best.strategy.decisions[0], _device_speeds(evaluator, best.strategy)
-            )
-            if moved is None:
-                return
-            found = self._tried(evaluator, moved, server.devices)
-            yield found
-            if found.found.preference >= best.found.preference:
-                return
-            best = found
+        return evaluator.evaluate(strategy, Order.FIFO), strategy
 
 
 def served_strategy(

@@ -117,17 +117,6 @@ def _busy(pace: TeamPace, *, is_push: bool) -> tuple[float, ...]:
     return pace.pull_busy_s or (pace.pull_s,)
 
 
-def samples_by(ended: FloatArray, samples: Sequence[int], seconds: float) -> float:
-    """Samples whose gradients the server has taken after so many seconds.
-
-    Args:
-        ended: Times from ``push_seconds``.  # [num_steps, num_teams]
-        samples: Samples of a step of each team.
-        seconds: Seconds from the start; must be less than the last push of any team.
-    """
-    return float((ended <= seconds).sum(0) @ np.asarray(samples, np.float64))
-
-
 def steady_seconds(paces: Sequence[TeamPace], server: AsynchronousServer) -> float:
     """Seconds of a step, once teams have run for so long that the bound holds them together.
 
@@ -137,20 +126,3 @@ def steady_seconds(paces: Sequence[TeamPace], server: AsynchronousServer) -> flo
     # As many steps afterwards: in the last ones the server has less and less to do.
     done = push_seconds(paces, server, 2 * settling + _MEASURED).max(1)
     return float(done[settling + _MEASURED - 1] - done[settling - 1]) / _MEASURED
-
-
-def unbounded_samples_per_s(paces: Sequence[TeamPace], samples: Sequence[int]) -> float:
-    """Samples per second of teams without a bound, from a server that is never busy.
-
-    The sum of what each team does alone: no bound on staleness gives more.
-    """
-    return sum(count / pace.alone_s for count, pace in zip(samples, paces, strict=True))
-
-
-def server_seconds(paces: Sequence[TeamPace]) -> float:
-    """Seconds of work that one step of all teams gives the server's busiest device.
-
-    No step takes less.
-    """
-    by_team = [np.add(_busy(pace, is_push=False), _busy(pace, is_push=True)) for pace in paces]
-    return float(np.sum(by_team, axis=0).max())

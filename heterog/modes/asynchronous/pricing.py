@@ -82,15 +82,15 @@ def _busy_s(evaluator: Evaluator, traffic: Traffic, *, is_push: bool) -> float:
     """
     num_bytes, cluster = _bytes_of(evaluator.graph, traffic.rows), evaluator.cluster
     if is_push:
-        own_s = evaluator.update_s(traffic.server, traffic.rows)
+        own_s = evaluator.prices.update_s(traffic.server, traffic.rows)
     else:
-        own_s = evaluator.copy_s(traffic.server, num_bytes * 2)
+        own_s = evaluator.prices.copy_s(traffic.server, num_bytes * 2)
     if traffic.device == traffic.server:
         return own_s
     ends = (traffic.device, traffic.server) if is_push else (traffic.server, traffic.device)
     route = cluster.route(*ends)
     channel = ends[0] * cluster.num_devices + ends[1]
-    link_s = evaluator.held_by(channel)[route[-1 if is_push else 0]] if route else 0.0
+    link_s = evaluator.prices.held_by(channel)[route[-1 if is_push else 0]] if route else 0.0
     return own_s + num_bytes * float(link_s)
 
 
@@ -117,11 +117,11 @@ def _on_links_s(evaluator: Evaluator, strategy: Strategy) -> float:
         for device, server, rows in pushes_of(graph, strategy, team):
             if device != server:
                 channel = device * num_devices + server
-                held += _bytes_of(graph, rows) * evaluator.held_by(channel)
+                held += _bytes_of(graph, rows) * evaluator.prices.held_by(channel)
         for device, server, rows in pulls_of(graph, strategy, team):
             if device != server:
                 channel = server * num_devices + device
-                held += _bytes_of(graph, rows) * evaluator.held_by(channel)
+                held += _bytes_of(graph, rows) * evaluator.prices.held_by(channel)
     return float(held.max(initial=0.0))
 
 

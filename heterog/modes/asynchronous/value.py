@@ -23,7 +23,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -421,31 +420,3 @@ def kept_bytes(
             kept[device] += size * (2.0 - state_ratio)
         kept[home] += size * (1.0 + messages + state_ratio)
     return kept
-
-
-def staleness_of(server: AsynchronousServer, num_steps: int) -> list[int]:
-    """For each push, the number of other pushes since its team pulled the weights.
-
-    Args:
-        server: Server, for its order of pushes.
-        num_steps: Number of pushes of each team.
-    """
-    num_pushes, found = 0, []
-    pulled_at = [0] * len(server.ticks)
-    for event in server.events_of(num_steps):
-        if not event.is_push:
-            pulled_at[event.team] = num_pushes
-            continue
-        found.append(num_pushes - pulled_at[event.team])
-        num_pushes += 1
-    return found
-
-
-def first_pushes(server: AsynchronousServer, count: int) -> list[tuple[int, int]]:
-    """(team, step) of the first pushes.
-
-    >>> first_pushes(AsynchronousServer(staleness=0, devices=(0,), ticks=(2, 1)), 4)
-    [(1, 0), (0, 0), (1, 1), (0, 1)]
-    """
-    pushes = ((each.team, each.step) for each in server.events() if each.is_push)
-    return list(islice(pushes, count))

@@ -11,28 +11,29 @@ that adds more communication than it takes work off the others is left out.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from heterog.errors import HeterogError
 from heterog.modes.averaging.value import AverageWeights, Averaging
 from heterog.modes.search import (
+    Tried,
     best_of,
     by_preference,
+    is_count,
     island_decision,
     island_decisions,
     nothing,
-    one_sample_moved,
+    refined,
 )
 from heterog.names import shown
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import Decision, Strategy
 
-_MOST_MOVED = 8
-"""Most samples moved, one after another, from the slowest island to another one."""
 _MOST_ASKED = 8
 """Most islands, the slowest first, for which leaving them out is tried."""
 _NUMBERS = {"rate": "outer_rate", "momentum": "outer_momentum"}
@@ -63,7 +64,7 @@ def parse_averaging(text: str) -> Averaging:
             )
         values[word] = value
     every, delay = values.get(Averaging.word, ""), values.get("delay", "0")
-    if not (_is_count(every) and _is_count(delay)):
+    if not (is_count(every) and is_count(delay)):
         raise HeterogError(
             "`asynchronous` needs numbers of steps, average=H and if wanted delay=D, not "
             f"{shown(every)} and {shown(delay)}; average=8 averages after every eighth step."
@@ -77,10 +78,6 @@ def parse_averaging(text: str) -> Averaging:
     return Averaging(
         every=int(every), weights=AverageWeights(weights), delay=int(delay), **numbers
     )
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def _number(word: str, value: str) -> float:
@@ -111,24 +108,24 @@ class AveragedReplicas(Planner):
         if not problem.step_barrier:
             return nothing("averaging needs a step barrier")
         spending = problem.spend()
-        tried: list[tuple[Evaluation, Strategy]] = []
+        tried: list[Tried] = []
         with spending.limits():
             for decision in island_decisions(evaluator):
                 tried.append(self._tried(evaluator, decision))
             if tried:
-                tried += self._refined(evaluator, min(tried, key=by_preference))
+                speeds, best = device_speeds(evaluator), min(tried, key=by_preference)
+                attempt = partial(self._tried, evaluator)
+                tried += refined(best, lambda _: speeds, attempt)
                 tried += self._without_slow(evaluator, min(tried, key=by_preference))
         if not tried:
             return nothing("there are no two devices or hosts with samples to average between")
         return best_of(tried, problem, spending, time.perf_counter() - begin_s)
 
-    def _tried(self, evaluator: Evaluator, decision: Decision) -> tuple[Evaluation, Strategy]:
+    def _tried(self, evaluator: Evaluator, decision: Decision) -> Tried:
         strategy = uniform_strategy(evaluator, decision).with_mode(self.averaging)
         return evaluator.evaluate(strategy, Order.FIFO), strategy
 
-    def _without_slow(
-        self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
-    ) -> Iterator[tuple[Evaluation, Strategy]]:
+    def _without_slow(self, evaluator: Evaluator, best: Tried) -> Iterator[Tried]:
         """Leave islands out while one costs more communication than it computes.
 
         A CPU beside GPUs, say; ``is_worth_adding`` is the closed form.
@@ -149,10 +146,10 @@ class AveragedReplicas(Planner):
     def _unless_worth(
         self,
         evaluator: Evaluator,
-        whole: tuple[Evaluation, Strategy],
+        whole: Tried,
         team: tuple[int, ...],
         speeds: tuple[float, ...],
-    ) -> tuple[Evaluation, Strategy] | None:
+    ) -> Tried | None:
         """The strategy without an island; ``None`` if the island is worth its communication."""
         kept = [each for each in whole[1].decisions[0].teams if each != team]
         devices = {device for each in kept for device in each}
@@ -171,19 +168,3 @@ class AveragedReplicas(Planner):
     def _averaging_s(evaluator: Evaluator, strategy: Strategy) -> float:
         """Seconds of averaging in the mean of a step."""
         return sum(mode.more_s for mode in evaluator.encode(strategy).modes)
-
-    def _refined(
-        self, evaluator: Evaluator, best: tuple[Evaluation, Strategy]
-    ) -> Iterator[tuple[Evaluation, Strategy]]:
-        """Move samples from the island that takes longest to the one that would take shortest."""
-        decision = best[1].decisions[0]
-        speeds = device_speeds(evaluator)
-        for _ in range(_MOST_MOVED):
-            moved = one_sample_moved(decision, speeds)
-            if moved is None:
-                return
-            found = self._tried(evaluator, moved)
-            yield found
-            if found[0].preference >= best[0].preference:
-                return
-            decision, best = moved, found

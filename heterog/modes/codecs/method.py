@@ -47,7 +47,8 @@ from heterog.planners.judging import under_noise
 from heterog.planners.plan import Plan
 from heterog.planners.planner import Candidate, MethodRow
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.intervals import Interval
 from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
@@ -106,7 +107,7 @@ def boundaries(evaluator: Evaluator, program: Program, tables: GraphTables) -> l
         else:
             continue
         channel = program.channels[int(program.channel[task])]
-        per_byte = evaluator.seconds_per_byte(channel)
+        per_byte = evaluator.prices.seconds_per_byte(channel)
         key = traffic, channel.devices
         seconds[key] = seconds.get(key, 0.0) + float(program.num_bytes[task]) * per_byte
     found = [
@@ -126,7 +127,7 @@ def averaged_boundaries(evaluator: Evaluator, strategy: Strategy) -> list[Bounda
     found: dict[tuple[int, ...], Boundary] = {}
     for bucket in averaged_buckets(evaluator.graph, strategy):
         channel = evaluator.channels[evaluator.channels.value_reduce(bucket.devices)]
-        seconds = bucket.num_bytes * evaluator.seconds_per_byte(channel) / averaging.every
+        seconds = bucket.num_bytes * evaluator.prices.seconds_per_byte(channel) / averaging.every
         before = found.get(bucket.devices)
         found[bucket.devices] = Boundary(
             traffic=Traffic.PARAMETER_CHANGES,

@@ -18,7 +18,7 @@ import numpy as np
 
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.modes.search import best_of, by_preference, nothing
+from heterog.modes.search import best_of, by_preference, is_count, nothing
 from heterog.modes.stash.phases import stage_fault
 from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
@@ -29,7 +29,8 @@ from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.planners.recomputing import kinds_worth_trying
 from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.program import FloatArray
@@ -64,7 +65,7 @@ def parse_stash(text: str) -> "StashedPipelines":
     first, *others = (part.strip().partition("=")[::2] for part in text.split(","))
     value, count = first[1].strip(), dict(others).get("micro_batches", "1").strip()
     is_known = [word for word, _ in others] in ([], ["micro_batches"])
-    if not (is_known and _is_count(value) and _is_count(count) and int(count)):
+    if not (is_known and is_count(value) and is_count(count) and int(count)):
         raise HeterogError(
             f"`asynchronous` has {shown(text)}; a stash needs the number of micro-batches by "
             "which each boundary between stages may make backward passes later: stash=1 is "
@@ -73,10 +74,6 @@ def parse_stash(text: str) -> "StashedPipelines":
         )
     stash = WeightStash(boundary_steps=int(value))
     return StashedPipelines(stash, int(count) if others else None)
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 class StashedPipelines(Planner):
@@ -273,7 +270,7 @@ class _Costs:
             found = np.zeros(tables.num_groups)
             if samples:
                 inside = tables.op_group >= 0
-                seconds = self._evaluator.op_seconds(kind, samples)
+                seconds = self._evaluator.prices.op_seconds(kind, samples)
                 np.add.at(found, tables.op_group[inside], seconds[inside])
             self._by_share[kind, samples] = found
         return self._by_share[kind, samples]

@@ -3,7 +3,8 @@
 from heterog.modes.stash.memory import encoded_stash
 from heterog.modes.stash.paces import StagedStep, StagePace, held_s
 from heterog.modes.stash.value import WeightStash
-from heterog.simulator.evaluator import Evaluator, Lowered
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.runs import Lowered
 from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import NUM_TASKS
 from heterog.strategy.strategy import Strategy

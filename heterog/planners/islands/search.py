@@ -45,7 +45,7 @@ from heterog.planners.planner import (
 )
 from heterog.planners.recomputing import words_worth_trying
 from heterog.planners.tried import Tried
-from heterog.simulator.evaluator import Evaluation, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.strategy import Strategy
 

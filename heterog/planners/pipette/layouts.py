@@ -182,7 +182,7 @@ class LayoutCosts:
     def _group_seconds(self, kind: int, samples: int) -> tuple[FloatArray, FloatArray]:
         """Seconds of each group's forward and backward ops.  # [num_groups] twice"""
         tables = self._evaluator.tables
-        seconds = self._evaluator.op_seconds(kind, samples)
+        seconds = self._evaluator.prices.op_seconds(kind, samples)
         is_backward = tables.op_is_backward == 1
         groups = tables.op_group + 1  # constants, group -1, come first
 

@@ -37,7 +37,7 @@ from heterog.planners.planner import (
 )
 from heterog.planners.recomputing import cheaper_layouts, surely_kept
 from heterog.planners.tried import Tried
-from heterog.simulator.evaluator import Evaluation
+from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.program import IntArray

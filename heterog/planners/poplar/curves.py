@@ -9,7 +9,8 @@ import numpy.typing as npt
 from heterog.cluster.hardware import DeviceType
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.planners.data_parallel import device_speeds
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.strategy.channels import Channel
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision
 from heterog.strategy.tables import GraphTables

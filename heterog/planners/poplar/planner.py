@@ -43,7 +43,7 @@ from heterog.planners.poplar.zero import (
     zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
@@ -141,7 +141,7 @@ class _Search:
         cluster, batch = evaluator.cluster, evaluator.graph.batch_size
         each = max(1, batch // cluster.num_devices)
         of_type = [
-            float(evaluator.op_seconds(kind, each).sum())
+            float(evaluator.prices.op_seconds(kind, each).sum())
             for kind in range(len(cluster.device_types))
         ]
         seconds = [of_type[kind] for kind in cluster.type_index]

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from heterog.graph.op_graph import Phase
 from heterog.planners.spmd.prices import SpmdPrices, Work
-from heterog.simulator.evaluator import MEMORY_MARGIN, Evaluator
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
 
 _OVERFLOW_PRICE_S = 1e3
 """Charge for overflowing a device by all its memory, which outweighs any gain in speed."""

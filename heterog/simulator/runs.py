@@ -1,0 +1,243 @@
+"""Runs of programs: a choice is lowered, priced and simulated, by the engine or the referee."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.simulator.calibration import cost_model_of
+from heterog.simulator.cost_model import CostModel, Prices
+from heterog.simulator.engine import GIVEN_UP, Order, run_program
+from heterog.simulator.folded import Folding
+from heterog.simulator.memory import peak_memory
+from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
+from heterog.simulator.price_table import PriceTable
+from heterog.simulator.referee import replay
+from heterog.simulator.rule_sets import RuleSets
+from heterog.simulator.timings import Timings, make_timings, with_room
+from heterog.strategy.channels import ChannelTable
+from heterog.strategy.folding import Fold
+from heterog.strategy.lowering import Choice, kept_bytes, lower_to_tape, program_from_tape
+from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
+from heterog.strategy.program import FloatArray, Program
+from heterog.strategy.tables import GraphTables, graph_tables
+
+LEAST_FOLDED = 30_000
+"""Fewest ops, on all devices in all micro-batches and steps, for which it pays to look for devices
+that do alike: about a millisecond, in which a third of so many ops is lowered and simulated."""
+
+
+class Lowered(NamedTuple):
+    """A choice ready to be simulated, on all devices or on those that stand for others."""
+
+    choice: Choice
+    tape: Tape
+    prices: Prices
+    fold: Fold | None = None
+
+
+def _more_s(choice: Choice) -> float:
+    """Seconds that modes add to a step; below 0 where steps overlap."""
+    return sum(mode.more_s for mode in choice.modes)
+
+
+class Runner:
+    """Lowers and simulates strategies of one graph on one cluster.
+
+    It keeps the arrays between calls, so use one for each thread.
+
+    Args:
+        graph: One training step.
+        cluster: Devices and links.
+        cost_model: Model of the seconds of tasks; by default the calibration that the cluster
+            names, else the roofline prior.
+
+    Attributes:
+        tables: The graph's tables without op rules.
+        channels: Table in which the channels of strategies are registered.
+        rules: Rule sets of the graph.
+        prices: Prices of what strategies contain.
+        num_evaluations: Number of simulations so far.
+        num_tasks: Number of tasks of the program that was simulated last.
+        last: Times of that program, until the next simulation.
+        poll: Callback before every simulation; what it raises ends a search (``Spending.limits``).
+    """
+
+    def __init__(
+        self, graph: OpGraph, cluster: Cluster, cost_model: CostModel | None = None
+    ) -> None:
+        self.graph, self.cluster = graph, cluster
+        self.cost_model: CostModel = cost_model or cost_model_of(cluster)
+        self.tables = graph_tables(graph)
+        self.channels = ChannelTable(cluster)
+        self.rules = RuleSets(graph, self.channels)
+        self.prices = PriceTable(graph, cluster, self.cost_model, self.channels, self.rules)
+        self.num_evaluations = 0
+        self.num_tasks = 0
+        self.poll: Callable[[], None] = lambda: None
+        self._folding = Folding(cluster, self.prices.pricer, self.channels)
+        self.last = make_timings(1, 1, 1, 1)
+        self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)
+
+    def tables_of(self, choice: Choice) -> GraphTables:
+        """The graph's tables under the op rules of an encoded strategy."""
+        return self.rules.tables_of(choice)
+
+    def lower(self, choice: Choice) -> Lowered:
+        """Lower a choice on all devices."""
+        self.poll()
+        rules = self.rules.of(choice.rule_set)
+        self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
+        channels = self.prices.of_channels(self._tape)
+        return Lowered(choice, self._tape, self.prices.prices(choice, self.prices.types, channels))
+
+    def fold(self, choice: Choice) -> Lowered | None:
+        """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
+        tables, num_devices = self.tables_of(choice), self.cluster.num_devices
+        if not all(mode.folds for mode in choice.modes):
+            return None
+        if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
+            return None
+        self.poll()
+        rules = self.rules.of(choice.rule_set)
+        if rules.tells_rows_apart:
+            return None
+        folded = self._folding.lower(choice, tables, minds_position=rules.minds_position)
+        if folded is None:
+            return None
+        prices = self.prices.prices(folded.choice, folded.types, folded.channels)
+        return Lowered(folded.choice, folded.tape, prices, folded.fold)
+
+    def run(self, lowered: Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
+        """Simulate what was lowered.
+
+        Returns:
+            (seconds per step, True), or (a lower bound of them above the limit, False).
+        """
+        choice, tape, prices, _ = lowered
+        num_devices = len(prices.type_of_device)
+        limit_s -= _more_s(choice)
+        self.last = with_room(self.last, tape, prices.num_queues + num_devices)
+        end, is_done = run_program(
+            tape, prices, self.last, num_devices, order, limit_s * choice.num_steps
+        )
+        self.num_evaluations += 1
+        self.num_tasks = int(tape.counts[NUM_TASKS])
+        return end / choice.num_steps + _more_s(choice), is_done
+
+    def replayed(
+        self, lowered: Lowered, limit_s: float = math.inf
+    ) -> tuple[float, Timings | None]:
+        """(seconds per step, timings) by the referee of what was simulated last.
+
+        No timings and a lower bound of the seconds above the limit.
+        """
+        choice, tape, prices, _ = lowered
+        limit_s -= _more_s(choice)
+        end, done, replayed = replay(
+            tape, prices, self.last, len(prices.type_of_device), limit_s * choice.num_steps
+        )
+        num_tasks = int(tape.counts[NUM_TASKS])
+        assert done in (num_tasks, GIVEN_UP), f"only {done} of {num_tasks} tasks can be replayed"
+        seconds = end / choice.num_steps + _more_s(choice)
+        return seconds, None if done == GIVEN_UP else replayed
+
+    def peak(self, lowered: Lowered, *timings: Timings) -> FloatArray:
+        """Peak bytes of each device, the largest over timings of the lowered choice."""
+        choice, tape, prices, fold = lowered
+        peaks = np.empty((len(timings), len(prices.type_of_device)))
+        resident = kept_bytes(tape, self.tables_of(choice), choice)
+        for each, peak in zip(timings, peaks, strict=True):
+            peak_memory(tape, each, resident, peak)
+        most = peaks.max(axis=0)
+        return np.asarray(most if fold is None else fold.unfolded(most), np.float64)
+
+    def alone(self, choice: Choice) -> tuple[Lowered, float, Timings]:
+        """Simulate a step without what modes add: lowered, seconds, and timings until the next.
+
+        Not counted as an evaluation: it belongs to that of the strategy.
+        """
+        counted = self.num_evaluations
+        own = tuple(replace(mode, more_s=0.0) for mode in choice.modes)
+        lowered = self.lower(choice._replace(modes=own))
+        seconds, _ = self.run(lowered, Order.FIFO, math.inf)
+        self.num_evaluations = counted
+        return lowered, seconds, self.last
+
+    def tape_s(self, tape: Tape, choice: Choice) -> float:
+        """Seconds of a tape that is no step, by the referee.
+
+        Args:
+            tape: The tape.
+            choice: Strategy of whose devices it is.
+        """
+        prices = self.prices.prices(choice, self.prices.types, self.prices.of_channels(tape))
+        lowered = Lowered(choice._replace(num_steps=1, modes=()), tape, prices)
+        self.run(lowered, Order.FIFO, math.inf)
+        return self.replayed(lowered)[0]
+
+    def simulate(self, choice: Choice, order: Order) -> tuple[float, FloatArray]:
+        """(seconds per step, peak bytes of each device) of an encoded strategy."""
+        lowered = self.lower(choice)
+        seconds, _ = self.run(lowered, order, math.inf)
+        return seconds, self.peak(lowered, self.last)
+
+    def program(self, choice: Choice) -> Program:
+        """The program of an encoded strategy."""
+        rules = self.rules.of(choice.rule_set)
+        self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
+        return program_from_tape(
+            self._tape,
+            rules.tables,
+            choice,
+            self.channels,
+            self.cluster.num_devices,
+            op_rules=rules.op_rules,
+            blocks=rules.blocks,
+        )
+
+    def timings(self, choice: Choice, order: Order) -> tuple[Program, FloatArray, FloatArray]:
+        """(program, start, finish) of an encoded strategy, seconds from the step's begin."""
+        self.simulate(choice, order)
+        program = self.program(choice)
+        tasks = program.num_tasks
+        return program, self.last.start[:tasks].copy(), self.last.finish[:tasks].copy()
+
+    def referee_timings(
+        self, choice: Choice, order: Order
+    ) -> tuple[Program, FloatArray, FloatArray]:
+        """Like ``timings``, with the referee's times."""
+        lowered = self.lower(choice)
+        self.run(lowered, order, math.inf)
+        _, replayed = self.replayed(lowered)
+        assert replayed is not None
+        return self.program(choice), replayed.start, replayed.finish
+
+    def seconds_under_noise(self, choice: Choice, order: Order, noise: Noise) -> FloatArray:
+        """Seconds per step by the referee when speeds are not as predicted.
+
+        The order stays that of the undisturbed run, as it does when a plan is executed. Where
+        twins are folded away they share the factor of the device that stands for them.
+
+        Returns:
+            # [num_draws]
+        """
+        lowered = self.fold(choice) or self.lower(choice)
+        whole_s, _ = self.run(lowered, order, math.inf)
+        _, tape, prices, fold = lowered
+        nominal, num_devices = self.last, len(prices.type_of_device)
+        factor = noise.device if fold is None else noise.device[:, fold.columns]
+        result = np.empty(noise.num_draws)
+        for draw in range(noise.num_draws):
+            self.poll()
+            noisy = noisy_prices(prices, noise.resource[draw])
+            seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
+            end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
+            result[draw] = end / choice.num_steps
+            for mode in choice.modes:
+                result[draw] = mode.noisy_step_s(result[draw], whole_s)
+        return result
