@@ -44,9 +44,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import published_layouts as layouts
 from gradient_boosting import Settings, fit_boosted
 from numpy.typing import NDArray
+from published_models import Model, graph_of
 from published_runs import (
     by_capture,
     few_layer_terms,
@@ -140,7 +140,7 @@ def shipped() -> Fitted:
     )
 
 
-Key = tuple[layouts.Model, int, str]
+Key = tuple[Model, int, str]
 """Model, batch and layout of a case."""
 
 
@@ -176,7 +176,7 @@ class Predictor:
         for share, run in few_layer_terms(row):
             key = (run.model, run.batch, run.layout)
             if key not in self._cases:
-                graph = layouts.graph_of(run.model, run.batch)
+                graph = graph_of(run.model, run.batch)
                 strategy = run.build(graph, run.cluster)
                 self._cases[key] = Case(
                     graph=graph, cluster=run.cluster, strategy=strategy, measured_s=run.measured_s

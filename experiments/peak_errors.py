@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import published_layouts as layouts
 import published_runs
+from published_rows import Run
 from rows import progress, script_parser
 from scipy.stats import binomtest
 
@@ -77,7 +77,7 @@ def peaks_of(path: Path) -> list[Peak]:
     return found
 
 
-def _shape(run: layouts.Run) -> str:
+def _shape(run: Run) -> str:
     return f"{len(run.pipelines[0])} stages, {run.layout.split('; ')[-1]}"
 
 

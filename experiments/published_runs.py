@@ -31,7 +31,7 @@ on one node recompute nothing: with full recomputation, hidden 2048 and micro-ba
 its own layer profiles show the last layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and
 two times what float32 can (its image, NVIDIA's of PyTorch 24.10, has TF32 on). Megatron has no
 fused softmax for float32: scores are masked in place where they are a view, whose gradient
-autograd copies five times more (``published_layouts.masked_in_place``).
+autograd copies five times more (``published_models.masked_in_place``).
 
 1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
 is in its steady state, each further one takes what the last one took.
@@ -46,10 +46,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import published_layouts as layouts
 import published_mpt as mpt
+import published_rows
 import torch
 import transformers
+from published_models import graph_of
 from rows import progress, script_parser
 from torch import Tensor
 from torch.nn import functional
@@ -184,7 +185,7 @@ def vtrain(
     """One of so many of vTrain's rows; rows of one model and batch share a capture."""
     rows = _of_split(read_rows(path), split)[::every]
     for row in sorted(rows, key=by_capture):
-        each = layouts.vtrain_run(row, 0)
+        each = published_rows.vtrain_run(row, 0)
         run = as_megatron_ran_it(each, Recompute.NONE)
         if few_layers and len(run.cluster.hosts) == 1:
             predicted_s, evaluator = by_few_layers(row)
@@ -213,7 +214,7 @@ def by_capture(row: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(row[name]) for name in named)
 
 
-Terms = list[tuple[float, layouts.Run]]
+Terms = list[tuple[float, published_rows.Run]]
 """Runs to simulate: the weighted sum of their seconds is that of a step. The last is largest."""
 
 
@@ -231,13 +232,13 @@ def few_layer_terms(row: dict[str, str]) -> Terms:
     more = int(row["# layers"]) / few - 1.0
     found: Terms = []
     for number, share in ((few, 1.0 - more), (2 * few, more)):
-        run = layouts.vtrain_run(row | {"# layers": str(number)}, 0)
+        run = published_rows.vtrain_run(row | {"# layers": str(number)}, 0)
         terms = terms_of(as_megatron_ran_it(run, Recompute.NONE))
         found += [(share * weight, each) for weight, each in terms]
     return found
 
 
-def as_megatron_ran_it(run: layouts.Run, recompute: Recompute) -> layouts.Run:
+def as_megatron_ran_it(run: published_rows.Run, recompute: Recompute) -> published_rows.Run:
     """With Megatron's fused kernels and its padded vocabulary."""
     layout = replace(parse_layout(run.layout), recompute=recompute)
     padded = 128 * layout.tp if layout.tp > 1 else 1
@@ -266,13 +267,13 @@ _SOFTMAXES_OF_A_BLOCK = 4
 
 
 def step_seconds(
-    run: layouts.Run, models: DeviceModels | None = None
+    run: published_rows.Run, models: DeviceModels | None = None
 ) -> tuple[float, Evaluator, bool]:
     """Seconds of a step, of a pipeline in its steady state by two shorter ones; if it fits."""
     return _of_terms(terms_of(run), models)
 
 
-def terms_of(run: layouts.Run) -> Terms:
+def terms_of(run: published_rows.Run) -> Terms:
     """The run itself, or two with fewer micro-batches: each further one takes the same."""
     stages = len(run.pipelines[0])
     if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
@@ -290,7 +291,7 @@ def _of_terms(terms: Terms, models: DeviceModels | None) -> tuple[float, Evaluat
     """Seconds of a step, the evaluator of the largest run, and whether that one fits."""
     total_s = 0.0
     for weight, run in terms:
-        graph = layouts.graph_of(run.model, run.batch)
+        graph = graph_of(run.model, run.batch)
         evaluator = Evaluator(graph, run.cluster, models)
         found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
         total_s += weight * found.step_time_s
@@ -329,7 +330,7 @@ def sailor(path: Path) -> Iterable[Compared]:
     if 0 < len(few) < len(runs):
         cases = []
         for run in few:
-            graph = layouts.graph_of(run.model, run.batch)
+            graph = graph_of(run.model, run.batch)
             cases.append(
                 Case(graph=graph, cluster=run.cluster, strategy=run.build(graph, run.cluster),
                      measured_s=run.measured_s)
@@ -343,14 +344,14 @@ def sailor(path: Path) -> Iterable[Compared]:
 _FEW_HOSTS = 2
 
 
-def sailor_runs(path: Path) -> list[layouts.Run]:
+def sailor_runs(path: Path) -> list[published_rows.Run]:
     """The runs of a file as Megatron ran them, products in TF32 where the card has it."""
-    return [_with_tf32(run) for run in layouts.sailor_rows(path)]
+    return [_with_tf32(run) for run in published_rows.sailor_rows(path)]
 
 
-def sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None) -> Compared:
+def sailor_compared(run: published_rows.Run, family: str, models: DeviceModels | None) -> Compared:
     """A run beside its prediction, by the device models that ship if ``models`` is ``None``."""
-    graph = layouts.graph_of(run.model, run.batch)
+    graph = graph_of(run.model, run.batch)
     evaluator = Evaluator(graph, run.cluster, models)
     found = evaluator.evaluate(run.build(graph, run.cluster), Order.FIFO)
     predicted_bytes, interval_bytes = largest_peak(found.peak_memory_bytes, run.cluster)
@@ -368,7 +369,7 @@ def sailor_compared(run: layouts.Run, family: str, models: DeviceModels | None) 
     )
 
 
-def _with_tf32(run: layouts.Run) -> layouts.Run:
+def _with_tf32(run: published_rows.Run) -> published_rows.Run:
     """On cards that multiply float32 on tensor cores, where they can, run by Megatron."""
     devices = []
     for device in run.cluster.devices:

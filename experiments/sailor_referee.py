@@ -4,7 +4,7 @@
 
 ``table.json`` is what ``sailor_table.py --json`` prints. Plans become strategies on a cluster of
 nodes with four GPUs, whose NICs have Sailor's measured rates; compute is priced by the device
-models, memory by what a lowered program keeps. The model is that of ``published_layouts.py``:
+models, memory by what a lowered program keeps. The model is that of ``published_models.py``:
 float32, with attention written out. ``auto`` searches on the same graph and cluster.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from published_layouts import Model, graph_of
+from published_models import Model, graph_of
 from rows import finish, script_parser
 from sailor.inputs import Inputs, read_inputs
 from sailor.plan import read_plan

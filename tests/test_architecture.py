@@ -47,7 +47,7 @@ ROOMS = {
             "graph/one_sample.py",
             "graph/optimizer_probe.py",
             "graph/parameter_groups.py",
-            "graph/scalar_indices.py",
+            "graph/static_indices.py",
             "graph/python_state.py",
             "graph/repeated_calls.py",
             "graph/step.py",

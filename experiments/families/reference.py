@@ -22,7 +22,7 @@ from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.spans import Spans
 from heterog.strategy.lowering import lower
 
-STEPS = 3
+STEPS = 5
 
 
 class Trained(NamedTuple):
@@ -65,10 +65,10 @@ def train_on_one_device(
     model = workload.make_model()
     if is_double:
         model = model.double()
-    optimizer = workload.optimizer(
-        [value for value in model.parameters() if value.requires_grad],
-        **dict(workload.optimizer_options),
-    )
+    trained: Any = [value for value in model.parameters() if value.requires_grad]
+    if workload.parameter_groups is not None:
+        trained = workload.parameter_groups(model)
+    optimizer = workload.optimizer(trained, **dict(workload.optimizer_options))
     groups = local_groups(part)
     buffers = [{k: v.clone() for k, v in model.named_buffers()} for _ in range(3)]
     losses = []

@@ -43,8 +43,8 @@ class Row(NamedTuple):
     Attributes:
         family: its name.
         strategies: error of each strategy that was executed, relative to how far weights moved.
-        equal: whether at least three were executed and all of them came out equal, or it was
-            refused with the words that it should be.
+        equal: whether at least three were executed or refused and all that were executed came
+            out equal, or it was refused with the words that it should be.
         tolerance: largest error that counts as equal.
         refused: what was refused and why: by strategy, or under ``capture``.
         failed: what went wrong otherwise, the same way.
@@ -89,7 +89,9 @@ def run_family(family: Family, limit_s: float, *, searches: bool = True) -> Row:
     # One device in bf16 has rounded as well.
     noise = max(told["noise"].values(), default=0.0)
     tolerance = max(family.tolerance, 3 * noise)
-    equal = len(told["strategies"]) >= 3 and worst <= tolerance and not told["failed"]
+    num_asked = len(told["strategies"]) + len(told["refused"])
+    equal = num_asked >= 3 and bool(told["strategies"]) and worst <= tolerance
+    equal = equal and not told["failed"]
     if family.refused:
         equal = family.refused in told["refused"].get("capture", "")
     return Row(family.name, told["strategies"], equal, tolerance, told["refused"], told["failed"])
@@ -122,16 +124,9 @@ def _family_process(family: Family, pipe: Connection, searches: bool) -> None:
 def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) -> None:
     captured = capture_step(family.workload())
     ranks: Ranks | None = None
-    plans = strategies(captured.graph, searches=searches)
-    while True:
+    for name, make in strategies(captured.graph, searches=searches):
         try:
-            name, plan = next(plans)
-        except StopIteration:
-            break
-        except HeterogError as error:
-            tell("refused", "searched", str(error))
-            break
-        try:
+            plan = make()
             ranks = ranks or Ranks(family, captured)
             wanted = train_on_one_device(family, captured, plan)
             if family.tolerance == BFLOAT16 and _is_in_bf16(captured.graph):

@@ -1,8 +1,8 @@
 """Unlike strategies for three unequal devices, for any graph."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -63,8 +63,8 @@ def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
     return graph.batch_size - sum(rest), *rest
 
 
-def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
-    """A plan of every kind that the graph has, by name."""
+def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """What makes a plan of every kind that the graph has, by name."""
     for name, make in (
         ("parameter_servers", _servers),
         ("pipeline", _pipeline),
@@ -73,19 +73,12 @@ def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
     ):
         strategy = make(graph)
         if strategy is not None:
-            yield name, _plan_of(graph, strategy)
+            yield name, partial(_plan_of, graph, strategy)
     if searches:
-        yield (
-            "searched",
-            make_plan(
-                Request(
-                    graph=graph,
-                    cluster=cluster(),
-                    methods=tuple(METHODS),
-                    budget=Budget.parse(SEARCH),
-                )
-            ),
+        request = Request(
+            graph=graph, cluster=cluster(), methods=METHODS, budget=Budget.parse(SEARCH)
         )
+        yield "searched", partial(make_plan, request)
 
 
 def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:

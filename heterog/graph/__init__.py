@@ -5,7 +5,7 @@
   (``repeated_calls``, compared by ``value_numbers``). Its helpers: ``higher_order`` (control flow
   of torch), ``static_shapes`` (what torch does otherwise meanwhile), ``traced_constants``
   (constants that all samples share), ``guards`` and ``value_checks`` (questions about values that
-  only guard), ``scalar_indices``, ``one_sample``, ``inserting``, ``function_caches``,
+  only guard), ``static_indices``, ``one_sample``, ``inserting``, ``function_caches``,
   ``collector``, ``parameter_groups``. ``op_costs`` counts FLOPs and bytes; ``optimizer_probe``
   finds out what an optimizer looks at (``update_scope``).
 - ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.

@@ -272,7 +272,7 @@ def _clear_errors(workload: Workload, modules: "_OpenModules | None") -> Iterato
         raise
     except Exception as error:
         frame = _users_frame(error)
-        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else "unknown line"
+        where = f"{frame.filename}:{frame.lineno} (`{frame.line}`)" if frame else _place(error)
         module = modules.innermost if modules else "making the model or its batch"
         if isinstance(error, _DATA_DEPENDENT):
             raise CaptureError(
@@ -295,8 +295,9 @@ _WAYS_OUT = (
     ),
     (
         "/torch_geometric/",
-        "pass the number of nodes or graphs where it is counted otherwise (size, dim_size, "
-        "num_nodes), and drop nodes or edges from the data, not in the model.",
+        "pass the number of nodes or graphs where it is counted otherwise (size=labels.shape[0] "
+        "of a pooling layer, dim_size, num_nodes), and drop nodes or edges from the data, not in "
+        "the model.",
     ),
     *(
         (
@@ -320,6 +321,13 @@ _WAYS_OUT = (
         "decoder_layerdrop of 0 can be planned.",
     ),
     (
+        "/transformers/models/speecht5/",
+        "its loss of spectra picks what is no padding. Train with a loss of your own on "
+        "speech_decoder_postnet(speecht5(...)[0]), as sums over products with the mask, divided "
+        "by the sum of the mask; layer drop needs encoder_layerdrop=0 and decoder_layerdrop=0, "
+        "drawn masks apply_spec_augment=False.",
+    ),
+    (
         "/transformers/",
         "choose eager attention or dense experts in the model's config, leave out what masks or "
         "drops at random (SpecAugment, LayerDrop), or take a head that does not pick elements by "
@@ -334,6 +342,18 @@ _WAYS_OUT_OF_OP = {
         "CTC keeps a table that is as wide as the longest target, which torch reads from the "
         "values of target_lengths. Write its recursion over time with torch.logsumexp, on targets "
         "padded to one width, or train with another loss."
+    ),
+    "aten::bincount": (
+        "bincount is as long as the largest value says. Sum functional.one_hot(labels, classes) "
+        "over samples."
+    ),
+    "aten::repeat_interleave": (
+        "how often rows are repeated are such values. Say how many come of it: output_size=n."
+    ),
+    "aten::_unique2": (
+        "how many unlike values there are is such a value. Find them where the data is loaded, "
+        "and pass each sample's place among them, with a number of places that is the same for "
+        "all batches."
     ),
     "aten::_pack_padded_sequence": (
         "a packed sequence has as many steps as the values of lengths say. Run the layers on the "
@@ -362,7 +382,7 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     op = getattr(error, "func", None)
     if isinstance(op, torch._ops.OpOverload) and op._schema.name in _WAYS_OUT_OF_OP:
         return _WAYS_OUT_OF_OP[op._schema.name]
-    if any("/nn/modules/batchnorm.py" in each.filename for each in _torchs_frames(error)):
+    if _frames_in(error, "/torch/nn/modules/batchnorm.py"):
         return _OF_BATCH_NORM
     line = (frame.line or "") if frame else ""
     if isinstance(error, DataDependentOutputException):
@@ -373,11 +393,21 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
     for folder, advice in _WAYS_OUT:
         if folder in path:
             return advice
+    if "one_hot(" in line:
+        return "one_hot is as wide as the largest value says. Give it the number of classes."
+    if ".max()" in line and ("int(" in line or ".item()" in line):
+        return _OF_NUMBER_OF_ROWS
     return (
         "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
         "torch.where or a product with the mask usually does the same."
     )
 
+
+_OF_NUMBER_OF_ROWS = (
+    "how many there are (graphs, nodes, words) is such a value. Take it from a shape "
+    "(labels.shape[0], mask.shape[1]), or hand it in as a number, an entry of the batch that is "
+    "no tensor."
+)
 
 _OF_BATCH_NORM = (
     "BatchNorm with momentum=None divides by the number of steps, which is such a value. Give it "
@@ -385,10 +415,15 @@ _OF_BATCH_NORM = (
 )
 
 
-def _torchs_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of torch's modules in which an error came up."""
+def _frames_in(error: BaseException, folder: str) -> list[traceback.FrameSummary]:
+    """The frames of a folder in which an error came up."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [each for each in frames if "/torch/nn/" in each.filename.replace("\\", "/")]
+    return [each for each in frames if folder in each.filename.replace("\\", "/")]
+
+
+def _place(error: BaseException) -> str:
+    """Where an error came up that no line of the user leads to."""
+    return "its backward pass" if _frames_in(error, "/torch/autograd/") else "unknown line"
 
 
 def _users_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -4,15 +4,19 @@ While a step is captured a branch is computed both ways and chosen from, loops o
 become their passes. A loop whose number of passes depends on values cannot be planned.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import CaptureError
 from heterog.graph.static_shapes import everywhere
@@ -38,6 +42,7 @@ def plain_control_flow() -> Iterator[None]:
             function = getattr(sys.modules.get(place), name, None)
             if function is not None:
                 stack.enter_context(everywhere(function, instead.get(name, _while_loop)))
+        stack.enter_context(mock.patch.multiple(flex_attention, **_IN_FLEX_ATTENTION))
         yield
 
 
@@ -86,6 +91,68 @@ def _while_loop(*_: Any, **__: Any) -> Any:
         "torch.while_loop runs as often as values say, and a plan needs to know how often. Run a "
         "fixed number of passes, and keep with torch.where what passes after the end would change."
     )
+
+
+def _all_scores(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Flex attention as products and a softmax: its kernel has no backward pass on a CPU.
+
+    Unlike torch's own way without a kernel, which calls the functions of the user for one score
+    at a time (``vmap``), they are called for all, with indices that broadcast.
+    """
+    exact = torch.promote_types(query.dtype, torch.float32)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (
+        each.repeat_interleave(repeats, 1).expand(len(query), -1, -1, -1) for each in (key, value)
+    )
+    scores = query.to(exact) @ key.to(exact).transpose(-2, -1) * scale
+    indices = [
+        torch.arange(size).view([-1 if dim == each else 1 for each in range(4)])
+        for dim, size in enumerate(scores.shape)
+    ]
+    with _OneScore():  # type: ignore[no-untyped-call]
+        kept = block_mask[-1](*indices)
+        scores = torch.where(kept, score_mod(scores, *indices), -torch.inf)
+    weights = torch._safe_softmax(scores, -1).to(query.dtype)
+    in_bits = 1 / math.log(2)
+    return weights @ value, scores.logsumexp(-1) * in_bits, scores.amax(-1) * in_bits
+
+
+class _OneScore(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses what would see all scores where a function is written for one."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        is_of_tensors = func.namespace == "aten" and torch.Tag.pointwise not in func.tags
+        if is_of_tensors and name not in _OF_ONE_SCORE:
+            raise CaptureError(
+                f"a score_mod or mask_mod of flex attention calls {name}, which is not computed "
+                "element by element. Compute a table with it before, which the function indexes, "
+                "or attend with scaled_dot_product_attention and a mask."
+            )
+        return func(*args, **(kwargs or {}))
+
+
+_OF_ONE_SCORE = (
+    *("index", "detach", "alias", "lift_fresh", "lift_fresh_copy", "clone", "_to_copy", "copy"),
+    *("new_ones", "new_zeros", "new_full", "ones", "zeros", "full", "scalar_tensor"),
+    *("ones_like", "zeros_like", "full_like", "expand", "select"),
+)
+"""Ops besides those on elements that mean the same for all scores as for one."""
+
+_IN_FLEX_ATTENTION: dict[str, Any] = {
+    "_validate_device": lambda *_: None,
+    "flex_attention_hop": _all_scores,
+    "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
+}
+"""What is replaced in torch's module, so that it checks its arguments and calls ours."""
 
 
 def _slices(xs: Any, dim: int, *, reverse: bool) -> Iterator[Any]:

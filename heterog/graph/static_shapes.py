@@ -20,7 +20,7 @@ from torch.distributions import Distribution
 from torch.fx.node import _side_effectful_functions
 
 from heterog.graph.python_state import is_of_library
-from heterog.graph.scalar_indices import looked_up
+from heterog.graph.static_indices import looked_up
 from heterog.graph.value_checks import check_all
 
 

@@ -276,6 +276,7 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
     ("path", "text"),
     [
         ("/site-packages/torch_geometric/utils/loop.py", "AddSelfLoops"),
+        ("/transformers/models/speecht5/modeling_speecht5.py", "the sum of the mask"),
         ("/site-packages/torch_geometric/nn/pool/glob.py", "num_nodes"),
         ("/site-packages/transformers/models/bert/modeling_bert.py", "eager attention"),
         ("/home/me/model.py", r"masks as indices \(x\[mask\]\)"),
@@ -284,6 +285,11 @@ def test_code_that_depends_on_values_is_refused_with_module_line_and_advice() ->
 def test_advice_belongs_to_the_library_whose_line_it_is(path: str, text: str) -> None:
     frame = traceback.FrameSummary(path, 1, "forward", line="x = x[mask]")
     assert re.search(text, _way_out(ValueError(), frame))
+
+
+def test_a_number_of_rows_that_values_say_is_taken_from_a_shape() -> None:
+    frame = traceback.FrameSummary("/home/me/model.py", 1, "forward", line="n = int(b.max()) + 1")
+    assert "labels.shape[0]" in _way_out(ValueError(), frame)
 
 
 class Looked(nn.Module):

@@ -11,6 +11,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from heterog.errors import CaptureError
 from heterog.graph.capture import CapturedStep, capture_step
@@ -71,6 +72,30 @@ def chosen_by_if(m: Flow, x: Tensor) -> Tensor:
     return made
 
 
+def by_flex_attention(m: Flow, x: Tensor) -> Tensor:
+    """Two heads share a key; a score looks into a table, the first row attends to nothing."""
+    table = m.other.bias
+    made, logs = flex_attention(
+        m.one(x).view(6, 3, 2, 2).transpose(1, 2),
+        x[:, None, :, :2],
+        x[:, None, :, 2:],
+        score_mod=lambda score, b, h, i, j: score + table[h] * (i - j),
+        block_mask=create_block_mask(lambda b, h, i, j: i > j, None, None, 3, 3, device="cpu"),
+        enable_gqa=True,
+        return_lse=True,
+    )
+    return torch.cat([made.sum((1, 2)), logs[:, :, 1]], 1)
+
+
+def by_softmax(m: Flow, x: Tensor) -> Tensor:
+    i, j = torch.arange(3)[:, None], torch.arange(3)
+    scores = m.one(x).view(6, 3, 2, 2).transpose(1, 2) @ x[:, None, :, :2].transpose(2, 3)
+    scores = scores / 2**0.5 + m.other.bias[:2, None, None] * (i - j)
+    scores = scores.masked_fill(i <= j, -torch.inf)
+    made = (scores.softmax(-1).nan_to_num() @ x[:, None, :, 2:]).sum((1, 2))
+    return torch.cat([made, scores.logsumexp(-1)[:, :, 1]], 1)
+
+
 FLOWS: dict[str, tuple[Callable[[Flow, Tensor], Tensor], Callable[[Flow, Tensor], Tensor]]] = {
     "scan": (by_scan, by_loop),
     "cond": (chosen, chosen_by_if),
@@ -86,6 +111,7 @@ FLOWS: dict[str, tuple[Callable[[Flow, Tensor], Tensor], Callable[[Flow, Tensor]
         lambda m, x: torch.compile(lambda z: m.one(z).sin(), backend="eager")(x).sum(1),
         lambda m, x: m.one(x).sin().sum(1),
     ),
+    "flex attention": (by_flex_attention, by_softmax),
 }
 
 
@@ -116,6 +142,16 @@ def test_a_loop_that_ends_by_values_is_refused_with_what_to_do() -> None:
 
     with pytest.raises(CaptureError, match="a fixed number of passes"):
         captured(Flow(loop))
+
+
+def test_a_score_that_looks_at_others_is_refused() -> None:
+    def attend(m: Flow, x: Tensor) -> Tensor:
+        heads = m.one(x)[:, None]
+        made = flex_attention(heads, heads, heads, lambda s, b, h, i, j: s + m.one.weight[i].sum())
+        return made[:, 0].sum(1)
+
+    with pytest.raises(CaptureError, match=r"flex attention calls sum, .* Compute a table"):
+        captured(Flow(attend))
 
 
 def test_capture_leaves_device_contexts_as_they_are() -> None:

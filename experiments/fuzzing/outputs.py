@@ -1,4 +1,4 @@
-"""Calls of the command line with outputs of every kind, good and bad; a part of ``fuzz_inputs``.
+"""Calls of the command line with outputs of every kind, good and bad.
 
 A case is a folder with inputs, links, a pipe and a device, and a call whose outputs are drawn from
 its names and others. Whatever becomes of the call, nothing but its outputs may have changed, and a

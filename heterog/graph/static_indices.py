@@ -1,7 +1,10 @@
-"""Indices that are tensors of one number: ``x[:, last]``.
+"""Indices whose result has one shape, though torch reads values for it: numbers, and masks.
 
-torch reads the number and makes a view of what it chooses, so that the graph would hold just that
-number; while a step is captured it is not even known. Looking the place up gives the same values.
+Of a tensor of one number (``x[:, last]``) torch makes a view of what it chooses, so that the graph
+would hold just that number; while a step is captured it is not even known. Looking the place up
+gives the same values. One value written by a mask (``x[mask] = token``) needs no count of places
+before its backward pass, which takes a part of the gradient by the mask; choosing between both
+gives the same.
 """
 
 from collections.abc import Iterator
@@ -18,9 +21,9 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @contextmanager
 def looked_up() -> Iterator[None]:
-    """Look up what unknown numbers choose; other indices are left to torch."""
+    """Look up what unknown numbers choose, and write by masks; the rest is left to torch."""
     owner: Any = Tensor
-    get = owner.__getitem__
+    get, put = owner.__getitem__, owner.__setitem__
 
     def getitem(self: Tensor, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
@@ -28,17 +31,29 @@ def looked_up() -> Iterator[None]:
             return get(*_chosen(self, parts))
         return get(self, index)
 
-    owner.__getitem__ = getitem
+    def setitem(self: Tensor, index: Any, value: Any) -> None:
+        rest = self.dim() - index.dim() if _is_unknown_mask(index) else -1
+        if isinstance(value, Tensor) and value.dim() <= rest:
+            mask = index.reshape(*index.shape, *[1] * rest)
+            self.copy_(torch.where(mask, value, self))
+        else:
+            put(self, index, value)
+
+    owner.__getitem__, owner.__setitem__ = getitem, setitem
     try:
         yield
     finally:
-        del owner.__getitem__  # of the class above
+        del owner.__getitem__, owner.__setitem__  # of the class above
 
 
 def _is_unknown(part: object) -> bool:
     if not isinstance(part, FakeTensor) or part.constant is not None:
         return False
     return part.dim() == 0 and part.dtype in _INTEGERS
+
+
+def _is_unknown_mask(index: object) -> bool:
+    return isinstance(index, FakeTensor) and index.constant is None and index.dtype == torch.bool
 
 
 def _chosen(source: Tensor, parts: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:

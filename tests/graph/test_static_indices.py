@@ -1,4 +1,4 @@
-"""Indices that are tensors of one number choose in a captured step what they choose in torch."""
+"""Unknown numbers and masks as indices do in a captured step what they do in torch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -74,3 +74,30 @@ def test_an_index_that_is_known_is_a_view() -> None:
 
     graph = capture_step(workload_of(known)).graph
     assert "index_select.default" not in {op.kind for op in graph.ops}
+
+
+@pytest.mark.parametrize("width", [1, WIDTH])
+def test_one_value_is_written_by_a_mask(width: int) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(WIDTH, WIDTH).double()
+            self.token = nn.Parameter(torch.randn(width).double())
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            found = self.layer(x).sin()
+            found[mask] = self.token if width > 1 else self.token[0]
+            total: Tensor = found.pow(3).sum()
+            return total
+
+    x, mask = torch.randn(BATCH, LENGTH, WIDTH).double(), torch.rand(BATCH, LENGTH) < 0.4
+    step = capture_step(Workload(Masked, (x, mask), None, torch.optim.SGD, {"lr": 0.1}))
+    model = Masked()
+    loss = model(x, mask)
+    torch.autograd.backward(loss)
+    found: Any = step.module(*model.parameters(), x, mask)
+    wanted = [loss.detach(), *(p.grad for p in model.parameters())]
+    for value, expected in zip(torch.utils._pytree.tree_leaves(found), wanted, strict=True):
+        torch.testing.assert_close(value, expected)
+    assert batch_plan(step.graph).needed  # shared out by samples

@@ -1,0 +1,209 @@
+"""Models that capture refuses, and beside each one that is changed as the message advises."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from torch_geometric import nn as pyg
+
+from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.found import features_and_classes
+from families.graphs import NODES, edges_of_batch
+from families.training import numbers
+from heterog.graph.workload import Workload
+
+CLASSES = 4
+PLACES, KEPT = 8, 3
+
+
+def graphs() -> Batch:
+    """Nodes and edges of a batch of graphs, the graph of each node, and a class for each graph."""
+    nodes = torch.randn(BATCH * NODES, 6, dtype=torch.float64)
+    graph = torch.arange(BATCH * NODES) // NODES
+    return nodes, edges_of_batch(), graph, torch.randint(0, CLASSES, (BATCH,))
+
+
+class Pooled(nn.Module):
+    """Nodes that see their neighbours, and the mean over each graph."""
+
+    def __init__(self, *, counted: bool) -> None:
+        super().__init__()
+        self.layer, self.head = pyg.SAGEConv(6, 8), nn.Linear(8, CLASSES)
+        self.counted = counted
+
+    def forward(self, nodes: Tensor, edges: Tensor, graph: Tensor, classes: Tensor) -> Tensor:
+        found = self.layer(nodes, edges).tanh()
+        size = int(graph.max()) + 1 if self.counted else classes.shape[0]
+        return functional.cross_entropy(
+            self.head(pyg.global_mean_pool(found, graph, size=size)), classes
+        )
+
+
+WHOLE = {0: None, 1: None, 2: None}
+
+
+@family("graphs_counted", refused="labels.shape[0], mask.shape[1]")
+def graphs_counted() -> Workload:
+    """Refused: the number of graphs is one more than the largest."""
+    return sgd(lambda: Pooled(counted=True).double(), graphs, batch_dims=WHOLE)
+
+
+@family("graphs_of_labels")
+def graphs_of_labels() -> Workload:
+    """There are as many graphs as labels."""
+    return sgd(lambda: Pooled(counted=False).double(), graphs, batch_dims=WHOLE)
+
+
+def normed(momentum: float | None) -> nn.Module:
+    """A network with one BatchNorm."""
+    norm = nn.BatchNorm1d(16, momentum=momentum)
+    return nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, CLASSES)).double()
+
+
+@family("norm_of_all_steps", refused="Give it a momentum")
+def norm_of_all_steps() -> Workload:
+    """Refused: a mean over all steps so far."""
+    return sgd(lambda: normed(None), features_and_classes, loss=functional.cross_entropy)
+
+
+@family("norm_with_momentum")
+def norm_with_momentum() -> Workload:
+    """The moving average of BatchNorm."""
+    return sgd(lambda: normed(0.1), features_and_classes, loss=functional.cross_entropy)
+
+
+def video_model() -> nn.Module:
+    """A small VideoMAE whose loss rebuilds what is hidden."""
+    return transformers.VideoMAEForPreTraining(
+        transformers.VideoMAEConfig(
+            image_size=8, patch_size=4, num_frames=4, tubelet_size=2, hidden_size=16,
+            num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+            decoder_num_attention_heads=2, decoder_hidden_size=16, decoder_num_hidden_layers=1,
+            decoder_intermediate_size=16, norm_pix_loss=False, initializer_range=0.2,
+        )
+    )  # fmt: skip
+
+
+def videos() -> tuple[Tensor, Tensor, Tensor]:
+    """Frames, and for each video an order of its patches: the first ones are seen."""
+    order = torch.stack([torch.randperm(PLACES) for _ in range(BATCH)])
+    return torch.randn(BATCH, 4, 3, 8, 8), order[:, :KEPT], order[:, KEPT:]
+
+
+@family("video_masks", refused="take them with torch.gather")
+def video_masks() -> Workload:
+    """Refused: a mask as an index."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = video_model()
+
+        def forward(self, frames: Tensor, hidden: Tensor) -> Tensor:
+            loss: Tensor = self.model(pixel_values=frames, bool_masked_pos=hidden).loss
+            return loss
+
+    def batch() -> Batch:
+        frames, _, hidden = videos()
+        return frames, torch.zeros(BATCH, PLACES).scatter(1, hidden, 1.0).bool()
+
+    return sgd(Masked, batch)
+
+
+def _taken(rows: Tensor, places: Tensor) -> Tensor:
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
+
+
+class Gathered(nn.Module):
+    """VideoMAE that takes patches by their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = video_model()
+
+    def forward(self, frames: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
+        made: Any = self.model
+        patches = _taken(made.videomae.embeddings(frames, None), seen)
+        states = made.encoder_to_decoder(made.videomae.encoder(patches).last_hidden_state)
+        table = made.position_embeddings.expand(len(frames), -1, -1).type_as(states)
+        blank = made.mask_token + _taken(table, hidden)
+        found = made.decoder(torch.cat([states + _taken(table, seen), blank], 1), hidden.shape[1])
+        pixels = frames.reshape(-1, 2, 2, 3, 2, 4, 2, 4).permute(0, 1, 4, 6, 2, 5, 7, 3)
+        return functional.mse_loss(found.logits, _taken(pixels.flatten(4).flatten(1, 3), hidden))
+
+
+@family("video_places", tolerance=FLOAT32)
+def video_places() -> Workload:
+    """The places of patches that are seen, and of those to rebuild."""
+    return sgd(Gathered, videos)
+
+
+@family("time_series", tolerance=FLOAT32)
+def time_series() -> Workload:
+    """What the refusal of Autoformer advises instead."""
+
+    class Series(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.TimeSeriesTransformerForPrediction(
+                transformers.TimeSeriesTransformerConfig(
+                    prediction_length=4, context_length=6, lags_sequence=[1, 2],
+                    num_time_features=1, d_model=16, encoder_layers=1, decoder_layers=1,
+                    encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+                    decoder_ffn_dim=16, dropout=0.0, attention_dropout=0.0,
+                    activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
+                )
+            )  # fmt: skip
+
+        def forward(self, past: Tensor, times: Tensor, future: Tensor, later: Tensor) -> Tensor:
+            made = self.model(past_values=past, past_time_features=times,
+                              past_observed_mask=torch.ones_like(past), future_values=future,
+                              future_time_features=later)  # fmt: skip
+            loss: Tensor = made.loss
+            return loss
+
+    def batch() -> Batch:
+        shapes = (8,), (8, 1), (4,), (4, 1)
+        return tuple(numbers(*shape).float() for shape in shapes)
+
+    return sgd(Series, batch)
+
+
+class Spectra(nn.Module):
+    """SpeechT5 without layer drop, whose loss is a sum over products with a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = transformers.SpeechT5ForTextToSpeech(
+            transformers.SpeechT5Config(
+                vocab_size=20, hidden_size=16, encoder_layers=1, decoder_layers=1,
+                encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
+                decoder_ffn_dim=16, num_mel_bins=4, speech_decoder_prenet_units=8,
+                speech_decoder_postnet_units=8, speaker_embedding_dim=8, encoder_layerdrop=0.0,
+                decoder_layerdrop=0.0, hidden_dropout=0.0, attention_dropout=0.0,
+                activation_dropout=0.0, positional_dropout=0.0,
+                speech_decoder_prenet_dropout=0.0, speech_decoder_postnet_dropout=0.0,
+            )
+        )  # fmt: skip
+
+    def forward(self, words: Tensor, given: Tensor, spectra: Tensor, speaker: Tensor) -> Tensor:
+        made: Any = self.model
+        kept = (spectra != -100).float()
+        states = made.speecht5(words, decoder_input_values=given, speaker_embeddings=speaker)[0]
+        before, after, _ = made.speech_decoder_postnet(states)
+        return (((before - spectra).abs() + (after - spectra).abs()) * kept).sum() / kept.sum()
+
+
+@family("speech_spectra", tolerance=FLOAT32)
+def speech_spectra() -> Workload:
+    """What the refusal of SpeechT5's own loss advises."""
+
+    def batch() -> Batch:
+        spectra = torch.randn(BATCH, 6, 4)
+        given = functional.pad(spectra[:, 1::2], (0, 0, 1, 0))[:, :3]
+        spectra[:, 4:] = -100.0  # as many of each: BatchNorm's local groups weigh by samples
+        return torch.randint(4, 20, (BATCH, 5)), given, spectra, torch.randn(BATCH, 8)
+
+    return sgd(Spectra, batch, optimizer_options={"lr": 0.01})

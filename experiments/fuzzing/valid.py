@@ -1,0 +1,299 @@
+"""Valid files of every kind that heterog reads."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fuzzing import checks
+from fuzzing.outputs import check_call, make_call
+from heterog.agents.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from heterog.agents.config import PolicyConfig
+from heterog.agents.policy import Policy
+from heterog.cluster import Cluster
+from heterog.fidelity.recorded import read_runs
+from heterog.files import MAX_JSON_BYTES, read_json
+from heterog.graph import serialize
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.serialize import load_graph, save_graph
+from heterog.graph.workload import Workload
+from heterog.planners.plan import load_plan, make_plan
+from heterog.planners.planner import Budget
+from heterog.planners.request import Request
+from heterog.runtime.checkpoint.boxes import Box, whole_box
+from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
+from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
+from heterog.runtime.profiler import Journal
+from heterog.runtime.testbed import load_testbed
+from heterog.simulator.calibration import Calibration, calibrate
+from heterog.simulator.device_models.model import DeviceModels
+from heterog.simulator.device_models.parameters import InTraining
+from heterog.simulator.device_models.run_file import read_run_models, save_run_models
+from heterog.simulator.measurements import (
+    LinkMeasurement,
+    Measurements,
+    OpMeasurement,
+    op_kind,
+    op_signature,
+)
+from heterog.simulator.roofline import Roofline
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(17, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.norm = nn.LayerNorm(12)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + torch.relu(layer(x))
+        result: torch.Tensor = self.head(self.norm(x).mean(1))
+        return result
+
+
+def small_graph(batch_size: int = 24) -> OpGraph:
+    """A captured model with views, a tied sum and a loss over labels."""
+    batch = (
+        torch.zeros(batch_size, 6, dtype=torch.int64),
+        torch.zeros(batch_size, dtype=torch.int64),
+    )
+    loss = nn.functional.cross_entropy
+    return capture(Workload(_Model, batch, loss, torch.optim.Adam, name="small"))
+
+
+def documented() -> dict[str, Any]:
+    """The graph that the format's documentation shows."""
+    lines = (serialize.__doc__ or "").splitlines()
+    begin = lines.index("    {")
+    record: dict[str, Any] = json.loads("\n".join(lines[begin : lines.index("    }", begin) + 1]))
+    return record
+
+
+TEXT_FILES = {
+    "lab.yaml": """\
+schema_version: 1
+name: lab
+efficiency: 0.7
+reserved_memory: 1.0 GiB
+hosts:
+  - name: a
+    devices: [{type: V100-16GB, count: 2, usable_memory: 9 GiB}]
+    intra: {kind: own, bandwidth: 20 GB/s, latency: 5 us, shared: true}
+    nic: {line_rate: 100 Gbit/s, latency: 20 us}
+  - name: b
+    count: 2
+    devices:
+      - type: {name: mine, peak_flops: 10 TFLOP/s, memory_bandwidth: 500 GB/s, memory: 8 GiB}
+        launch_overhead: 5 us
+    nic: {line_rate: 50 Gbit/s}
+    testbed: {cpu_quota: 0.8}
+""",
+    "bed.yaml": """\
+schema_version: 1
+name: bed
+hosts:
+- {name: a, devices: [{type: CPU, count: 2}], intra: pcie3, testbed: {cpu_quota: 0.5}}
+""",
+    "runs.csv": """\
+model,batch_size,cluster,layout,seconds,peak_bytes,family
+gpt2,16,lab.yaml,"tp=2,dp=2",0.412,9126805504,small
+graph.json.gz,,lab.yaml,pp=4,3.87e-1,,
+""",
+    "m.py": "import torch\n",
+}
+"""Files that are texts, by name."""
+
+
+def measurements(graph: OpGraph, cluster: Cluster) -> Measurements:
+    """What a profile might say, from the roofline."""
+    kind = cluster.devices[0].type
+    rows = []
+    for samples in (3, 12, 24):
+        seconds = Roofline().op_seconds(graph, kind, samples)
+        rows += [
+            OpMeasurement(
+                device_type=kind.name,
+                model=graph.name,
+                signature=op_signature(graph, index),
+                kind=op_kind(graph, index),
+                samples=samples,
+                flops=float(graph.flops[index]),
+                num_bytes=float(graph.bytes_moved[index]),
+                seconds=float(seconds[index]),
+                count=2,
+            )
+            for index in range(0, graph.num_ops, 3)
+            if seconds[index] > 0
+        ]
+    names = [device.name for device in cluster.devices]
+    links = [
+        LinkMeasurement(
+            kind=what,
+            devices=members,
+            slices=(1,) * len(members) if what == "all_gather" else (),
+            num_bytes=size,
+            seconds=1e-4 + size / 1e9,
+            device_seconds=(1e-5,) * len(members),
+        )
+        for what, members in (
+            ("point_to_point", tuple(names[:2])),
+            ("all_reduce_ring", tuple(names)),
+            ("all_gather", tuple(names)),
+        )
+        for size in (4096, 65536, 2**20)
+    ]
+    return Measurements(
+        environment={"torch": "2"}, ops=tuple(rows), links=tuple(links), cluster=cluster.to_dict()
+    )
+
+
+def write_checkpoint(folder: Path) -> None:
+    """A checkpoint of one layer, one of its tensors in parts, as rank 0 writes it."""
+    folder.mkdir()
+    data = folder / "data-0"
+    data.mkdir()
+    weight, state = torch.arange(12.0).reshape(3, 4), torch.ones(3, 4)
+    left, right = Box((0, 0), (3, 1)), Box((0, 1), (3, 3))
+    own = [
+        Entry(whole="model.w", shape=(3, 4), box=whole_box((3, 4)), value=weight),
+        Entry(whole="optimizer.w.exp_avg", shape=(3, 4), box=left, value=state[:, :1]),
+        Entry(whole="optimizer.w.exp_avg", shape=(3, 4), box=right, value=state[:, 1:]),
+    ]
+    contents = Contents(
+        heterog="0",
+        torch="2",
+        model="small",
+        graph="0123456789abcdef",
+        optimizer="Adam",
+        num_steps=3,
+        data="data-0",
+        tensors=write_tensors(own, data, 0),
+        states={
+            "w": SavedOptimizer(
+                options={"lr": 0.1, "betas": [0.9, 0.99]}, tensors=("exp_avg",), values={"step": 3}
+            )
+        },
+        extra={"epoch": 1},
+    )
+    publish(contents, folder / "checkpoint.json", data)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: how it is read, and what must hold of what was read.
+
+    Attributes:
+        name: of the kind.
+        files: valid ones.
+        read: reads a path; what comes back is checked.
+        check: says what is wrong with what was accepted; empty if nothing.
+        form: ``json``, ``yaml``, ``lines``, ``torch`` or ``folder``; ``call`` of the command line.
+        weight: how often it is drawn.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    read: Callable[[Path], Any]
+    check: Callable[[Any], str]
+    form: str
+    weight: int = 1
+
+
+def make_kinds(folder: Path) -> tuple[Kind, ...]:
+    """Valid files of every kind, and what to do with them."""
+    graph = small_graph()
+    (folder / "hand.json").write_text(json.dumps(documented(), indent=1))
+    for name, text in TEXT_FILES.items():
+        (folder / name).write_text(text)
+    cluster = Cluster.load(folder / "lab.yaml")
+    write_measured(folder, graph, cluster)
+    write_checkpoint(folder / "checkpoint")
+    small = Policy(PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4)).eval()
+    save_checkpoint(folder / "policy.pt", Checkpoint(policy=small, provenance={"name": "x"}))
+    graphs = ("hand.json", "graph.json", "graph.json.gz")
+    for name in graphs[1:]:
+        save_graph(graph, folder / name)
+    plans = write_plans(folder, graph, cluster)
+
+    def of_cluster(read: Cluster) -> str:
+        return checks.check_cluster(read, graph)
+
+    def of_prices(read: Any) -> str:
+        return checks.check_calibration(read, graph, cluster)
+
+    def named(*names: str) -> tuple[Path, ...]:
+        return tuple(folder / name for name in names)
+
+    return (
+        Kind("graph", named(*graphs), load_graph,
+             lambda read: checks.check_graph(read, cluster), "json", 3),
+        Kind("plan", plans, load_plan, checks.check_plan, "json", 3),
+        Kind("cluster", named("lab.yaml"), Cluster.load, of_cluster, "yaml", 2),
+        Kind("testbed", named("bed.yaml"), lambda path: load_testbed(str(path)), of_cluster,
+             "yaml"),
+        Kind("calibration", named("calibration.json"), Calibration.load, of_prices, "json", 2),
+        Kind("run models", named("runs.json"), _run_models, of_prices, "json"),
+        Kind("recorded runs", named("runs.csv"), read_runs, checks.check_runs, "csv"),
+        Kind("measurements", named("measurements.json"),
+             lambda path: (found := Measurements.load(path), _calibrated(found)),
+             lambda read: checks.check_measurements(read, graph, cluster), "json", 2),
+        Kind("journal", named("rank0.jsonl"), lambda path: Journal(path, "a V100"),
+             checks.check_journal, "lines"),
+        Kind("policy", named("policy.pt"), load_checkpoint, checks.check_policy, "torch"),
+        Kind("checkpoint", named("checkpoint"), read_checkpoint, checks.check_checkpoint,
+             "folder", 2),
+        Kind("outputs", (folder,), make_call, check_call, "call", 3),
+    )  # fmt: skip
+
+
+def write_plans(folder: Path, graph: OpGraph, cluster: Cluster) -> tuple[Path, ...]:
+    """Plans of unlike methods, one of them beside other work."""
+    files = []
+    for number, methods in enumerate((("ev_ps", "ddp"), ("cp_ar", "pipeline"), ("local_search",))):
+        budget = Budget.parse("30e")
+        plan = make_plan(
+            Request(graph=graph, cluster=cluster, methods=methods, budget=budget, seed=number)
+        )
+        if number == 1:
+            plan = plan.with_background(small_graph(4), 1.2)
+        for name in (f"plan{number}.json", "plan.json"):
+            plan.save(folder / name)
+        files.append(folder / f"plan{number}.json")
+    return tuple(files)
+
+
+def write_measured(folder: Path, graph: OpGraph, cluster: Cluster) -> None:
+    """Measurements, what is fitted to them, and a journal of them."""
+    found = measurements(graph, cluster)
+    found.save(folder / "measurements.json")
+    calibrate(found, cluster, name="calibrated").save(folder / "calibration.json")
+    factors = {"V100-16GB": InTraining(products=1.2, float32=1.1)}
+    models = DeviceModels(host_s=2e-5, in_training=factors)
+    save_run_models(folder / "runs.json", models, "mine", 5)
+    journal = Journal(folder / "rank0.jsonl", "a V100")
+    journal.add("one", found.ops[:4])
+    journal.add("two", found.links[:2])
+
+
+def _run_models(path: Path) -> DeviceModels:
+    return read_run_models(read_json(path, "calibration", MAX_JSON_BYTES), f"calibration {path}")
+
+
+def _calibrated(found: Measurements) -> Calibration:
+    cluster = None if found.cluster is None else Cluster.from_dict(found.cluster)
+    return calibrate(found, cluster)
+
+
+def read_checkpoint(folder: Path) -> Any:
+    """All tensors of a checkpoint."""
+    contents = read_contents(folder)
+    return contents, read_tensors(contents, folder, contents.names)
