@@ -41,7 +41,7 @@ LAYERS = (
 ROOMS = {
     "torch": (
         *(
-            "graph/capture.py",
+            "graph/capture/",
             "graph/higher_order.py",
             "graph/inserting.py",
             "graph/one_sample.py",
