@@ -46,7 +46,7 @@ LAYERS = (
 ROOMS = {
     "torch": (
         *(
-            "graph/capture.py",
+            "graph/capture/",
             "graph/changed_state.py",
             "graph/higher_order.py",
             "graph/inserting.py",

@@ -20,7 +20,7 @@ from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.planners.spmd.a_star import Search, SpmdProgram
-from heterog.planners.spmd.fold import fold
+from heterog.planners.spmd.fold import TooWideError, fold
 from heterog.planners.spmd.prices import COLLECTIVES, PADDED_ONLY, SpmdPrices, Work
 from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
 from heterog.planners.spmd.ratios import best_ratios, device_classes
@@ -45,9 +45,10 @@ _NUM_TUNED = 3  # programs whose synchronisation, buckets and order are varied
 _TEAM_MICRO = (2, 4)  # micro-batches of teams inside hosts
 _NARROW = 2  # states kept everywhere by the quick search before that of a large graph
 _LARGE = 3000  # rows from which on it runs: the full search of fewer takes seconds
-_MOST_EXTENSIONS = 5_000_000
-"""Most steps of a search, some ten seconds; BERT-large on 8 devices takes 17,000. It bounds
-budgets in evaluations, which no time cuts. Once one is given up, the plan's others are narrow."""
+_MOST_EXTENSIONS = 2_500_000
+"""Most steps of a search, some ten seconds; BERT-large on 8 devices takes 17,000, an unrolled RWKV
+on two 2.2 million. It bounds budgets in evaluations, which no time cuts. Once one is given up, the
+plan's others are narrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,7 +300,12 @@ class Hap(Planner):
         whole = tuple(range(problem.evaluator.cluster.num_devices))
         ranking.note = "out of time before it had any program but data parallelism"
         ranking.add_plain(whole, even=not self._ingredients.solve_ratios)
-        synthesis = Synthesis(problem.evaluator, self._ingredients, spending.check)
+        try:
+            synthesis = Synthesis(problem.evaluator, self._ingredients, spending.check)
+        except TooWideError as error:
+            ranking.note = f"data parallelism only: {error}"
+            ranking.tune()
+            return
         subsets = dict.fromkeys((whole, *machine_subsets(problem.evaluator.cluster)))
         starts = [synthesis.data_parallel(devices) for devices in subsets]
         for placed in starts:

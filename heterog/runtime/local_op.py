@@ -11,7 +11,8 @@ from torch import Tensor, fx
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import values_per_channel
-from heterog.graph.capture import ATTENTION_ALIASES, CapturedStep
+from heterog.graph.capture import CapturedStep
+from heterog.graph.capture.attention import ATTENTION_ALIASES
 from heterog.graph.halo import Rows
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind

@@ -12,9 +12,11 @@ import torch_geometric
 from torch import Tensor, nn
 from torch.nn import functional
 
-import heterog.graph.capture as capture_module
+import heterog.graph.capture.tracing as tracing
 from heterog.errors import CaptureError
-from heterog.graph.capture import _way_out, capture, capture_step, optimizer_state_ratio
+from heterog.graph.capture import capture, capture_step
+from heterog.graph.capture.optimizer_state import optimizer_state_ratio
+from heterog.graph.capture.refusals import _way_out
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.serialize import graph_to_dict
@@ -788,17 +790,17 @@ class Written(nn.Module):
 def traces_of(monkeypatch: pytest.MonkeyPatch, made: Workload) -> tuple[OpGraph, OpGraph, bool]:
     """The graph, the graph after a second trace, and whether there was one anyway."""
     found: list[bool] = []
-    mutates = capture_module._mutates
+    mutates = tracing._mutates
 
     def noted(graph: Any) -> bool:
         found.append(mutates(graph))
         return found[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture_module, "_mutates", noted)
+        patch.setattr(tracing, "_mutates", noted)
         graph = capture(made)
     with monkeypatch.context() as patch:
-        patch.setattr(capture_module, "_mutates", lambda graph: True)
+        patch.setattr(tracing, "_mutates", lambda graph: True)
         return graph, capture(made), found[0]
 
 

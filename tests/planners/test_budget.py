@@ -4,6 +4,7 @@ Time is a fake clock that every simulation advances: nothing here looks at the w
 """
 
 import math
+import re
 from dataclasses import replace
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import heterog.agents.planners
 import heterog.planners.hap as hap
+import heterog.planners.spmd.fold as fold
 from heterog.cluster import Cluster
 from heterog.cluster.topology import ROOFLINE
 from heterog.graph.capture import capture
@@ -237,6 +239,14 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
         found.append([each.strategy for each in result.candidates])
     assert found[0] == found[1]
     assert any(strategy.op_rules for strategy in found[0])
+
+
+def test_a_graph_too_wide_to_search_gets_data_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fold, "_MOST_CARRIED", 10)
+    evaluator = Evaluator(unrolled_lstm(), Cluster.load("paper_8gpu"))
+    result = Hap().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=4)))
+    assert re.search(r"data parallelism only: [\d,]+ values are carried", result.note)
+    assert all(not each.strategy.op_rules for each in result.candidates)
 
 
 def test_a_narrow_search_follows_few_states_and_says_that_it_is_no_proof() -> None:

@@ -115,12 +115,24 @@ def _touched(row: Row) -> tuple[int, ...]:
     return tuple(dict.fromkeys((*(read.value for read in row.reads), *row.writes)))
 
 
+class TooWideError(Exception):
+    """A graph carries so many values past so many rows that no search of it would end."""
+
+
+_MOST_CARRIED = 20_000_000
+"""Most values carried past all rows together, of 8 bytes each: every step of a search copies what
+is carried. An RWKV of 13,900 rows carries 1.2 million, 10,000 parameters that one op reads 100."""
+
+
 def fold(theory: Theory, reach: int = 6) -> Folded:
     """Order the rows step by step and determine the values carried between them.
 
     Args:
         theory: Theory with the rows and values.
         reach: Number of steps within which no fewer values are carried where a segment ends.
+
+    Raises:
+        TooWideError: a search would take hours.
     """
     step = assign_steps(theory)
     maker = {write: number for number, row in enumerate(theory.rows) for write in row.writes}
@@ -144,13 +156,18 @@ def fold_in_order(
         number: tuple(v for v in _touched(rows[number]) if values[v].role != Role.FREE)
         for number in order
     }
+    first: dict[int, int] = {}
     last: dict[int, int] = {}
     made_at: dict[int, int] = {}
     for place, number in enumerate(order):
         for value in touched[number]:
             last[value] = place
+            first.setdefault(value, place)
         for value in rows[number].writes:
             made_at[value] = place
+    num_carried = sum(end - first[value] for value, end in last.items())
+    if num_carried > _MOST_CARRIED:
+        raise TooWideError(f"{num_carried:,} values are carried past rows, too many to search")
     needs = [_needed_forms(rows[number]) for number in order]
     wanted = _wanted_after(needs, touched, order)
     visits: list[Visit] = []

@@ -1,0 +1,188 @@
+"""Captures one training step of a workload as an ``OpGraph``, on fake tensors.
+
+The recipe: trace forward and ``autograd.grad`` with ``make_fx`` over fake parameters, buffers and
+batch (no weight is ever allocated), then retrace through ``functionalize(remove="mutations")``,
+which drops in-place ops but keeps real views: ``mutations_and_views`` would add copies that never
+run. Forward hooks annotate every node with its module; a backward node finds its forward twin by
+autograd's sequence number.
+
+- ``tracing`` traces the step twice and notes ``places`` (modules, phases, lines); ``reading``
+  reads a graph from that, with ``attention`` in one form and the ``optimizer_state``.
+- ``refusals`` are what a step that cannot be captured is told.
+
+Only this package, ``static_shapes``, ``value_checks`` and ``inserting`` touch private names of
+torch.
+"""
+
+import warnings
+from dataclasses import replace
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorDeviceMismatchError,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils import _pytree as pytree
+
+from heterog.errors import CaptureError
+from heterog.graph.capture.reading import CapturedStep, Reader
+from heterog.graph.capture.refusals import DATA_DEPENDENT, check_hooks, clear_errors
+from heterog.graph.capture.tracing import trace
+from heterog.graph.collector import without_collector
+from heterog.graph.function_caches import caches_without_fakes
+from heterog.graph.one_sample import add_ops_of_more_samples
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.parameter_groups import group_numbers, parameter_groups
+from heterog.graph.sharding_rules.sparse import pattern_key
+from heterog.graph.sparse_pattern import SparsePattern
+from heterog.graph.sparse_product import SparseProduct
+from heterog.graph.static_shapes import statistics_of_unread_norms
+from heterog.graph.traced_constants import make_repeated_constants_once, merge_equal_constants
+from heterog.graph.workload import Workload
+
+__all__ = ["CapturedStep", "capture", "capture_step"]
+
+
+def capture(workload: Workload) -> OpGraph:
+    """Capture one training step of a workload.
+
+    Args:
+        workload: Model, example batch, loss and optimizer class.
+
+    Returns:
+        The graph of forward, backward and update, with costs, phases and module paths.
+
+    Raises:
+        CaptureError: the code branches on tensor values (the message names module and line), the
+            loss is not a scalar, the batch has no batch dimension, or the step fails.
+    """
+    return capture_step(workload).graph
+
+
+def capture_step(workload: Workload, planned: OpGraph | None = None) -> CapturedStep:
+    """Capture a workload and keep the fx graph; see ``capture``.
+
+    Args:
+        workload: Model, example batch, loss and optimizer class.
+        planned: The same step on another batch, whose ops this one shall have.
+    """
+    with caches_without_fakes(), statistics_of_unread_norms(), without_collector():
+        try:
+            return _capture_step(workload, planned, in_memory=False)
+        except _UnknownConstant:
+            return _capture_step(workload, planned, in_memory=True)
+
+
+class _UnknownConstant(Exception):
+    """A step reads a tensor that was made with the model, whose values are not known."""
+
+
+def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: bool) -> CapturedStep:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with warnings.catch_warnings(action="ignore"), mode:
+        with clear_errors(workload, None):
+            model = _make_model(workload, in_memory=in_memory)
+            check_hooks(workload, model)
+            batch = workload.make_batch()
+        with unset_fake_temporarily():  # options that are tensors are real
+            groups = parameter_groups(workload, model)
+        # Nothing reads a gradient of a parameter that the optimizer does not have.
+        grouped = group_numbers(groups)
+        parameters = {
+            name: _fake(mode, value)
+            for name, value in model.named_parameters()
+            if value.requires_grad and name in grouped
+        }
+        frozen = {
+            name: _fake(mode, value).detach() if value.requires_grad else _fake(mode, value)
+            for name, value in model.named_parameters()
+            if name not in parameters
+        }
+        buffers = frozen | {name: _fake(mode, value) for name, value in model.named_buffers()}
+        batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), batch)
+        if not parameters:
+            some = "parameter" if workload.parameter_groups is None else "grouped parameter"
+            raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
+    checks_calls = planned is None  # or it was checked when it was planned
+    try:
+        traced = trace(
+            workload, mode, model, parameters, buffers, batch, checks_calls=checks_calls
+        )
+    except CaptureError as error:
+        if isinstance(error.__cause__, FakeTensorDeviceMismatchError) and not in_memory:
+            raise _UnknownConstant from error  # on the meta device
+        raise
+    _check_constants(workload, traced, in_memory=in_memory)
+    if planned is not None:
+        add_ops_of_more_samples(traced.graph, planned)
+    inputs = parameters, buffers, frozen, batch, groups
+    step = Reader(workload, traced, *inputs).read()
+    is_one_of_more = planned is not None and step.graph.batch_size == 1
+    if not is_one_of_more and make_repeated_constants_once(
+        step.graph, step.module, step.node_of_op
+    ):
+        merge_equal_constants(traced.graph)
+        step = Reader(workload, traced, *inputs).read()
+    return replace(step, graph=replace(step.graph, patterns=_patterns(model, step.graph)))
+
+
+def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: bool) -> None:
+    """Refuse a constant that has no values, or ask for a model in memory, where it has."""
+    constants = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
+    for name in constants:
+        value = getattr(traced, str(name))
+        if isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
+            if not in_memory:
+                raise _UnknownConstant
+            raise CaptureError(
+                f"workload '{workload.name}': the step reads a tensor of {tuple(value.shape)} "
+                "that it has kept from its capture; make it a buffer, or an input of the step."
+            )
+
+
+def _patterns(model: nn.Module, graph: OpGraph) -> tuple[SparsePattern, ...]:
+    """Entries of the sparse matrices that a step multiplies with, in the order of its ops."""
+    products = (module for module in model.modules() if isinstance(module, SparseProduct))
+    by_key = {pattern.key: pattern for each in products for pattern in each.patterns}
+    used = dict.fromkeys(pattern_key(op.args) for op in graph.ops)
+    return tuple(by_key[key] for key in used if key in by_key)
+
+
+def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
+    """Make the model without memory: fake, or on the meta device where fake tensors cannot follow.
+
+    Fake parameters cannot be converted (``model.double()``) nor initialised by code that reads
+    its own values (``trunc_normal_``); meta ones can, but attributes that are plain tensors would
+    be on the wrong device, so fake ones are tried first. A model that decides by its values when
+    it is made (an orthogonal parametrization) is made in memory, as is one whose step reads a
+    tensor in a plain attribute.
+    """
+    if in_memory:
+        with unset_fake_temporarily():
+            return workload.make_model()
+    try:
+        return workload.make_model()
+    except (RuntimeError, *DATA_DEPENDENT):
+        pass
+    with unset_fake_temporarily():
+        try:
+            with torch.device("meta"):
+                return workload.make_model()
+        except RuntimeError:
+            return workload.make_model()
+
+
+def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
+    if value.is_meta:
+        twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        return twin.requires_grad_(value.requires_grad)
+    if isinstance(value, FakeTensor):
+        value.constant = None  # its values are those of the first step only
+        return value
+    fake = mode.from_tensor(value, static_shapes=True)
+    for hook in (value._backward_hooks or {}).values():
+        fake.register_hook(hook)  # type: ignore[no-untyped-call]
+    return fake

@@ -1,0 +1,395 @@
+"""Reads the columns of an ``OpGraph`` from a traced fx graph."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from heterog.errors import CaptureError
+from heterog.graph.capture.attention import (
+    ATTENTION,
+    ATTENTION_ARGS,
+    ATTENTION_NUM_OUTPUTS,
+    attention_flops,
+    canonical_attention,
+)
+from heterog.graph.capture.optimizer_state import optimizer_state_ratio
+from heterog.graph.op_costs import (
+    bytes_read_and_written,
+    convolution_flops,
+    elementwise_flops,
+    grouped_product_flops,
+    sparse_flops,
+)
+from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
+from heterog.graph.optimizer_probe import Kind, ProbedGroup, update_scope
+from heterog.graph.parameter_groups import ParameterGroup, group_numbers
+from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
+from heterog.graph.update_scope import UpdateScope
+from heterog.graph.workload import Workload, named_leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStep:
+    """An ``OpGraph`` and the fx graph that it was read from, node for node.
+
+    Attributes:
+        graph: The graph, independent of devices.
+        module: The functional fx module; placeholders are the step inputs in ``graph``'s order,
+            outputs the loss, the gradients of the used parameters in order, then the new values
+            of the mutated buffers.
+        node_of_op: The fx node of each op that is not an update.
+    """
+
+    graph: OpGraph
+    module: fx.GraphModule
+    node_of_op: tuple[fx.Node, ...]
+
+
+class Reader:
+    """Reads the columns of an ``OpGraph`` from a traced fx graph."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        module: fx.GraphModule,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        frozen: Mapping[str, Tensor],
+        batch: Any,
+        groups: tuple[ParameterGroup, ...],
+    ) -> None:
+        self.workload = workload
+        self.module = module
+        self.parameters = parameters
+        self.buffers = buffers
+        self.frozen = frozen
+        self.batch = batch
+        self.groups = groups
+        self.tensors: list[GraphTensor] = []
+        self.tensor_ids: dict[tuple[fx.Node, int], int] = {}
+        self.ops: list[GraphOp] = []
+        self.nodes: list[fx.Node] = []
+
+    def read(self) -> CapturedStep:
+        """Build the graph."""
+        placements, batch_size = self._read_inputs()
+        self._read_ops()
+        loss, gradients = self._read_outputs()
+        ratios = self._state_ratios(gradients)
+        self._append_updates(gradients, ratios)
+        graph = OpGraph(
+            name=self.workload.name,
+            source=self.workload.source,
+            batch_size=batch_size,
+            tensors=tuple(self.tensors),
+            ops=tuple(self.ops),
+            batch_placements=tuple(placements),
+            optimizer=self.workload.optimizer.__name__,
+            optimizer_state_ratio=self._mean_ratio(ratios),
+            loss=loss,
+            master_dtype=str(self.workload.master_dtype or "").removeprefix("torch."),
+            seen_scope=self._update_scope(gradients),
+        )
+        return CapturedStep(graph=graph, module=self.module, node_of_op=tuple(self.nodes))
+
+    def _read_inputs(self) -> tuple[list[Placement], int]:
+        """Step inputs as tensors: parameters, buffers, batch, lifted constants."""
+        placeholders = [node for node in self.module.graph.nodes if node.op == "placeholder"]
+        constants = [node for node in self.module.graph.nodes if node.op == "get_attr"]
+        batch_names, batch_values, batch_dims = self._batch_leaves()
+        batch_size = self._batch_size(batch_values, batch_dims)
+        kinds = (
+            [(name, TensorKind.PARAMETER, None) for name in self.parameters]
+            + [(name, TensorKind.BUFFER, None) for name in self.buffers]
+            + [
+                (name, TensorKind.BATCH, dim)
+                for name, dim in zip(batch_names, batch_dims, strict=True)
+            ]
+        )
+        if len(kinds) != len(placeholders):
+            raise CaptureError(
+                f"workload '{self.workload.name}': traced {len(placeholders)} step inputs, but "
+                f"the model and batch have {len(kinds)}."
+            )
+        placements: list[Placement] = []
+        for node, (name, kind, dim) in zip(placeholders, kinds, strict=True):
+            value = node.meta["val"]
+            self._add_tensor(node, 0, value, kind, name)
+            placements.append(R if dim is None else S(dim))
+        for node in constants:
+            value = getattr(self.module, str(node.target))
+            self._add_tensor(node, 0, value, TensorKind.CONSTANT, str(node.target))
+            placements.append(R)
+        return placements, batch_size
+
+    def _batch_leaves(self) -> tuple[list[str], list[Tensor], list[int | None]]:
+        leaves = named_leaves(self.batch)
+        names = [name for _, name, _ in leaves]
+        values = [value for _, _, value in leaves]
+        stated = [self.workload.batch_dims.get(key, "first") for key, _, _ in leaves]
+        size = next(
+            (v.shape[0] for v, s in zip(values, stated, strict=True) if s == "first" and v.dim()),
+            None,
+        )
+        dims: list[int | None] = []
+        for value, dim in zip(values, stated, strict=True):
+            if dim == "first":
+                dims.append(0 if value.dim() and value.shape[0] == size else None)
+            else:
+                dims.append(dim if isinstance(dim, int) else None)
+        return names, values, dims
+
+    def _batch_size(self, values: list[Tensor], dims: list[int | None]) -> int:
+        sizes = {
+            int(value.shape[dim])
+            for value, dim in zip(values, dims, strict=True)
+            if dim is not None
+        }
+        shapes = ", ".join(str(tuple(value.shape)) for value in values)
+        if not sizes:
+            raise CaptureError(
+                f"workload '{self.workload.name}': no tensor of the batch ({shapes}) has a batch "
+                "dimension, so there is nothing to share out. By default it is the first "
+                "dimension of the first tensor; where Workload.batch_dims says None for a tensor, "
+                "every device gets all of it. Leave one out of batch_dims, or give its dimension."
+            )
+        if len(sizes) != 1:
+            raise CaptureError(
+                f"workload '{self.workload.name}': the batch tensors ({shapes}) have "
+                f"{len(sizes)} different batch sizes; state them with Workload.batch_dims."
+            )
+        return sizes.pop()
+
+    def _add_tensor(
+        self, node: fx.Node, output: int, value: Tensor, kind: TensorKind, name: str = ""
+    ) -> int:
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in ITEM_BYTES:
+            raise CaptureError(
+                f"workload '{self.workload.name}': {node.name} has dtype {dtype}, which is not "
+                "supported."
+            )
+        self.tensors.append(
+            GraphTensor(shape=tuple(map(int, value.shape)), dtype=dtype, kind=kind, name=name)
+        )
+        self.tensor_ids[node, output] = len(self.tensors) - 1
+        return len(self.tensors) - 1
+
+    def _read_ops(self) -> None:
+        module, phase = "", Phase.FORWARD
+        for node in self.module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if not isinstance(node.target, torch._ops.OpOverload):
+                self._read_getitem(node)
+                continue
+            # A node that the retrace itself made (a copy) belongs to the one before it.
+            annotation = node.meta.get("custom") or {}
+            module = annotation.get("module", module)
+            phase = max(phase, Phase(annotation.get("phase", phase)))
+            self._read_op(node, phase, module)
+
+    def _read_getitem(self, node: fx.Node) -> None:
+        source, index = node.args
+        if not isinstance(source, fx.Node) or not isinstance(index, int):
+            raise CaptureError(
+                f"workload '{self.workload.name}': cannot read node {node.format_node()}."
+            )
+        # Canonical attention drops outputs that no step needs (random state, debug masks).
+        self.tensor_ids[node, 0] = self.tensor_ids.get((source, index), -1)
+
+    def _read_op(self, node: fx.Node, phase: Phase, module: str) -> None:
+        kind = str(node.target).removeprefix("aten.")
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        args, inputs = self._read_args(node, target)
+        values = node.meta.get("val")  # checks return nothing
+        outputs = list(values) if isinstance(values, tuple | list) else [values]
+        if kind in ATTENTION:
+            kind = ATTENTION[kind]
+            args, inputs = canonical_attention(kind, args, inputs)
+            outputs = outputs[: ATTENTION_NUM_OUTPUTS[kind]]
+        first = len(self.tensors)
+        present = [value for value in outputs if isinstance(value, Tensor)]
+        for index, value in enumerate(outputs):
+            if isinstance(value, Tensor):
+                self._add_tensor(node, index, value, TensorKind.ACTIVATION)
+        call = OpCall(
+            kind=kind,
+            args=args,
+            inputs=tuple(self.tensors[tensor].meta for tensor in inputs),
+            outputs=tuple(self.tensors[first + i].meta for i in range(len(present))),
+        )
+        read, written = bytes_read_and_written(call)
+        self.ops.append(
+            GraphOp(
+                kind=kind,
+                args=args,
+                inputs=tuple(inputs),
+                num_outputs=len(present),
+                phase=phase,
+                module=module,
+                flops=_flops(node, call),
+                bytes_read=read,
+                bytes_written=written,
+                name=node.name,
+            )
+        )
+        self.nodes.append(node)
+
+    def _read_args(
+        self, node: fx.Node, target: torch._ops.OpOverload
+    ) -> tuple[dict[str, Arg], list[int]]:
+        """Arguments by schema name with defaults, tensors as references into the input list."""
+        inputs: list[int] = []
+        args: dict[str, Arg] = {}
+        for position, argument in enumerate(target._schema.arguments):
+            if not argument.kwarg_only and position < len(node.args):
+                value: Any = node.args[position]
+            else:
+                value = node.kwargs.get(argument.name, argument.default_value)
+            args[argument.name] = self._plain(value, inputs)
+        return args, inputs
+
+    def _plain(self, value: Any, inputs: list[int]) -> Arg:
+        if isinstance(value, fx.Node):
+            inputs.append(self.tensor_ids[value, 0])
+            return TensorRef(len(inputs) - 1)
+        if isinstance(value, tuple | list):
+            return tuple(self._plain(item, inputs) for item in value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return str(value).removeprefix("torch.")
+
+    def _read_outputs(self) -> tuple[int, dict[int, int]]:
+        """The loss tensor, and gradient tensor by parameter tensor."""
+        (output,) = (node for node in self.module.graph.nodes if node.op == "output")
+        flat = pytree.tree_leaves(output.args[0], is_leaf=lambda value: value is None)
+        loss = self.tensor_ids[flat[0], 0]
+        gradients: dict[int, int] = {}
+        for parameter, node in enumerate(flat[1 : 1 + len(self.parameters)]):
+            if node is not None:
+                gradient = self.tensor_ids[node, 0]
+                gradients[parameter] = gradient
+                self.tensors[gradient] = replace(self.tensors[gradient], kind=TensorKind.GRADIENT)
+        return loss, gradients
+
+    def _state_ratios(self, trained: Iterable[int]) -> dict[int, float]:
+        """Bytes of masters and state per byte of parameter, by parameter: alike in a group."""
+        options = dict(self.workload.optimizer_options)
+        group_of = group_numbers(self.groups)
+        members: dict[float, list[int]] = {}  # groups of one ratio together
+        ratio_of: dict[int, float] = {}
+        for parameter in trained:
+            group = group_of[self.tensors[parameter].name]
+            if group not in ratio_of:
+                own = self.groups[group].options
+                ratio_of[group] = optimizer_state_ratio(self.workload.optimizer, options, own)
+            members.setdefault(ratio_of[group], []).append(parameter)
+        found: dict[int, float] = {}
+        for ratio, alike in members.items():
+            found |= dict.fromkeys(alike, self._in_own_dtypes(ratio, alike))
+        return found
+
+    def _update_scope(self, trained: Iterable[int]) -> UpdateScope:
+        """What the optimizer looks at, with the kinds of parameters that each group has."""
+        group_of = group_numbers(self.groups)
+        kinds: list[dict[Kind, None]] = [{} for _ in self.groups]
+        for parameter in trained:
+            meta = self.tensors[parameter]
+            kind = Kind(len(meta.shape), meta.dtype.startswith("complex"))
+            kinds[group_of[meta.name]].setdefault(kind)
+        return update_scope(
+            self.workload.optimizer,
+            self.workload.optimizer_options,
+            [
+                ProbedGroup(group.options, tuple(own))
+                for group, own in zip(self.groups, kinds, strict=True)
+            ],
+        )
+
+    def _mean_ratio(self, ratios: Mapping[int, float]) -> float:
+        """Bytes of masters and state per byte of all trained parameters together."""
+        if len(set(ratios.values())) <= 1:
+            return next(iter(ratios.values()), 0.0)
+        sizes = {parameter: self.tensors[parameter].meta.num_bytes for parameter in ratios}
+        state = sum(ratio * sizes[parameter] for parameter, ratio in ratios.items())
+        return state / sum(sizes.values())
+
+    def _in_own_dtypes(self, ratio: float, trained: Iterable[int]) -> float:
+        """Bytes of master weights and of the optimizer's state, per byte of parameter.
+
+        Raises:
+            CaptureError: the state would be kept with more digits than it is computed with.
+        """
+        master, kept = self.workload.master_dtype, self.workload.state_dtype
+        metas = [self.tensors[parameter] for parameter in trained]
+        whole = sum(meta.meta.num_bytes for meta in metas)
+        if (master is None and kept is None) or whole == 0:
+            return ratio
+        state = 0.0
+        for meta in metas:
+            dtype = getattr(torch, meta.dtype)
+            is_copied = master is not None and dtype.is_floating_point and dtype != master
+            stepped = master if is_copied and master is not None else dtype
+            if kept is not None and torch.promote_types(kept, stepped) != stepped:
+                raise CaptureError(
+                    f"workload '{self.workload.name}': state_dtype is {kept}, but the optimizer "
+                    f"steps '{meta.name}' in {stepped}, which holds less; give "
+                    f"master_dtype={kept} as well, or leave out state_dtype."
+                )
+            elements = meta.meta.num_elements
+            state += elements * ratio * (kept or stepped).itemsize
+            state += elements * stepped.itemsize * is_copied
+        return float(state / whole)
+
+    def _append_updates(
+        self, gradients: Mapping[int, int], state_ratios: Mapping[int, float]
+    ) -> None:
+        module_of = {name: name.rpartition(".")[0] for name in self.parameters}
+        for parameter, gradient in gradients.items():
+            meta, state_ratio = self.tensors[parameter], state_ratios[parameter]
+            # Reads parameter, gradient and state; writes parameter and state (fused step).
+            self.tensors.append(replace(meta, kind=TensorKind.PARAMETER, name=""))
+            size = float(meta.meta.num_bytes)
+            added_up = float(self.tensors[gradient].meta.num_bytes)
+            elements = meta.meta.num_elements
+            self.ops.append(
+                GraphOp(
+                    kind="update",
+                    args={},
+                    inputs=(parameter, gradient),
+                    num_outputs=1,
+                    phase=Phase.UPDATE,
+                    module=module_of[meta.name],
+                    flops=elements * (2.0 + 5.0 * state_ratio),
+                    bytes_read=size * (1.0 + state_ratio) + added_up,
+                    bytes_written=size * (1.0 + state_ratio),
+                    name=f"update_{meta.name}",
+                )
+            )
+
+
+def _flops(node: fx.Node, call: OpCall) -> float:
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    counter = flop_registry.get(target.overloadpacket) or flop_registry.get(target)
+    for flops in (convolution_flops(call), grouped_product_flops(call), sparse_flops(call)):
+        if flops is not None:
+            return flops
+    if counter is None and call.kind in ATTENTION_ARGS:
+        return attention_flops(call)
+    if counter is None:
+        return float(elementwise_flops(call))
+
+    def value_of(argument: Any) -> Any:
+        return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+    args = pytree.tree_map(value_of, node.args)
+    kwargs = pytree.tree_map(value_of, node.kwargs)
+    return float(counter(*args, **kwargs, out_val=node.meta["val"]))
