@@ -5,11 +5,9 @@ import pytest
 from heterog.simulator.unequal_updates import (
     MERGE_BOOST,
     ElasticRule,
-    HogWorker,
     elastic_schedule,
     is_worth_adding,
     merge_weights,
-    run_hogbatch,
 )
 from heterog.strategy.division import split_in_proportion
 
@@ -47,28 +45,6 @@ def test_weights_add_up_to_one_but_for_the_boost() -> None:
     boosted = merge_weights((26, 14, 3), boost=MERGE_BOOST)
     assert sum(plain) == pytest.approx(1.0)
     assert sum(boosted) == pytest.approx(1.0 + 0.1 * (max(plain) - min(plain)))
-
-
-def test_hogbatch_without_adaptation_is_arithmetic() -> None:
-    gpu, cpu = workers(8192, 56, 10_000.0, 500.0)
-    run_hogbatch((gpu, cpu), 50.0, alpha=1.0)
-    assert (gpu.updates, cpu.updates) == (61, 446)
-
-
-@pytest.mark.parametrize("ratio", [1.0, 3.0, 20.0, 50.0])
-def test_hogbatch_balances_updates(ratio: float) -> None:
-    gpu, cpu = workers(8192, 56, 500.0 * ratio, 500.0)
-    run_hogbatch((gpu, cpu), 400.0)
-    assert gpu.updates == pytest.approx(cpu.updates, rel=0.01, abs=4)
-    assert 64 <= gpu.batch <= 8192
-    assert 8 <= cpu.batch <= 512
-
-
-def workers(gpu_batch: int, cpu_batch: int, gpu: float, cpu: float) -> tuple[HogWorker, HogWorker]:
-    return (
-        HogWorker(speed=gpu, batch=gpu_batch, least=64, most=8192),
-        HogWorker(speed=cpu, batch=cpu_batch, least=8, most=512),
-    )
 
 
 def test_one_more_device_pays_below_its_part_of_the_work() -> None:
