@@ -214,7 +214,7 @@ def test_the_passes_of_a_stage_take_what_its_device_computes(name: str, num_micr
     strategy = pipeline(name, 1, num_micro)
     choice = evaluator.encode(strategy)
     program, start, finish = evaluator.referee_timings(choice, Order.FIFO)
-    pace = stage_pace(evaluator, strategy)
+    pace = stage_pace(evaluator, evaluator.encode(strategy))[0]
     for stage in range(3):
         on = (program.device == stage) & (program.channel < 0)
         late = is_of_backward(program.kind, program.subject, evaluator.tables)

@@ -3,7 +3,7 @@
 A batch is m micro-batches. Stage s takes F_s for the forward pass of one and B_s for the backward
 pass, with the m-th part of what ends a batch: sums of gradients and updates. It does one after
 the other: the backward pass of micro-batch n - 1 - D_s, then the forward pass of n
-(``strategy.stash``). With c_s the seconds that messages take from stage s to the next and back
+(``value``). With c_s the seconds that messages take from stage s to the next and back
 together, and K micro-batches that each boundary adds, a step takes
 
     T = m max over i <= j of (F_i + B_i + ... + F_j + B_j + c_i + ... + c_{j-1}) / (1 + K (j - i))
@@ -233,7 +233,7 @@ def held_s(tape: Tape, prices: Prices) -> float:
 class StagedStep:
     """The tasks of one step on its own, by the micro-batch, pass and stage that they belong to.
 
-    Micro-batches come one after another (``strategy.stash.one_at_a_time``).
+    Micro-batches come one after another (``value.one_at_a_time``).
 
     Args:
         tape: Tape of the step.

@@ -7,27 +7,21 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered
 from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import NUM_TASKS
-from heterog.strategy.strategy import Strategy
 
 
 def more_seconds(stash: WeightStash, evaluator: Evaluator, choice: Choice) -> float:
     """Seconds that a step takes longer than on its own, mostly below 0: steps overlap."""
     if evaluator.tasks_of(choice) > evaluator.most_tasks:  # it will not be simulated
         return 0.0
-    pace, local_s, lowered = _pace(evaluator, choice)
+    pace, local_s, lowered = stage_pace(evaluator, choice)
     return max(pace.step_s(stash), held_s(lowered.tape, lowered.prices)) - local_s
 
 
-def stage_pace(evaluator: Evaluator, strategy: Strategy) -> StagePace:
-    """Seconds of the passes of each stage of a pipeline with a stash.
+def stage_pace(evaluator: Evaluator, choice: Choice) -> tuple[StagePace, float, Lowered]:
+    """Pace of stages by the referee's times of a step alone, its seconds, and what was lowered.
 
     Not counted as an evaluation: it belongs to that of the strategy.
     """
-    return _pace(evaluator, evaluator.encode(strategy))[0]
-
-
-def _pace(evaluator: Evaluator, choice: Choice) -> tuple[StagePace, float, Lowered]:
-    """Pace of stages by the referee's times of a step alone, its seconds, and what was lowered."""
     lowered, _, timings = evaluator.alone(choice)
     local_s, replayed = evaluator.replayed(lowered)
     assert replayed is not None
