@@ -11,6 +11,7 @@ from torch_geometric import nn as pyg
 from families.family import BATCH, FLOAT32, Batch, family, sgd
 from families.found import features_and_classes
 from families.graphs import NODES, edges_of_batch
+from families.language import VOCABULARY, config_of, hugging_face, padded_batch
 from families.training import numbers
 from heterog.graph.workload import Workload
 
@@ -207,3 +208,15 @@ def speech_spectra() -> Workload:
         return torch.randint(4, 20, (BATCH, 5)), given, spectra, torch.randn(BATCH, 8)
 
     return sgd(Spectra, batch, optimizer_options={"lr": 0.01})
+
+
+@family("long_t5", tolerance=FLOAT32)
+def long_t5() -> Workload:
+    """What the refusal of LED advises: an encoder of local attention, and a decoder."""
+    return hugging_face(
+        lambda: config_of("LongT5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32,
+                          num_layers=1, num_decoder_layers=1, num_heads=2, local_radius=3,
+                          dropout_rate=0.0, decoder_start_token_id=0, initializer_factor=1.0),
+        "LongT5ForConditionalGeneration",
+        padded_batch,
+    )  # fmt: skip

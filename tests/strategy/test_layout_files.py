@@ -196,6 +196,8 @@ def test_accelerate(tmp_path: Path) -> None:
         ("a.yaml", "a: 1\na: 2", "there twice"),
         ("a.yaml", "", "the file is empty"),
         ("a.ini", "", "cannot tell what"),
+        ("a.yaml", "model: {tensor_parallel: 2}", r"\(model\) .* another program.*tp=2"),
+        ("a.json", '{"tensor_model_parallel_size": 2}', "another program"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(

@@ -60,10 +60,12 @@ _WAYS_OUT = (
         (
             f"/transformers/models/{name}/",
             "which tokens attend to all others is such a value, and no setting of this model "
-            "leaves the question out. A model whose config has a sliding_window (Mistral, Gemma) "
-            "attends to neighbours as well, and can be planned.",
+            f"leaves the question out. {other} attends to neighbours as well, and can be planned.",
         )
-        for name in ("longformer", "led")
+        for name, other in (
+            ("longformer", "ModernBERT (local_attention), or Mistral (sliding_window),"),
+            ("led", "LongT5 (encoder_attention_type='local')"),
+        )
     ),
     (
         "/transformers/models/videomae/",

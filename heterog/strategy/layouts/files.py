@@ -75,6 +75,7 @@ def read_layout(path: str | Path) -> LayoutFile:
     fields = _Fields(_parsed(content, path, kind, ending), f"{kind} {path}")
     try:
         found = read(fields)
+        fields.check_that_some_are_known()
     except LayoutError as error:
         raise LayoutError(f"{kind} {path}: {error}") from error
     return replace(found, remarks=(*fields.remarks, *fields.unread()))
@@ -190,6 +191,20 @@ class _Fields:
     def remark(self, text: str) -> None:
         """Add a remark about something that the layout does not express."""
         self.remarks.append(text)
+
+    def check_that_some_are_known(self) -> None:
+        """Refuse a file of another program, which would be taken for plain data parallelism.
+
+        Raises:
+            LayoutError: no field was looked for, though there are some.
+        """
+        known = {path.split(".")[0] for path in self._taken} | self._taken.get("", set())
+        if self._document and not known & self._document.keys():
+            names = ", ".join(shown(name)[1:-1] for name in [*self._document][:_MOST_UNREAD])
+            raise LayoutError(
+                f"its fields ({names}) are none that are read, so it is for another program. Say "
+                "the layout in words instead, such as tp=2,pp=4."
+            )
 
     def unread(self) -> list[str]:
         """A sentence that lists unknown fields of the sections that were read."""
