@@ -182,8 +182,8 @@ with standard_streams():
 @pytest.mark.parametrize(
     ("shell", "code", "told"),
     [
-        ('"$@" >&-', 0, ""),
-        ('"$@" <&- >&- 2>&-', 0, ""),
+        ('"$@" >&-', 2, "stdout is closed, and the answer would be lost"),
+        ('"$@" <&- 2>&-', 0, ""),
         ('PYTHONIOENCODING=ascii "$@" | head -c 9', 0, r"\xe4\xe4"),
         ('{ "$@"; echo $? >&2; } | head -c 1 >/dev/null', 0, "1\n"),
         ('ulimit -f 1; "$@" > big', 2, "cannot write to stdout"),

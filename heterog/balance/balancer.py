@@ -1,5 +1,6 @@
 """``Balancer``: unequal ranks in a user's own training loop."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 from heterog.balance.arguments import check_arguments, check_data
 from heterog.balance.batch_norms import BatchNorms
 from heterog.balance.clock import StepClock
-from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
+from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches, without_singles
 from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
@@ -34,6 +35,7 @@ from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import watch_updates
 from heterog.balance.watching import watch_waits
 from heterog.balance.weights import StepWeights, check_loss
+from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import CPU
 
 
@@ -134,7 +136,21 @@ class Balancer:
         """See to the BatchNorm of a model, which need not be wrapped yet; ``watch`` does it."""
         self._norms = BatchNorms(model)
         for sampler in self._existing_samplers():
-            sampler.least = self._norms.least
+            self._keep_from_singles(sampler)
+
+    def _keep_from_singles(self, sampler: ShareSampler) -> None:
+        """Deal no rank a single sample where BatchNorm needs two, and say so."""
+        if self._norms is None:
+            return
+        sampler.least = self._norms.least
+        shares = sampler.shares
+        if sampler.least > 1 and 1 in shares and sampler.unit == "samples" and not self.group.rank:
+            warnings.warn(
+                f"shares {shares} give a rank one sample, which BatchNorm refuses in training: "
+                f"dealt as {without_singles(shares)}.",
+                HeterogWarning,
+                stacklevel=2,
+            )
 
     @property
     def model(self) -> nn.Module | None:
@@ -219,8 +235,7 @@ class Balancer:
             num_ranks=num_ranks,
             shares=check_shares(shares, num_ranks, total),
         )
-        if self._norms is not None:
-            sampler.least = self._norms.least
+        self._keep_from_singles(sampler)
         self._samplers.append(ref(sampler))
         if self._training is None:
             self._training = sampler

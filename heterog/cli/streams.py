@@ -17,14 +17,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def standard_streams() -> Iterator[None]:
     """Make the standard streams fit to print any text, and end with all of it written.
 
-    A stream that is closed takes what is printed and loses it. A letter that the encoding lacks
-    is printed as an escape. A reader that goes away (``| head``) ends the program quietly.
+    Without stdout nothing begins; a closed stderr loses what is printed there. A letter that the
+    encoding lacks is printed as an escape. A reader that goes away (``| head``) ends the program
+    quietly.
 
     Raises:
-        InputFileError: what was printed could not be written.
+        InputFileError: stdout is closed, or what was printed could not be written.
         SystemExit: the reader is gone.
     """
-    _open_closed()
+    if 1 in _open_closed():
+        raise InputFileError(
+            "stdout is closed, and the answer would be lost; give it a file (> answer.txt), or "
+            "/dev/null."
+        )
     sys.stdout, sys.stderr = _printable(sys.stdout), _printable(sys.stderr)
     try:
         try:
@@ -42,13 +47,16 @@ def standard_streams() -> Iterator[None]:
         raise InputFileError(f"cannot write to stdout: {error.strerror}.") from error
 
 
-def _open_closed() -> None:
+def _open_closed() -> list[int]:
     """Open what is closed; a file opened later would get its number, and what is printed."""
+    closed = []
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            closed.append(number)
+    return closed
 
 
 def _printable(stream: TextIO | None) -> TextIO:

@@ -1,5 +1,6 @@
 """Several loaders of a balancer, passes that are left, states of them, and BatchNorm."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,3 +254,22 @@ def test_batch_norm_never_runs_one_sample_and_keeps_statistics_without_any(
     assert tuple(sizes[-1] for sizes, _, _ in found) == last
     assert tuple(has_changed for _, has_changed, _ in found) == changed
     assert all(is_restored for _, _, is_restored in found)
+
+
+def shares_with_one(rank: int) -> tuple[list[str], int]:
+    """What is said about a share of one sample, and how many this rank is dealt."""
+    model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4))
+    with warnings.catch_warnings(record=True) as caught:
+        balancer = balancer_of(model=model, shares=(7, 1))
+        loader = balancer.loader(Numbers(8))
+    return [str(each.message) for each in caught], len(next(iter(loader)))
+
+
+@pytest.mark.distributed
+def test_a_share_of_one_that_batch_norm_refuses_is_named(two_ranks: Ranks) -> None:
+    (told, own), (nothing, other) = two_ranks.run(shares_with_one)
+    assert told == [
+        "shares (7, 1) give a rank one sample, which BatchNorm refuses in training: dealt as "
+        "(6, 2)."
+    ]
+    assert (own, other, nothing) == (6, 2, [])
