@@ -33,6 +33,7 @@ def can_be_in_a_v(point: Composition) -> bool:
 def in_a_v(point: Composition) -> Composition:
     """The same devices with two stages each, forth and back, with as many layers together.
 
+    >>> from heterog.strategy.layouts.layout import Recompute
     >>> point = Composition((), 2, recompute=Recompute.NONE, zero=0, layers=((5, 3),))
     >>> in_a_v(point).layers
     ((2, 1, 2, 3),)
