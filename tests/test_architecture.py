@@ -229,6 +229,7 @@ MOST_BESIDE_A_ROOM = 3
 KNOWS_MODES = {
     "cli/plan.py": {"modes.built_in", "modes.codecs.value", "modes.codecs.method"},
     "cli/common.py": {"modes.built_in"},
+    "cli/found.py": {"modes.built_in"},
     "strategy/serialize.py": {"modes.built_in", "modes.mode"},
 }
 """What else than the protocol files outside of ``modes`` import of it, in functions too."""

@@ -26,10 +26,7 @@ from types import MappingProxyType
 
 from heterog.cluster.topology import Cluster
 from heterog.simulator.cost_model import ChannelSeconds
-from heterog.strategy.channels import Channel, ChannelKind
-
-_OF_RINGS = (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
-_OF_ALL_REDUCES = (ChannelKind.ALL_REDUCE_RING, ChannelKind.ALL_REDUCE_HIERARCHICAL)
+from heterog.strategy.channels import Channel
 
 
 def alpha_beta(
@@ -65,8 +62,8 @@ def over_measured_nics(
     for device in channel.devices:
         members.setdefault(cluster.host_of[device], []).append(device)
     num_hosts, num_devices = len(members), len(channel.devices)
-    is_sum = channel.kind in _OF_ALL_REDUCES
-    if num_hosts == 1 or not (is_sum or channel.kind in _OF_RINGS):
+    is_sum = channel.kind.is_all_reduce
+    if num_hosts == 1 or not (is_sum or channel.kind.has_slices):
         return found
     ring = tree = 0.0
     for host, own in members.items():

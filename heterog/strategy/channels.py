@@ -44,6 +44,16 @@ class ChannelKind(IntEnum):
     ALL_GATHER = 4
     ALL_TO_ALL = 5
 
+    @property
+    def is_all_reduce(self) -> bool:
+        """Whether every member gets the sum."""
+        return self in (ChannelKind.ALL_REDUCE_RING, ChannelKind.ALL_REDUCE_HIERARCHICAL)
+
+    @property
+    def has_slices(self) -> bool:
+        """Whether every member owns a slice of the payload."""
+        return self in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Channel:
@@ -73,8 +83,7 @@ class Channel:
         if self.kind == ChannelKind.POINT_TO_POINT:
             return 1.0
         part = 1.0 - 1.0 / len(self.devices)
-        is_sum = self.kind in (ChannelKind.ALL_REDUCE_RING, ChannelKind.ALL_REDUCE_HIERARCHICAL)
-        return 2.0 * part if is_sum else part
+        return 2.0 * part if self.kind.is_all_reduce else part
 
     def traffic(self) -> dict[int, float]:
         """Bytes through each link resource per payload byte, all phases together."""
@@ -210,11 +219,10 @@ class ChannelTable:
             phases, latency = self._pairwise(devices)
         else:
             phases, latency = self._by_hosts(kind, devices, parts)
-        has_slices = kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER)
         return Channel(
             kind=kind,
             devices=devices,
-            slices=parts if has_slices else (),
+            slices=parts if kind.has_slices else (),
             phases=tuple(phase for phase in phases if phase),
             latency_s=latency,
         )
