@@ -766,7 +766,7 @@ class Evaluator:
         refused = (
             micro_batches_refused(self.graph, choice.num_micro)
             or self._lone_norm(choice)
-            or self._apart(choice)
+            or self.scope_fault(choice)
         )
         if refused:
             return Evaluation(
@@ -796,7 +796,7 @@ class Evaluator:
             overflow_bytes=max(missing, 0.0),
         )
 
-    def _apart(self, choice: Choice) -> str:
+    def scope_fault(self, choice: Choice) -> str:
         """Why an optimizer that looks at all parameters would not see all, or empty."""
         if self.graph.scope != UpdateScope.MODEL or not self.graph.updates:
             return ""
