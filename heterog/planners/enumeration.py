@@ -39,6 +39,8 @@ class Enumeration(ABC, Generic[Point]):
         speeds: Speed of each device.
         space: Space of the decisions that rows refer to.
         cost: Preference of every point that was tried; the least is the best.
+        fault: Why the optimizer would not train right at the last point that was passed over for
+            it; empty if there was none.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -52,6 +54,7 @@ class Enumeration(ABC, Generic[Point]):
             evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
         )
         self.cost: dict[Point, tuple[float, float]] = {}
+        self.fault = ""
 
     @abstractmethod
     def search(self) -> None:
@@ -104,7 +107,7 @@ class Enumeration(ABC, Generic[Point]):
         return PlanResult(
             candidates=tuple(self._candidate(point) for point in self.best(NUM_RETURNED)),
             num_evaluations=self.spending.evaluations,
-            reason="" if self.cost or self.spending.is_over else reason,
+            reason="" if self.cost or self.spending.is_over else self.fault or reason,
         )
 
     def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:
@@ -119,9 +122,12 @@ class Enumeration(ABC, Generic[Point]):
                 return
             if point in self.cost or not self.is_possible(point):
                 continue
-            evaluation = self.problem.evaluator.evaluate_choice(
-                self._choice(point), self.order(point)
-            )
+            choice = self._choice(point)
+            if fault := self.problem.evaluator.feasibility.scope_fault(choice):
+                self.fault = fault
+                self.spending.check()
+                continue
+            evaluation = self.problem.evaluator.evaluate_choice(choice, self.order(point))
             self.cost[point] = evaluation.preference
 
     def _choice(self, point: Point) -> Choice:

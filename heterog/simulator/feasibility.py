@@ -39,7 +39,7 @@ class Feasibility:
         refused = (
             micro_batches_refused(self._graph, choice.num_micro)
             or self._lone_norm(choice)
-            or self._apart(choice)
+            or self.scope_fault(choice)
         )
         if refused:
             return Evaluation(
@@ -69,7 +69,7 @@ class Feasibility:
             overflow_bytes=max(missing, 0.0),
         )
 
-    def _apart(self, choice: Choice) -> str:
+    def scope_fault(self, choice: Choice) -> str:
         """Why an optimizer that looks at all parameters would not see all, or empty."""
         if self._graph.scope != UpdateScope.MODEL or not self._graph.updates:
             return ""

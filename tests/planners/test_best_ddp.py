@@ -11,16 +11,19 @@ from torch.nn import functional
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
+from heterog.graph.update_scope import UpdateScope
 from heterog.graph.workload import Workload
 from heterog.planners.allotment import Allotment
 from heterog.planners.best_ddp import BUCKETS, BestDataParallel, class_sets
 from heterog.planners.data_parallel import balanced_homes, device_speeds, uniform_strategy
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
+from heterog.planners.two_segment import TwoSegment
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.lowering import Choice
 from heterog.strategy.strategy import Decision, Sync
 from tests.planners.asking import run_methods
 from tests.planners.test_budget import clocked
@@ -120,3 +123,23 @@ def test_it_takes_a_twentieth_of_a_budget_that_methods_share() -> None:
     row = next(row for row in rows if row.method == "best_ddp")
     assert row.step_time_s is not None
     assert 0.0 < row.search_seconds <= 0.05 * 20.0 * 1.2
+
+
+def test_enumerations_pass_over_what_the_optimizer_forbids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two segments on different devices would each step a part of the parameters."""
+    evaluator = Evaluator(replace(model(64, 32), seen_scope=UpdateScope.MODEL), CLUSTER)
+    outcomes: list[Outcome] = []
+    evaluate = evaluator.evaluate_choice
+
+    def noted(choice: Choice, order: Order) -> Evaluation:
+        evaluation = evaluate(choice, order)
+        outcomes.append(evaluation.outcome)
+        return evaluation
+
+    monkeypatch.setattr(evaluator, "evaluate_choice", noted)
+    result = TwoSegment().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=60)))
+    assert result.candidates
+    assert len(outcomes) >= 20
+    assert outcomes.count(Outcome.CANNOT_RUN) == 0
