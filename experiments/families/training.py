@@ -416,7 +416,7 @@ def multi_task() -> Workload:
     return sgd(lambda: Tasks().double(), batch)
 
 
-@family("ctc_speech")
+@family("ctc_speech", refused="as wide as the longest target")
 def ctc_speech() -> Workload:
     """Speech to text by connectionist temporal classification."""
 
