@@ -9,16 +9,12 @@ from tests.house.statements import MANY_PARAMETERS, ROOT, Function, parameters, 
 
 MOST_LINES = 600
 LONGER = {
-    "experiments/fuzz_inputs.py",
-    "experiments/published_layouts.py",
     "heterog/graph/axis_plan.py",
-    "heterog/graph/capture.py",
     "heterog/graph/serialize.py",
-    "heterog/simulator/evaluator.py",
 }
 """Files over the bound; none may be added."""
 FOLDERS = ("heterog", "experiments", "benchmarks")
-MOST_WITH_MANY_PARAMETERS = 22
+MOST_WITH_MANY_PARAMETERS = 15
 """Functions with eight parameters or more outside kernels; this number may only fall."""
 
 

@@ -20,7 +20,8 @@ from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.two_segment import TwoSegment
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluator import Evaluation, Evaluator, Outcome
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.lowering import Choice
