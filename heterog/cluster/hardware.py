@@ -160,7 +160,8 @@ class SlowedCollectives:
 
     With H hosts, a ring through all devices (reduce-scatter, all-gather) takes ``ring`` H to the
     power ``ring_growth`` times as long, a tree over the hosts (all-reduce) ``tree`` times log2 H
-    to the power ``tree_growth``.
+    to the power ``tree_growth``. Where some devices of a host take
+    part, the rate is still that of all its NICs, up to that of theirs.
     """
 
     ring: float

@@ -36,6 +36,7 @@ from heterog.runtime.windows import Windows, run_on_windows
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
+_OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
@@ -102,7 +103,7 @@ class LocalOp:
         if self.has_windows and self.call.kind == SPARSE_PRODUCT:
             self._of_rows = ProductOfRows(self.call, graph, self.whole.units)
         self.specials = frozenset({self.along_batch.special, self.along_axis.special})
-        self.minds_position = self.has_windows or Special.CAUSAL_ROWS in self.specials
+        self.minds_position = self.has_windows or bool(self.specials & _OF_POSITION)
         self.is_random = bool(self.specials & _RANDOM)
         own_stream = Special.OWN_RANDOM_STREAM
         self.draws_own = (
@@ -152,7 +153,7 @@ class LocalOp:
         self._is_plain = not (
             self._normalises
             or self.has_windows
-            or self.specials & {Special.OWN_ROWS, Special.CAUSAL_ROWS, Special.MEAN_TO_SUM}
+            or self.specials & {Special.OWN_ROWS, Special.MEAN_TO_SUM, *_OF_POSITION}
         )
 
     def _steps_buffers(self, graph: OpGraph) -> tuple[int, ...]:
@@ -217,6 +218,11 @@ class LocalOp:
             inputs = [*inputs[:rows], own.view(inputs[rows].shape), *inputs[rows + 1 :]]
         if Special.CAUSAL_ROWS in self.specials and extent.units < self.whole.units:
             return self._on_causal_rows(inputs, extent, first_unit)
+        if Special.OWN_WORDS in self.specials and extent.units < self.whole.units:
+            (table,) = positions(self.call, "weight")
+            rows = self.call.inputs[table].shape[0] // self.whole.units
+            run = partial(self._run, extent=extent)
+            return look_up_own_words(self.call, run, inputs, first_unit * rows)
         kept = self._run(inputs, extent)
         parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
         for rule, share, whole in parts:
@@ -424,6 +430,30 @@ class LocalOp:
             inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
         )
         return local_args(call, rule, extent.units, self.whole.units)
+
+
+def look_up_own_words(
+    call: OpCall,
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    first: int,
+) -> list[Tensor]:
+    """Look words up in some rows of a table, with zeros for words of other rows.
+
+    Args:
+        call: The op.
+        run: Its kernel.
+        inputs: Tensor inputs of the op: those rows, and words of the whole table.
+        first: Number of the first row.
+    """
+    table, words = positions(call, "weight", "indices")
+    own = inputs[words] - first
+    elsewhere = (own < 0) | (own >= len(inputs[table]))
+    given = list(inputs)
+    given[words] = own.masked_fill(elsewhere, 0)
+    if not len(inputs[table]):
+        given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
+    return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given)]
 
 
 def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:

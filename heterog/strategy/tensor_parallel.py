@@ -17,10 +17,14 @@ from itertools import product
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import OpCall, Placement, R, S, needs_no_transfer
+from heterog.graph.placement import OpCall, P, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 
 _MOST_ROUNDS = 8
+_LEAST_SUMMED = 16
+"""Elements of which a sum over a team is small beside what is split."""
+_SUMS = frozenset({"sum.default", "sum.dim_IntList"})
+_CASTS = frozenset({"_to_copy.default"})
 _OUTERS = (1, 2, 3)
 """A fused weight holds up to three projections (query, key, value)."""
 
@@ -214,6 +218,7 @@ class _Follower:
             if result is None:
                 if all(place.kind != "S" for place in given):
                     continue
+                given = tuple(map(self._with_statistics_summed, inputs, given))
                 result = propagate(graph.call(op), given, self.units)
             if result is None or not _keeps(given, result):
                 continue
@@ -223,6 +228,19 @@ class _Follower:
                 if have == R and want.kind == "S":
                     self._pull(tensor, want)
         return rules
+
+    def _with_statistics_summed(self, tensor: int, place: Placement) -> Placement:
+        """Where a tensor lies once a part of a sum that has lost the split dimension is summed.
+
+        A cross entropy that is split over the words of a vocabulary sums the exponentials of each
+        row, and goes on with its words and that sum.
+        """
+        if place != P:
+            return place
+        made = self.graph.ops[int(self.graph.producer[self.graph.storage[tensor]])]
+        summed = max(float(self.graph.tensor_bytes[each]) for each in made.inputs)
+        is_statistic = self.graph.tensor_bytes[tensor] * min(self.units, _LEAST_SUMMED) <= summed
+        return R if is_statistic and made.kind in _SUMS else P
 
     def _place(self, op: int, result: RuleResult, places: dict[int, Placement], due: _Due) -> None:
         """Enter the placements of an op's outputs, and the ops that read them."""
@@ -289,6 +307,9 @@ class _Follower:
                 before = dict(self.splits)
                 if needs and all(self._pull(read, place) for read, place in weights):
                     self.pulled[maker] = rule
+                    if from_slices and call.kind in _CASTS:
+                        # A cast of a gradient: what makes it is worth more.
+                        self._pull(*needs[0], from_slices=True)
                     return True
                 self.splits = before
         return False

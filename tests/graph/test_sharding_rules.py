@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from heterog.graph.sharding_rules.table import axis, choose, shape_of
 from heterog.graph.sparse_pattern import pattern_of
 from heterog.graph.sparse_product import multiply
 from heterog.runtime.causal_rows import on_causal_rows
+from heterog.runtime.local_op import look_up_own_words
 
 aten = torch.ops.aten
 Op = Callable[..., Any]
@@ -215,6 +217,10 @@ def run_in_parts(
             outputs = _nothing(sample, result, units)
         elif result.special == Special.CAUSAL_ROWS:
             outputs = _on_causal_rows(sample, args, tensors, sum(shares[:rank]), units)
+        elif result.special == Special.OWN_WORDS:
+            first = sum(shares[:rank]) * shape_of(sample.call, "weight")[0] // units
+            kernel = partial(sample.run, args)
+            outputs = tuple(look_up_own_words(sample.call, kernel, tensors, first))
         elif result.special == Special.AS_RESHAPE:
             shape = tuple(sample.outputs[0].shape)
             outputs = (tensors[0].reshape(local_shape(shape, result.outputs[0], share, units)),)
@@ -1100,6 +1106,7 @@ def test_propagation(kind: str, shapes: list[tuple[int, ...]], given: str, expec
         (find("cat.default", dim=-1), 4, "S2 S2 S2", "S2 S2 S2 -> S2/3"),
         (find("squeeze.default"), 5, "S0", "S0 -> S0 as_reshape"),
         (find("embedding_dense_backward.default"), 5, "S0 S0", "S0 S0 -> P"),
+        (find("embedding.default"), 3, "S0 R", "S0 R -> P own_words"),
         (find("nll_loss_backward.default", reduction=1), 10, "R S0 S0 R P", "-> S0"),
         (find("nll_loss_backward.default", reduction=0), 10, "P S0 S0 R R", "S0 S0 S0 R R -> S0"),
         (find("mean.default"), 5, "S0", "S0 -> P mean_to_sum"),
@@ -1188,6 +1195,7 @@ _KNOWN_DIFFERENCES = {
     "native_batch_norm_backward": "as native_batch_norm",
     "grid_sampler_2d": "DTensor splits the batch only; the grid samples every channel alike",
     "grid_sampler_2d_backward": "as grid_sampler_2d",
+    "embedding": "their partial sums are of a kind of their own, with a mask",
     "index_put": "DTensor does not use that accumulation is a sum over the values",
     "_index_put_impl_": "as index_put",
 }

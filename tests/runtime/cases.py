@@ -128,6 +128,14 @@ class TinyGpt(nn.Module):
         return out.flatten(0, 1)
 
 
+class TiedGpt(TinyGpt):
+    """One whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
 class _GptBlock(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -279,6 +287,13 @@ def token_loss(output: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(output, labels.flatten())
 
 
+def summed_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy by sums over the words, which a team that shares them adds up."""
+    exponentials = (logits - 1.0).exp()
+    is_wanted = labels.flatten().unsqueeze(-1) == torch.arange(logits.shape[-1])
+    return (exponentials.sum(-1).log() + 1.0 - (logits * is_wanted).sum(-1)).mean()
+
+
 def in_blocks() -> nn.Module:
     """Three blocks of a perceptron that train by losses of their own."""
     layers = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
@@ -310,10 +325,11 @@ OWN_LOSS: dict[str, Any] = {
     "scheduled": (Scheduled, None),
 }
 LOCAL: dict[str, Any] = {"local blocks": (in_blocks, None)}
+TIED: dict[str, Any] = {"tied": (TiedGpt, summed_token_loss)}
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
 LLAMA: dict[str, Any] = {"llama": (TinyLlama, token_loss)}
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}
-EVERY = MODELS | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS | LOCAL
+EVERY = MODELS | TIED | TRANSLATION | LLAMA | ENCODED | NORMALISED | GATHERED | OWN_LOSS | LOCAL
 IMAGES = ("residual", *NORMALISED)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from heterog.graph.axis_plan import axis_plan
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
@@ -14,6 +15,25 @@ from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
 from tests.runtime.test_teams import trained_alike
 from tests.thorough import THOROUGH, one_in
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "text", ["tp=2,sp=true,num_micro=2", pytest.param("tp=4", marks=THOROUGH)]
+)
+def test_a_team_shares_the_words_of_a_tied_table(
+    four_ranks: Ranks, tmp_path: Path, text: str
+) -> None:
+    """Look-ups, logits, their cross entropy and the table's state are in slices of 13 words."""
+    graph, cluster = graph_of("tied"), grid_cluster(4)
+    given = place_layout(parse_layout(text), graph, cluster)
+    sharded = axis_plan(graph, given.strategy.op_rules).sharded
+    assert "embedding.weight" in {graph.tensors[each].name for each in sharded}
+    program = lower(graph, cluster, given.strategy)
+    gathered = program.num_bytes[program.kind == TaskKind.GATHER_VALUE]
+    logits = graph.batch_size * 5 * 13 * 4 / given.sizes.dp / given.sizes.num_micro
+    assert logits not in gathered.tolist()
+    trained_alike(four_ranks, tmp_path, "tied", given.strategy)
 
 
 @one_in(3)

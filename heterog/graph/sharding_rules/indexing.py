@@ -18,10 +18,11 @@ from heterog.graph.sharding_rules.table import (
 
 @rule("embedding.default")
 def _embedding(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    # Splitting the vocabulary would need a look-up that masks the rows of other devices.
     rank = len(shape_of(call, "indices"))
     axes = [axis(call, (d,), indices=d) for d in range(rank)]
     axes.append(axis(call, (rank,), weight=1))
+    if all(placements[where].outer == 1 for where in positions(call, "weight")):
+        axes.append(axis(call, (P,), Special.OWN_WORDS, weight=0))
     return choose(call, placements, axis_size, axes, [positions(call, "weight")])
 
 

@@ -47,12 +47,25 @@ def along_positions(
         result = propagate(graph.call(index), given, size)
         if result is None or not needs_no_transfer(given, result.inputs):
             continue
+        made = zip(graph.outputs(index), result.outputs, strict=True)
+        if any(place == P and _read_in_slices(graph, each, rules) for each, place in made):
+            continue  # the gradient of a table in slices: a sum would make all of it
         if not graph.is_view[index]:
             found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
         for tensor, place in zip(graph.outputs(index), result.outputs, strict=True):
             if place.kind == "S":
                 lies[tensor] = Scatter(place=place, units=size)
     return found
+
+
+def _read_in_slices(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
+    """Whether an op reads slices of a tensor."""
+    return any(
+        read.kind == "S" and graph.storage[each] == graph.storage[tensor]
+        for reader in graph.readers(tensor)
+        if reader in rules
+        for each, read in zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
+    )
 
 
 def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter | None:

@@ -209,7 +209,9 @@ def _best_together(graph: OpGraph, ways: Sequence[OpRules], of_sum: float) -> li
 def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
     """Bytes sent over links because members sum or gather values of a way to split.
 
-    Only values that follow the batch count: gradients of parameters are summed anyway.
+    Only values that follow the batch count: gradients of parameters are summed anyway; and
+    parameters in slices that an op which is not split reads whole (the table of a tied head), once
+    for each micro-batch, of one sample at worst.
 
     Args:
         graph: One training step.
@@ -218,7 +220,14 @@ def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
     """
     rules = dict(way)
     follows = batch_plan(graph).placements
-    total = 0.0
+    total = graph.batch_size * sum(
+        float(graph.tensor_bytes[parameter])
+        for parameter in _split_parameters(graph, way)
+        for reader in graph.readers(parameter)
+        if reader not in rules
+        and not graph.is_view[reader]
+        and graph.ops[reader].phase != Phase.UPDATE
+    )
     for op, rule in way:
         for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
             if follows[tensor].kind != "S":
@@ -230,6 +239,17 @@ def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
             ):
                 total += float(graph.tensor_bytes[tensor])
     return total
+
+
+def _split_parameters(graph: OpGraph, way: OpRules) -> set[int]:
+    """Parameters of which a way to split leaves each member a slice."""
+    read = {
+        int(graph.storage[tensor])
+        for op, rule in way
+        for tensor, place in zip(graph.ops[op].inputs, rule.inputs, strict=True)
+        if place.kind == "S"
+    }
+    return read & {parameter for _, parameter, _ in graph.updates}
 
 
 def _placed(
@@ -268,6 +288,8 @@ def _added_in_parts(
             continue
         if not op.inputs or not all(tensor in parts for tensor in op.inputs):
             continue
+        if len(op.inputs) > 1 and any(len(set(graph.readers(each))) > 1 for each in op.inputs):
+            continue  # one of them is summed anyway, for another reader
         given = tuple(P for _ in op.inputs)
         result = propagate(graph.call(index), given, 1)
         if result is None or result.inputs != given or result.outputs != (P,):
