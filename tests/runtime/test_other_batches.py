@@ -83,7 +83,7 @@ CASES = {name: SYNCS[name] for name in ("ring", "uneven slices", "zero share", "
 }
 
 
-@one_in(7)
+@one_in(14)
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["gpt", "own loss"])

@@ -16,7 +16,7 @@ from tests.runtime.cases import Trained, assert_same
 from tests.runtime.ranks import Ranks
 from tests.runtime.sequences import train, trained_alone, workload_of
 from tests.runtime.strategies import ALL, plan_of, strategy_of
-from tests.thorough import one_in
+from tests.thorough import THOROUGH, one_in
 
 IN_TWO = ((0, 1), (2,))
 TOGETHER = Decision(devices=ALL, shares=(2, 0, 0), teams=(ALL,), parts=(5, 3, 2))
@@ -82,9 +82,14 @@ def test_unequal_runs_of_positions_give_the_numbers_of_one_device(
             ((1, 1), (0, 0), (0, 1)),
         ),
         # A device without positions, another order of devices, parameters in slices.
-        ("gpt2 of transformers",
-         replace(TOGETHER, shares=(0, 0, 3), teams=((2, 0, 1),), parts=(3, 0, 7), sync=Sync.ZERO3),
-         ()),
+        pytest.param(
+            "gpt2 of transformers",
+            replace(
+                TOGETHER, shares=(0, 0, 3), teams=((2, 0, 1),), parts=(3, 0, 7), sync=Sync.ZERO3
+            ),
+            (),
+            marks=THOROUGH,
+        ),
     ],
 )  # fmt: skip
 def test_batch_and_sequences_together(
