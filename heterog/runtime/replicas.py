@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MOST_ELEMENTS = 2**16
-"""Elements of each tensor that are looked at: an update touches nearly all."""
+MOST_ELEMENTS = 2**14
+"""Elements of each tensor that are looked at: an update touches nearly all, and their copies in
+double precision are a fraction of a megabyte beside a step."""
 EVERY = 64
 """Steps between comparisons, after those at steps 1, 2, 4, ... up to here."""
 PART_OF_WAY = 1e-3

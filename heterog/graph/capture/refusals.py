@@ -155,7 +155,7 @@ def _way_out(error: BaseException, frame: traceback.FrameSummary | None) -> str:
             return advice
     if "one_hot(" in line:
         return "one_hot is as wide as the largest value says. Give it the number of classes."
-    if ".max()" in line and ("int(" in line or ".item()" in line):
+    if ".max()" in line and ("int(" in line or "+ 1" in line):
         return _OF_NUMBER_OF_ROWS
     return (
         "avoid .item(), .tolist(), nonzero, masks as indices (x[mask]) and `if` on tensors there; "
