@@ -164,8 +164,8 @@ def _from_record(record: object, where: str) -> Checkpoint:
             raise InputFileError(
                 f"{where}: field {shown(f'weights.{name}')} holds numbers that are not finite."
             )
-    config = PolicyConfig(**found.config.model_dump())
     try:
+        config = PolicyConfig(**found.config.model_dump())
         if config.encoder in BUILT_IN:  # sizes that the weights do not have take no memory here
             with torch.device("meta"):
                 Policy(config).load_state_dict(found.weights, assign=True)
