@@ -43,6 +43,21 @@ LAYERS = (
     {"healing"},
     {"api", "cli"},
 )
+MODES = {
+    "strategy": (
+        *("__init__", "mode", "built_in", "islands", "value"),
+        *("passes", "buckets", "phases", "memory", "messages"),
+    ),
+    "simulator": ("pricing", "paces", "exchange"),
+    "planners": ("search", "method"),
+    "runtime": ("on_ranks", "ranks", "rehearsal", "checkpoint", "weight_server", "tensors"),
+}
+"""Layer of each file of ``modes``: a room has one for each part of what a mode does."""
+RUN_BY_RANKS = sorted(
+    str(path.relative_to(PACKAGE / "modes"))
+    for path in (PACKAGE / "modes").rglob("*.py")
+    if path.stem in MODES["runtime"]
+)
 ROOMS = {
     "torch": (
         *(
@@ -64,8 +79,7 @@ ROOMS = {
         ),
         "graph/sparse_product.py",
         "local_losses.py",
-        *("modes/on_ranks.py", "modes/averaging/", "modes/asynchronous/"),
-        *("modes/stash/ranks.py", "modes/codecs/tensors.py"),
+        *(f"modes/{name}" for name in RUN_BY_RANKS),
         *("zoo/", "runtime/", "balance/", "agents/", "healing/"),
     ),
     "transformers": ("zoo/", "balance/for_trainer"),
@@ -99,18 +113,6 @@ VENDOR_ROOMS = {
     "export/ranks.py": "the torch device that exported scripts of other launchers read",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
-
-
-MODES = {
-    "strategy": (
-        *("__init__", "mode", "built_in", "islands", "value"),
-        *("passes", "buckets", "phases", "memory", "messages"),
-    ),
-    "simulator": ("pricing", "paces", "exchange"),
-    "planners": ("search", "method"),
-    "runtime": ("on_ranks", "ranks", "rehearsal", "checkpoint", "weight_server", "tensors"),
-}
-"""Layer of each file of ``modes``: a room has one for each part of what a mode does."""
 
 
 def layer(name: str, *inside: str) -> int:

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from heterog.errors import StrategyError
+from heterog.errors import HeterogError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.modes.built_in import built_in_modes
+from heterog.modes.built_in import built_in_modes, method_of
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -78,13 +78,14 @@ def test_a_toy_mode_is_checked_priced_and_written() -> None:
     assert found.step_time_s == pytest.approx(plain.step_time_s / 2)
     more = [b - a for a, b in zip(plain.peak_memory_bytes, found.peak_memory_bytes, strict=True)]
     assert all(COPY_BYTES <= each <= 1.1 * COPY_BYTES for each in more)
-    assert toy.inexact == Skipping(every=2)
+    assert toy.modes == (Skipping(every=2),)
     assert toy.with_mode(Skipping(every=4)).modes == (Skipping(every=4),)
 
 
 def test_keys_are_those_of_files_and_ascending() -> None:
     keys = [mode.key for mode in built_in_modes()]
-    assert keys == ["asynchronous", "averaging", "codecs", "stash"]
+    assert keys == sorted(set(keys))
+    assert {"asynchronous", "averaging", "codecs", "stash"} <= set(keys)
 
 
 def test_a_mode_twice_is_refused() -> None:
@@ -97,3 +98,11 @@ def test_a_mode_twice_is_refused() -> None:
     )
     with pytest.raises(StrategyError, match="and gradients summed every 2 steps; keep one"):
         strategy.check(graph, CLUSTER)
+
+
+def test_an_unknown_mode_is_told_all_of_them() -> None:
+    with pytest.raises(
+        HeterogError, match=r"'sever'; did you mean 'server'\? Known: average, server, stash"
+    ):
+        method_of("sever=2")
+    assert method_of("weights=equal,average=8").name == "average"

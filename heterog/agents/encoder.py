@@ -34,11 +34,6 @@ _EDGE_FEATURES = {
 }
 
 
-ENCODERS: dict[str, Callable[[PolicyConfig], nn.Module]] = {}
-"""Networks by name. Each maps a batch of graphs to padded embeddings of blocks ``[B, G, width]``
-and candidates ``[B, C, width]``."""
-
-
 def make_encoder(config: PolicyConfig) -> nn.Module:
     """The encoder that a configuration names.
 
@@ -180,7 +175,11 @@ class PaperEncoder(nn.Module):
         return b, c
 
 
-ENCODERS["hetero"] = HeteroEncoder
-ENCODERS["paper"] = PaperEncoder
+ENCODERS: dict[str, Callable[[PolicyConfig], nn.Module]] = {
+    "hetero": HeteroEncoder,
+    "paper": PaperEncoder,
+}
+"""Networks by name. Each maps a batch of graphs to padded embeddings of blocks ``[B, G, width]``
+and candidates ``[B, C, width]``."""
 BUILT_IN = tuple(ENCODERS)
 """Names of the package's own encoders, which cannot be replaced."""

@@ -71,7 +71,7 @@ class Shelf:
 
     def keep(self, plan: "Plan") -> None:
         """Keep a plan that trains exactly."""
-        if self._library is not None and plan.strategy.inexact is None:
+        if self._library is not None and not plan.strategy.modes:
             _warn(self._library.keep(plan, self._evaluator))
 
     def remark(self, plan: "Plan") -> str:

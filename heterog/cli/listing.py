@@ -111,12 +111,11 @@ def links(as_json: JsonOption = False) -> None:
 
 def methods(as_json: JsonOption = False) -> None:
     """List the methods: what each does and needs."""
-    from dataclasses import asdict
-
     from heterog.planners.methods import METHODS
     from heterog.report.tables import planners_table
 
     if as_json:
-        print_json([asdict(each) for each in METHODS])
+        fields = ("name", "stage", "what", "needs")
+        print_json([{field: getattr(each, field) for field in fields} for each in METHODS])
         return
     out.print(planners_table(METHODS))

@@ -47,7 +47,9 @@ def train(
     ] = "",
     encoder: Annotated[
         str,
-        typer.Option("--encoder", help="hetero (or that of --initial), paper, or file.py:name"),
+        typer.Option(
+            "--encoder", help="hetero (or that of --initial), another by name, or file.py:name"
+        ),
     ] = "",
     pairs: Annotated[
         int, typer.Option("--pairs", help="pairs of model and cluster")

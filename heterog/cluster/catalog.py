@@ -32,7 +32,7 @@ class ListedType:
 
     Attributes:
         type: The device type with its numbers.
-        vendor: ``"NVIDIA"`` or ``"AMD"``; empty for the CPU.
+        vendor: Maker, as in ``"NVIDIA"``; empty for the CPU.
         form: ``"sxm"``, ``"pcie"`` or ``"nvl"`` where modules and cards of one name differ.
         sheet_gb: Memory in GB according to the data sheet.
         aliases: Further names, in the form that ``device_type`` compares.
@@ -80,7 +80,7 @@ class _Sheet(Record):
 
     name: str
     sheet: Text
-    vendor: Literal["NVIDIA", "AMD", ""] = ""
+    vendor: str = ""
     form: Literal["sxm", "pcie", "nvl", ""] = ""
     aliases: list[str] = Field(default_factory=list)
     memory_gib: _Positive
@@ -125,10 +125,9 @@ def _by_name() -> Mapping[str, ListedType]:
     return {each.name: each.listed() for each in sheets.types}
 
 
-_VENDOR_WORDS = {
-    "nvidia": "NVIDIA", "tesla": "NVIDIA", "geforce": "NVIDIA", "amd": "AMD", "instinct": "AMD",
-    "radeon": "AMD", "ati": "AMD", "intel": "Intel", "habana": "Intel", "apple": "Apple",
-    "google": "Google",
+_OTHER_WORDS = {
+    "tesla": "NVIDIA", "geforce": "NVIDIA", "instinct": "AMD", "radeon": "AMD", "ati": "AMD",
+    "intel": "Intel", "habana": "Intel", "apple": "Apple", "google": "Google",
 }  # fmt: skip
 _NO_WORDS = {"graphics", "gpu", "corporation", "tensor", "core", "accelerator"}
 # The beginning of a model's name shows its maker, also for models that the catalogue lacks.
@@ -157,6 +156,13 @@ class _Words:
     vendor: str = ""
 
 
+@cache
+def _vendor_words() -> Mapping[str, str]:
+    """Makers by the words that name them: those of the catalogue by their own names."""
+    named = (each.vendor for each in _by_name().values() if each.vendor)
+    return _OTHER_WORDS | {vendor.lower(): vendor for vendor in named}
+
+
 def _read(name: str) -> _Words:
     """Take a name apart.
 
@@ -164,8 +170,9 @@ def _read(name: str) -> _Words:
     _Words(whole='a100sxm480gb', model='a100', form='sxm', memory_gb=80, vendor='NVIDIA')
     """
     words = [word for word in re.split(r"[\s_/()-]+", name.lower()) if word]
-    vendors = [_VENDOR_WORDS[word] for word in words if word in _VENDOR_WORDS]
-    words = [word for word in words if word not in _VENDOR_WORDS and word not in _NO_WORDS]
+    makers = _vendor_words()
+    vendors = [makers[word] for word in words if word in makers]
+    words = [word for word in words if word not in makers and word not in _NO_WORDS]
     model, form, memory = "", "", None
     for word in words:
         if _HBM.fullmatch(word):

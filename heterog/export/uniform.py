@@ -17,13 +17,13 @@ def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]
 
     Raises:
         ExportError: names the first group that differs, or the op that needs the whole batch; or
-            teams of the plan train alone.
+            the plan does not train exactly.
     """
     strategy, graph = plan.strategy, plan.graph
-    if strategy.inexact is not None:
+    if strategy.modes:
         raise ExportError(
-            f"{target} sums gradients in every step, but this plan has "
-            f"{strategy.inexact.words}; export to torchrun, or plan exact training."
+            f"{target} sums whole gradients in every step, but this plan has "
+            f"{strategy.modes[0].words}; export to torchrun, or plan exact training."
         )
     names = group_ops(graph).names
     first = _samples(strategy.decisions[0])

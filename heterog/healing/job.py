@@ -108,9 +108,10 @@ class HealingJob:
         self.options = options or HealOptions()
         self.trained = Trained()
         self._plan, self._path = request.load(), request.plan.resolve()
-        if self._plan.strategy.inexact is not None:
+        apart = [mode for mode in self._plan.strategy.modes if not mode.keeps_copies_equal]
+        if apart:
             raise HeterogError(
-                f"{request.plan} has {self._plan.strategy.inexact.words}, and jobs that heal keep "
+                f"{request.plan} has {apart[0].words}, and jobs that heal keep "
                 "copies of one model only; run it without `heal`, with `save`."
             )
         self._whole = self._plan.cluster

@@ -3,6 +3,7 @@
 from functools import cache
 from typing import TYPE_CHECKING
 
+from heterog.errors import UnknownNameError
 from heterog.modes.mode import Mode
 
 if TYPE_CHECKING:
@@ -29,11 +30,12 @@ def method_of(text: str) -> "Planner":
     Raises:
         HeterogError: a word is unknown, missing or has no such value.
     """
-    from heterog.modes.averaging.value import Averaging
-
-    word = text.partition("=")[0].strip()
     known = {mode.word: mode for mode in built_in_modes() if mode.word}
-    return known.get(word, Averaging).method(text)  # which says what it takes
+    words = [part.partition("=")[0].strip() for part in text.split(",")]
+    for word in words:
+        if word in known:
+            return known[word].method(text)  # which says what it takes
+    raise UnknownNameError("mode of `asynchronous`", words[0], known)
 
 
 def method_names() -> tuple[str, ...]:

@@ -139,7 +139,8 @@ class Mode(ABC):
     goes_with: ClassVar[tuple[str, ...]] = ()
     """Keys of the modes that a strategy may have beside it."""
     keeps_copies_equal: ClassVar[bool] = False
-    """Whether all copies of a parameter have the same value after every step."""
+    """Whether all copies of a parameter have the same value after every step, and nothing else
+    is kept from step to step: jobs that lose ranks go on from one copy."""
     trains_apart: ClassVar[bool] = False
     """Whether gradients are summed inside teams only."""
     overlaps_steps: ClassVar[bool] = False

@@ -67,8 +67,7 @@ def best_of(
 
 def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> str:
     """Note that a strategy is not exact, and how fast it is beside the best exact one."""
-    assert strategy.inexact is not None
-    note = f"not exact: {strategy.inexact.words}"
+    note = "not exact: " + "; ".join(mode.words for mode in strategy.modes)
     exact: Sequence[Evaluation] = [
         seed.judged for seed in problem.seeds if seed.judged is not None and seed.judged.is_ok
     ]

@@ -2,8 +2,8 @@
 
 The service:
 
-- ``planner`` is the protocol and the budgets, ``registry`` the methods by name; ``methods`` has a
-  line about each, ``conformance`` checks a new one.
+- ``planner`` is the protocol and the budgets, ``methods`` the table of methods, ``registry`` makes
+  them and finds them by name, ``conformance`` checks a new one.
 - ``request`` is what is asked of a search, and its session.
 - ``portfolio`` runs methods and is ``auto``: ``judging`` judges one, ``sharing`` and ``rounds``
   divide the budget, ``allotment`` keeps an answer in time, ``together`` uses several workers,

@@ -12,6 +12,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
@@ -257,11 +258,9 @@ def _ranked_variants(
     )
 
 
-DATA_PARALLEL_METHODS = (
-    DataParallel("ev_ps", proportional=False, by_server=True),
-    DataParallel("ev_ar", proportional=False, by_server=False),
-    DataParallel("cp_ps", proportional=True, by_server=True),
-    DataParallel("cp_ar", proportional=True, by_server=False),
-    DistributedDataParallel("ddp", accumulate=False),
-    DistributedDataParallel("ddp_accumulate", accumulate=True),
-)
+EV_PS = partial(DataParallel, "ev_ps", proportional=False, by_server=True)
+EV_AR = partial(DataParallel, "ev_ar", proportional=False, by_server=False)
+CP_PS = partial(DataParallel, "cp_ps", proportional=True, by_server=True)
+CP_AR = partial(DataParallel, "cp_ar", proportional=True, by_server=False)
+DDP = partial(DistributedDataParallel, "ddp", accumulate=False)
+DDP_ACCUMULATE = partial(DistributedDataParallel, "ddp_accumulate", accumulate=True)

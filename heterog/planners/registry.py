@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 
 from heterog.errors import UnknownNameError
 from heterog.names import name_fault
+from heterog.planners.methods import METHODS
 from heterog.planners.planner import STAGES, Planner
 
 AUTO = "auto"
@@ -60,42 +62,9 @@ class Methods:
 @cache
 def built_in_methods() -> Methods:
     """All methods of this package that need no policy."""
-    from heterog.planners.best_ddp import BestDataParallel
-    from heterog.planners.data_parallel import DATA_PARALLEL_METHODS
-    from heterog.planners.dedication import Dedication
-    from heterog.planners.deeppool import DeepPool
-    from heterog.planners.hap import Hap
-    from heterog.planners.islands.search import Islands
-    from heterog.planners.local_search import LocalSearch
-    from heterog.planners.megatron_grid import MegatronGrid
-    from heterog.planners.model_parallel import ModelParallel, SingleDevice
-    from heterog.planners.pipeline import PipelineSearch
-    from heterog.planners.pipette.planner import Pipette
-    from heterog.planners.poplar.planner import Poplar
-    from heterog.planners.sequences import Sequences
-    from heterog.planners.spatial import Spatial
-    from heterog.planners.tuned_uniform import TunedUniform
-    from heterog.planners.two_segment import TwoSegment
-
+    places = (note.made_by.split(":") for note in METHODS if note.made_by)
     return Methods(
-        (
-            *DATA_PARALLEL_METHODS,
-            BestDataParallel(),
-            TunedUniform(),
-            SingleDevice(),
-            ModelParallel(),
-            MegatronGrid(),
-            Spatial(),
-            Sequences(),
-            DeepPool(),
-            Hap(),
-            Islands(),
-            PipelineSearch(),
-            Pipette(),
-            Poplar(),
-            TwoSegment(),
-            # These start from what all others have found.
-            Dedication(),
-            LocalSearch(),
+        tuple(
+            getattr(import_module(f"heterog.planners.{module}"), name)() for module, name in places
         )
     )

@@ -210,11 +210,6 @@ class Strategy:
         return replace(self, modes=tuple(sorted((*others, mode), key=lambda each: each.key)))
 
     @property
-    def inexact(self) -> Mode | None:
-        """The mode in which copies of a parameter differ for a while; ``None`` if none does."""
-        return next((mode for mode in self.modes if not mode.keeps_copies_equal), None)
-
-    @property
     def trains_apart(self) -> bool:
         """Whether gradients are summed inside teams only."""
         return any(mode.trains_apart for mode in self.modes)

@@ -205,6 +205,26 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         load_checkpoint("defalt")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ({"width": 4096, "num_rounds": 64}, r"fit together: Missing key.*encoder.rounds"),
+        ({"width": 2 * SMALL.width}, r"fit together: size mismatch for"),
+        ({"width": 10, "num_heads": 4}, r"fit together: .*width 10, 4 heads"),
+    ],
+)
+def test_sizes_that_the_weights_do_not_have_are_refused(
+    sizes: dict[str, int], text: str, tmp_path: Path
+) -> None:
+    """Before a network of that size is made: this one would take a hundred gigabytes."""
+    path = tmp_path / "policy.pt"
+    save_checkpoint(path, Checkpoint(policy=make_policy(SMALL)))
+    record = torch.load(path, weights_only=True)
+    torch.save(record | {"config": record["config"] | sizes}, path)
+    with pytest.raises(InputFileError, match=text):
+        load_checkpoint(path)
+
+
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[object, tuple[str]]:

@@ -28,6 +28,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.planners.plan import Plan
 from heterog.runtime.launch import free_port
 from heterog.runtime.testbed import load_testbed
@@ -690,6 +691,11 @@ def refusals(graph: OpGraph, folder: Path) -> Iterator[tuple[Plan, str, str]]:
     for target in ("ddp", "deepspeed"):
         text = f"group '{names[1]}' runs on b:1 (8) and '{names[0]}' on a:0 (2), a:1 (2)"
         yield plan_of(graph, cluster, mixed), target, text
+        coded, text = plan_of(graph, cluster, EVEN), "int8 on gradients between devices 0, 1, 2, 3"
+        rule = CodecRule(
+            traffic=Traffic.GRADIENTS, devices=EVEN.devices, codec=parse_codec("int8")
+        )
+        yield replace(coded, strategy=with_rules(coded.strategy, (rule,))), target, text
     uneven = Decision(devices=(0, 1, 2, 3), shares=(3, 2, 2, 1))
     yield plan_of(graph, cluster, uneven), "deepspeed", "shares are a:0: 3, a:1: 2, b:0: 2, b:1: 1"
     one = Decision(devices=(0,), shares=(8,))

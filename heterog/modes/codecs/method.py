@@ -36,10 +36,12 @@ from heterog.modes.codecs.value import (
     Codec,
     CodecKind,
     CodecRule,
+    Codecs,
     Traffic,
     codec_rules,
     with_rules,
 )
+from heterog.modes.mode import Mode
 from heterog.modes.search import island_decisions
 from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.issue_order import IssuedStep, Rehearse, issued_step
@@ -382,17 +384,17 @@ def with_codec(
     why = "slower" if has_boundaries else "nothing travels that codecs are for"
     if faults:
         why = f"it cannot be executed ({faults[0]})"
-    inexact = plan.strategy.inexact
-    rest = "The plan is exact" if inexact is None else f"The plan has {inexact.words}"
+    beside = _beside(plan.strategy)
+    rest = "The plan is exact" if beside is None else f"The plan has {beside.words}"
     return plan, f"{codec} is not used: {why}. {rest}"
 
 
 def _check_start(plan: Plan, codec: Codec) -> None:
     """Refuse a plan that codecs cannot be put on."""
-    inexact = plan.strategy.inexact
-    if inexact is not None and plan.strategy.mode(Averaging) is None:
+    beside = _beside(plan.strategy)
+    if beside is not None and beside.key not in Codecs.goes_with:
         raise StrategyError(
-            f"the plan has {inexact.words}, where codecs are not planned; plan with a codec "
+            f"the plan has {beside.words}, where codecs are not planned; plan with a codec "
             "or with that, not both."
         )
     if plan.step_time_s is None:
@@ -412,8 +414,7 @@ def _starts(plan: Plan, codec: Codec) -> list[tuple[MethodRow, Candidate]]:
         if (
             strategy is not None
             and row.outcome == "ok"
-            and (strategy.inexact is None or strategy.mode(Averaging) is not None)
-            and not codec_rules(strategy)
+            and {mode.key for mode in strategy.modes} <= set(Codecs.goes_with)
             and (row.step_time_s or 0.0) < most * plan.step_time_s
         ):
             order = Order[row.order.upper()]
@@ -479,8 +480,14 @@ def _row(
     )
 
 
+def _beside(strategy: Strategy) -> Mode | None:
+    """The mode that a strategy has beside codecs, if any."""
+    return next((mode for mode in strategy.modes if mode.key != Codecs.key), None)
+
+
 def _inexact_words(strategy: Strategy) -> str:
-    return "" if strategy.inexact is None else f"not exact: {strategy.inexact.words}"
+    beside = _beside(strategy)
+    return "" if beside is None else f"not exact: {beside.words}"
 
 
 def _remark(
@@ -489,7 +496,7 @@ def _remark(
     """A remark that compares the result with the exact plan."""
     step = found.evaluation.step_time_s
     assert plan.step_time_s is not None
-    without = "exact" if plan.strategy.inexact is None else "uncompressed"
+    without = "exact" if _beside(plan.strategy) is None else "uncompressed"
     text = (
         f"LOSSY, trains with other numbers: {codec} on {len(codec_rules(found.strategy))} of "
         f"{found.num_boundaries} boundaries of {start}; {plan.step_time_s / step:.2f}x the "
