@@ -248,7 +248,7 @@ def _ranked_variants(
     with limits:
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
-            found = [problem.evaluator.evaluate_choice(choice, order) for order in orders]
+            found = [problem.evaluator.evaluate(choice, order) for order in orders]
             tried.append((strategy, found[best_of(found)]))
     ranked = sorted(tried, key=lambda pair: pair[1].preference)
     return PlanResult(

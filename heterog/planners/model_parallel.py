@@ -172,7 +172,7 @@ def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     with spending.limits():
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
-            tried = [problem.evaluator.evaluate_choice(choice, order) for order in problem.orders]
+            tried = [problem.evaluator.evaluate(choice, order) for order in problem.orders]
             best = tried[best_of(tried)]
             found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
     found.sort(key=lambda pair: pair[0].preference)
