@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
@@ -249,7 +249,7 @@ def _ranked_variants(
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
             found = [problem.evaluator.evaluate(choice, order) for order in orders]
-            tried.append((strategy, found[best_of(found)]))
+            tried.append((strategy, min(found, key=lambda each: each.preference)))
     ranked = sorted(tried, key=lambda pair: pair[1].preference)
     return PlanResult(
         candidates=tuple(Candidate(strategy=each, orders=orders) for each, _ in ranked),
