@@ -49,11 +49,11 @@ def measure(num_evaluations: int) -> list[dict[str, object]]:
         evaluator = Evaluator(capture(build(model)), Cluster.load(cluster))
         for program in programs:
             choice = evaluator.encode(strategies(evaluator)[program])
-            evaluator.evaluate_choice(choice, Order.FIFO)
+            evaluator.evaluate(choice, Order.FIFO)
             seconds = []
             for _ in range(num_evaluations):
                 begin = time.perf_counter()
-                evaluator.evaluate_choice(choice, Order.FIFO)
+                evaluator.evaluate(choice, Order.FIFO)
                 seconds.append(time.perf_counter() - begin)
             median_s = statistics.median(seconds)
             num_tasks = evaluator.num_tasks

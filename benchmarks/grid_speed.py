@@ -120,7 +120,7 @@ def measure(num_evaluations: int, layers: int) -> list[dict[str, object]]:
             partial(evaluator.simulate, choice, Order.FIFO), num_evaluations
         )
         num_tasks = evaluator.num_tasks
-        evaluate = partial(evaluator.evaluate_choice, choice, Order.FIFO)
+        evaluate = partial(evaluator.evaluate, choice, Order.FIFO)
         folded, found = _timed(evaluate, num_evaluations)
         rows.append(
             {

@@ -109,11 +109,11 @@ def evaluated(graph: Path, devices: int, types: int, times: int = 5) -> dict[str
     layout = Layout(tp=8, pp=4, dp=devices // 32, num_micro=256 // max(devices // 32, 1))
     given = place_layout(layout, evaluator.graph, cluster)
     choice = evaluator.encode(given.strategy)
-    evaluator.evaluate_choice(choice, Order.FIFO)
+    evaluator.evaluate(choice, Order.FIFO)
     took = []
     for _ in range(times):
         begin = time.perf_counter()
-        evaluation = evaluator.evaluate_choice(choice, Order.FIFO)
+        evaluation = evaluator.evaluate(choice, Order.FIFO)
         took.append(time.perf_counter() - begin)
     return {
         "model": "llama_70b",

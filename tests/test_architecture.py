@@ -95,7 +95,7 @@ ROOMS = {
     "pydantic": (
         "records.py",
         "cluster/",
-        "graph/serialize.py",
+        "graph/graph_records.py",
         "strategy/serialize.py",
         "simulator/calibration_files.py",
         "simulator/device_models/run_file.py",

@@ -66,3 +66,12 @@ def throttled(kind: DeviceType, quota: float) -> DeviceType:
         memory_bandwidth_bytes_per_s=kind.memory_bandwidth_bytes_per_s * quota,
         launch_overhead_s=kind.launch_overhead_s / quota,
     )
+
+
+def is_cpu(type_name: str) -> bool:
+    """Whether a type of device is a core, or the share of one that ``throttled`` leaves.
+
+    >>> is_cpu("CPU@0.4")
+    True
+    """
+    return type_name.partition("@")[0] == CPU

@@ -49,6 +49,8 @@ class Cluster:
         tf32: Which products of float32 that program makes with TF32; likewise.
         pairs: Limits between hosts besides their NICs.
         prices: Prices of hosts, if the file has any.
+        num_hosts: Number of hosts.
+        num_devices: Number of devices on all hosts.
         device_types: The distinct types by value, in order of first appearance.
         type_index: Position in ``device_types``, per device.
         host_of: Position in ``hosts``, per device.
@@ -74,6 +76,8 @@ class Cluster:
     tf32: Tf32 = Tf32.CONVOLUTIONS
     pairs: tuple[PairLimit, ...] = ()
     prices: HourlyPrices | None = None
+    num_hosts: int = field(init=False, repr=False, compare=False)
+    num_devices: int = field(init=False, repr=False, compare=False)
     device_types: tuple[DeviceType, ...] = field(init=False, repr=False, compare=False)
     type_index: tuple[int, ...] = field(init=False, repr=False, compare=False)
     host_of: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -101,6 +105,8 @@ class Cluster:
             members[device.host_index].append(index)
         kinds: dict[tuple[object, ...], int] = {}
         derived: dict[str, object] = {
+            "num_hosts": len(self.hosts),
+            "num_devices": len(self.devices),
             "device_types": tuple(types),
             "type_index": type_index,
             "host_of": tuple(d.host_index for d in self.devices),
@@ -123,16 +129,6 @@ class Cluster:
         for attribute, value in derived.items():
             object.__setattr__(self, attribute, value)
         object.__setattr__(self, "_fingerprint", fingerprint_of(self.to_dict()))
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices on all hosts."""
-        return len(self.devices)
-
-    @property
-    def num_hosts(self) -> int:
-        """Number of hosts."""
-        return len(self.hosts)
 
     def host_devices(self, host_index: int) -> tuple[int, ...]:
         """Indices of the devices of one host."""

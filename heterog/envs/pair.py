@@ -245,7 +245,7 @@ class Pair:
                 num_steps=1,
                 micro_batches=self.space.micro_batches(self.num_micro),
             )
-            evaluation = self.evaluator.evaluate_choice(choice, order_of(self.num_micro))
+            evaluation = self.evaluator.evaluate(choice, order_of(self.num_micro))
             over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
             self._scores[key] = Score(
                 step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)

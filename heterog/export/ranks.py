@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from heterog.cluster import Cluster
+from heterog.cluster.overrides import is_cpu
 from heterog.export.folder import fill
 from heterog.planners.plan import Plan
 
@@ -59,7 +60,7 @@ def ranks_of(
                 rank=len(entries),
                 device=device.name,
                 type=device.type.name,
-                kind=_kind(device.type.name),
+                kind="cpu" if is_cpu(device.type.name) else "cuda",
                 host=cluster.hosts[device.host_index].name,
                 local_device=cluster.host_devices(device.host_index).index(index),
                 first_sample=first,
@@ -69,11 +70,6 @@ def ranks_of(
         )
         first += sum(counts)
     return tuple(entries)
-
-
-def _kind(type_name: str) -> str:
-    """Kind of a device by its type; a testbed's throttled CPU is ``CPU@0.4``."""
-    return "cpu" if type_name.partition("@")[0] == "CPU" else "cuda"
 
 
 def by_host(ranks: Sequence[RankEntry]) -> dict[str, list[RankEntry]]:

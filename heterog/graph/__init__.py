@@ -1,6 +1,7 @@
 """The operator graph of a training step: how it is captured, and how its ops may be cut.
 
-- ``workload`` is what is trained, ``op_graph`` its graph, ``serialize`` a graph's file.
+- ``workload`` is what is trained, ``op_graph`` its graph, ``serialize`` a graph's file
+  (``graph_records`` is its schema, ``graph_reader`` makes a graph of it).
 - ``capture`` traces a ``step`` on fake tensors, again with other ``python_state``
   (``repeated_calls``, compared by ``value_numbers``); ``changed_state`` notices what has changed
   since. Its helpers: ``higher_order`` (control flow
@@ -11,7 +12,8 @@
   finds out what an optimizer looks at (``update_scope``).
 - ``placement`` says how a tensor lies along an axis, ``sharding_rules`` what each op allows.
   ``batch_plan`` cuts the batch with them, ``axis_plan`` also ops with rules of their own
-  (``op_rule``; ``resized_rules`` on other batches). ``halo``, ``sparse_pattern`` and
+  (``op_rule``, held to what each op allows by ``rule_checks``; ``resized_rules`` on other
+  batches). ``halo``, ``sparse_pattern`` and
   ``sparse_product`` are for ops that read rows of neighbours.
 - ``grouping`` cuts the ops into groups that share one decision.
 """

@@ -12,14 +12,13 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.graph.batch_plan import BatchPlan, batch_plan, counts_known_labels, op_work
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.batch_plan import BatchPlan, batch_plan, op_work
 from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
 from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import P, Placement, R, S, Window
-from heterog.graph.sharding_rules import RuleResult, Special, propagate
-from heterog.graph.sharding_rules.halo import halo_dim
+from heterog.graph.placement import P, Placement, R, S, Window, crosses
+from heterog.graph.rule_checks import checked_rules, op_name
+from heterog.graph.sharding_rules import Special, propagate
 
 BATCH_AXIS = 0
 EVERYWHERE = 0
@@ -227,19 +226,14 @@ def axis_plan(graph: OpGraph, op_rules: OpRules = ()) -> AxisPlan:
             bytes_per_unit=batch.bytes_per_sample,
             follows_batch=np.zeros((graph.num_ops, 3)),
         )
-    return _Propagation(graph, op_rules).run()
+    return _Propagation(graph, batch, op_rules).run()
 
 
 class _Propagation:
-    def __init__(self, graph: OpGraph, op_rules: OpRules) -> None:
+    def __init__(self, graph: OpGraph, batch: BatchPlan, op_rules: OpRules) -> None:
         self.graph = graph
-        self.batch = batch_plan(graph)
-        _check_order(graph, op_rules)
-        self.rules = {
-            op: (rule, _checked(graph, op, rule))
-            for op, rule in op_rules
-            if not _is_done_everywhere(graph, op, rule)
-        }
+        self.batch = batch
+        self.rules = checked_rules(graph, self.batch, op_rules)
         # Axes are told apart by their units alone: rules over 12 heads anywhere in the model share
         # one axis, so that a value split by heads by one op suits the next one as it is.
         # An axis with as many units as the batch has samples is still another axis.
@@ -475,7 +469,7 @@ class _Propagation:
         for have, want in zip(given, self.needed[op], strict=True):
             if (have.kind == "L") != (want.kind == "L"):
                 raise StrategyError(
-                    f"{_name(self.graph, op)} and the op that makes its statistics must either "
+                    f"{op_name(self.graph, op)} and the op that makes its statistics must either "
                     "both have a rule or both follow the batch."
                 )
 
@@ -559,152 +553,7 @@ class _Propagation:
         return self._placed(gradient, {storage: made}, units)
 
 
-def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> bool:
-    """Whether a split of a tensor goes across its samples.
-
-    Its units are neither inside the samples (positions) nor are samples inside them.
-
-    Args:
-        place: The split.
-        units: Number of units of its axis.
-        along: Placement of the tensor along the batch.
-        batch_size: Number of samples.
-    """
-    if place.kind != "S" or along.kind != "S" or place.dim != along.dim:
-        return False
-    is_inside = place.outer % (along.outer * batch_size) == 0
-    return not is_inside and along.outer % (place.outer * units) != 0
-
-
 def _axis_units(rule: OpRule) -> int:
     """Number of units of the axis that a rule runs along."""
     splits = any(place.is_split for place in (*rule.inputs, *rule.outputs))
     return rule.units if splits else EVERYWHERE
-
-
-def _name(graph: OpGraph, op: int) -> str:
-    return f"op {op} '{graph.ops[op].kind}' in module '{graph.ops[op].module}'"
-
-
-def _check_order(graph: OpGraph, op_rules: OpRules) -> None:
-    ops = [op for op, _ in op_rules]
-    if ops != sorted(set(ops)) or ops[0] < 0 or ops[-1] >= graph.num_ops:
-        raise StrategyError(
-            f"op rules must be in ascending order of ops from 0 to {graph.num_ops - 1}, each once."
-        )
-
-
-def _is_done_everywhere(graph: OpGraph, op: int, rule: OpRule) -> bool:
-    """Whether a rule changes nothing: constants are whole on every device without it."""
-    places = (*rule.inputs, *rule.outputs)
-    return group_ops(graph).group[op] == CONSTANT_GROUP and all(place == R for place in places)
-
-
-def _checked(graph: OpGraph, op: int, rule: OpRule) -> RuleResult:
-    """Find the sharding rule that a strategy's rule names.
-
-    Raises:
-        StrategyError: there is no such sharding rule.
-    """
-    name = _name(graph, op)
-    if graph.is_view[op] or graph.ops[op].phase == Phase.UPDATE:
-        what = "a view" if graph.is_view[op] else "an update"
-        raise StrategyError(f"{name} is {what} and cannot have a rule; it follows its inputs.")
-    if group_ops(graph).group[op] == CONSTANT_GROUP:
-        raise StrategyError(f"{name} depends on constants alone: it is whole on every device.")
-    if rule.units < 1:
-        raise StrategyError(f"the rule of {name} has {rule.units} units; it must have 1 or more.")
-    sizes = (len(graph.ops[op].inputs), graph.ops[op].num_outputs)
-    if (len(rule.inputs), len(rule.outputs)) != sizes:
-        raise StrategyError(
-            f"the rule of {name} places {len(rule.inputs)} inputs and {len(rule.outputs)} "
-            f"outputs; the op has {sizes[0]} and {sizes[1]}."
-        )
-    places = (*rule.inputs, *rule.outputs)
-    given = graph.ops[op].rule
-    if given is not None and given == (rule.inputs, rule.outputs):
-        if rule.units == graph.batch_size or all(place == R for place in places):
-            return RuleResult(rule.inputs, rule.outputs)
-    result = None if given is not None else propagate(graph.call(op), rule.inputs, rule.units)
-    if result is None and all(place == R for place in places):
-        result = RuleResult(rule.inputs, rule.outputs)
-    right = result is not None and (result.inputs, result.outputs) == (rule.inputs, rule.outputs)
-    if result is None or not right:
-        text = _written(rule.inputs, rule.outputs)
-        instead = (
-            "" if result is None else f"; from these inputs it would be {_written(*_pair(result))}"
-        )
-        raise StrategyError(
-            f"{name} cannot run as {text} along an axis of {rule.units} units{instead}."
-        )
-    follows = batch_plan(graph).follows_batch
-    if result.special == Special.NLL_GLOBAL_WEIGHT and not counts_known_labels(graph, op, follows):
-        raise StrategyError(
-            f"{name} takes a mean over labels that the model makes itself; their number is not "
-            "known before the step, so it cannot be split. Leave it without a rule."
-        )
-    is_in_space = halo_dim(rule.inputs) is not None  # forward and backward both handle these
-    if any(place.kind == "L" for place in places) and not is_in_space:
-        raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
-    if rule.scatter is not None:
-        _check_scatter(graph, op, rule, rule.scatter)
-    return result
-
-
-def _check_scatter(graph: OpGraph, op: int, rule: OpRule, scatter: Scatter) -> None:
-    """Refuse a scatter that cannot be made.
-
-    Raises:
-        StrategyError: the output is neither a sum over a team nor in slices, or cannot be cut that
-            way.
-    """
-    name, place = _name(graph, op), scatter.place
-    if len(rule.outputs) != 1 or rule.outputs[0].kind not in "SP":
-        raise StrategyError(
-            f"{name} leaves {', '.join(map(str, rule.outputs))}: only an op with one output, a "
-            "part of a sum (P) or slices (S), can be followed by a reduce-scatter or all-to-all."
-        )
-    (tensor,) = graph.outputs(op)
-    shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
-    if along.kind != "S":
-        raise StrategyError(
-            f"{name} makes a value that does not follow the batch; it cannot be scattered."
-        )
-    if (
-        place.kind != "S"
-        or place.dim >= len(shape)
-        or scatter.units < 1
-        or shape[place.dim] % (place.outer * scatter.units)
-    ):
-        raise StrategyError(
-            f"{name} makes a tensor of shape {shape}, which cannot be cut into {scatter.units} "
-            f"units by {place}."
-        )
-    is_batch = scatter == Scatter(place=along, units=graph.batch_size)
-    if not is_batch and crosses(place, scatter.units, along, graph.batch_size):
-        raise StrategyError(
-            f"{name}: {place} over {scatter.units} units goes across the samples of its result."
-        )
-    if rule.outputs == (place,) and rule.units == scatter.units:
-        raise StrategyError(
-            f"{name} makes slices by {place} over {scatter.units} units; its scatter names the "
-            "same ones. Leave it out."
-        )
-    if crosses(place, scatter.units, rule.outputs[0], rule.units):
-        raise StrategyError(
-            f"{name}: {place} over {scatter.units} units goes across the slices that it makes, "
-            f"{rule.outputs[0]} over {rule.units} units."
-        )
-    if is_batch and rule.outputs == (P,):
-        raise StrategyError(
-            f"{name} makes a part of a sum over its team, which is added up in slices of another "
-            "axis than the batch; leave out its scatter."
-        )
-
-
-def _pair(result: RuleResult) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-    return result.inputs, result.outputs
-
-
-def _written(inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> str:
-    return f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}"

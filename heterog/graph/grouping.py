@@ -9,7 +9,7 @@ makes a gradient and the parameter's group, and local statistics with their read
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -27,7 +27,7 @@ CONSTANT_GROUP = -1
 _FLOPS_PER_BYTE = 17.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Grouping:
     """The group of every op.
 
@@ -39,7 +39,7 @@ class Grouping:
     group: IntArray
     names: tuple[str, ...]
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         """Number of groups that a strategy decides about."""
         return len(self.names)

@@ -71,10 +71,6 @@ class Stencil:
         """Number of rows from the first to the last that one output row reads."""
         return self.dilation * (self.kernel - 1) + 1
 
-    def output_size(self, size: int) -> int:
-        """Number of output rows for ``size`` input rows."""
-        return max((size + 2 * self.padding - self.reach) // self.stride + 1, 0)
-
     def span(self, made: Rows) -> Rows:
         """Input rows that some output rows read, including padding.
 

@@ -207,12 +207,12 @@ class OpGraph:
             if (fault := text_fault(text)) is not None:
                 raise GraphError(f"graph '{self.name}': the text {shown(text)} {fault}.")
 
-    @property
+    @cached_property
     def num_ops(self) -> int:
         """Number of ops, views and updates included."""
         return len(self.ops)
 
-    @property
+    @cached_property
     def num_inputs(self) -> int:
         """Number of step inputs (parameters, buffers, batch, constants)."""
         return len(self.batch_placements)
@@ -293,12 +293,12 @@ class OpGraph:
         """Tensor ids of the step inputs of a kind."""
         return tuple(i for i in range(self.num_inputs) if self.tensors[i].kind == kind)
 
-    @property
+    @cached_property
     def scope(self) -> UpdateScope:
         """What the update of an element depends on: as seen, or else by the optimizer's name."""
         return self.seen_scope or scope_by_name(self.optimizer)
 
-    @property
+    @cached_property
     def updates_elementwise(self) -> bool:
         """Whether the optimizer is known to treat each element on its own."""
         return self.scope == UpdateScope.ELEMENT
@@ -348,7 +348,7 @@ class OpGraph:
                     live -= int(self.tensor_bytes[tensor])
         return peak
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """Number of scalar parameters, tied ones counted once."""
         return sum(self.tensors[i].meta.num_elements for i in self.parameters)

@@ -104,6 +104,23 @@ def needs_no_transfer(given: Sequence[Placement], wanted: Sequence[Placement]) -
     )
 
 
+def crosses(place: Placement, units: int, along: Placement, batch_size: int) -> bool:
+    """Whether a split of a tensor goes across its samples.
+
+    Its units are neither inside the samples (positions) nor are samples inside them.
+
+    Args:
+        place: The split.
+        units: Number of units of its axis.
+        along: Placement of the tensor along the batch.
+        batch_size: Number of samples.
+    """
+    if place.kind != "S" or along.kind != "S" or place.dim != along.dim:
+        return False
+    is_inside = place.outer % (along.outer * batch_size) == 0
+    return not is_inside and along.outer % (place.outer * units) != 0
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """Global shape and dtype (``"float32"``, ``"int64"``, ...) of a tensor.

@@ -16,7 +16,7 @@ from functools import partial
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
@@ -249,8 +249,8 @@ def _ranked_variants(
     with limits:
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
-            found = [problem.evaluator.evaluate_choice(choice, order) for order in orders]
-            tried.append((strategy, found[best_of(found)]))
+            found = [problem.evaluator.evaluate(choice, order) for order in orders]
+            tried.append((strategy, min(found, key=lambda each: each.preference)))
     ranked = sorted(tried, key=lambda pair: pair[1].preference)
     return PlanResult(
         candidates=tuple(Candidate(strategy=each, orders=orders) for each, _ in ranked),

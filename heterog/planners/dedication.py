@@ -223,8 +223,6 @@ class _Search:
         if key not in self._found:
             if self._found and self._is_searched:
                 return None
-            evaluator = self.problem.evaluator
-            choice = evaluator.encode(strategy)
-            self._found[key] = evaluator.evaluate_choice(choice, turn, limit_s)
+            self._found[key] = self.problem.evaluator.evaluate(strategy, turn, limit_s)
             self.problem.report(self.spending.fraction, self._least[1])
         return self._found[key]

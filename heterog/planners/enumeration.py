@@ -127,7 +127,7 @@ class Enumeration(ABC, Generic[Point]):
                 self.fault = fault
                 self.spending.check()
                 continue
-            evaluation = self.problem.evaluator.evaluate_choice(choice, self.order(point))
+            evaluation = self.problem.evaluator.evaluate(choice, self.order(point))
             self.cost[point] = evaluation.preference
 
     def _choice(self, point: Point) -> Choice:

@@ -467,10 +467,9 @@ class _Ranking:
     def _score(self, strategy: Strategy, order: Order) -> tuple[float, float] | None:
         """Simulate a strategy; ``None`` if it is not legal."""
         try:
-            choice = self.problem.evaluator.encode(strategy)
+            evaluation = self.problem.evaluator.evaluate(strategy, order)
         except StrategyError:  # local statistics that would have to leave their device
             return None
-        evaluation = self.problem.evaluator.evaluate_choice(choice, order)
         self.scored.append((evaluation.preference, len(self.scored), strategy, order))
         best = min(self.scored, key=_first_two)
         self.problem.report(self.spending.fraction, best[0][1])

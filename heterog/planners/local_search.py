@@ -75,7 +75,7 @@ class _Judge:
     """Asks the engine or the referee about each state once, and keeps the best few.
 
     Args:
-        ask: Function that evaluates a state up to a limit; see ``Evaluator.evaluate_choice``.
+        ask: Function that evaluates a state up to a limit; see ``Evaluator.evaluate``.
         tell: Function that gets the cost of every new best state.
     """
 
@@ -128,7 +128,7 @@ class _Search:
         self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(problem.evaluator)
         self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
-        self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate_choice))
+        self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate))
         self.referee = _Judge(
             partial(self._ask, problem.evaluator.referee),
             tell=lambda cost: self.problem.report(self.spending.fraction, cost),

@@ -5,7 +5,7 @@ import numpy as np
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, best_of
+from heterog.planners.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
@@ -172,8 +172,8 @@ def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     with spending.limits():
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
-            tried = [problem.evaluator.evaluate_choice(choice, order) for order in problem.orders]
-            best = tried[best_of(tried)]
+            tried = [problem.evaluator.evaluate(choice, order) for order in problem.orders]
+            best = min(tried, key=lambda each: each.preference)
             found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
     found.sort(key=lambda pair: pair[0].preference)
     return PlanResult(

@@ -460,8 +460,3 @@ class Planner(Protocol):
         begun.
         """
         return 0.0
-
-
-def best_of(evaluations: list[Evaluation]) -> int:
-    """Index of the best evaluation: those that fit first, then the shortest step."""
-    return min(range(len(evaluations)), key=lambda index: evaluations[index].preference)

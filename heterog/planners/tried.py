@@ -37,8 +37,7 @@ class Tried(dict[Point, Evaluation], Generic[Point]):
             return self.get(point)
         try:
             strategy = self._make(point)
-            choice = self._evaluator.encode(strategy)
-            self[point] = self._evaluator.evaluate_choice(choice, order)
+            self[point] = self._evaluator.evaluate(strategy, order)
         except (LayoutError, StrategyError) as error:
             self.refused[point] = str(error)
             return None

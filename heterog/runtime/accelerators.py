@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heterog.cluster import Cluster
+from heterog.cluster.overrides import is_cpu
 from heterog.errors import HeterogError
 
 CPU = torch.device("cpu")
@@ -86,8 +87,8 @@ def has_accelerator() -> bool:
 
 
 def is_on_cpus(cluster: Cluster) -> bool:
-    """Whether all devices of a cluster are processors; a testbed calls a share ``CPU@0.5``."""
-    return all(device.type.name.partition("@")[0] == "CPU" for device in cluster.devices)
+    """Whether all devices of a cluster are processors."""
+    return all(is_cpu(device.type.name) for device in cluster.devices)
 
 
 def device_count() -> int:

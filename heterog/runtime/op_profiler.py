@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from heterog.cluster.hardware import Device, DeviceType, Host, Link
+from heterog.cluster.overrides import is_cpu
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
@@ -213,8 +214,7 @@ def profile_ops(
 
 def _device_of(device_type: str) -> torch.device:
     """This process's device of a type: its GPU, if it has one and the type is not the CPU's."""
-    is_cpu = device_type.partition("@")[0] == "CPU"  # a testbed's types are named CPU@QUOTA
-    return CPU if is_cpu else own_device()
+    return CPU if is_cpu(device_type) else own_device()
 
 
 def _data_parallel(graph: OpGraph, samples: int) -> Program:

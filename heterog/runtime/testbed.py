@@ -221,28 +221,6 @@ class Testbed(Place):
             *argv,
         ]
 
-    def throttle(self, rank: int, quota: float) -> None:
-        """Lets this rank use another share of its core from now on, as a card that gets hot does.
-
-        Args:
-            rank: A rank of a host that has a ``cpu_quota``.
-            quota: Fraction of one core, above 0 and at most 1.
-
-        Raises:
-            TestbedError: There is no such rank, its host has no quota, the testbed is not open, or
-                the share is out of range.
-        """
-        self._check_rank(rank)
-        host = self.cluster.hosts[self.cluster.host_of[rank]]
-        if not self._is_open or host.cpu_quota is None:
-            raise TestbedError(
-                f"rank {rank} cannot be throttled: "
-                + ("the testbed is not open." if host.cpu_quota else "its host has no cpu_quota.")
-            )
-        if not _LEAST_QUOTA <= quota <= 1.0:
-            raise TestbedError(f"a share of a core is {_LEAST_QUOTA:g} to 1, not {quota:g}.")
-        _cpu_controller().set_quota(self._cgroup(rank), quota)
-
     def processes(self, rank: int) -> list[int]:
         """Ids of all processes that this rank's command has started and that still run.
 

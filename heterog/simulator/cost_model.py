@@ -13,6 +13,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.strategy.channels import Channel, ChannelKind, communicators
 from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.program import FloatArray, IntArray
+from heterog.strategy.sparse_tables import starts_of
 
 _MOST_DRAG = 0.9
 """Largest fraction of compute speed that drag takes: compute never stops while bytes move."""
@@ -203,7 +204,7 @@ class ChannelPricer:
         of = np.repeat(np.arange(len(costs)), [len(cost.gate) for cost in costs])
         bits = np.array([resource for cost in costs for resource in cost.gate], np.int64)
         np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
-        starts = _starts_of([len(cost.seconds.held) for cost in costs])
+        starts = starts_of([len(cost.seconds.held) for cost in costs])
         by_type = len(costs), len(self._names)  # also where there is no channel
         return ChannelPrices(
             latency_s=np.array([cost.seconds.latency_s for cost in costs], np.float64),
@@ -215,7 +216,7 @@ class ChannelPricer:
             drag=np.array([cost.drag for cost in costs], np.float64).reshape(by_type),
             overhead_s=np.array([cost.overhead_s for cost in costs], np.float64).reshape(by_type),
             loaded_s=np.array([cost.loaded_s for cost in costs], np.float64),
-            member_start=_starts_of([len(channel.devices) for channel in channels]),
+            member_start=starts_of([len(channel.devices) for channel in channels]),
             member=np.array([d for channel in channels for d in channel.devices], np.int32),
             queue=np.array(queue, np.int32),
             communicator=communicators(channels),
@@ -225,7 +226,7 @@ class ChannelPricer:
                 [s for cost in costs for s in cost.seconds.held.values()], np.float64
             ),
             gate=gate,
-            gated_start=_starts_of([len(numbers) for numbers in gated]),
+            gated_start=starts_of([len(numbers) for numbers in gated]),
             gated_queue=np.array([number for numbers in gated for number in numbers], np.int32),
             num_queues=len(queues),
         )
@@ -260,11 +261,6 @@ class _Cost(NamedTuple):
     drag: list[float]
     overhead_s: list[float]
     loaded_s: float
-
-
-def _starts_of(counts: Sequence[int]) -> IntArray:
-    """First entry of each count, and the end of the last one.  # [len(counts) + 1]"""
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
 
 def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float]:

@@ -78,15 +78,24 @@ class Evaluator(Runner):
         mark_channels(self._tape, np.zeros(len(self.channels) + 1, np.bool_))
         self.num_evaluations = counted
 
-    def evaluate(self, strategy: Strategy, order: Order | None = None) -> Evaluation:
+    def evaluate(
+        self,
+        strategy: Strategy | Choice,
+        order: Order | None = None,
+        limit_s: float = math.inf,
+    ) -> Evaluation:
         """Predict step time and memory of a strategy.
 
         Args:
-            strategy: Strategy made for this graph and cluster.
+            strategy: Strategy made for this graph and cluster, or a choice from ``encode`` or a
+                ``StrategySpace``.
             order: Order of waiting tasks; the best of all three if ``None``.
+            limit_s: Seconds per step above which an exact result is not needed: the outcome may
+                then be ``given_up``.
         """
+        choice = self.encode(strategy) if isinstance(strategy, Strategy) else strategy
         orders = tuple(Order) if order is None else (order,)
-        tried = self.evaluate_orders(self.encode(strategy), orders)
+        tried = self.evaluate_orders(choice, orders, limit_s)
         return min(tried, key=lambda result: result.preference)
 
     def encode(self, strategy: Strategy) -> Choice:
@@ -110,23 +119,10 @@ class Evaluator(Runner):
         lowered = self._ready(choice)
         return 0.0 if lowered is None else self.run(lowered, Order.FIFO, math.inf)[0]
 
-    def evaluate_choice(
-        self, choice: Choice, order: Order, limit_s: float = math.inf
-    ) -> Evaluation:
-        """Predict step time and memory of an encoded strategy.
-
-        Args:
-            choice: Choice from ``encode`` or a ``StrategySpace``.
-            order: Order of waiting tasks.
-            limit_s: Seconds per step above which an exact result is not needed: the outcome may
-                then be ``given_up``.
-        """
-        return self.evaluate_orders(choice, (order,), limit_s)[0]
-
     def evaluate_orders(
         self, choice: Choice, orders: Sequence[Order], limit_s: float = math.inf
     ) -> list[Evaluation]:
-        """Like ``evaluate_choice`` in several orders, lowered once.
+        """Like ``evaluate`` in several orders, lowered once.
 
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
@@ -161,7 +157,7 @@ class Evaluator(Runner):
             strategy: Strategy made for this graph and cluster.
             order: Order of waiting tasks in the engine; the best of all three by the referee if
                 ``None``.
-            limit_s: As in ``evaluate_choice``. A strategy that the engine takes for more than
+            limit_s: As in ``evaluate``. A strategy that the engine takes for more than
                 ``REFEREE_SLACK`` slower than that is given up, too.
         """
         orders = tuple(Order) if order is None else (order,)

@@ -59,7 +59,6 @@ class DeviceMemory:
         device_type: Name of its type.
         peak_bytes: Most bytes that it needs at once, as an evaluation reports.
         usable_bytes: Bytes that a job may use there.
-        peak_at_s: Time of the peak, in seconds from the start of the step.
         parts: Bytes of each kind at that moment; they add up to ``peak_bytes``.
     """
 
@@ -67,7 +66,6 @@ class DeviceMemory:
     device_type: str
     peak_bytes: int
     usable_bytes: int
-    peak_at_s: float
     parts: tuple[tuple[MemoryKind, int], ...]
 
     @property
@@ -137,7 +135,7 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
         by_times.append(_parts_at_peak(program, start, finish, kinds, parts))
     devices = []
     for index, device in enumerate(evaluator.cluster.devices):
-        parts, at_s = max((tried[index] for tried in by_times), key=lambda p: p[0].sum())
+        parts = max((tried[index] for tried in by_times), key=lambda each: each.sum())
         whole = np.rint(parts).astype(np.int64)
         whole[_NUMBER[MemoryKind.MARGIN]] = reported[index] - whole.sum()
         devices.append(
@@ -146,7 +144,6 @@ def memory_fit(evaluator: Evaluator, strategy: Strategy | Choice, order: Order) 
                 device_type=device.type.name,
                 peak_bytes=reported[index],
                 usable_bytes=device.usable_memory_bytes,
-                peak_at_s=at_s,
                 parts=tuple(zip(_KINDS, whole.tolist(), strict=True)),
             )
         )
@@ -207,8 +204,8 @@ def _parts_at_peak(
     finish: FloatArray,
     kinds: npt.NDArray[np.int64],
     resident: FloatArray,
-) -> list[tuple[FloatArray, float]]:
-    """Bytes of each kind and time, at the peak of each device, without margin."""
+) -> list[FloatArray]:
+    """Bytes of each kind at the peak of each device, without margin."""
     begin, end = buffer_lives(program, start, finish)
     found = []
     sized = np.flatnonzero(program.buffer_bytes > 0.0)
@@ -223,6 +220,5 @@ def _parts_at_peak(
         upto = int(np.argmax(totals))
         past = order[:upto]  # what has happened until then: births and deaths of buffers
         which = kinds[np.concatenate([mine, mine])[past]]
-        parts = resident[device] + np.bincount(which, changes[past], minlength=len(_KINDS))
-        found.append((parts, float(times[past[-1]]) if upto else 0.0))
+        found.append(resident[device] + np.bincount(which, changes[past], minlength=len(_KINDS)))
     return found

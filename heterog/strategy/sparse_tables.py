@@ -49,20 +49,15 @@ def sparse_tables(graph: OpGraph, matrices: dict[tuple[str, int], int]) -> Spars
         )
     found = [by_key[key] for key, _ in matrices]
     return SparseTables(
-        axis=int_array([axis for _, axis in matrices]),
+        axis=np.array([axis for _, axis in matrices], np.int32),
         first_row=starts_of([len(each.row_starts) for each in found]),
         first_entry=np.cumsum([0, *(each.num_entries for each in found)], dtype=np.int64),
         row_starts=np.concatenate([np.zeros(0, np.int64), *(each.row_starts for each in found)]),
         columns=np.concatenate([np.zeros(0, np.int32), *(each.columns for each in found)]),
-        num_columns=int_array([each.num_columns for each in found]),
+        num_columns=np.array([each.num_columns for each in found], np.int32),
     )
 
 
-def int_array(values: Sequence[int]) -> IntArray:
-    """Integers as the kernel takes them."""
-    return np.array(values, np.int32)
-
-
-def starts_of(counts: list[int]) -> IntArray:
+def starts_of(counts: Sequence[int]) -> IntArray:
     """First index of each segment, and the end of the last one, by the segments' lengths."""
     return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

@@ -140,11 +140,6 @@ class Decision:
                 )
 
     @property
-    def recomputes_all(self) -> bool:
-        """Whether everything is recomputed that can be."""
-        return self.recompute and self.keeps == Keeps.NOTHING
-
-    @property
     def division(self) -> Division:
         """The division of samples and units among the devices."""
         return Division(self.devices, self.shares, self.teams, self.parts)

@@ -28,7 +28,6 @@ from heterog.strategy.remaking import Remake, Remakes
 from heterog.strategy.sparse_tables import (
     IntArray,
     SparseTables,
-    int_array,
     sparse_tables,
     starts_of,
 )
@@ -221,19 +220,23 @@ class _Builder:
         self.slot_number = {slot: number for number, slot in enumerate(self.slots)}
 
     def build(self) -> GraphTables:
-        return GraphTables(
-            batch_size=self.graph.batch_size,
-            num_groups=self.grouping.num_groups,
-            axis_units=int_array(list(self.plan.axes)),
+        tables: dict[str, Any] = {
+            "batch_size": self.graph.batch_size,
+            "num_groups": self.grouping.num_groups,
+            "axis_units": list(self.plan.axes),
+            "sparse": self.sparse,
             **self._op_tables(),
             **self._recomputation_tables(),
             **self._value_tables(),
             **self._slot_tables(),
-            sparse=self.sparse,
             **self._parameter_tables(),
             **self._gradient_tables(),
             **self._batch_tables(),
-        )
+        }
+        for name, values in tables.items():
+            if isinstance(values, list):  # all lists are of integers
+                tables[name] = np.array(values, np.int32)
+        return GraphTables(**tables)
 
     def _op_tables(self) -> dict[str, Any]:
         graph = self.graph
@@ -241,23 +244,21 @@ class _Builder:
         for row in range(len(graph.updates)):
             finished[self._last_op(row)].append(row)
         return {
-            "op_id": int_array(self.ops),
-            "op_group": int_array(self.op_group),
-            "op_axis": int_array([int(self.plan.op_axis[index]) for index in self.ops]),
-            "op_recut": int_array(list(map(self._recut, self.ops))),
+            "op_id": self.ops,
+            "op_group": self.op_group,
+            "op_axis": [int(self.plan.op_axis[index]) for index in self.ops],
+            "op_recut": list(map(self._recut, self.ops)),
             "value_start": starts_of([graph.ops[index].num_outputs for index in self.ops]),
             "read_start": starts_of([len(entries) for entries in self.reads]),
-            "read_value": int_array([value for entries in self.reads for value, _ in entries]),
-            "read_slot": int_array(
-                [self._number(slot) for entries in self.reads for _, slot in entries]
-            ),
+            "read_value": [value for entries in self.reads for value, _ in entries],
+            "read_slot": [self._number(slot) for entries in self.reads for _, slot in entries],
             "parameter_read_start": starts_of([len(rows) for rows in self.parameter_reads]),
-            "parameter_read": int_array([row for rows in self.parameter_reads for row in rows]),
+            "parameter_read": [row for rows in self.parameter_reads for row in rows],
             "finished_start": starts_of([len(rows) for rows in finished]),
-            "finished_parameter": int_array([row for rows in finished for row in rows]),
-            "op_is_backward": int_array([int(flag) for flag in self.is_backward]),
-            "op_is_late": int_array([int(self._is_late(row)) for row in range(len(self.ops))]),
-            "op_is_weights": int_array(self._makes_weights_only()),
+            "finished_parameter": [row for rows in finished for row in rows],
+            "op_is_backward": self.is_backward,
+            "op_is_late": [self._is_late(row) for row in range(len(self.ops))],
+            "op_is_weights": self._makes_weights_only(),
         }
 
     def _recut(self, op: int) -> Recut:
@@ -307,11 +308,11 @@ class _Builder:
         recomputing = {each.reader for each in again if each.ops}
         partly = self._partly(rows, makers)
         return {
-            "op_recomputes": int_array([int(row in recomputing) for row in range(len(self.ops))]),
+            "op_recomputes": [row in recomputing for row in range(len(self.ops))],
             "recompute_start": starts_of([len(each.ops) for each in again]),
-            "recompute_op": int_array([row for each in again for row in each.ops]),
+            "recompute_op": [row for each in again for row in each.ops],
             "partly_start": starts_of([len(ops) for ops in partly]),
-            "partly_op": int_array([row for ops in partly for row in ops]),
+            "partly_op": [row for ops in partly for row in ops],
         }
 
     def _partly(
@@ -345,18 +346,18 @@ class _Builder:
         split = np.array(kinds) == KIND_NUMBER["S"]
         units = np.array([max(plan.axes[plan.tensor_axis[tensor]], 1) for tensor in values])
         return {
-            "value_op": int_array(self.value_op),
-            "value_tensor": int_array(values),
-            "value_axis": int_array([int(plan.tensor_axis[tensor]) for tensor in values]),
-            "value_kind": int_array(kinds),
+            "value_op": self.value_op,
+            "value_tensor": values,
+            "value_axis": [int(plan.tensor_axis[tensor]) for tensor in values],
+            "value_kind": kinds,
             "value_bytes": np.where(split, 0.0, sizes),
             "value_bytes_per_unit": np.where(split, sizes / units, 0.0),
             "value_moved_fraction": np.array([self._moved_fraction(each) for each in values]),
-            "value_batch_kind": int_array([KIND_NUMBER[place.kind] for place in over_batch]),
-            "value_is_outermost": int_array([_is_outermost(plan.placements[t]) for t in values]),
-            "value_batch_is_outermost": int_array([_is_outermost(place) for place in over_batch]),
-            "value_is_early": int_array([int(self._is_early(tensor)) for tensor in values]),
-            "value_item_bytes": int_array([_item_bytes(graph, tensor) for tensor in values]),
+            "value_batch_kind": [KIND_NUMBER[place.kind] for place in over_batch],
+            "value_is_outermost": [_is_outermost(plan.placements[t]) for t in values],
+            "value_batch_is_outermost": [_is_outermost(place) for place in over_batch],
+            "value_is_early": [self._is_early(tensor) for tensor in values],
+            "value_item_bytes": [_item_bytes(graph, tensor) for tensor in values],
         }
 
     def _slot_tables(self) -> dict[str, Any]:
@@ -364,11 +365,11 @@ class _Builder:
         starts = np.searchsorted(values, np.arange(len(self.values) + 1))
         return {
             "value_slot_start": starts.astype(np.int32),
-            "slot_value": int_array(values),
-            "slot_group": int_array([slot[1] for slot in self.slots]),
-            "slot_whole": int_array([slot[2] for slot in self.slots]),
-            "slot_axis": int_array([slot[3] for slot in self.slots]),
-            "slot_pass": int_array([slot[4] for slot in self.slots]),
+            "slot_value": values,
+            "slot_group": [slot[1] for slot in self.slots],
+            "slot_whole": [slot[2] for slot in self.slots],
+            "slot_axis": [slot[3] for slot in self.slots],
+            "slot_pass": [slot[4] for slot in self.slots],
             "slot_window": np.array([slot[5] for slot in self.slots], np.int32).reshape(-1, 4),
             **self._remake_tables(),
         }
@@ -385,7 +386,7 @@ class _Builder:
             found.append(remakes.of_value(tensor, self._moved_fraction(tensor)) if may else None)
         return {
             "remake_start": starts_of([len(each.ops) if each else 0 for each in found]),
-            "remake_op": int_array([self.row_of[op] for each in found if each for op in each.ops]),
+            "remake_op": [self.row_of[op] for each in found if each for op in each.ops],
             "slot_remade_from": np.array([each.least_bytes if each else 0.0 for each in found]),
         }
 
@@ -404,9 +405,7 @@ class _Builder:
                     readers[row].extend(self.value_of[t] for t in graph.outputs(index)[:1])
         units = [float(plan.axes[axis]) if axis >= 0 else 1.0 for axis in self.parameter_axis]
         return {
-            "parameter_group": int_array(
-                [int(self.grouping.group[op]) for op, _, _ in graph.updates]
-            ),
+            "parameter_group": [int(self.grouping.group[op]) for op, _, _ in graph.updates],
             "parameter_bytes": np.array(sizes),
             "stepped_bytes": np.array(
                 [
@@ -417,18 +416,16 @@ class _Builder:
             "gradient_bytes": np.array(
                 [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
             ),
-            "gradient_item_bytes": int_array([_item_bytes(graph, g) for _, _, g in graph.updates]),
-            "parameter_item_bytes": int_array(
-                [_item_bytes(graph, p) for _, p, _ in graph.updates]
-            ),
-            "parameter_dtype": int_array([numbers[pair] for pair in dtypes]),
+            "gradient_item_bytes": [_item_bytes(graph, g) for _, _, g in graph.updates],
+            "parameter_item_bytes": [_item_bytes(graph, p) for _, p, _ in graph.updates],
+            "parameter_dtype": [numbers[pair] for pair in dtypes],
             "num_dtypes": max(len(numbers), 1),
             "parameter_workspace": workspace,
-            "parameter_axis": int_array(self.parameter_axis),
+            "parameter_axis": self.parameter_axis,
             "parameter_units": np.array(units),
-            "parameter_tensor": int_array([parameter for _, parameter, _ in graph.updates]),
+            "parameter_tensor": [parameter for _, parameter, _ in graph.updates],
             "reader_start": starts_of([len(values) for values in readers]),
-            "reader_value": int_array([value for values in readers for value in values]),
+            "reader_value": [value for values in readers for value in values],
             "state_ratio": graph.optimizer_state_ratio,
         }
 
@@ -441,10 +438,10 @@ class _Builder:
             last_values.append(self.value_of[outputs[0]] if waits else -1)
         domains = list(map(self._domain, self.gradient_values, self.parameter_axis))
         return {
-            "parameter_gradient": int_array(self.gradient_values),
-            "parameter_last_value": int_array(last_values),
-            "gradient_domain": int_array(domains),
-            "gradient_slot": int_array([self._number(slot) for slot in self.gradient_slots]),
+            "parameter_gradient": self.gradient_values,
+            "parameter_last_value": last_values,
+            "gradient_domain": domains,
+            "gradient_slot": [self._number(slot) for slot in self.gradient_slots],
         }
 
     def _batch_tables(self) -> dict[str, Any]:

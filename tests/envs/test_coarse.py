@@ -77,7 +77,7 @@ def test_one_device_takes_exactly_as_long() -> None:
     for candidate in range(pair.cluster.num_devices):
         row = np.full(pair.num_blocks, candidate, np.int32)
         choice = space.encode(pair.groups(row), bucket_bytes=0, num_steps=1)
-        exact = fine.evaluate_choice(choice, Order.RANK).step_time_s
+        exact = fine.evaluate(choice, Order.RANK).step_time_s
         assert pair.score(row).step_time_s == pytest.approx(exact, rel=1e-9)
 
 
@@ -96,7 +96,7 @@ def test_micro_batches_of_different_sizes_all_take_time() -> None:
         micro_batches=space.micro_batches(num_micro),
     )
     assert len(np.unique(choice.shares[0, :, 0])) > 1
-    exact = fine.evaluate_choice(choice, Order.RANK).step_time_s
+    exact = fine.evaluate(choice, Order.RANK).step_time_s
     # Gradients that were merged are added up in one go.
     cut = pair.pipelined(num_micro)
     assert cut is not None

@@ -133,7 +133,7 @@ def test_running_memory_is_near_the_simulated_peak(make: Callable[[], Pair]) -> 
         memory.add(rows[:, block].tolist())
     for row, used in zip(rows, memory.used, strict=True):
         choice = pair.space.encode(row.astype(np.int32), bucket_bytes=0, num_steps=1)
-        evaluation = pair.evaluator.evaluate_choice(choice, Order.RANK)
+        evaluation = pair.evaluator.evaluate(choice, Order.RANK)
         peak = max(evaluation.peak_memory_bytes / pair.memory.usable_bytes)
         assert used.max() * memory.MARGIN == pytest.approx(peak, rel=0.15)
 

@@ -132,14 +132,14 @@ def test_enumerations_pass_over_what_the_optimizer_forbids(
     """Two segments on different devices would each step a part of the parameters."""
     evaluator = Evaluator(replace(model(64, 32), seen_scope=UpdateScope.MODEL), CLUSTER)
     outcomes: list[Outcome] = []
-    evaluate = evaluator.evaluate_choice
+    evaluate = evaluator.evaluate
 
     def noted(choice: Choice, order: Order) -> Evaluation:
         evaluation = evaluate(choice, order)
         outcomes.append(evaluation.outcome)
         return evaluation
 
-    monkeypatch.setattr(evaluator, "evaluate_choice", noted)
+    monkeypatch.setattr(evaluator, "evaluate", noted)
     result = TwoSegment().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=60)))
     assert result.candidates
     assert len(outcomes) >= 20

@@ -54,7 +54,7 @@ def check_point(moves: Neighbours, state: State) -> None:
         schedule=state.schedule,
         tables=evaluator.rules.of(number).tables,
     )
-    assert evaluator.evaluate_choice(choice._replace(rule_set=number), Order.RANK) == careful
+    assert evaluator.evaluate(choice._replace(rule_set=number), Order.RANK) == careful
 
 
 @pytest.mark.parametrize("name", ["gpt", "moe"])

@@ -337,7 +337,7 @@ def test_space_rows_round_trip() -> None:
         assert again is not None
         assert (again == row).all()
         # The quick encoding means the same as the careful one.
-        quick = own.evaluate_choice(
+        quick = own.evaluate(
             space.encode(row.astype(np.int32), bucket_bytes=0, num_steps=1), Order.RANK
         )
         assert quick == own.evaluate(strategy, Order.RANK)

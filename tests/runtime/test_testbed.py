@@ -555,24 +555,6 @@ class TestShaping:
             [slowdown] = results([python(bed, 0, _BUSY)])
         assert 2 < float(slowdown) < 6  # 1 / 0.3 = 3.3
 
-    def test_throttled_later(self) -> None:
-        with Testbed(cluster_of(0.9)) as bed:
-            bed.throttle(0, 0.3)
-            [slowdown] = results([python(bed, 0, _BUSY)])
-        assert 2 < float(slowdown) < 6
-
-    def test_what_cannot_be_throttled(self) -> None:
-        bed = Testbed(cluster_of(0.5, None))
-        with pytest.raises(TestbedError, match="the testbed is not open"):
-            bed.throttle(0, 0.3)
-        with bed:
-            with pytest.raises(TestbedError, match="its host has no cpu_quota"):
-                bed.throttle(1, 0.3)
-            with pytest.raises(TestbedError, match=r"0\.01 to 1, not 1\.5"):
-                bed.throttle(0, 1.5)
-            with pytest.raises(TestbedError, match="has no rank 2"):
-                bed.throttle(2, 0.5)
-
     def test_ranks_are_pinned(self) -> None:
         code = "import os; print(*os.sched_getaffinity(0))"
         with Testbed(cluster_of(None, None)) as bed:

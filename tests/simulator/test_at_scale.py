@@ -40,9 +40,9 @@ def test_prices_of_the_channels_in_use_are_those_of_all(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluator, choice = random_case(Random(seed))
-    every = [(evaluator.evaluate_choice(choice, o), evaluator.referee(choice, o)) for o in Order]
+    every = [(evaluator.evaluate(choice, o), evaluator.referee(choice, o)) for o in Order]
     monkeypatch.setattr(price_table, "MOST_PRICED", 0)
-    few = [(evaluator.evaluate_choice(choice, o), evaluator.referee(choice, o)) for o in Order]
+    few = [(evaluator.evaluate(choice, o), evaluator.referee(choice, o)) for o in Order]
     assert few == every
 
 
@@ -75,7 +75,7 @@ def test_tasks_are_counted_without_lowering() -> None:
 def test_what_is_too_large_is_said_and_not_simulated() -> None:
     evaluator, choice = random_case(Random(3))
     evaluator.most_tasks = 1
-    for found in (evaluator.evaluate_choice(choice, Order.FIFO), evaluator.referee(choice)):
+    for found in (evaluator.evaluate(choice, Order.FIFO), evaluator.referee(choice)):
         assert found.outcome == Outcome.TOO_LARGE
         assert not found.is_ok
         assert found.preference[0] == math.inf
@@ -88,7 +88,7 @@ def test_in_haste_what_does_not_fit_is_looked_at_briefly_and_never_said_to_fit()
     order = Order.FIFO
     for seed in range(60):
         evaluator, choice = random_case(Random(seed))
-        exact, judged = evaluator.evaluate_choice(choice, order), evaluator.referee(choice, order)
+        exact, judged = evaluator.evaluate(choice, order), evaluator.referee(choice, order)
         if judged.outcome == Outcome.CANNOT_RUN:
             continue  # a norm of one value, which is said whatever the memory
         evaluator.feasibility.usable = np.array(judged.peak_memory_bytes) * 0.9
@@ -106,13 +106,13 @@ def test_in_haste_what_does_not_fit_is_looked_at_briefly_and_never_said_to_fit()
             bool(may_be) and floor_s(evaluator.prices, choice) > 0.0,
             -1,
         )
-        for found in (evaluator.evaluate_choice(choice, order), evaluator.referee(choice, order)):
+        for found in (evaluator.evaluate(choice, order), evaluator.referee(choice, order)):
             assert found.outcome == Outcome.OUT_OF_MEMORY
             assert found.step_time_s <= exact.step_time_s * (1.0 + 1e-9)
             assert (np.array(found.peak_memory_bytes) <= judged.peak_memory_bytes).all()
             assert (evaluator.num_tasks == -1) == ("at least" in found.shortage) == is_brief
         evaluator.most_tasks = math.inf
-        assert "at least" not in evaluator.evaluate_choice(choice, order).shortage
+        assert "at least" not in evaluator.evaluate(choice, order).shortage
         num_seen, num_brief = num_seen + 1, num_brief + is_brief
     assert num_seen > 30
     assert num_brief > 10
@@ -130,7 +130,7 @@ def test_a_thousand_devices_that_do_alike_are_one_small_program(
     layout = Layout(tp=2, pp=2, dp=GRAPH.batch_size)
     choice = evaluator.encode(place_layout(layout, GRAPH, cluster, devices=devices).strategy)
     evaluator.most_tasks = evaluator.tasks_of(choice) - 1
-    found = evaluator.evaluate_choice(choice, Order.FIFO)
+    found = evaluator.evaluate(choice, Order.FIFO)
     assert found.outcome != Outcome.TOO_LARGE, "few of them differ"
     assert evaluator.num_tasks < evaluator.tasks_of(choice)
     assert len(evaluator.channels._transfers) < 1000

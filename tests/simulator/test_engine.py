@@ -46,7 +46,7 @@ def test_equals_the_slow_reference(seed: int) -> None:
     slow_start, slow_finish = reference.simulate(tasks, order, is_in_turn=program.is_in_turn)
     np.testing.assert_allclose(start, slow_start, rtol=1e-9, atol=0)
     np.testing.assert_allclose(finish, slow_finish, rtol=1e-9, atol=0)
-    step_time_s = evaluator.evaluate_choice(choice, order).step_time_s
+    step_time_s = evaluator.evaluate(choice, order).step_time_s
     assert step_time_s == pytest.approx(max(finish) / choice.num_steps, rel=1e-12)
     # No order and no link model can beat the longest chain of dependencies.
     assert max(reference.upward_rank(tasks)) <= max(finish) * (1 + 1e-12)
@@ -58,11 +58,11 @@ def test_gives_up_only_what_is_slower_than_the_limit(seed: int, share: float) ->
     rng = Random(seed)
     evaluator, choice = random_case(rng)
     order = rng.choice(list(Order))
-    whole = evaluator.evaluate_choice(choice, order)
+    whole = evaluator.evaluate(choice, order)
     if whole.outcome != Outcome.CANNOT_RUN:  # there is no step whose seconds could be bounded
         assert floor_s(evaluator.prices, choice) <= whole.step_time_s * (1 + 1e-12)
     limit = share * whole.step_time_s
-    limited = evaluator.evaluate_choice(choice, order, limit)
+    limited = evaluator.evaluate(choice, order, limit)
     if limited.outcome == Outcome.GIVEN_UP:
         # Sums of seconds in another order: equal ones differ in the last digit.
         assert limit * (1 - 1e-12) < limited.step_time_s <= whole.step_time_s * (1 + 1e-12)
@@ -80,7 +80,7 @@ def test_orders_of_one_lowering_are_those_of_each_alone(seed: int) -> None:
     orders = rng.sample(list(Order), len(Order))
     best_s = np.inf
     for found, order in zip(evaluator.evaluate_orders(choice, orders), orders, strict=True):
-        alone = evaluator.evaluate_choice(choice, order)
+        alone = evaluator.evaluate(choice, order)
         if found.outcome == Outcome.GIVEN_UP:
             assert best_s <= found.step_time_s <= alone.step_time_s * (1 + 1e-12)
         else:
@@ -91,8 +91,8 @@ def test_orders_of_one_lowering_are_those_of_each_alone(seed: int) -> None:
 
 def test_the_referee_gives_up_too() -> None:
     evaluator, choice = random_case(Random(3))
-    whole = evaluator.evaluate_choice(choice, Order.FIFO).step_time_s
-    given_up = evaluator.evaluate_choice(choice, Order.FIFO, 0.2 * whole)
+    whole = evaluator.evaluate(choice, Order.FIFO).step_time_s
+    given_up = evaluator.evaluate(choice, Order.FIFO, 0.2 * whole)
     assert given_up.outcome == Outcome.GIVEN_UP
     assert given_up.peak_memory_bytes == ()
     judged = evaluator.referee(choice, Order.FIFO, 0.2 * whole)

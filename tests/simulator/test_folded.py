@@ -75,7 +75,7 @@ def check(evaluator: Evaluator, choice: Choice) -> int:
     """A folded evaluation is that of all devices; returns how many devices were lowered."""
     for order in Order:
         seconds, peaks = evaluator.simulate(choice, order)
-        found = evaluator.evaluate_choice(choice, order)
+        found = evaluator.evaluate(choice, order)
         assert found.step_time_s == seconds
         # Bytes are added up in another order.
         expected = np.rint(peaks * (1.0 + MEMORY_MARGIN))

@@ -157,7 +157,7 @@ def test_no_strategy_is_below_the_bound(num_layers: int, types: tuple[DeviceType
     bound = lower_bound_s(graph, cluster, Roofline())
     evaluator = Evaluator(graph, cluster)
     fastest = min(
-        evaluator.evaluate_choice(choice, order).step_time_s
+        evaluator.evaluate(choice, order).step_time_s
         for strategy in strategies_on_two(graph, cluster)
         for choice in [evaluator.encode(strategy)]
         for order in Order

@@ -245,7 +245,7 @@ def test_memory_is_the_larger_of_both_predictions() -> None:
     for _ in range(20):
         evaluator, choice = random_case(rng)
         order = rng.choice(list(Order))
-        engine = evaluator.evaluate_choice(choice, order).peak_memory_bytes
+        engine = evaluator.evaluate(choice, order).peak_memory_bytes
         program, start, finish = evaluator.referee_timings(choice, order)
         replayed = (1.0 + MEMORY_MARGIN) * np.array(reference.memory(program, start, finish))
         expected = np.maximum(engine, replayed)

@@ -324,7 +324,7 @@ def test_under_noise_steps_that_overlap_go_with_the_speeds_of_their_tasks() -> N
     evaluator = Evaluator(graph_of("gpt"), cluster())
     choice = evaluator.encode(pipeline("gpt", 3))
     assert choice.modes[0].more_s < 0
-    nominal = evaluator.evaluate_choice(choice, Order.FIFO).step_time_s
+    nominal = evaluator.evaluate(choice, Order.FIFO).step_time_s
     resource = np.full((1, len(cluster().resources)), 1.1)
     slower = Noise(device=np.full((1, 3), 1.1), resource=resource)
     found = evaluator.seconds_under_noise(choice, Order.FIFO, slower)

@@ -1,0 +1,147 @@
+"""Whether the rules of ops that a strategy states are sharding rules, and can be obeyed."""
+
+from heterog.errors import StrategyError
+from heterog.graph.batch_plan import BatchPlan, counts_known_labels
+from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.op_rule import OpRule, OpRules, Scatter
+from heterog.graph.placement import P, R, crosses
+from heterog.graph.sharding_rules import RuleResult, Special, propagate
+from heterog.graph.sharding_rules.halo import halo_dim
+
+
+def checked_rules(
+    graph: OpGraph, batch: BatchPlan, op_rules: OpRules
+) -> dict[int, tuple[OpRule, RuleResult]]:
+    """The rules of a strategy by op, each with the sharding rule that it names.
+
+    A rule by which an op on constants alone is whole everywhere changes nothing and is left out.
+
+    Raises:
+        StrategyError: a rule is not one of the op's sharding rules, or the op cannot have a rule;
+            names the op.
+    """
+    ops = [op for op, _ in op_rules]
+    if ops != sorted(set(ops)) or ops[0] < 0 or ops[-1] >= graph.num_ops:
+        raise StrategyError(
+            f"op rules must be in ascending order of ops from 0 to {graph.num_ops - 1}, each once."
+        )
+    return {
+        op: (rule, _checked(graph, batch, op, rule))
+        for op, rule in op_rules
+        if not (graph.is_constant[op] and _is_whole(rule))
+    }
+
+
+def op_name(graph: OpGraph, op: int) -> str:
+    """An op in words, for messages."""
+    return f"op {op} '{graph.ops[op].kind}' in module '{graph.ops[op].module}'"
+
+
+def _is_whole(rule: OpRule) -> bool:
+    return all(place == R for place in (*rule.inputs, *rule.outputs))
+
+
+def _checked(graph: OpGraph, batch: BatchPlan, op: int, rule: OpRule) -> RuleResult:
+    """Find the sharding rule that a strategy's rule names.
+
+    Raises:
+        StrategyError: there is no such sharding rule.
+    """
+    name = op_name(graph, op)
+    if graph.is_view[op] or graph.ops[op].phase == Phase.UPDATE:
+        what = "a view" if graph.is_view[op] else "an update"
+        raise StrategyError(f"{name} is {what} and cannot have a rule; it follows its inputs.")
+    if graph.is_constant[op]:
+        raise StrategyError(f"{name} depends on constants alone: it is whole on every device.")
+    if rule.units < 1:
+        raise StrategyError(f"the rule of {name} has {rule.units} units; it must have 1 or more.")
+    sizes = (len(graph.ops[op].inputs), graph.ops[op].num_outputs)
+    if (len(rule.inputs), len(rule.outputs)) != sizes:
+        raise StrategyError(
+            f"the rule of {name} places {len(rule.inputs)} inputs and {len(rule.outputs)} "
+            f"outputs; the op has {sizes[0]} and {sizes[1]}."
+        )
+    given, stated = graph.ops[op].rule, RuleResult(rule.inputs, rule.outputs)
+    if given == (rule.inputs, rule.outputs) and (
+        rule.units == graph.batch_size or _is_whole(rule)
+    ):
+        return stated
+    result = None if given is not None else propagate(graph.call(op), rule.inputs, rule.units)
+    if result is None and _is_whole(rule):
+        result = stated
+    if result is None or (result.inputs, result.outputs) != (rule.inputs, rule.outputs):
+        instead = "" if result is None else f"; from these inputs it would be {_written(result)}"
+        raise StrategyError(
+            f"{name} cannot run as {_written(stated)} along an axis of {rule.units} units"
+            f"{instead}."
+        )
+    if result.special == Special.NLL_GLOBAL_WEIGHT and not counts_known_labels(
+        graph, op, batch.follows_batch
+    ):
+        raise StrategyError(
+            f"{name} takes a mean over labels that the model makes itself; their number is not "
+            "known before the step, so it cannot be split. Leave it without a rule."
+        )
+    is_in_space = halo_dim(rule.inputs) is not None  # forward and backward both handle these
+    if any(place.kind == "L" for place in (*rule.inputs, *rule.outputs)) and not is_in_space:
+        raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
+    if rule.scatter is not None:
+        _check_scatter(graph, batch, op, rule, rule.scatter)
+    return result
+
+
+def _check_scatter(
+    graph: OpGraph, batch: BatchPlan, op: int, rule: OpRule, scatter: Scatter
+) -> None:
+    """Refuse a scatter that cannot be made.
+
+    Raises:
+        StrategyError: the output is neither a sum over a team nor in slices, or cannot be cut that
+            way.
+    """
+    name, place = op_name(graph, op), scatter.place
+    if len(rule.outputs) != 1 or rule.outputs[0].kind not in "SP":
+        raise StrategyError(
+            f"{name} leaves {', '.join(map(str, rule.outputs))}: only an op with one output, a "
+            "part of a sum (P) or slices (S), can be followed by a reduce-scatter or all-to-all."
+        )
+    (tensor,) = graph.outputs(op)
+    shape, along = graph.tensors[tensor].shape, batch.placements[tensor]
+    if along.kind != "S":
+        raise StrategyError(
+            f"{name} makes a value that does not follow the batch; it cannot be scattered."
+        )
+    if (
+        place.kind != "S"
+        or place.dim >= len(shape)
+        or scatter.units < 1
+        or shape[place.dim] % (place.outer * scatter.units)
+    ):
+        raise StrategyError(
+            f"{name} makes a tensor of shape {shape}, which cannot be cut into {scatter.units} "
+            f"units by {place}."
+        )
+    is_batch = scatter == Scatter(place=along, units=graph.batch_size)
+    if not is_batch and crosses(place, scatter.units, along, graph.batch_size):
+        raise StrategyError(
+            f"{name}: {place} over {scatter.units} units goes across the samples of its result."
+        )
+    if rule.outputs == (place,) and rule.units == scatter.units:
+        raise StrategyError(
+            f"{name} makes slices by {place} over {scatter.units} units; its scatter names the "
+            "same ones. Leave it out."
+        )
+    if crosses(place, scatter.units, rule.outputs[0], rule.units):
+        raise StrategyError(
+            f"{name}: {place} over {scatter.units} units goes across the slices that it makes, "
+            f"{rule.outputs[0]} over {rule.units} units."
+        )
+    if is_batch and rule.outputs == (P,):
+        raise StrategyError(
+            f"{name} makes a part of a sum over its team, which is added up in slices of another "
+            "axis than the batch; leave out its scatter."
+        )
+
+
+def _written(rule: RuleResult) -> str:
+    return f"{', '.join(map(str, rule.inputs))} -> {', '.join(map(str, rule.outputs))}"
