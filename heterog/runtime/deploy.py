@@ -347,7 +347,7 @@ class DeployedStep:
             The loss, and the start and finish of every task on all ranks, in seconds since the
             step began; NaN where none was recorded.
         """
-        self._take_up(batch)
+        self._begin_step(batch)
         if self.is_free_running:
             self.settle()  # or a rank would wait here for one that waits for its gradients
         program = self._executor.program
@@ -357,7 +357,7 @@ class DeployedStep:
         times = TaskTimes(dict(zip(program.subject[tasks].tolist(), tasks.tolist(), strict=True)))
         self._record_in(times)
         try:
-            loss = self(batch)
+            loss = self._train(batch)
             self.flush()
             if any(mode.loss_delay for mode in self.modes):
                 self.settle()
@@ -426,11 +426,19 @@ class DeployedStep:
                 plan cannot be run on its shapes, the step was closed, ranks do not train alike,
                 or the model has changed otherwise than by training.
         """
+        self._begin_step(batch)
+        return self._train(batch)
+
+    def _begin_step(self, batch: Any) -> None:
+        """Check that the step can be run with all ranks, and switch to the batch's shapes."""
         if self._is_closed:
             raise StrategyError("this step was closed; deploy its plan again to go on.")
         self._unchanged.check()
         self._compare_step(batch)
         self._take_up(batch)
+
+    def _train(self, batch: Any) -> Tensor:
+        """Run the step that was begun."""
         by_tensor = batch_by_tensor(self._executor.graph, batch)
         for mode in self.modes:
             mode.begin_step()

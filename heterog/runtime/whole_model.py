@@ -177,5 +177,7 @@ def one_model(workload: Workload, device: torch.device) -> nn.Module:
     model = workload.make_model().to(device)
     with torch.no_grad():
         for value in (*model.parameters(), *model.buffers()):
-            dist.broadcast(value, 0)
+            sent = value.detach().contiguous().reshape(-1).view(torch.uint8)  # of any dtype
+            dist.broadcast(sent, 0)
+            value.copy_(sent.view(value.dtype).view(value.shape))
     return model

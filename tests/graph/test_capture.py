@@ -504,6 +504,17 @@ def test_losses_that_cannot_be_trained(loss: Any, text: str) -> None:
         capture(workload(lambda: nn.Linear(6, 4), torch.zeros(8, 6), torch.zeros(8, 4), loss=loss))
 
 
+def test_a_parameter_that_torch_cannot_add_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"'weight' is trained in torch.float8_e4m3fn, which"):
+        capture(
+            workload(
+                lambda: nn.Linear(6, 4).to(torch.float8_e4m3fn),
+                torch.zeros(8, 6),
+                torch.zeros(8, 4),
+            )
+        )
+
+
 def test_a_batch_without_one_size_is_refused() -> None:
     batch = (torch.zeros(8, 6), torch.zeros(8, 4))
     with pytest.raises(CaptureError, match=r"2 different batch sizes.*batch_dims"):

@@ -1,11 +1,10 @@
-"""A loop as people write it, for torchrun: ``elastic_loop.py LOG PACE``.
+"""A loop as people write it, for torchrun: ``train(LOG, PACE)``.
 
 It trains until the file ``enough`` is beside the log, and then to the end of the epoch. A step
 takes the seconds that the file ``PACE`` says, so that a test does not train while agents start.
 """
 
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from torch.utils.data import Dataset
 from heterog.balance import Balancer
 from heterog.healing.loop import HealingLoop
 from heterog.runtime.collectives import gather_texts
-from heterog.runtime.rank import end_together
 
 NUM_SAMPLES, BATCH_SIZE = 50, 8
 
@@ -43,7 +41,7 @@ def everybody_sees(path: Path) -> bool:
     return all(said == "True" for said in gather_texts(str(path.exists())))
 
 
-def main(log: Path, pace: Path) -> None:
+def train(log: Path, pace: Path) -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.99))
@@ -80,8 +78,4 @@ def main(log: Path, pace: Path) -> None:
                     file.write(json.dumps(line) + "\n")
             time.sleep(float(pace.read_text()))
     healing.close()
-    end_together()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    dist.barrier()  # leaving while others still communicate aborts them

@@ -5,13 +5,16 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from heterog.cluster.topology import Cluster
 from heterog.files import write_atomically
@@ -25,8 +28,9 @@ from heterog.runtime.launch import ranks_of_this_process
 from heterog.runtime.request import RunRequest
 from heterog.runtime.watching import Limits
 from heterog.zoo import load_workload
-from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model
+from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model, train
 from tests.planners.asking import make_plan
+from tests.runtime.ranks import FORKS, capture_before_forks
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
 
@@ -175,31 +179,47 @@ def test_planning_for_a_slow_device_gives_it_less(folder: Path) -> None:
     assert without["step_time_s"] > 0
 
 
-def start_agent(number: int, port: int, log: Path) -> "subprocess.Popen[bytes]":
+def start_agent(number: int, port: int, log: Path) -> ForkServerProcess:
     """One of torchrun's agents; on one machine each stands for a host."""
-    root = Path(__file__).parents[2]
-    settings = (
-        f"is_host={'true' if number == 0 else 'false'},last_call_timeout=1,"
-        "keep_alive_interval=1,keep_alive_max_attempt=8"
+    process = FORKS.Process(target=run_agent, args=(number, port, log))
+    process.start()
+    return process
+
+
+def run_agent(number: int, port: int, log: Path) -> None:
+    """What torchrun does, whose workers are forked: they need not import torch."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    os.environ |= {"TMPDIR": str(log.parent), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    tempfile.tempdir = None  # which was read from the environment before
+    settings = {"is_host": number == 0, "last_call_timeout": 1}
+    settings |= {"keep_alive_interval": 1, "keep_alive_max_attempt": 5}
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=2,
+        nproc_per_node=1,
+        run_id="healing",
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_backend="c10d",
+        rdzv_configs=settings,
+        max_restarts=20,
+        monitor_interval=0.1,
+        start_method="fork",
+        local_addr="127.0.0.1",
     )
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"),
-            *("--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.1"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
-            *("--rdzv-id", "healing", "--rdzv-conf", settings, "--local-addr", "127.0.0.1"),
-            *(str(root / "tests/healing/elastic_loop.py"), str(log), str(log.with_name("pace"))),
-        ],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(root),
-            "TMPDIR": str(log.parent),
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
+    elastic_launch(config, train)(log, log.with_name("pace"))
+
+
+def kill(agent: ForkServerProcess) -> None:
+    """End an agent and its worker at once."""
+    worker = subprocess.run(
+        ["pgrep", "-P", str(agent.pid)], capture_output=True, text=True, check=False
     )
+    for pid in (agent.pid, *map(int, worker.stdout.split())):
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+    agent.join()
 
 
 def set_pace(pace: Path, seconds: float) -> None:
@@ -219,33 +239,32 @@ def wait_for_ranks(log: Path, num_ranks: int, num_steps: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(tmp_path: Path) -> None:
+def test_a_loop_under_torchrun_loses_a_host_and_takes_it_in_again(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Two hosts, one, and two again, in the middle of epochs: every sample once, same losses."""
     from heterog.runtime.launch import free_port
 
+    capture_before_forks(request.session)  # as tests after this one fork off the same process
     log, pace, port = tmp_path / "log.jsonl", tmp_path / "pace", free_port()
     set_pace(pace, 0.02)
     agents = [start_agent(number, port, log) for number in range(2)]
     try:
         wait_for_ranks(log, 2, 12)
-        worker = subprocess.run(
-            ["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True, check=True
-        )
-        set_pace(pace, 0.5)  # while agents notice and start
-        for pid in (agents[1].pid, *map(int, worker.stdout.split())):
-            os.kill(pid, signal.SIGKILL)
+        set_pace(pace, 0.3)  # while agents notice and start
+        kill(agents[1])
         wait_for_ranks(log, 1, 2)
         agents.append(start_agent(2, port, log))
         wait_for_ranks(log, 2, 3)
         set_pace(pace, 0.02)
         (tmp_path / "enough").touch()
-        assert [agent.wait(120) for agent in (agents[0], agents[2])] == [0, 0]
+        for agent in (agents[0], agents[2]):
+            agent.join(120)
+            assert agent.exitcode == 0
     finally:
         for agent in agents:
-            if agent.poll() is None:  # a failure: torchrun's workers outlive it
-                subprocess.run(["pkill", "-KILL", "-P", str(agent.pid)], check=False)
-                agent.kill()
-                agent.wait()
+            if agent.is_alive():  # a failure: workers outlive it
+                kill(agent)
     told = [json.loads(line) for line in log.read_text().splitlines()]
     last = {each["step"]: each for each in told}
     assert list(last) == list(range(1, len(last) + 1)), "none twice, none missing"

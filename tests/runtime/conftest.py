@@ -7,16 +7,11 @@ import pytest
 
 from tests.runtime.ranks import Ranks, capture_before_forks
 
-MANY_TESTS = 300
-"""With so many tests, most models are trained on most groups of ranks."""
-
-
 _POOLS: list[Ranks] = []
 
 
 def _shared(request: pytest.FixtureRequest, num_ranks: int) -> Iterator[Ranks]:
-    if len(request.session.items) >= MANY_TESTS:
-        capture_before_forks()
+    capture_before_forks(request.session)
     pool = Ranks(num_ranks)
     _POOLS.append(pool)
     yield pool

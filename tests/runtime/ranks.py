@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,14 +24,19 @@ from tests.runtime.cases import capture_cases_once
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
 
 # Ranks are forked off one process that has imported these, which takes each of them four seconds.
-_FORKS = multiprocessing.get_context("forkserver")
+FORKS = multiprocessing.get_context("forkserver")
 _IMPORTED = ["heterog.runtime.deploy", "torch._dynamo", "hypothesis", "tests.runtime.cases"]
-_FORKS.set_forkserver_preload(_IMPORTED)
+FORKS.set_forkserver_preload(_IMPORTED)
 
 
-def capture_before_forks() -> None:
-    """Have ranks know the models of ``cases`` when they begin; before the first of them."""
-    _FORKS.set_forkserver_preload([*_IMPORTED, "tests.runtime.captured_before"])
+MANY_TESTS = 300
+"""With so many tests, most models are trained on most groups of ranks."""
+
+
+def capture_before_forks(session: pytest.Session) -> None:
+    """Have ranks of a long session know the models of ``cases``; before the first of them."""
+    if len(session.items) >= MANY_TESTS:
+        FORKS.set_forkserver_preload([*_IMPORTED, "tests.runtime.captured_before"])
 
 
 def _serve(rank: int, num_ranks: int, store: str, pipe: Connection) -> None:
@@ -103,8 +109,8 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(self._num_ranks):
-            here, there = _FORKS.Pipe()
-            process = _FORKS.Process(
+            here, there = FORKS.Pipe()
+            process = FORKS.Process(
                 target=_serve, args=(rank, self._num_ranks, store, there), daemon=True
             )
             process.start()

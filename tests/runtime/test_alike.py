@@ -27,6 +27,7 @@ WAYS = {
     "batch": r"in step 1: values of the batch's batch\.1 \(\w+ on ranks 0, 2, \w+ on rank 1\)",
     "shape": rf"in step 1: shape of the batch's batch\.0 \(\({BATCH}, 6\) torch\.float32 on ranks "
     rf"0, 2, \({BATCH - 1}, 6\) torch\.float32 on rank 1\)",
+    "recorded": r"in step 1: shape of the batch's batch\.0 ",
     "schedule": r"in step 9: lr of group 0 \(0\.1 on ranks 0, 2, 0\.05 on",
     "weights": r"replicas of '\S+' on ranks \d and \d have drifted apart after step 8, ",
 }
@@ -47,7 +48,8 @@ def trained(rank: int, path: str, way: str) -> str:
                 max_grad_norm=1.0 if way == "clipping" and is_odd else None,
             )
             for number in range(18):
-                step(_batch(way if is_odd else "none", number))
+                batch = _batch(way if is_odd else "none", number)
+                step.record(batch) if way == "recorded" else step(batch)
                 if is_odd:
                     _change(step, way, number)
         except StrategyError as error:
@@ -60,7 +62,7 @@ def _batch(way: str, number: int) -> tuple[Tensor, ...]:
     inputs, targets = batch_of("mlp", number)
     if way == "batch":
         return inputs, targets + 1
-    return (inputs[1:], targets[1:]) if way == "shape" else (inputs, targets)
+    return (inputs[1:], targets[1:]) if way in ("shape", "recorded") else (inputs, targets)
 
 
 def _change(step: DeployedStep, way: str, number: int) -> None:

@@ -153,8 +153,9 @@ def test_a_frozen_rank_is_named_and_the_ranks_listen_on_loopback_only(plan: Path
 
     watch = AtStep(3, freeze)
     text = r"rank 1 is frozen: its process \d+ was stopped by a signal at step \d+ of 1000001; all"
-    with pytest.raises(LaunchError, match=text):
+    with pytest.raises(LaunchError, match=text) as caught:
         run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE), progress=watch)
+    assert caught.value.lost == (1,), "a job that heals goes on without it"
     assert addresses == [{"0100007F"}, {"0100007F"}], "127.0.0.1, the store and gloo"
     assert_all_gone(watch.pids)
 

@@ -1,4 +1,4 @@
-"""Frozen weights that the forward pass writes, and conjugates, under op rules and stages."""
+"""Weights that the forward pass writes, conjugates and float8, under op rules and stages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +58,25 @@ class Conjugates(nn.Module):
         return out.abs()
 
 
-MODELS = {"target": WithTarget, "conjugates": Conjugates}
+class Float8(nn.Module):
+    """A frozen weight, activations and a trained weight in eight bits, and a table in int16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 4)
+        fixed = torch.randn(12, 12).to(torch.float8_e4m3fn)
+        self.fixed = nn.Parameter(fixed, requires_grad=False)
+        self.register_buffer("table", torch.arange(12, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        rounded = hidden.relu().to(torch.float8_e4m3fn).to(x.dtype)
+        hidden = rounded @ self.fixed.to(x.dtype) + hidden * self.table
+        weight = self.last.weight.to(torch.float8_e5m2).to(x.dtype)
+        return nn.functional.linear(hidden, weight, self.last.bias) / 50
+
+
+MODELS = {"target": WithTarget, "conjugates": Conjugates, "float8": Float8}
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -71,6 +89,9 @@ def workload_of(name: str) -> Workload:
     def seeded() -> nn.Module:
         torch.manual_seed(0)
         model = MODELS[name]()
+        if name == "float8":
+            fixed = model.get_parameter("fixed").data
+            model.double().get_parameter("fixed").data = fixed
         return model.double() if name == "target" else model
 
     return Workload(
@@ -119,4 +140,5 @@ def test_they_train_as_on_one_device(ranks: Ranks, tmp_path: Path, name: str) ->
         stepper.step()
     for found in ranks.run(trained, name, paths)[0]:
         for key, value in model.state_dict().items():
-            torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-12)
+            both = (each.to(torch.complex128) for each in (found[key], value))
+            torch.testing.assert_close(*both, rtol=1e-9, atol=1e-12)

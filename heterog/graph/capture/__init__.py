@@ -106,6 +106,13 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
         if not parameters:
             some = "parameter" if workload.parameter_groups is None else "grouped parameter"
             raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
+        for name, value in parameters.items():
+            if value.dtype.itemsize == 1:
+                raise CaptureError(
+                    f"workload '{workload.name}': '{name}' is trained in {value.dtype}, which "
+                    "torch cannot add, so no optimizer steps it; keep it in bfloat16 or float32 "
+                    "and cast it in forward."
+                )
     checks_calls = planned is None  # or it was checked when it was planned
     try:
         traced = trace(

@@ -77,9 +77,10 @@ def _linear_in_first(
 
 @rule("_to_copy.default", "_conj.default")
 def _cast(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> RuleResult:
-    # Rounding to an integer does not commute with the sum.
+    # Rounding to an integer does not commute with the sum; torch cannot add numbers of eight bits.
     source, target = call.inputs[0].dtype, call.outputs[0].dtype
-    linear = [(0,)] if "float" in target or "complex" in target or source == target else []
+    is_float = ("float" in target or "complex" in target) and "float8" not in source + target
+    linear = [(0,)] if is_float or source == target else []
     return choose(call, placements, axis_size, broadcast_axes(call), linear)
 
 
