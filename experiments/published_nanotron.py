@@ -228,6 +228,41 @@ def rows_of(path: Path, split: str) -> Iterator[Row]:
             yield _row(row, is_bound=bound)
 
 
+def kept_bytes(row: Row) -> float:
+    """What nanotron keeps on rank 0 beside what a strategy says, by the slopes of 1B's peaks.
+
+    Each of it was found in ``fit`` rows, by size and number of micro-batches. Members of a team
+    keep the gathered inputs of the two column-parallel products of a layer, and of the head
+    (0.5 GiB a sample in 1B, whatever ``tp``). DDP keeps buckets in the parameters' dtype, which
+    one replica lacks. Gradients are added up in float32 also where there is one micro-batch to
+    add. The loss overwrites its exponentials, and those of the micro-batch before live on until
+    the next has run; a strategy has two in any case.
+
+    >>> row = {"model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "seq": 4096,
+    ...     "vocab": 131072, "embeddings": "tied", "tp": 8, "pp": 1, "dp": 2, "mbs": 16, "gpus": 16,
+    ...     "grad_acc": 8, "gbs": 256, "zero": 0, "status": "ok", "step_s": 2.353, "mem_gb": 40.2}
+    >>> round(kept_bytes(_row({name: str(is_) for name, is_ in row.items()}, is_bound=False))
+    ...     / 2**30, 2)
+    8.56
+    """
+    sizes, layout = row.sizes, row.layout
+    is_last = not layout.split
+    first = layout.split[0].removeprefix("blocks.") if layout.split else ""
+    num_layers = int(first) if first.isdigit() else sizes.layers
+    layer = 4 * sizes.hidden**2 + 3 * sizes.ffn * sizes.hidden
+    tables = sizes.vocabulary * sizes.hidden * (1 + (is_last and not sizes.is_tied))
+    parameters = (num_layers * layer + tables) / layout.tp
+    tokens = layout.micro_batch * sizes.length
+    found = 2.0 * parameters * (layout.dp > 1)
+    if layout.tp > 1:
+        in_flight = min(layout.pp, row.num_micro)
+        found += in_flight * (2 * num_layers + is_last) * tokens * sizes.hidden * 2.0
+    if row.num_micro == 1:
+        found += 4.0 * parameters
+        found -= is_last * tokens * sizes.vocabulary / layout.tp * 4.0
+    return found
+
+
 _CALIBRATION = ((16, 1, 1, 2), (4, 4, 1, 1), (2, 8, 1, 16), (4, 2, 2, 1), (2, 4, 2, 4))
 """(dp, tp, pp, micro-batch) of five runs of 1B on two hosts with ZeRO-1: one in which kernels
 decide, one the host, one the sums of teams, and two the host of a pipeline."""
@@ -311,12 +346,13 @@ def _row(row: dict[str, str], *, is_bound: bool) -> Row:
 def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
     """Modules at which stages begin but the first: fewer than ``pp`` where the head is the last.
 
-    nanotron gives blocks to a stage until their work together exceeds its share of all; a head
-    counts as its product, a layer as its products.
+    nanotron gives blocks to a stage until their work together reaches its share of all; a head
+    counts as its product, a layer as its products. A share that is met exactly ends the stage:
+    1B in two and four stages took as long as 10 and 5 layers do, and kept as much.
 
     >>> stages(Sizes(layers=16, hidden=2048, heads=32, ffn=8192, vocabulary=131072, length=4096,
     ...     is_tied=False), 4)
-    ('blocks.6', 'blocks.11', 'norm')
+    ('blocks.5', 'blocks.10', 'blocks.15')
     """
     layer = 4 * sizes.hidden**2 + 3 * sizes.ffn * sizes.hidden
     work = [layer] * sizes.layers + [0, sizes.vocabulary * sizes.hidden]
@@ -325,7 +361,7 @@ def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
     rank, done = 0, 0
     for block, name in enumerate(names[:-1]):
         done += work[block]
-        if done * pp > sum(work) * (rank + 1) and rank + 1 < pp:
+        if done * pp >= sum(work) * (rank + 1) and rank + 1 < pp:
             rank += 1
             begins.append(names[block + 1] if name != "norm" else "head")
     return tuple(begins)
@@ -406,6 +442,7 @@ def swept(
             progress(f"{row.name}: {error}")
             continue
         found = evaluator.evaluate(placed.strategy, Order.FIFO)
+        peak_bytes = found.peak_memory_bytes[0] + kept_bytes(row)
         compared = None
         if row.measured_s is not None:
             compared = Compared(
@@ -415,10 +452,11 @@ def swept(
                 predicted_s=found.step_time_s,
                 interval_s=evaluator.interval(found.step_time_s),
                 measured_bytes=row.measured_bytes,
-                predicted_bytes=found.peak_memory_bytes[0],
+                predicted_bytes=round(peak_bytes),
                 choice=f"{row.model} on {row.num_gpus}",
             )
-        yield Swept(row=row, compared=compared, fits=found.is_ok)
+        fits = found.is_ok and peak_bytes <= cluster.devices[0].usable_memory_bytes
+        yield Swept(row=row, compared=compared, fits=fits)
 
 
 _MANY_GPUS = 64
