@@ -17,22 +17,30 @@ the head, also where nanotron gives them a stage of their own.
 import csv
 import gzip
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from rows import progress
 from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
+from heterog.errors import HeterogError
+from heterog.fidelity.comparison import Compared, FamilyErrors, family_errors
+from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.simulator.device_models.model import DeviceModels
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout
+from heterog.strategy.layouts.placed import place_layout
 
 _COLUMNS = {"hidden", "ffn", "vocab", "grad_acc", "step_s", "polled"}
 _IN_A_HOST = 8
@@ -220,6 +228,58 @@ def rows_of(path: Path, split: str) -> Iterator[Row]:
             yield _row(row, is_bound=bound)
 
 
+def kept_bytes(row: Row) -> float:
+    """What nanotron keeps on rank 0 beside what a strategy says, by the slopes of 1B's peaks.
+
+    Each of it was found in ``fit`` rows, by size and number of micro-batches. Members of a team
+    keep the gathered inputs of the two column-parallel products of a layer, and of the head
+    (0.5 GiB a sample in 1B, whatever ``tp``). DDP keeps buckets in the parameters' dtype, which
+    one replica lacks. Gradients are added up in float32 also where there is one micro-batch to
+    add. The loss overwrites its exponentials, and those of the micro-batch before live on until
+    the next has run; a strategy has two in any case.
+
+    >>> row = {"model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "seq": 4096,
+    ...     "vocab": 131072, "embeddings": "tied", "tp": 8, "pp": 1, "dp": 2, "mbs": 16, "gpus": 16,
+    ...     "grad_acc": 8, "gbs": 256, "zero": 0, "status": "ok", "step_s": 2.353, "mem_gb": 40.2}
+    >>> round(kept_bytes(_row({name: str(is_) for name, is_ in row.items()}, is_bound=False))
+    ...     / 2**30, 2)
+    8.56
+    """
+    sizes, layout = row.sizes, row.layout
+    is_last = not layout.split
+    first = layout.split[0].removeprefix("blocks.") if layout.split else ""
+    num_layers = int(first) if first.isdigit() else sizes.layers
+    layer = 4 * sizes.hidden**2 + 3 * sizes.ffn * sizes.hidden
+    tables = sizes.vocabulary * sizes.hidden * (1 + (is_last and not sizes.is_tied))
+    parameters = (num_layers * layer + tables) / layout.tp
+    tokens = layout.micro_batch * sizes.length
+    found = 2.0 * parameters * (layout.dp > 1)
+    if layout.tp > 1:
+        in_flight = min(layout.pp, row.num_micro)
+        found += in_flight * (2 * num_layers + is_last) * tokens * sizes.hidden * 2.0
+    if row.num_micro == 1:
+        found += 4.0 * parameters
+        found -= is_last * tokens * sizes.vocabulary / layout.tp * 4.0
+    return found
+
+
+_CALIBRATION = ((16, 1, 1, 2), (4, 4, 1, 1), (2, 8, 1, 16), (4, 2, 2, 1), (2, 4, 2, 4))
+"""(dp, tp, pp, micro-batch) of five runs of 1B on two hosts with ZeRO-1: one in which kernels
+decide, one the host, one the sums of teams, and two the host of a pipeline."""
+
+
+def calibration_rows(path: Path) -> list[Row]:
+    """The five rows to which a fit may look, of whatever split; none if one is missing."""
+    found = []
+    with _opened(path) as file:
+        for row in csv.DictReader(file):
+            key = tuple(int(row[name]) for name in ("dp", "tp", "pp", "mbs"))
+            is_one = (row["model"], row["gpus"], row["zero"]) == ("1B", "16", "1")
+            if is_one and key in _CALIBRATION and row["status"] == "ok":
+                found.append(_row(row, is_bound=False))
+    return found if len(found) == len(_CALIBRATION) else []
+
+
 def _opened(path: Path) -> Any:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8", newline="")
@@ -286,12 +346,13 @@ def _row(row: dict[str, str], *, is_bound: bool) -> Row:
 def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
     """Modules at which stages begin but the first: fewer than ``pp`` where the head is the last.
 
-    nanotron gives blocks to a stage until their work together exceeds its share of all; a head
-    counts as its product, a layer as its products.
+    nanotron gives blocks to a stage until their work together reaches its share of all; a head
+    counts as its product, a layer as its products. A share that is met exactly ends the stage:
+    1B in two and four stages took as long as 10 and 5 layers do, and kept as much.
 
     >>> stages(Sizes(layers=16, hidden=2048, heads=32, ffn=8192, vocabulary=131072, length=4096,
     ...     is_tied=False), 4)
-    ('blocks.6', 'blocks.11', 'norm')
+    ('blocks.5', 'blocks.10', 'blocks.15')
     """
     layer = 4 * sizes.hidden**2 + 3 * sizes.ffn * sizes.hidden
     work = [layer] * sizes.layers + [0, sizes.vocabulary * sizes.hidden]
@@ -300,7 +361,7 @@ def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
     rank, done = 0, 0
     for block, name in enumerate(names[:-1]):
         done += work[block]
-        if done * pp > sum(work) * (rank + 1) and rank + 1 < pp:
+        if done * pp >= sum(work) * (rank + 1) and rank + 1 < pp:
             rank += 1
             begins.append(names[block + 1] if name != "norm" else "head")
     return tuple(begins)
@@ -314,4 +375,121 @@ def cluster_of(num_gpus: int) -> Cluster:
         f"  - {{name: h, count: {hosts}, devices: [{{type: H100, "
         f"count: {min(num_gpus, _IN_A_HOST)}}}], intra: nvlink4, nic: efa_p5}}\n",
         Path("hosts.yaml"),
+    )
+
+
+# --- comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swept:
+    """A run of the sweep beside its prediction.
+
+    Attributes:
+        row: the run.
+        compared: beside its prediction; ``None`` where it failed.
+        fits: whether it was predicted to fit into memory.
+    """
+
+    row: Row
+    compared: Compared | None
+    fits: bool
+
+    def words(self) -> str:
+        """One line."""
+        if self.compared is None:
+            return f"{self.row.name}: failed, told to fit: {self.fits}"
+        run = self.compared
+        return (
+            f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
+            f"({run.error:+.0%})"
+        )
+
+
+def calibrated(path: Path) -> DeviceModels | None:
+    """The device models after a fit to five rows of the sweep, if it has them."""
+    cases = []
+    for row in calibration_rows(path):
+        assert row.measured_s is not None
+        graph, cluster = graph_of(row.sizes, row.batch), cluster_of(row.num_gpus)
+        strategy = place_layout(row.layout, graph, cluster).strategy
+        cases.append(
+            Case(graph=graph, cluster=cluster, strategy=strategy, measured_s=row.measured_s)
+        )
+    if not cases:
+        return None
+    found = fit_runs(cases, DeviceModels())
+    host, factors = found.models.host, found.models.in_training("H100")
+    progress(f"after five runs: {host}, {factors}, {found.before} before, {found.after} after")
+    return found.models
+
+
+def swept(
+    path: Path, split: str, every: int, models: DeviceModels | None = None
+) -> Iterable[Swept]:
+    """One of so many of the sweep's rows, by the device models that ship if ``models`` is None."""
+    after = "" if models is None else ", after five runs"
+    for row in sorted(rows_of(path, split), key=lambda row: str(row.sizes))[::every]:
+        cluster = cluster_of(row.num_gpus)
+        graph = graph_of(row.sizes, row.batch)
+        evaluator = Evaluator(graph, cluster, models)
+        try:
+            placed = place_layout(
+                row.layout, graph, cluster,
+                devices=range(row.layout.tp * row.layout.pp * row.layout.dp),
+            )  # fmt: skip
+        except HeterogError as error:
+            progress(f"{row.name}: {error}")
+            continue
+        found = evaluator.evaluate(placed.strategy, Order.FIFO)
+        peak_bytes = found.peak_memory_bytes[0] + kept_bytes(row)
+        compared = None
+        if row.measured_s is not None:
+            compared = Compared(
+                family=f"ultrascale_{row.model}{after}",
+                name=row.name,
+                measured_s=row.measured_s,
+                predicted_s=found.step_time_s,
+                interval_s=evaluator.interval(found.step_time_s),
+                measured_bytes=row.measured_bytes,
+                predicted_bytes=round(peak_bytes),
+                choice=f"{row.model} on {row.num_gpus}",
+            )
+        fits = found.is_ok and peak_bytes <= cluster.devices[0].usable_memory_bytes
+        yield Swept(row=row, compared=compared, fits=fits)
+
+
+_MANY_GPUS = 64
+_LEAST_DIFFERENCE = 0.03
+
+
+def swept_errors(runs: Sequence[Swept]) -> Iterable[FamilyErrors]:
+    """Errors of a model's runs: those that the host decides apart, and by number of GPUs."""
+    pairs = [(each.row, each.compared) for each in runs if each.compared is not None]
+    parts = {
+        "": [run for row, run in pairs if not row.is_host_bound],
+        ", the host decides": [run for row, run in pairs if row.is_host_bound],
+        f", all up to {_MANY_GPUS} GPUs": [r for row, r in pairs if row.num_gpus <= _MANY_GPUS],
+        f", all above {_MANY_GPUS} GPUs": [r for row, r in pairs if row.num_gpus > _MANY_GPUS],
+    }
+    for words, members in parts.items():
+        if members:
+            name = f"{members[0].family}{words}"
+            yield family_errors(name, members, least_difference=_LEAST_DIFFERENCE)
+
+
+def told(runs: Sequence[Swept]) -> str:
+    """How many runs that fit, and that failed, were told so.
+
+    Why a run failed is not known; those with fewer micro-batches than stages but one are left out.
+    """
+    ran = [each.fits for each in runs if each.compared is not None]
+    failed = [
+        not each.fits
+        for each in runs
+        if each.compared is None and each.row.num_micro >= each.row.layout.pp - 1
+    ]
+    return (
+        f"ultrascale_{runs[0].row.model}: {sum(ran)} of {len(ran)} that ran were told to fit, "
+        f"{sum(failed)} of {len(failed)} that failed not to"
     )

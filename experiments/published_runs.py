@@ -44,7 +44,7 @@ import csv
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -63,10 +63,8 @@ from heterog.cluster import Cluster
 from heterog.cluster.catalog import device_type, listed_type
 from heterog.cluster.execution import Execution
 from heterog.cluster.spec import parse_cluster
-from heterog.errors import HeterogError
 from heterog.fidelity.comparison import (
     Compared,
-    FamilyErrors,
     family_errors,
     in_words,
     ordered_pairs,
@@ -329,100 +327,6 @@ def mpt_runs(path: Path, split: str) -> Iterable[Compared]:
         )
 
 
-# --- nanotron ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Swept:
-    """A run of the sweep beside its prediction.
-
-    Attributes:
-        row: the run.
-        compared: beside its prediction; ``None`` where it failed.
-        fits: whether it was predicted to fit into memory.
-    """
-
-    row: nanotron.Row
-    compared: Compared | None
-    fits: bool
-
-    def words(self) -> str:
-        """One line."""
-        if self.compared is None:
-            return f"{self.row.name}: failed, told to fit: {self.fits}"
-        run = self.compared
-        return (
-            f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
-            f"({run.error:+.0%})"
-        )
-
-
-def swept(path: Path, split: str, every: int) -> Iterable[Swept]:
-    """One of so many of the sweep's rows."""
-    for row in sorted(nanotron.rows_of(path, split), key=lambda row: str(row.sizes))[::every]:
-        cluster = nanotron.cluster_of(row.num_gpus)
-        graph = nanotron.graph_of(row.sizes, row.batch)
-        evaluator = Evaluator(graph, cluster)
-        try:
-            placed = place_layout(
-                row.layout, graph, cluster,
-                devices=range(row.layout.tp * row.layout.pp * row.layout.dp),
-            )  # fmt: skip
-        except HeterogError as error:
-            progress(f"{row.name}: {error}")
-            continue
-        found = evaluator.evaluate(placed.strategy, Order.FIFO)
-        compared = None
-        if row.measured_s is not None:
-            compared = Compared(
-                family=f"ultrascale_{row.model}",
-                name=row.name,
-                measured_s=row.measured_s,
-                predicted_s=found.step_time_s,
-                interval_s=evaluator.interval(found.step_time_s),
-                measured_bytes=row.measured_bytes,
-                predicted_bytes=found.peak_memory_bytes[0],
-                choice=f"{row.model} on {row.num_gpus}",
-            )
-        yield Swept(row=row, compared=compared, fits=found.is_ok)
-
-
-_MANY_GPUS = 64
-_LEAST_DIFFERENCE = 0.03
-
-
-def swept_errors(runs: Sequence[Swept]) -> Iterable[FamilyErrors]:
-    """Errors of a model's runs: those that the host decides apart, and by number of GPUs."""
-    pairs = [(each.row, each.compared) for each in runs if each.compared is not None]
-    parts = {
-        "": [run for row, run in pairs if not row.is_host_bound],
-        ", the host decides": [run for row, run in pairs if row.is_host_bound],
-        f", all up to {_MANY_GPUS} GPUs": [r for row, r in pairs if row.num_gpus <= _MANY_GPUS],
-        f", all above {_MANY_GPUS} GPUs": [r for row, r in pairs if row.num_gpus > _MANY_GPUS],
-    }
-    for words, members in parts.items():
-        if members:
-            name = f"ultrascale_{runs[0].row.model}{words}"
-            yield family_errors(name, members, least_difference=_LEAST_DIFFERENCE)
-
-
-def told(runs: Sequence[Swept]) -> str:
-    """How many runs that fit, and that failed, were told so.
-
-    Why a run failed is not known; those with fewer micro-batches than stages but one are left out.
-    """
-    ran = [each.fits for each in runs if each.compared is not None]
-    failed = [
-        not each.fits
-        for each in runs
-        if each.compared is None and each.row.num_micro >= each.row.layout.pp - 1
-    ]
-    return (
-        f"ultrascale_{runs[0].row.model}: {sum(ran)} of {len(ran)} that ran were told to fit, "
-        f"{sum(failed)} of {len(failed)} that failed not to"
-    )
-
-
 # --- Sailor --------------------------------------------------------------------------------------
 
 
@@ -538,14 +442,22 @@ def main() -> None:
         action="store_true",
         help="vTrain's rows on one node by two models with fewer layers, in a straight line",
     )
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="nanotron's rows also after a fit to five of 1B on two hosts",
+    )
     parser.add_argument("--only", default="", help="families that begin so")
     arguments = parser.parse_args()
     families: dict[str, list[Compared]] = defaultdict(list)
-    of_nanotron: dict[str, list[Swept]] = defaultdict(list)
+    of_nanotron: dict[str, list[nanotron.Swept]] = defaultdict(list)
     for path in nanotron.sweeps(arguments.data):
-        if "ultrascale".startswith(arguments.only[:10]):
-            for each in swept(path, arguments.split, arguments.every):
-                of_nanotron[each.row.model].append(each)
+        if not "ultrascale".startswith(arguments.only[:10]):
+            continue
+        for models in (None, nanotron.calibrated(path)) if arguments.calibrate else (None,):
+            for each in nanotron.swept(path, arguments.split, arguments.every, models):
+                after = "" if models is None else " after five runs"
+                of_nanotron[each.row.model + after].append(each)
                 progress(each.words())
     for source in sources(
         arguments.data, arguments.split, arguments.every, few_layers=arguments.few_layers
@@ -566,14 +478,14 @@ def main() -> None:
         if runs:
             found.append(family_errors(name, runs))
     for _, members in sorted(of_nanotron.items()):
-        found += swept_errors(members)
+        found += nanotron.swept_errors(members)
     of_vtrain = [run for run in every if run.family.startswith("vTrain")]
     formula = ordered_pairs(of_vtrain, by_formula)
     if arguments.json:
         document = {
             "families": [asdict(each) for each in found],
             "pairs_of_vtrain_by_formula": asdict(formula),
-            "told": [told(members) for members in of_nanotron.values()],
+            "told": [nanotron.told(members) for members in of_nanotron.values()],
             "runs": [asdict(run) for run in every]
             + [
                 asdict(each.compared) | {"is_host_bound": each.row.is_host_bound}
@@ -587,7 +499,7 @@ def main() -> None:
     for errors in found:
         print(in_words(errors))
     for members in of_nanotron.values():
-        print(told(members))
+        print(nanotron.told(members))
     if formula.number:
         print(f"a formula of one line orders {formula.ordered} of {formula.number} of vTrain's")
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from heterog.simulator.measurements import Measurements
 
 
+_SLACK = 0.01
+"""Mean error by which a fit may be worse on runs left out, which are known to first order."""
+
+
 def calibrate(
     output: Annotated[Path, typer.Option("-o", "--output", help="calibration.json"), JSON],
     measurements: Annotated[
@@ -127,14 +131,20 @@ def _calibrate_on_runs(
             "leave 'calibration' out of the cluster files."
         )
     found = fit_runs(cases, start)
-    name = output.name.removesuffix(".gz").removesuffix(".json")
-    save_run_models(output, found.models, name, len(cases))
     errors = {
         which: float(np.mean(np.abs(np.expm1(off))))
         for which, off in (
             ("before", found.before), ("after", found.after), ("left_out", found.left_out)
         )
     }  # fmt: skip
+    if len(cases) > 1 and errors["left_out"] > errors["before"] + _SLACK:
+        raise HeterogError(
+            f"a fit to these {len(cases)} runs is worse on runs left out (mean error "
+            f"{errors['left_out']:.1%}) than the models without a fit ({errors['before']:.1%}), "
+            f"and nothing was written: check the layouts and seconds of {runs}, or add runs."
+        )
+    name = output.name.removesuffix(".gz").removesuffix(".json")
+    save_run_models(output, found.models, name, len(cases))
     if as_json:
         print_json({"name": name, "file": str(output), "num_runs": len(cases), "mape": errors})
         return

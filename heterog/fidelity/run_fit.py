@@ -2,7 +2,8 @@
 
     log T(theta) is fitted to log T_measured by Gauss-Newton, with
 
-    theta = log(seconds to issue a kernel), and for each GPU type
+    theta = log(seconds to issue a kernel), log(1 + what a member of a team adds to them where
+            stages lie on several hosts), and for each GPU type
             log(factors of products, fused attention, streams and float32)
 
 and a normal prior around what ships (a ridge): five runs move what they tell of, and leave the
@@ -23,6 +24,8 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
 
+_HOSTS = 2
+"""Parameters of the host, which come first."""
 _FACTORS = ("products", "fused_attention", "streams", "float32")
 _RUN_SPREAD = 0.08
 """Standard deviation of the logarithm of a step time whose parameters are right."""
@@ -32,7 +35,7 @@ _HOST_SPREAD = 1.0
 _RUNS_BEFORE, _SPREAD_BEFORE = 3, 0.12
 """Number of runs that a new spread counts as seen before, and how far they were off."""
 _MOST_LEVERAGE = 0.9
-_ITERATIONS = 4
+_ITERATIONS = 8
 _STEP = 0.05
 _GAIN = 0.999
 """Largest ratio of the cost after a step to that before, for which another step is made."""
@@ -91,26 +94,30 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
     spread = np.full(len(at), _FACTOR_SPREAD)
     spread[0] = _HOST_SPREAD
     is_fitted = np.ones(len(at), np.bool_)
-    is_fitted[0] = with_host
+    is_fitted[:_HOSTS] = with_host
     measured = np.log([case.measured_s for case in cases])
     best, least, before = at, np.inf, np.zeros(len(cases))
     after = left_out = before
     for iteration in range(_ITERATIONS):
-        jacobian, predicted = _derivatives(cases, at, types, start, is_fitted)
-        off = predicted - measured
+        off = _predicted(cases, _model(at, types, start)) - measured
         from_start = np.where(is_fitted, at - begin, 0.0)
         cost = float(
             (off / _RUN_SPREAD) @ (off / _RUN_SPREAD) + ((from_start / spread) ** 2).sum()
         )
         if iteration == 0:
             before = off
-        if cost > _GAIN * least:
-            break
+        if cost > least:  # beyond a bend: what was hidden decides now
+            at = (at + best) / 2.0
+            continue
+        is_last = cost > _GAIN * least
         best, least, after = at, cost, off
+        jacobian = _derivatives(cases, at, off + measured, types, start, is_fitted)
         curvature = jacobian.T @ jacobian / _RUN_SPREAD**2 + np.diag(spread**-2.0)
         leverage = np.einsum("ij,jk,ik->i", jacobian, np.linalg.inv(curvature), jacobian)
         left_out = off / (1.0 - np.minimum(leverage / _RUN_SPREAD**2, _MOST_LEVERAGE))
         slope = jacobian.T @ off / _RUN_SPREAD**2 + from_start / spread**2
+        if is_last:
+            break
         at = at - np.where(is_fitted, np.linalg.solve(curvature, slope), 0.0)
     counted = float((left_out**2).sum()) + _RUNS_BEFORE * _SPREAD_BEFORE**2
     of_runs = float(np.sqrt(counted / (len(cases) + _RUNS_BEFORE)))
@@ -125,28 +132,33 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
 def _derivatives(
     cases: Sequence[Case],
     at: FloatArray,
+    here: FloatArray,
     types: Sequence[str],
     like: DeviceModels,
     is_fitted: NDArray[np.bool_],
-) -> tuple[FloatArray, FloatArray]:
-    """(d log T / d parameter [num_cases, num_parameters], log T [num_cases])."""
+) -> FloatArray:
+    """Derivatives of log T by parameters, given log T there.  # [num_cases, num_parameters]"""
     jacobian = np.zeros((len(cases), len(at)))
-    predicted = np.zeros(len(cases))
     for row, case in enumerate(cases):
         own = {kind.name for kind in case.cluster.device_types}
-        here = predicted[row] = np.log(case.predicted_s(_model(at, types, like)))
         for column in np.flatnonzero(is_fitted).tolist():
-            if column and types[(column - 1) // len(_FACTORS)] not in own:
+            of = (column - _HOSTS) // len(_FACTORS)
+            if of >= 0 and types[of] not in own:
                 continue
             moved = at.copy()
             moved[column] += _STEP
             there = np.log(case.predicted_s(_model(moved, types, like)))
-            jacobian[row, column] = (there - here) / _STEP
-    return jacobian, predicted
+            jacobian[row, column] = (there - here[row]) / _STEP
+    return jacobian
+
+
+def _predicted(cases: Sequence[Case], models: DeviceModels) -> FloatArray:
+    """Logarithms of the predicted seconds.  # [num_cases]"""
+    return np.log([case.predicted_s(models) for case in cases])
 
 
 def _parameters(model: DeviceModels, types: Sequence[str]) -> FloatArray:
-    found = [model.host.issue_s]
+    found = [model.host.issue_s, 1.0 + model.host.per_member]
     for name in types:
         factors = model.in_training(name)
         found += [getattr(factors, factor) for factor in _FACTORS]
@@ -156,12 +168,13 @@ def _parameters(model: DeviceModels, types: Sequence[str]) -> FloatArray:
 def _model(
     parameters: FloatArray, types: Sequence[str], like: DeviceModels, spread: float = 0.0
 ) -> DeviceModels:
-    host_s, *rest = np.exp(parameters)
+    host_s, member, *rest = np.exp(parameters)
     factors = np.reshape(rest, (len(types), len(_FACTORS)))
     return DeviceModels(
         like.execution,
         tf32=like.tf32,
         host_s=float(host_s),
+        per_member=max(float(member) - 1.0, 0.0),
         in_training={
             name: InTraining(
                 **dict(zip(_FACTORS, map(float, row), strict=True)),

@@ -1,6 +1,7 @@
 """Clusters without lost devices, or with slow ones."""
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from heterog.cluster.hardware import DeviceType
@@ -135,6 +136,12 @@ class SlowedCosts:
         """See ``CostModel``."""
         kind, factor = self._as_planned(device_type)
         return factor * self._model.work_seconds(graph, kind, flops, num_bytes)
+
+    def in_teams(self, members: int) -> CostModel:
+        """See ``CostModel``."""
+        found = copy(self)
+        found._model = self._model.in_teams(members)
+        return found
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """See ``CostModel``."""

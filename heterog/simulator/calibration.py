@@ -120,6 +120,10 @@ class Calibration:
             return Roofline().work_seconds(graph, device_type, flops, num_bytes)
         return np.where(graph.is_view, 0.0, fit.work_seconds(graph, flops, num_bytes)[0])
 
+    def in_teams(self, members: int) -> CostModel:
+        """The same: what was measured holds the host."""
+        return self
+
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """The error on models that a first fit had not seen; else the roofline's spread."""
         errors = self.held_out_error.get(device_type.name, (math.nan, math.nan))

@@ -56,6 +56,13 @@ class CostModel(Protocol):
             Seconds of each op; views are 0.  # [num_ops]
         """
 
+    def in_teams(self, members: int) -> "CostModel":
+        """The model of ops of teams while stages on several hosts send to each other.
+
+        Args:
+            members: Devices of a team.
+        """
+
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Standard deviation of log(measured / predicted) of a step's compute time."""
 

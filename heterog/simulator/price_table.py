@@ -71,18 +71,21 @@ class PriceTable:
         bytes_of_groups = np.bincount(tables.parameter_group, reduced, tables.num_groups)
         self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
 
-    def prices(self, choice: Choice, types: IntArray, channel: ChannelPrices) -> Prices:
+    def prices(
+        self, choice: Choice, types: IntArray, channel: ChannelPrices, members: int = 0
+    ) -> Prices:
         """Prices, from the cost model, of everything that a choice can contain.
 
         Args:
             choice: Choice on some devices.
             types: Device type of each of these devices.
             channel: Prices of its channels.
+            members: Devices of a team if stages lie on several hosts; else 0.
         """
         self.price_rows(choice, types)
         rules = self._rules.of(choice.rule_set)
         ruled_row, ruled_number, ruled_seconds = rules.seconds(
-            choice, types, self._cluster, self._cost_model
+            choice, types, self._cluster, self._cost_model, members
         )
         return Prices(
             type_of_device=types,

@@ -15,7 +15,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import Curve, FloatArray, OpGraph
 from heterog.simulator.collectives import alpha_beta
-from heterog.simulator.cost_model import ChannelSeconds
+from heterog.simulator.cost_model import ChannelSeconds, CostModel
 from heterog.strategy.channels import Channel
 
 _SPREAD = 0.35
@@ -65,6 +65,10 @@ class Roofline:
         return device_type.launch_overhead_s + np.maximum(
             flops / attainable_flops_per_s(graph, device_type), num_bytes / bandwidth
         )
+
+    def in_teams(self, members: int) -> CostModel:
+        """The same: a roofline has no host."""
+        return self
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
         """Error on steps of language models on A100, H100, MI100 and MI210."""

@@ -57,9 +57,21 @@ class RuleSet:
         return self._sparse.by_rows
 
     def seconds(
-        self, choice: Choice, types: IntArray, cluster: Cluster, cost_model: CostModel
+        self,
+        choice: Choice,
+        types: IntArray,
+        cluster: Cluster,
+        cost_model: CostModel,
+        members: int = 0,
     ) -> tuple[IntArray, IntArray, FloatArray]:
         """Seconds of ops with rules at the samples and units of a choice, by its devices' types.
+
+        Args:
+            choice: Choice on some devices.
+            types: Device type of each of these devices.
+            cluster: Cluster that they are of.
+            cost_model: Model of the seconds.
+            members: Devices of a team if stages lie on several hosts; else 0.
 
         Returns:
             The row of ``choice.shares`` that each op with a rule looks at, -1 of others; the
@@ -85,13 +97,14 @@ class RuleSet:
         works, number = distinct(kinds, units, samples, begins)
         numbers = np.zeros(choice.shares.shape, np.int32)
         numbers[rows] = number.reshape(units.shape)
-        seconds = np.stack([self._at(work, cluster, cost_model) for work in works])
+        model = cost_model.in_teams(members) if members else cost_model
+        seconds = np.stack([self._at((members, *work), cluster, model) for work in works])
         return row_of, numbers, seconds
 
     def _at(self, key: tuple[int, ...], cluster: Cluster, cost_model: CostModel) -> FloatArray:
-        """Seconds of all compute ops by device type, units, samples of the team, first unit."""
+        """Seconds of all compute ops by members, type, units, team's samples, first unit."""
         if key not in self._seconds:
-            (kind, units, samples, begin), batch = key, self._graph.batch_size
+            (_, kind, units, samples, begin), batch = key, self._graph.batch_size
             work = self._plan.work(units, samples or batch, batch, begin)
             work = self._sparse.put(work, begin, units, samples or batch)
             row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)

@@ -93,7 +93,8 @@ class Runner:
         rules = self.rules.of(choice.rule_set)
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         channels = self.prices.of_channels(self._tape)
-        return Lowered(choice, self._tape, self.prices.prices(choice, self.prices.types, channels))
+        types, members = self.prices.types, self._members_that_wait(choice)
+        return Lowered(choice, self._tape, self.prices.prices(choice, types, channels, members))
 
     def fold(self, choice: Choice) -> Lowered | None:
         """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
@@ -109,8 +110,21 @@ class Runner:
         folded = self._folding.lower(choice, tables, minds_position=rules.minds_position)
         if folded is None:
             return None
-        prices = self.prices.prices(folded.choice, folded.types, folded.channels)
+        prices = self.prices.prices(
+            folded.choice, folded.types, folded.channels, self._members_that_wait(choice)
+        )
         return Lowered(folded.choice, folded.tape, prices, folded.fold)
+
+    def _members_that_wait(self, choice: Choice) -> int:
+        """Devices of the largest team if stages lie on different hosts; else 0."""
+        members = int(choice.teams.size.max(initial=0))
+        if members < 2 or len(choice.member) < 2:
+            return 0
+        on_hosts = {
+            frozenset(self.cluster.host_of[device] for device in np.flatnonzero(row).tolist())
+            for row in choice.member.astype(np.bool_)
+        }
+        return members if len(on_hosts) > 1 else 0
 
     def run(self, lowered: Lowered, order: Order, limit_s: float) -> tuple[float, bool]:
         """Simulate what was lowered.

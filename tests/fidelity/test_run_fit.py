@@ -1,6 +1,7 @@
 """Parameters are found again that made the runs, and five runs improve the rest."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -87,6 +88,30 @@ def test_a_few_runs_improve_runs_of_other_sizes() -> None:
     assert errors[1] < 0.3 * errors[0]
 
 
+def pipeline_of_teams(hosts: int, models: DeviceModels) -> Case:
+    """Two stages of two devices each: on one host, or on two."""
+    cluster = cluster_of(*[(100.0, ["A100-80GB"] * (4 // hosts))] * hosts)
+    layout = parse_layout("tp=2,pp=2,micro_batch=32")
+    strategy = place_layout(layout, step(64, 64, torch.bfloat16), cluster).strategy
+    case = Case(
+        graph=step(64, 64, torch.bfloat16), cluster=cluster, strategy=strategy, measured_s=1.0
+    )
+    return replace(case, measured_s=case.predicted_s(models))
+
+
+def test_hosts_of_a_pipeline_of_teams_take_longer_by_each_member() -> None:
+    # 1 + 0.75 x 2 members = 2.5 times as long, where stages lie on two hosts; else as ever.
+    slow = DeviceModels(per_member=0.75)
+    assert slow.in_teams(2).host.issue_s == pytest.approx(2.5 * slow.host.issue_s)
+    plain, one, two = DeviceModels(), pipeline_of_teams(1, slow), pipeline_of_teams(2, slow)
+    assert one.measured_s == one.predicted_s(plain)
+    assert two.measured_s > 1.5 * two.predicted_s(plain)
+    # What two runs tell of it is found: the host from the one, members from the other.
+    found = fit_runs([one, two], plain)
+    assert found.models.host.per_member == pytest.approx(0.75, rel=0.15)
+    assert np.abs(found.after).max() < 0.05 < np.abs(found.before).max()
+
+
 def test_one_run_moves_little_and_a_wild_one_breaks_nothing() -> None:
     cluster = cluster_of((100.0, ["A100-80GB", "A100-80GB"]))
     (case, *_) = cases(cluster, DeviceModels(), [512])
@@ -102,7 +127,7 @@ def test_one_run_moves_little_and_a_wild_one_breaks_nothing() -> None:
 def test_what_was_fitted_prices_a_cluster_that_names_its_file(
     execution: Execution, tmp_path: Path
 ) -> None:
-    models = DeviceModels(execution, host_s=2e-5, in_training={"H100": TRUTH})
+    models = DeviceModels(execution, host_s=2e-5, per_member=0.4, in_training={"H100": TRUTH})
     save_run_models(tmp_path / "mine.json", models, "mine", 5)
     (tmp_path / "lab.yaml").write_text(
         "schema_version: 1\nname: lab\ncalibration: mine.json\nhosts:\n"
@@ -110,7 +135,8 @@ def test_what_was_fitted_prices_a_cluster_that_names_its_file(
     )
     found = cost_model_of(load_cluster(tmp_path / "lab.yaml"))
     assert isinstance(found, DeviceModels)
-    assert (found.host.issue_s, found.execution) == (2e-5, execution)
+    assert (found.host.issue_s, found.host.per_member) == (2e-5, 0.4)
+    assert found.execution == execution
     assert found.in_training("H100").float32 == 1.3
     assert found.name == "device models, 5 own runs"
 
@@ -120,6 +146,7 @@ def test_what_was_fitted_prices_a_cluster_that_names_its_file(
     [
         ({"host_s": -1.0}, "host_s"),
         ({"host_s": float("inf")}, "Infinity"),
+        ({"per_member": -0.1}, "per_member"),
         ({"execution": "jax"}, "execution"),
         ({"num_runs": 0}, "num_runs"),
         ({"schema_version": 7}, "schema_version 7"),

@@ -81,6 +81,7 @@ class DeviceModels(Roofline):
         host_s: Seconds that the host takes to issue a kernel. It runs ahead of the device, so that
             short kernels catch up behind long ones; where kernels are shorter on average, the
             device waits.
+        per_member: What a member of a team adds to them; see ``Host.per_member``.
         in_training: Factors of types on which somebody has compared runs, by name.
         name: Name shown with every prediction.
     """
@@ -91,6 +92,7 @@ class DeviceModels(Roofline):
         *,
         tf32: Tf32 = Tf32.CONVOLUTIONS,
         host_s: float | None = None,
+        per_member: float | None = None,
         in_training: Mapping[str, InTraining] = MappingProxyType({}),
         name: str = "device models",
     ) -> None:
@@ -101,6 +103,8 @@ class DeviceModels(Roofline):
         self.host = host_of(execution)
         if host_s is not None:
             self.host = replace(self.host, issue_s=host_s)
+        if per_member is not None:
+            self.host = replace(self.host, per_member=per_member)
         self.own_factors = dict(in_training)  # a proxy cannot be sent to workers
 
     @property
@@ -133,6 +137,13 @@ class DeviceModels(Roofline):
         host, phase = self.host, _phases(graph)
         issue_s = host.issue_s * np.array([1.0, host.backward, host.update])[phase]
         return np.maximum(seconds, issue_s * of_kernels + self.host.graph_s * of_graphs)
+
+    def in_teams(self, members: int) -> "DeviceModels":
+        """The same with a host that takes longer to issue; see ``Host.per_member``."""
+        found = copy(self)
+        longer = 1.0 + self.host.per_member * members
+        found.host = replace(self.host, issue_s=self.host.issue_s * longer)
+        return found
 
     def channel_seconds(self, cluster: Cluster, channel: Channel) -> ChannelSeconds:
         """Alpha-beta seconds; collectives are issued, and fill more slowly than alone."""

@@ -111,6 +111,8 @@ class Host:
         backward: Seconds to issue a kernel of the backward pass, from autograd's own thread, as a
             multiple of ``issue_s``.
         update: Seconds of the optimizer for each parameter, which it sorts into groups, likewise.
+        per_member: Share by which each member of a team makes issuing take longer in a pipeline
+            whose stages lie on several hosts.
         graph_s: Seconds to enter a compiled graph, once in each pass.
         collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
         ramp_s: Most seconds that a collective takes longer in a step than alone.
@@ -127,6 +129,7 @@ class Host:
     ramp_s_per_byte: float = 0.0
     spread: float = 0.0
     graph_s: float = 0.0
+    per_member: float = 0.0
 
 
 class _Tables(NamedTuple):

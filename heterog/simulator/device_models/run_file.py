@@ -32,6 +32,7 @@ class _RunsRecord(Record):
     name: Text
     execution: Literal["eager", "megatron", "compiled"]
     host_s: Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
+    per_member: Annotated[float, Field(ge=0.0, le=1e3, allow_inf_nan=False)] = 0.0
     num_runs: Count
     types: dict[Name, _FactorsRecord]
 
@@ -54,6 +55,7 @@ def save_run_models(path: Path, models: DeviceModels, name: str, num_runs: int) 
         "name": name,
         "execution": str(models.execution),
         "host_s": models.host.issue_s,
+        "per_member": models.host.per_member,
         "num_runs": num_runs,
         "types": types,
     }
@@ -70,6 +72,7 @@ def read_run_models(value: object, where: str) -> DeviceModels:
     return DeviceModels(
         Execution(record.execution),
         host_s=record.host_s,
+        per_member=record.per_member,
         in_training={
             kind: InTraining(**each.model_dump(), measured_on=kind)
             for kind, each in record.types.items()
