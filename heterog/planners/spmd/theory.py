@@ -165,7 +165,7 @@ class _Builder:
                     reads=tuple(self._read(tensor) for tensor in op.inputs),
                     writes=tuple(
                         self._value(tensor)
-                        for tensor in graph.outputs(index)
+                        for tensor in graph.outputs[index]
                         if op.phase != Phase.UPDATE
                     ),
                 )
@@ -182,7 +182,7 @@ class _Builder:
         graph = self.graph
         while graph.storage[tensor] != tensor:
             view = int(graph.producer[tensor])
-            views.append((view, tensor - graph.outputs(view)[0]))
+            views.append((view, tensor - graph.outputs[view][0]))
             tensor = graph.ops[view].inputs[0]
         return Read(self._value(tensor), tuple(reversed(views)))
 
@@ -276,7 +276,7 @@ class _Builder:
                 after = self.rules.through(view, passed, output)
                 if after is None:
                     shape = graph.tensors[graph.ops[view].inputs[0]].shape
-                    to = graph.tensors[graph.outputs(view)[output]].shape
+                    to = graph.tensors[graph.outputs[view][output]].shape
                     if passed.kind == "S":
                         for finer in finer_splits(shape, to, passed):
                             source = self._before(read.views[:position], finer)
@@ -331,7 +331,7 @@ class _Builder:
     def _fixed(self, op: int) -> RuleResult | None:
         """The only rule of an op that states its own or uses local statistics, if it does."""
         graph, plan = self.graph, self.plan
-        outputs = tuple(plan.placements[tensor] for tensor in graph.outputs(op))
+        outputs = tuple(plan.placements[tensor] for tensor in graph.outputs[op])
         inputs = plan.needed[op]
         if graph.ops[op].rule is not None or any(p.kind == "L" for p in (*inputs, *outputs)):
             return RuleResult(inputs, outputs)
@@ -401,7 +401,7 @@ def batch_triple(theory: Theory, row: Row, placements: BatchPlan) -> int:
         return 0
     wanted = (
         placements.needed[row.op],
-        tuple(placements.placements[tensor] for tensor in graph.outputs(row.op)),
+        tuple(placements.placements[tensor] for tensor in graph.outputs[row.op]),
     )
     for number, triple in enumerate(row.triples):
         if triple.rule is None:
