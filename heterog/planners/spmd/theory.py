@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRule
 from heterog.graph.placement import Placement
@@ -147,7 +146,6 @@ class _Builder:
         self.check = check
         self.plan: BatchPlan = batch_plan(graph)
         self.rules = Rulebook(graph)
-        self.group = group_ops(graph).group
         self.values: list[Value] = []
         self.number: dict[int, int] = {}
 
@@ -155,8 +153,7 @@ class _Builder:
         graph = self.graph
         rows = []
         for index, op in enumerate(graph.ops):
-            is_constant = self.group[index] == CONSTANT_GROUP
-            if graph.is_view[index] or is_constant:
+            if graph.is_view[index] or graph.is_constant[index]:
                 continue
             rows.append(
                 Row(
@@ -193,7 +190,7 @@ class _Builder:
             if maker < 0:
                 is_parameter = self.graph.tensors[tensor].kind == TensorKind.PARAMETER
                 role = Role.PARAMETER if is_parameter else Role.FREE
-            elif self.group[maker] == CONSTANT_GROUP:
+            elif self.graph.is_constant[maker]:
                 role = Role.FREE
             value = Value(tensor, int(self.graph.tensor_bytes[tensor]), role)
             value.add(WHOLE)
