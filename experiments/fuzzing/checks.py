@@ -65,7 +65,7 @@ def check_graph(graph: OpGraph, cluster: Cluster) -> str:
         return "its name or optimizer is no name"
     made, updated = set(range(graph.num_inputs)), set()
     for index, op in enumerate(graph.ops):
-        outputs = list(graph.outputs(index))
+        outputs = list(graph.outputs[index])
         if not set(op.inputs) <= made or made & set(outputs) or not _is_word(op.module):
             return f"op {index} reads what is not made"
         made |= set(outputs)

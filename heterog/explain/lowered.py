@@ -179,7 +179,7 @@ class Lowered:
             if tables.parameter_axis[parameter] < 0:
                 continue
             shape = graph.tensors[int(tables.parameter_tensor[parameter])].shape
-            placed = self.plan.placements[graph.outputs(op)[0]]
+            placed = self.plan.placements[graph.outputs[op][0]]
             if len(shape) == 3 and "convolution" not in kind:
                 yield "experts"
             else:

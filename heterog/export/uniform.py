@@ -140,7 +140,7 @@ def _global_values(plan: Plan) -> list[str]:
         (reader, tensor)
         for index, special in enumerate(batch.specials)
         if special == Special.OF_WHOLE_BATCH
-        for tensor in graph.outputs(index)
+        for tensor in graph.outputs[index]
         for reader in graph.readers(tensor)
     ]
     for index, _ in sorted(reads):

@@ -313,7 +313,7 @@ class _Propagation:
 
     def _axis_after(self, op: int, scatter: Scatter) -> tuple[int, bool]:
         """Units of the axis along which a value is cut again, and whether that is the batch."""
-        (tensor,) = self.graph.outputs(op)
+        (tensor,) = self.graph.outputs[op]
         in_batch = scatter == Scatter(
             place=self.batch.placements[tensor], units=self.graph.batch_size
         )
@@ -321,7 +321,7 @@ class _Propagation:
 
     def _cut_again(self, op: int, rule: OpRule, scatter: Scatter) -> None:
         """Note that the value made last changes from the axis of its rule to another."""
-        (tensor,), (made,) = self.graph.outputs(op), rule.outputs
+        (tensor,), (made,) = self.graph.outputs[op], rule.outputs
         axis = self.axis_of[self._axis_after(op, scatter)]
         if made == P:
             self.scattered.add(tensor)
@@ -335,7 +335,7 @@ class _Propagation:
         graph, places, found = self.graph, self.placements, set[int]()
         for op in np.flatnonzero(graph.is_view).tolist():
             source, *others = graph.ops[op].inputs
-            storage, outputs = int(graph.storage[source]), graph.outputs(op)
+            storage, outputs = int(graph.storage[source]), graph.outputs[op]
             is_kept = graph.ops[op].kind in RESHAPES and not others and len(outputs) == 1
             if is_kept and (source == storage or source in found):
                 (shown,) = outputs
@@ -357,11 +357,11 @@ class _Propagation:
         graph = self.graph
         if self.op_axis[op] == BATCH_AXIS or graph.is_view[op]:
             return 0.0, 0.0, 0.0
-        tensors = (*graph.ops[op].inputs, *graph.outputs(op))
-        places = (*self.needed[op], *(made[tensor] for tensor in graph.outputs(op)))
+        tensors = (*graph.ops[op].inputs, *graph.outputs[op])
+        places = (*self.needed[op], *(made[tensor] for tensor in graph.outputs[op]))
         in_batch = (
             *self.batch.needed[op],
-            *(self.batch.placements[tensor] for tensor in graph.outputs(op)),
+            *(self.batch.placements[tensor] for tensor in graph.outputs[op]),
         )
         total, grown = [0.0, 0.0], [0.0, 0.0]  # bytes that are fixed, that follow the axis
         for tensor, place, along in zip(tensors, places, in_batch, strict=True):
@@ -386,7 +386,7 @@ class _Propagation:
         graph, batch = self.graph, self.batch
         rule, _ = self.rules[op]
         parameters = {parameter for _, parameter, _ in graph.updates}
-        outputs = graph.outputs(op)
+        outputs = graph.outputs[op]
         splits = [
             (int(graph.storage[tensor]), place, along)
             for tensor, place, along in (
@@ -405,7 +405,7 @@ class _Propagation:
     def _is_read_by_sample(self, op: int) -> bool:
         """Whether all readers of a rule's result take only the part of their own samples."""
         rule, size = self.rules[op][0], self.graph.batch_size
-        outputs = self.graph.outputs(op)
+        outputs = self.graph.outputs[op]
         readers = [
             (reader, tensor, wanted, {output: place})
             for output, place in zip(outputs, rule.outputs, strict=True)
@@ -439,7 +439,7 @@ class _Propagation:
         self.tensor_axis.extend(axis for _ in outputs)
 
     def _add_as_in_batch(self, op: int) -> None:
-        outputs = tuple(self.batch.placements[tensor] for tensor in self.graph.outputs(op))
+        outputs = tuple(self.batch.placements[tensor] for tensor in self.graph.outputs[op])
         self._add(self.batch.needed[op], outputs, self.batch.specials[op], BATCH_AXIS)
 
     def _add_view(self, op: int, given: tuple[Placement, ...]) -> None:
@@ -461,7 +461,7 @@ class _Propagation:
     ) -> tuple[tuple[Placement, ...], tuple[Placement, ...], str | None]:
         result = propagate(self.graph.call(op), given, units)
         if result is None:
-            whole = tuple(R for _ in self.graph.outputs(op))
+            whole = tuple(R for _ in self.graph.outputs[op])
             return tuple(R for _ in given), whole, None
         return result.inputs, result.outputs, result.special
 
@@ -513,7 +513,7 @@ class _Propagation:
             if op.phase == Phase.UPDATE:
                 continue
             if self.graph.is_view[reader]:
-                for output in self.graph.outputs(reader):
+                for output in self.graph.outputs[reader]:
                     yield from self._readers(output)
                 continue
             needed = self.rules[reader][0].inputs if reader in self.rules else ()
@@ -539,7 +539,7 @@ class _Propagation:
             needed, outputs, _ = self._through(view, (source,), units)
             if needed != (source,):
                 return None
-            for output, place in zip(self.graph.outputs(view), outputs, strict=True):
+            for output, place in zip(self.graph.outputs[view], outputs, strict=True):
                 known[output] = place
         return known[tensor]
 
@@ -549,7 +549,7 @@ class _Propagation:
         maker = int(self.graph.producer[storage])
         if maker not in self.rules or self.rules[maker][0].units != units:
             return None
-        made = self.rules[maker][0].outputs[storage - self.graph.outputs(maker)[0]]
+        made = self.rules[maker][0].outputs[storage - self.graph.outputs[maker][0]]
         return self._placed(gradient, {storage: made}, units)
 
 

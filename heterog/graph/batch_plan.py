@@ -187,7 +187,7 @@ def _counts_samples(graph: OpGraph) -> frozenset[int]:
         args = op.args
         if op.num_outputs != 1:
             continue
-        (made,) = graph.outputs(index)
+        (made,) = graph.outputs[index]
         meta = graph.tensors[made].meta
         if meta.num_elements != graph.batch_size or "int" not in meta.dtype:
             continue
@@ -303,7 +303,7 @@ def _counts_labels(graph: OpGraph, plan: BatchPlan, tensor: int) -> bool:
     return (
         maker >= 0
         and plan.specials[maker] == Special.NLL_GLOBAL_WEIGHT
-        and tensor == graph.outputs(maker)[1]
+        and tensor == graph.outputs[maker][1]
     )
 
 
@@ -314,7 +314,7 @@ def counts_known_labels(graph: OpGraph, op: int, follows_batch: Sequence[bool]) 
     part of the loss is computed. Labels that the model itself makes come too late for that, and
     where nothing reads the weight nothing sums it up: such a loss runs on gathered inputs.
     """
-    labels, weight = graph.ops[op].inputs[1:], graph.outputs(op)[1]
+    labels, weight = graph.ops[op].inputs[1:], graph.outputs[op][1]
     if graph.ops[op].args.get("reduction", MEAN) == NO_REDUCTION:
         return True
     return bool(graph.consumers[weight]) and all(follows_batch[tensor] for tensor in labels)
@@ -371,7 +371,7 @@ def _split_at_birth(
             continue
         if graph.is_constant[index] and not graph.is_view[index]:
             continue  # runs whole on every device: what it reads and makes is whole, too
-        tensor = graph.outputs(index)[0]
+        tensor = graph.outputs[index][0]
         if placements[tensor].kind != "R":
             continue
         wishes = set(wanted.get(tensor, ()))
@@ -407,7 +407,7 @@ def _split_at_birth(
 def _made_at_birth(graph: OpGraph, index: int, place: Placement) -> RuleResult | None:
     """Rule of an expansion or fill that makes only some samples: it does not care how many."""
     op = graph.ops[index]
-    shape = graph.tensors[graph.outputs(index)[0]].shape
+    shape = graph.tensors[graph.outputs[index][0]].shape
     if shape[place.dim] != graph.batch_size or place.outer != 1:
         return None
     if op.kind in FILLS:
@@ -480,11 +480,11 @@ def op_work(
     if graph.is_view[index]:
         return 0.0, 0.0, 0.0, 0.0
     op = graph.ops[index]
-    outputs = [placements[tensor] for tensor in graph.outputs(index)]
+    outputs = [placements[tensor] for tensor in graph.outputs[index]]
     batched = any(place.is_split for place in (*needed, *outputs))
     sizes = [
         *zip(op.inputs, needed, strict=True),
-        *zip(graph.outputs(index), outputs, strict=True),
+        *zip(graph.outputs[index], outputs, strict=True),
     ]
     total = float(sum(graph.tensor_bytes[tensor] for tensor, _ in sizes))
     split = float(sum(graph.tensor_bytes[tensor] for tensor, place in sizes if place.is_split))

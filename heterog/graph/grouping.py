@@ -162,7 +162,7 @@ def _labels_of_ops(graph: OpGraph, leaf_of: dict[str, str], opened: set[str]) ->
             labels[index] = labels[int(graph.producer[op.inputs[-1]])]
     for index in range(graph.num_ops - 1, -1, -1):
         if labels[index] in opened:  # first ops of an opened module: follow their first reader
-            readers = [r for t in graph.outputs(index) for r in graph.consumers[t]]
+            readers = [r for t in graph.outputs[index] for r in graph.consumers[t]]
             labels[index] = next((labels[r] for r in readers), labels[index])
     return labels
 
@@ -208,7 +208,7 @@ def _readers_through_constants(
             if op not in found:
                 found[op] = None
                 if graph.is_constant[op]:
-                    waiting.extend(dict.fromkeys(int(graph.storage[t]) for t in graph.outputs(op)))
+                    waiting.extend(dict.fromkeys(int(graph.storage[t]) for t in graph.outputs[op]))
     return list(found)
 
 

@@ -99,7 +99,7 @@ class _Walk:
         ops = self._graph.ops
         done = self._position == len(ops) or ops[self._position].phase is Phase.UPDATE
         self.op = None if done else ops[self._position]
-        self.first_output = -1 if done else next(iter(self._graph.outputs(self._position)), -1)
+        self.first_output = -1 if done else next(iter(self._graph.outputs[self._position]), -1)
 
 
 def _added(graph: fx.Graph, op: GraphOp, source: fx.Node, before: fx.Node) -> fx.Node | None:

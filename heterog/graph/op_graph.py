@@ -230,9 +230,11 @@ class OpGraph:
         made = np.repeat(np.arange(self.num_ops, dtype=np.int32), counts)
         return np.concatenate([np.full(self.num_inputs, -1, np.int32), made])
 
-    def outputs(self, op: int) -> range:
-        """Ids of the tensors that an op makes."""
-        return range(int(self.output_start[op]), int(self.output_start[op + 1]))
+    @cached_property
+    def outputs(self) -> tuple[range, ...]:
+        """Ids of the tensors that each op makes."""
+        starts = self.output_start.tolist()
+        return tuple(map(range, starts[:-1], starts[1:]))
 
     @cached_property
     def tensor_bytes(self) -> npt.NDArray[np.int64]:
@@ -263,7 +265,7 @@ class OpGraph:
         storage = np.arange(len(self.tensors), dtype=np.int32)
         for index, op in enumerate(self.ops):
             if self.is_view[index]:
-                storage[self.outputs(index)] = storage[op.inputs[0]]
+                storage[self.outputs[index]] = storage[op.inputs[0]]
         return storage
 
     @cached_property
@@ -279,7 +281,7 @@ class OpGraph:
         """Ops other than views that read a tensor, directly or through views."""
         for reader in self.consumers[tensor]:
             if self.is_view[reader]:
-                for output in self.outputs(reader):
+                for output in self.outputs[reader]:
                     yield from self.readers(output)
             else:
                 yield int(reader)
@@ -340,7 +342,7 @@ class OpGraph:
         for index, op in enumerate(self.ops):
             if op.phase != Phase.UPDATE:  # updates write in place
                 live += sum(
-                    int(self.tensor_bytes[t]) for t in self.outputs(index) if self.storage[t] == t
+                    int(self.tensor_bytes[t]) for t in self.outputs[index] if self.storage[t] == t
                 )
             peak = max(peak, live)
             for tensor in dying.get(index, ()):
@@ -374,7 +376,7 @@ class OpGraph:
         found = []
         for index, op in enumerate(self.ops):
             inputs = tuple(metas[tensor] for tensor in op.inputs)
-            outputs = tuple(metas[tensor] for tensor in self.outputs(index))
+            outputs = tuple(metas[tensor] for tensor in self.outputs[index])
             # Arguments as text: 1, 1.0 and True are equal numbers, but not the same argument.
             key = op.kind, str(op.args), inputs, outputs
             if key not in known:

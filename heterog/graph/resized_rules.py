@@ -26,7 +26,7 @@ def resized_rules(rules: OpRules, planned: OpGraph, given: OpGraph) -> OpRules:
 
 
 def _resized(rule: OpRule, op: int, planned: OpGraph, given: OpGraph) -> OpRule:
-    tensors = (*planned.ops[op].inputs, *planned.outputs(op))
+    tensors = (*planned.ops[op].inputs, *planned.outputs[op])
     along = (*batch_plan(planned).needed[op], *_made(planned, op))
     found = _places((*rule.inputs, *rule.outputs), tensors, along, rule.units, planned, given)
     if found is None:
@@ -38,7 +38,7 @@ def _resized(rule: OpRule, op: int, planned: OpGraph, given: OpGraph) -> OpRule:
         return resized
     scattered = _places(
         (rule.scatter.place,),
-        planned.outputs(op),
+        planned.outputs[op],
         _made(planned, op),
         rule.scatter.units,
         planned,
@@ -51,7 +51,7 @@ def _resized(rule: OpRule, op: int, planned: OpGraph, given: OpGraph) -> OpRule:
 
 
 def _made(graph: OpGraph, op: int) -> tuple[Placement, ...]:
-    return tuple(batch_plan(graph).placements[tensor] for tensor in graph.outputs(op))
+    return tuple(batch_plan(graph).placements[tensor] for tensor in graph.outputs[op])
 
 
 def _places(

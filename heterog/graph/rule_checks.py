@@ -105,7 +105,7 @@ def _check_scatter(
             f"{name} leaves {', '.join(map(str, rule.outputs))}: only an op with one output, a "
             "part of a sum (P) or slices (S), can be followed by a reduce-scatter or all-to-all."
         )
-    (tensor,) = graph.outputs(op)
+    (tensor,) = graph.outputs[op]
     shape, along = graph.tensors[tensor].shape, batch.placements[tensor]
     if along.kind != "S":
         raise StrategyError(

@@ -162,7 +162,7 @@ def graph_to_dict(graph: OpGraph) -> dict[str, Any]:
         "ops": {
             "kind": [kinds[op.kind] for op in ops],
             "inputs": [[int(tensor) for tensor in op.inputs] for op in ops],
-            "outputs": [list(graph.outputs(index)) for index in range(graph.num_ops)],
+            "outputs": [list(graph.outputs[index]) for index in range(graph.num_ops)],
             "phase": [op.phase.name.lower() for op in ops],
             "module": [modules[op.module] for op in ops],
             "args": [

@@ -109,7 +109,7 @@ def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, Rule
     for op in range(graph.num_ops - 1, -1, -1):
         if not graph.is_constant[op] or graph.ops[op].num_outputs != 1:
             continue
-        (tensor,) = graph.outputs(op)
+        (tensor,) = graph.outputs[op]
         for dim in sorted(wishes.get(tensor, ())):
             if _begins(graph, op, dim):
                 found.append((op, dim, None))
@@ -126,7 +126,7 @@ def _rules(graph: OpGraph, wanted: Sequence[_Wish]) -> list[tuple[int, int, Rule
 
 def _begins(graph: OpGraph, op: int, dim: int) -> bool:
     """Whether an op repeats something for every sample that its inputs do not have per sample."""
-    (tensor,) = graph.outputs(op)
+    (tensor,) = graph.outputs[op]
     shape = graph.tensors[tensor].shape
     if shape[dim] != graph.batch_size:
         return False
@@ -167,7 +167,7 @@ class _Samples:
             rule: The rule that splits it along them; ``None`` where they begin.
         """
         graph, node = self._graph, self._node_of_op[op]
-        (tensor,) = graph.outputs(op)
+        (tensor,) = graph.outputs[op]
         if not isinstance(node.meta["val"], Tensor):
             return  # a list of one, which readers take apart
         if rule is None:

@@ -403,7 +403,7 @@ class StepExecutor:
                 inputs = [inputs[0], inputs[0]]  # nothing changes
             self._counted.add(op)
         if local_op.is_of_whole_batch:
-            outputs = [values.from_batch(tensor) for tensor in self.graph.outputs(op)]
+            outputs = [values.from_batch(tensor) for tensor in self.graph.outputs[op]]
         elif local_op.is_random:
             # Seeded by what identifies the op: run again, it draws the same numbers.
             with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):

@@ -95,7 +95,7 @@ class LocalOp:
         self.call = graph.call(index)
         is_ruled = plan.op_axis[index] != BATCH_AXIS
         self.whole = Extent(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
-        self.along_batch, self.along_axis = _rules(plan, index, graph.outputs(index))
+        self.along_batch, self.along_axis = _rules(plan, index, graph.outputs[index])
         self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
             halo_dim(self.along_axis.inputs) is not None
         )

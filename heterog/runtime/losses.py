@@ -58,7 +58,7 @@ class Losses:
 
     def label_weight(self, op: int, local_op: LocalOp, spans: Spans) -> Tensor:
         """Weight of all labels of the batch that count, on all devices together."""
-        value = self._part.value_of[self._part.graph.outputs(op)[1]]
+        value = self._part.value_of[self._part.graph.outputs[op][1]]
         if value not in self._label_weights:
             assert self.has_all_labels(op, spans), "the program reduces the label weight first"
             local = self.local_label_weight(op, local_op, spans, speaks=True)
@@ -67,7 +67,7 @@ class Losses:
 
     def has_all_labels(self, op: int, spans: Spans) -> bool:
         """Whether each device that makes a loss knows the weight of all labels by itself."""
-        weight = self._part.graph.outputs(op)[1]
+        weight = self._part.graph.outputs[op][1]
         is_split = spans.axis == BATCH_AXIS or self._part.plan.placements[weight].kind == "P"
         return len(spans.devices) == 1 or (spans.num_teams == 1 and not is_split)
 
@@ -82,12 +82,12 @@ class Losses:
         inputs = part.graph.ops[op].inputs
         ignored = local_op.call.args["ignore_index"]
         assert isinstance(ignored, int)
-        total = self._values.zeros(part.graph.outputs(op)[1], ())
+        total = self._values.zeros(part.graph.outputs[op][1], ())
         for micro in range(part.num_micro):
             if spans.range(micro, part.rank)[1] == 0:
                 continue
             is_alike = spans.axis != BATCH_AXIS and (
-                part.plan.placements[part.graph.outputs(op)[1]].kind != "P"
+                part.plan.placements[part.graph.outputs[op][1]].kind != "P"
             )
             if is_alike and not speaks and not spans.speaks(micro, part.rank):
                 continue
@@ -109,7 +109,7 @@ class Losses:
         assert isinstance(ignored, int)
         target = self._values.from_batch(inputs[1])
         counts = ne(target, ignored)
-        total = self._values.zeros(self._part.graph.outputs(op)[1], ())
+        total = self._values.zeros(self._part.graph.outputs[op][1], ())
         if local_op.call.args.get("weight") is None:
             return total + counts.sum()
         weight = self._values.from_batch(inputs[2])

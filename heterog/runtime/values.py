@@ -433,7 +433,7 @@ class Values:
         local_op = self._ops[maker]
         inputs = [self.from_batch(each) for each in graph.ops[maker].inputs]
         made = local_op(inputs, local_op.whole)
-        self._from_batch |= dict(zip(graph.outputs(maker), made, strict=True))
+        self._from_batch |= dict(zip(graph.outputs[maker], made, strict=True))
         return self._from_batch[tensor]
 
     def _view(self, source: Source, value: Tensor, extent: Extent | None) -> Tensor:

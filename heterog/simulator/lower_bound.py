@@ -37,7 +37,6 @@ import numpy.typing as npt
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.simulator.cost_model import CostModel
 
@@ -140,7 +139,7 @@ def best_times(
     # The optimizer step is priced at the full batch, whatever the shares.
     full = cost_model.op_seconds(graph, device_type, batch)
     is_update = np.array([op.phase == Phase.UPDATE for op in graph.ops], np.bool_)
-    is_free = graph.is_view | ((group_ops(graph).group == CONSTANT_GROUP) & ~is_update)
+    is_free = graph.is_view | graph.is_constant
     for best in (whole, shortest):
         best[is_update] = full[is_update]
         best[is_free] = 0.0

@@ -166,9 +166,9 @@ def op_signature(graph: OpGraph, index: int) -> str:
     """Hash of all that determines an op's seconds, besides the device and the share."""
     op = graph.ops[index]
     plan = batch_plan(graph)
-    tensors = [*op.inputs, *graph.outputs(index)]
+    tensors = [*op.inputs, *graph.outputs[index]]
     shapes = [(graph.tensors[tensor].shape, graph.tensors[tensor].dtype) for tensor in tensors]
-    places = [*plan.needed[index], *(plan.placements[tensor] for tensor in graph.outputs(index))]
+    places = [*plan.needed[index], *(plan.placements[tensor] for tensor in graph.outputs[index])]
     args = sorted((name, str(value)) for name, value in op.args.items() if name != "device")
     text = f"{op_kind(graph, index)}{args}{shapes}{places}{graph.batch_size}"
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -46,7 +46,7 @@ def exchanged(
                 return None
             if found.setdefault(maker, given) != given:
                 return None
-        made = graph.outputs(op)
+        made = graph.outputs[op]
         readers = {reader for tensor in made for reader in _readers(graph, tensor)}
         if readers <= ops or not _follows_samples(graph, made[0]):
             continue
@@ -98,7 +98,7 @@ def _reaching(graph: OpGraph, core: set[int], through: set[int]) -> set[int]:
     """Ops from which the core follows by way of each other."""
     found: set[int] = set()
     for op in sorted(through, reverse=True):
-        readers = {reader for tensor in graph.outputs(op) for reader in _readers(graph, tensor)}
+        readers = {reader for tensor in graph.outputs[op] for reader in _readers(graph, tensor)}
         if readers & (core | found):
             found.add(op)
     return found
@@ -114,7 +114,7 @@ def _readers(graph: OpGraph, tensor: int) -> Iterator[int]:
     """Compute ops that read a tensor, also through views."""
     for reader in graph.consumers[tensor]:
         if graph.is_view[reader]:
-            for shown in graph.outputs(reader):
+            for shown in graph.outputs[reader]:
                 yield from _readers(graph, shown)
         elif graph.ops[reader].phase != Phase.UPDATE:
             yield reader
@@ -128,7 +128,7 @@ def _is_read_alike(graph: OpGraph, maker: int, ops: frozenset[int], *, inside: b
     """Whether all readers of what an op makes are among some ops, or none is."""
     return all(
         (reader in ops) == inside
-        for tensor in graph.outputs(maker)
+        for tensor in graph.outputs[maker]
         for reader in _readers(graph, tensor)
     )
 
@@ -137,7 +137,7 @@ def _brought(
     graph: OpGraph, maker: int, tensor: int, wanted: Placement, units: int
 ) -> OpRule | None:
     """The rule of an op that follows the batch, whose value is then cut by experts."""
-    made = graph.outputs(maker)
+    made = graph.outputs[maker]
     if len(made) > 1 or graph.ops[maker].phase == Phase.UPDATE:
         return None
     plan = batch_plan(graph)
@@ -181,4 +181,4 @@ def _shown(
     result = propagate(graph.call(view), (given,), units)
     if result is None or result.inputs != (given,):
         return None
-    return result.outputs[tensor - graph.outputs(view)[0]]
+    return result.outputs[tensor - graph.outputs[view][0]]

@@ -71,7 +71,7 @@ def attention_scores(graph: OpGraph) -> tuple[tuple[int, ...], ...]:
         size = graph.tensors[op.inputs[0]].meta.num_elements
         before, after = _Between(graph, size), _Between(graph, size)
         if before.comes_from_product(op.inputs[0]) and after.goes_to_product(
-            graph.outputs(index)[0]
+            graph.outputs[index][0]
         ):
             found.append(tuple(sorted({index, *before.ops, *after.ops})))
     return tuple(found)
@@ -119,7 +119,7 @@ class _Between:
         if not self._may_go_on(reader):
             return False
         if reader not in self._known:
-            self._known[reader] = self.goes_to_product(graph.outputs(reader)[0])
+            self._known[reader] = self.goes_to_product(graph.outputs[reader][0])
             if self._known[reader] and not graph.is_view[reader]:
                 self.ops.add(reader)
         return self._known[reader]
@@ -127,7 +127,7 @@ class _Between:
     def _may_go_on(self, index: int) -> bool:
         """Whether an op of the forward pass makes as much of activations alone."""
         graph, op = self._graph, self._graph.ops[index]
-        made = graph.outputs(index)
+        made = graph.outputs[index]
         reads = {graph.tensors[int(graph.storage[tensor])].kind for tensor in op.inputs}
         return (
             op.phase == Phase.FORWARD

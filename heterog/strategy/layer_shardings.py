@@ -142,7 +142,7 @@ def _gathered_gradients(graph: OpGraph, windows: "_Windows") -> Iterator[tuple[i
 def _read_bytes(graph: OpGraph, rules: OpRules) -> float:
     """Bytes of the parameters that ops with rules read, or whose gradients they make."""
     near = {int(graph.storage[tensor]) for op, _ in rules for tensor in graph.ops[op].inputs}
-    made = {tensor for op, _ in rules for tensor in graph.outputs(op)}
+    made = {tensor for op, _ in rules for tensor in graph.outputs[op]}
     near |= {
         parameter
         for _, parameter, gradient in graph.updates
@@ -179,14 +179,14 @@ def _moved_bytes(graph: OpGraph, rules: OpRules) -> float:
     for op, rule in rules:
         is_exchanged = rule.scatter is not None and rule.outputs[0].kind == "S"
         if is_exchanged:
-            (made,) = graph.outputs(op)
+            (made,) = graph.outputs[op]
             moved[made] = 0.5 * float(size[made])
         for tensor in () if is_exchanged and rule.units == batch_size else graph.ops[op].inputs:
             value = int(storage[tensor])
             times = {"S": 1.0, "P": 2.0}.get(batch.placements[value].kind, 0.0)
             if times and int(graph.producer[value]) not in inside:
                 moved[value] = times * float(size[value])
-        for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
+        for tensor, place in zip(graph.outputs[op], rule.outputs, strict=True):
             if is_exchanged:
                 continue
             if place.kind != "R" and not all(
@@ -231,7 +231,7 @@ class _Windows:
         largest = max(
             tensors[tensor].meta.num_bytes
             for op in self.ops[group]
-            for tensor in self.graph.outputs(op)
+            for tensor in self.graph.outputs[op]
         )
         return weights >= LEAST_WEIGHTS * largest
 

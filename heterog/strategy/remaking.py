@@ -102,7 +102,7 @@ class Remakes:
 
     def _is_cheap(self, op: int) -> bool:
         """Whether an op does the same to each sample of the batch, wherever it runs."""
-        plan, outputs = self._plan, self._graph.outputs(op)
+        plan, outputs = self._plan, self._graph.outputs[op]
         return (
             self._graph.ops[op].phase == Phase.FORWARD
             and len(outputs) > 0

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRule, OpRules, Scatter
 from heterog.graph.placement import OpCall, P, Placement, R, S
@@ -34,16 +33,10 @@ class SequenceSplit:
     Attributes:
         units: Number of units of the axis: runs of positions of equal length.
         op_rules: Rules of all ops.
-        flops: FLOPs of the ops that are cut, in the whole step.
-        gathered_bytes: Bytes of the keys and values of the whole batch (and other values needed
-            whole), which members of a team gather forward and again backward. One layer's are held
-            at a time.
     """
 
     units: int
     op_rules: OpRules
-    flops: float
-    gathered_bytes: float
 
 
 def lengths(graph: OpGraph) -> tuple[int, ...]:
@@ -89,17 +82,10 @@ def sequence_split(graph: OpGraph, units: int) -> SequenceSplit | None:
     """
     if units not in unit_counts(graph, max(units, 2)):
         return None
-    walk = _Pass(graph, units)
-    rules = walk.run()
-    cut = [op for op, rule in rules if any(place.is_split for place in rule.inputs)]
-    if not cut:
+    rules = _Pass(graph, units).run()
+    if not any(place.is_split for _, rule in rules for place in rule.inputs):
         return None
-    return SequenceSplit(
-        units=units,
-        op_rules=rules,
-        flops=float(sum(graph.ops[op].flops for op in cut)),
-        gathered_bytes=float(sum(int(graph.tensor_bytes[each]) for each in walk.gathered)),
-    )
+    return SequenceSplit(units=units, op_rules=rules)
 
 
 class _Pass:
@@ -112,7 +98,6 @@ class _Pass:
     Attributes:
         places: Placements of tensors; those missing are whole.
         meant: Placement in which the sum of partial sums shall be cut, by tensor.
-        gathered: Values that are split and read whole.
     """
 
     def __init__(self, graph: OpGraph, units: int) -> None:
@@ -125,22 +110,20 @@ class _Pass:
         }
         self.lengths = lengths(graph)
         self.meant: dict[int, Placement] = {}
-        self.gathered: set[int] = set()
 
     def run(self) -> OpRules:
         """The rules of all ops that are neither views nor constants."""
-        graph, group = self.graph, group_ops(self.graph).group
+        graph = self.graph
         rules: list[tuple[int, OpRule]] = []
         for index, op in enumerate(graph.ops):
-            if op.phase == Phase.UPDATE or group[index] == CONSTANT_GROUP:
+            if op.phase == Phase.UPDATE or graph.is_constant[index]:
                 continue
             if graph.is_view[index]:
                 self._view(index)
                 continue
             rule = self._rule(index)
             made = rule.outputs if rule.scatter is None else (rule.scatter.place,)
-            self.places |= zip(graph.outputs(index), made, strict=True)
-            self._note_gathered(index, rule)
+            self.places |= zip(graph.outputs[index], made, strict=True)
             rules.append((index, rule))
         return tuple(rules)
 
@@ -154,9 +137,7 @@ class _Pass:
             rest = tuple(R for _ in graph.ops[index].inputs[1:])
             result = propagate(graph.call(index), (given, *rest), self.units)
             if result is not None and result.inputs == (given, *rest):
-                known |= zip(graph.outputs(index), result.outputs, strict=True)
-            elif known is self.places and given.kind == "S":
-                self.gathered.add(int(graph.storage[source]))
+                known |= zip(graph.outputs[index], result.outputs, strict=True)
 
     def _rule(self, index: int) -> OpRule:
         graph, op = self.graph, self.graph.ops[index]
@@ -177,7 +158,7 @@ class _Pass:
     def _made(self, index: int, result: RuleResult, slices: Placement | None) -> OpRule:
         scatter = None if slices is None else Scatter(place=slices, units=self.units)
         if slices is not None:
-            self.meant.pop(self.graph.outputs(index)[0], None)
+            self.meant.pop(self.graph.outputs[index][0], None)
         return OpRule(
             inputs=result.inputs, outputs=result.outputs, units=self.units, scatter=scatter
         )
@@ -221,7 +202,7 @@ class _Pass:
         graph = self.graph
         if result.outputs != (P,) or graph.ops[index].kind not in _PRODUCTS:
             return None
-        shape = graph.tensors[graph.outputs(index)[0]].shape
+        shape = graph.tensors[graph.outputs[index][0]].shape
         dims = [dim for dim in (1, 2) if shape[dim] in self.lengths]
         if len(dims) != 1 or shape[dims[0]] % self.units:
             return None
@@ -231,12 +212,6 @@ class _Pass:
         """Note that gradients of keys and values are sums over queries, cut as these are."""
         if call.kind not in ATTENTION_KINDS or result.outputs[1:] != (P, P):
             return
-        for tensor in self.graph.outputs(index)[1:]:
+        for tensor in self.graph.outputs[index][1:]:
             if self.graph.tensors[tensor].shape[2] % self.units == 0:
                 self.meant[tensor] = S(2)
-
-    def _note_gathered(self, index: int, rule: OpRule) -> None:
-        for tensor, wanted in zip(self.graph.ops[index].inputs, rule.inputs, strict=True):
-            given = self.places.get(tensor, R)
-            if given.kind == "S" and wanted != given:
-                self.gathered.add(int(self.graph.storage[tensor]))

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRule, OpRules
 from heterog.graph.placement import OpCall, Placement, R, S
@@ -77,7 +76,7 @@ def _unit_counts(graph: OpGraph, dim: int, most: int) -> list[int]:
         graph.tensors[tensor].shape[dim]
         for op in range(graph.num_ops)
         if graph.ops[op].kind == CONVOLUTION
-        for tensor in graph.outputs(op)
+        for tensor in graph.outputs[op]
         if len(graph.tensors[tensor].shape) > dim
     }
     counts = {
@@ -153,14 +152,14 @@ class _Pass:
 
     def run(self) -> tuple[OpRules, set[int]]:
         """The rules, and the makers of local statistics that a reader cannot use."""
-        graph, group = self.graph, group_ops(self.graph).group
+        graph = self.graph
         rules: list[tuple[int, OpRule]] = []
         unlike: set[int] = set()
         for index, op in enumerate(graph.ops):
-            if op.phase == Phase.UPDATE or group[index] == CONSTANT_GROUP:
+            if op.phase == Phase.UPDATE or graph.is_constant[index]:
                 continue
             given = tuple(self.places.get(tensor, R) for tensor in op.inputs)
-            outputs = graph.outputs(index)
+            outputs = graph.outputs[index]
             if graph.is_view[index]:
                 result = propagate(graph.call(index), given, self.units)
                 if result is not None and result.inputs == given:

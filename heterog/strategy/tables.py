@@ -184,7 +184,7 @@ class _Builder:
         self.value_of: dict[int, int] = {}
         self.values: list[int] = []
         for index in self.ops:
-            for tensor in graph.outputs(index):
+            for tensor in graph.outputs[index]:
                 self.value_of[tensor] = len(self.values)
                 self.values.append(tensor)
         self.row_of = {op: row for row, op in enumerate(self.ops)}
@@ -263,7 +263,7 @@ class _Builder:
 
     def _recut(self, op: int) -> Recut:
         """How a team cuts anew what an op makes."""
-        plan, made = self.plan, self.graph.outputs(op)
+        plan, made = self.plan, self.graph.outputs[op]
         if plan.scattered.intersection(made):
             return Recut.SUMMED
         return Recut.EXCHANGED if plan.exchanged.keys() & set(made) else Recut.NONE
@@ -402,7 +402,7 @@ class _Builder:
                 if graph.ops[index].kind in REORDERS_WEIGHTS:
                     workspace[row] = sizes[row]
                 if len(plan.axes) > 1:
-                    readers[row].extend(self.value_of[t] for t in graph.outputs(index)[:1])
+                    readers[row].extend(self.value_of[t] for t in graph.outputs[index][:1])
         units = [float(plan.axes[axis]) if axis >= 0 else 1.0 for axis in self.parameter_axis]
         return {
             "parameter_group": [int(self.grouping.group[op]) for op, _, _ in graph.updates],
@@ -433,7 +433,7 @@ class _Builder:
         last_values = []
         for row, value in enumerate(self.gradient_values):
             last = self._last_op(row)
-            outputs = self.graph.outputs(self.ops[last])
+            outputs = self.graph.outputs[self.ops[last]]
             waits = last > self.value_op[value] and len(outputs) > 0
             last_values.append(self.value_of[outputs[0]] if waits else -1)
         domains = list(map(self._domain, self.gradient_values, self.parameter_axis))
@@ -490,7 +490,7 @@ class _Builder:
         gradients = set(self.gradient_values)
         flags = [0] * len(self.ops)
         for row in range(len(self.ops) - 1, -1, -1):
-            made = [self.value_of[tensor] for tensor in self.graph.outputs(self.ops[row])]
+            made = [self.value_of[tensor] for tensor in self.graph.outputs[self.ops[row]]]
             if self.is_backward[row] and not any(leads_on[value] for value in made):
                 # An op without readers that makes no gradient either is left where it is.
                 flags[row] = int(any(value in gradients or self._is_read(value) for value in made))
@@ -558,7 +558,7 @@ class _Builder:
         maker = int(self.graph.producer[tensor])
         return (
             self.graph.ops[maker].kind in LABEL_COUNTING_LOSSES
-            and tensor == self.graph.outputs(maker)[1]
+            and tensor == self.graph.outputs[maker][1]
         )
 
     def _moved_fraction(self, storage: int) -> float:

@@ -71,7 +71,7 @@ def shardings(
         size
         for op in region
         if graph.is_view[op]
-        for tensor in graph.outputs(op)
+        for tensor in graph.outputs[op]
         if len(graph.tensors[tensor].shape) > 3
         for size in graph.tensors[tensor].shape
     }
@@ -244,7 +244,7 @@ class _Follower:
 
     def _place(self, op: int, result: RuleResult, places: dict[int, Placement], due: _Due) -> None:
         """Enter the placements of an op's outputs, and the ops that read them."""
-        for tensor, place in zip(self.graph.outputs(op), result.outputs, strict=True):
+        for tensor, place in zip(self.graph.outputs[op], result.outputs, strict=True):
             places[tensor] = place
             due.add(self.region.readers.get(tensor, ()))
 
@@ -278,7 +278,7 @@ class _Follower:
         if maker not in self.region.members:
             return False
         call = graph.call(maker)
-        position = tensor - graph.outputs(maker)[0]
+        position = tensor - graph.outputs[maker][0]
         if graph.is_view[maker]:
             for source in _splits(call.inputs[0].shape, self.units):
                 result = propagate(call, (source,), self.units)

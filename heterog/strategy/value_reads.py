@@ -101,7 +101,7 @@ class ValueReads:
             if graph.is_view[index]:
                 source = op.inputs[0]
                 whole = max(gathered[source], plan.whole_needed(index, 0, source))
-                for tensor in graph.outputs(index):
+                for tensor in graph.outputs[index]:
                     gathered[tensor] = whole
         return gathered
 

@@ -85,7 +85,7 @@ def test_rows_expanded_to_the_batch_are_split_at_birth() -> None:
     graph = captured(Positions, torch.zeros(8, 5, 6), torch.zeros(8, 5, 6))
     plan = batch_plan(graph)
     lookup = next(i for i, op in enumerate(graph.ops) if op.kind == "embedding.default")
-    assert str(plan.placements[graph.outputs(lookup)[0]]) == "S(0,1)"
+    assert str(plan.placements[graph.outputs[lookup][0]]) == "S(0,1)"
     assert conversions(graph) == []
 
 
@@ -183,7 +183,7 @@ def test_sums_of_the_batch_alone_are_known_before_the_step() -> None:
     plan = batch_plan(graph)
     known = [op for op, special in enumerate(plan.specials) if special == Special.OF_WHOLE_BATCH]
     assert [graph.ops[op].kind for op in known] == ["mean.default"]
-    assert plan.placements[graph.outputs(known[0])[0]].kind == "R"
+    assert plan.placements[graph.outputs[known[0]][0]].kind == "R"
     assert conversions(graph) == []
     assert ops_of_the_whole_batch(graph) == []
 
@@ -247,7 +247,7 @@ def test_a_buffer_is_stepped_where_a_constant_that_is_made_of_it_is_read() -> No
     (buffer,) = graph.inputs_of_kind(TensorKind.BUFFER)
     (fading,) = (op for op in graph.consumers[buffer] if op != step)
     assert graph.is_constant[fading]
-    readers = graph.consumers[graph.outputs(fading)[0]]
+    readers = graph.consumers[graph.outputs[fading][0]]
     assert {int(group[reader]) for reader in readers} == {int(group[step])}
     heads = {
         int(group[i]) for i, op in enumerate(graph.ops) if "log" in op.kind or "mse" in op.kind

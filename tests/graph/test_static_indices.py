@@ -65,7 +65,7 @@ def test_a_captured_step_looks_up_what_torch_chooses(kind: str) -> None:
 def test_samples_stay_where_they_are() -> None:
     graph = capture_step(workload_of(CHOICES["rows"])).graph
     (op,) = [i for i, each in enumerate(graph.ops) if each.kind == "index_select.default"]
-    assert batch_plan(graph).placements[graph.outputs(op)[0]] == S(0)
+    assert batch_plan(graph).placements[graph.outputs[op][0]] == S(0)
 
 
 def test_an_index_that_is_known_is_a_view() -> None:

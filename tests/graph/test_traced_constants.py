@@ -85,7 +85,7 @@ def whole_constants(graph: OpGraph, batch: int) -> list[str]:
         op.kind
         for index, op in enumerate(graph.ops)
         if op.phase != Phase.UPDATE and not graph.is_view[index]
-        for tensor in graph.outputs(index)
+        for tensor in graph.outputs[index]
         if plan.placements[tensor].kind == "R"
         and graph.tensors[tensor].meta.num_elements > batch
         and batch in graph.tensors[tensor].shape
@@ -144,7 +144,7 @@ def test_one_mask_is_made_however_many_samples_there_are() -> None:
         graph.tensors[tensor].meta.num_elements
         for op in range(graph.num_ops)
         if graph.is_constant[op] and not graph.is_view[op]
-        for tensor in graph.outputs(op)
+        for tensor in graph.outputs[op]
     )
     assert largest == 8 * 8
 
@@ -191,4 +191,4 @@ def test_random_constants_are_not_one_for_all() -> None:
 
     graph = step_of(noisy).graph
     (draw,) = (i for i, op in enumerate(graph.ops) if op.kind.startswith("rand"))
-    assert graph.tensors[graph.outputs(draw)[0]].shape == (6, LENGTH, 1)
+    assert graph.tensors[graph.outputs[draw][0]].shape == (6, LENGTH, 1)

@@ -200,4 +200,4 @@ def test_data_parallelism_is_a_program() -> None:
     plan = batch_plan(theory.graph)
     for op, rule in by_op.items():
         assert rule.inputs == plan.needed[op]
-        assert rule.outputs == tuple(plan.placements[t] for t in theory.graph.outputs(op))
+        assert rule.outputs == tuple(plan.placements[t] for t in theory.graph.outputs[op])

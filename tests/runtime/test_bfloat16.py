@@ -100,7 +100,7 @@ def num_roundings(graph: OpGraph, strategy: Strategy, num_devices: int) -> int:
         if node.phase == Phase.UPDATE:
             continue
         before = max((depth[tensor] for tensor in node.inputs), default=0)
-        for tensor in graph.outputs(op):
+        for tensor in graph.outputs[op]:
             is_sum = "P" in (plan.batch_placement(tensor).kind, plan.placements[tensor].kind)
             rounds = not graph.is_view[op] and graph.tensors[tensor].dtype == "bfloat16"
             depth[tensor] = before + (num_devices if is_sum else 1) * rounds

@@ -59,7 +59,7 @@ def test_every_backward_pass_begins_with_one_op(name: str) -> None:
     graph = graph_of(name)
     begin = op_that_begins_backward(graph)
     assert begin is not None
-    assert graph.tensors[graph.outputs(begin)[0]].shape == ()
+    assert graph.tensors[graph.outputs[begin][0]].shape == ()
 
 
 class Half(nn.Module):

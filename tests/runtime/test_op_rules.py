@@ -298,7 +298,7 @@ def test_rows_of_an_embedding_are_gathered_instead_of_its_gradient(
     strategy = replace(everywhere(graph, UNEVEN), op_rules=rules)
     program = lower(graph, cluster(), strategy)
     reduced = set(program.subject[program.kind == TaskKind.ALL_REDUCE].tolist())
-    made = {tensor for op, _ in rules for tensor in graph.outputs(op)}
+    made = {tensor for op, _ in rules for tensor in graph.outputs[op]}
     looked_up = {
         number
         for number, (_, _, gradient) in enumerate(graph.updates)

@@ -532,7 +532,7 @@ def random_rules(rng: Random, graph: OpGraph) -> OpRules:
     often = rng.choice([0.2, 0.6, 1.0])
     for op, each in enumerate(graph.ops):
         follows_batch = graph.is_view[op] or each.phase == Phase.UPDATE or group[op] < 0
-        places = (*plan.needed[op], *(plan.placements[t] for t in graph.outputs(op)))
+        places = (*plan.needed[op], *(plan.placements[t] for t in graph.outputs[op]))
         if follows_batch or L in places or rng.random() > often:
             continue
         sizes = {size for t in each.inputs for size in graph.tensors[t].shape if size > 1}
@@ -560,7 +560,7 @@ def with_random_scatters(rng: Random, graph: OpGraph, rules: OpRules) -> OpRules
 
 def random_scatter(rng: Random, graph: OpGraph, op: int, rule: OpRule) -> Scatter | None:
     """Any way to cut anew what an op with a rule makes, if there is one."""
-    (tensor,), (made,) = graph.outputs(op), rule.outputs
+    (tensor,), (made,) = graph.outputs[op], rule.outputs
     along = axis_plan(graph).placements[tensor]
     if along.kind != "S":
         return None

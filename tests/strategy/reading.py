@@ -78,7 +78,7 @@ class Reading:
             for op, each in enumerate(graph.ops)
             if not graph.is_view[op] and each.phase != Phase.UPDATE
         ]
-        self.maker = {value: op for op in self.ops for value in graph.outputs(op)}
+        self.maker = {value: op for op in self.ops for value in graph.outputs[op]}
         self.parameter = {tensor: row for row, (_, tensor, _) in enumerate(graph.updates)}
         self.reads = {op: self._reads(op) for op in self.ops}
         self.parameters_read = {
@@ -242,7 +242,7 @@ class Reading:
         if (
             self.group[op] == CONSTANT_GROUP
             or each.phase != Phase.FORWARD
-            or not all(self.batch.follows_batch[value] for value in self.graph.outputs(op))
+            or not all(self.batch.follows_batch[value] for value in self.graph.outputs[op])
             or changes - {None, "own_rows", "as_reshape"}
             or self.scatter_of(op)
             or self.plan.axes[axis] != (self.graph.batch_size if axis == BATCH else EVERYWHERE)
@@ -276,7 +276,7 @@ class Reading:
             int(self.plan.tensor_axis[made])
             for maker, rule in self.op_rules.items()
             if rule.scatter is not None and rule.outputs[0].kind == "P"
-            for made in self.graph.outputs(maker)
+            for made in self.graph.outputs[maker]
         }
         _, along = self.kinds(value)
         is_attention = self.graph.ops[op].kind in ("attention", "attention_backward")
@@ -320,7 +320,7 @@ class Reading:
         maker = self.maker[value]
         return (
             self.graph.ops[maker].kind in LABEL_COUNTING_LOSSES
-            and value == self.graph.outputs(maker)[1]
+            and value == self.graph.outputs[maker][1]
         )
 
     def _batch_reads(self) -> list[tuple[int, int]]:
@@ -406,7 +406,7 @@ class Reading:
                 readers[value].append(op)
         found: set[int] = set()
         for op in reversed(self.ops):
-            made = self.graph.outputs(op)
+            made = self.graph.outputs[op]
             leads_on = any(
                 reader not in found or self.group[reader] != self.group[op]
                 for value in made

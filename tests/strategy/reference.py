@@ -304,7 +304,7 @@ class Walk:
         self, op: int, kind: TaskKind, more: dict[int, list[Buffer]] | None = None
     ) -> None:
         """A task on each device that has samples, or units of the axis of the op's rule."""
-        made: dict[int, Where] = {value: {} for value in self.reading.graph.outputs(op)}
+        made: dict[int, Where] = {value: {} for value in self.reading.graph.outputs[op]}
         for device, part in self.shares.of_op(op, self.micro).items():
             reads = self.inputs(op, device)
             reads += [self.arrived[p].get(device) for p in self.reading.parameters_read[op]]
@@ -329,7 +329,7 @@ class Walk:
 
     def exchange_value(self, op: int) -> None:
         """Send each member of each team what lies in its box of the value's new axis."""
-        (value,) = self.reading.graph.outputs(op)
+        (value,) = self.reading.graph.outputs[op]
         layout = self.shares.layouts[self.reading.group[op]]
         lies, size = self.values[value], float(self.reading.graph.tensor_bytes[value])
         batch = self.reading.graph.batch_size
@@ -363,7 +363,7 @@ class Walk:
         """Add up the parts that the members of each team have made, each member a slice."""
         if not self.reading.is_sum(op):
             return self.exchange_value(op)
-        (value,) = self.reading.graph.outputs(op)
+        (value,) = self.reading.graph.outputs[op]
         layout = self.shares.layouts[self.reading.group[op]]
         lies = self.values[value]
         slices = self.shares.boxes(layout, self.reading.value_axis(value), self.micro)
@@ -527,7 +527,7 @@ class Walk:
                 task = self.add(
                     TaskKind.REMAKE, op, device, reads=reads, micro=self.micro, part=part
                 )
-                for value in self.reading.graph.outputs(op):
+                for value in self.reading.graph.outputs[op]:
                     made[value] = task.make(device, self.reading.bytes_of(value, part))
             where[device] = made[need.value]
         return where if lacking else None
@@ -888,7 +888,7 @@ class Walk:
         none is made, for the last op there that reads it."""
         gradient = self.reading.gradient(parameter)
         for reader in self.reading.readers(parameter):
-            made = self.reading.graph.outputs(reader)
+            made = self.reading.graph.outputs[reader]
             if not made:
                 continue
             is_last = reader == self.reading.finisher(parameter) > self.reading.maker[gradient]
@@ -1236,7 +1236,7 @@ class Walk:
 
     def note_first_reader(self, op: int, is_backward: bool) -> None:
         """An op is the first reader of the latest gather."""
-        made = self.reading.graph.outputs(op)
+        made = self.reading.graph.outputs[op]
         if made:
             for device in self.shares.of_op(op, self.micro):
                 self.readers_so_far(device, is_backward).append(self.values[made[0]][device])

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from heterog.graph.axis_plan import axis_plan
+from heterog.graph.axis_plan import IN_TEAM, axis_plan
 from heterog.graph.capture import capture
-from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import R, S
 from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import Workload
@@ -49,7 +49,16 @@ def test_only_keys_and_values_are_gathered() -> None:
     graph = graph_of("tiny llama")
     split = sequence_split(graph, 20)
     assert split is not None
-    assert split.gathered_bytes == 2 * 2 * (2 * 20 * 2 * 6) * 8
+    plan = axis_plan(graph, split.op_rules)
+    gathered = {
+        int(graph.storage[tensor])
+        for index, op in enumerate(graph.ops)
+        for position, tensor in enumerate(op.inputs)
+        if op.phase != Phase.UPDATE and "float" in graph.tensors[tensor].dtype
+        if plan.placements[tensor].kind == "S"
+        if plan.whole_needed(index, position, tensor) == IN_TEAM
+    }
+    assert sum(graph.tensor_bytes[list(gathered)]) == 2 * 2 * (2 * 20 * 2 * 6) * 8
 
 
 def test_units_divide_all_sequences() -> None:

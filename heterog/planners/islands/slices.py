@@ -319,7 +319,7 @@ def boundary_bytes(graph: OpGraph, layers: npt.NDArray[np.int64]) -> float:
         layer = layers[index]
         if op.phase != Phase.FORWARD or layer < 0:
             continue
-        for tensor in graph.outputs(index):
+        for tensor in graph.outputs[index]:
             forward = [
                 layers[reader]
                 for reader in graph.consumers[tensor]

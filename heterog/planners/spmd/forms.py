@@ -81,7 +81,7 @@ def call_key(graph: OpGraph, index: int) -> CallKey:
         op.kind,
         tuple((name, repr(value)) for name, value in op.args.items()),
         tuple(graph.tensors[tensor].meta for tensor in op.inputs),
-        tuple(graph.tensors[tensor].meta for tensor in graph.outputs(index)),
+        tuple(graph.tensors[tensor].meta for tensor in graph.outputs[index]),
     )
 
 

@@ -113,7 +113,7 @@ def _amounts(theory: Theory, row: Row, triple: Triple) -> tuple[float, ...]:
             float(plan.bytes_fixed[row.op]),
             float(plan.bytes_per_sample[row.op]) * batch,
         )
-    placements = dict(zip(graph.outputs(row.op), triple.rule.outputs, strict=True))
+    placements = dict(zip(graph.outputs[row.op], triple.rule.outputs, strict=True))
     units = triple.rule.units
     fixed, each, bytes_fixed, bytes_each = op_work(
         graph, row.op, _ByTensor(placements), triple.rule.inputs, units

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
-from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.op_rule import OpRule
 from heterog.graph.placement import Placement
@@ -147,7 +146,6 @@ class _Builder:
         self.check = check
         self.plan: BatchPlan = batch_plan(graph)
         self.rules = Rulebook(graph)
-        self.group = group_ops(graph).group
         self.values: list[Value] = []
         self.number: dict[int, int] = {}
 
@@ -155,8 +153,7 @@ class _Builder:
         graph = self.graph
         rows = []
         for index, op in enumerate(graph.ops):
-            is_constant = self.group[index] == CONSTANT_GROUP
-            if graph.is_view[index] or is_constant:
+            if graph.is_view[index] or graph.is_constant[index]:
                 continue
             rows.append(
                 Row(
@@ -165,7 +162,7 @@ class _Builder:
                     reads=tuple(self._read(tensor) for tensor in op.inputs),
                     writes=tuple(
                         self._value(tensor)
-                        for tensor in graph.outputs(index)
+                        for tensor in graph.outputs[index]
                         if op.phase != Phase.UPDATE
                     ),
                 )
@@ -182,7 +179,7 @@ class _Builder:
         graph = self.graph
         while graph.storage[tensor] != tensor:
             view = int(graph.producer[tensor])
-            views.append((view, tensor - graph.outputs(view)[0]))
+            views.append((view, tensor - graph.outputs[view][0]))
             tensor = graph.ops[view].inputs[0]
         return Read(self._value(tensor), tuple(reversed(views)))
 
@@ -193,7 +190,7 @@ class _Builder:
             if maker < 0:
                 is_parameter = self.graph.tensors[tensor].kind == TensorKind.PARAMETER
                 role = Role.PARAMETER if is_parameter else Role.FREE
-            elif self.group[maker] == CONSTANT_GROUP:
+            elif self.graph.is_constant[maker]:
                 role = Role.FREE
             value = Value(tensor, int(self.graph.tensor_bytes[tensor]), role)
             value.add(WHOLE)
@@ -276,7 +273,7 @@ class _Builder:
                 after = self.rules.through(view, passed, output)
                 if after is None:
                     shape = graph.tensors[graph.ops[view].inputs[0]].shape
-                    to = graph.tensors[graph.outputs(view)[output]].shape
+                    to = graph.tensors[graph.outputs[view][output]].shape
                     if passed.kind == "S":
                         for finer in finer_splits(shape, to, passed):
                             source = self._before(read.views[:position], finer)
@@ -331,7 +328,7 @@ class _Builder:
     def _fixed(self, op: int) -> RuleResult | None:
         """The only rule of an op that states its own or uses local statistics, if it does."""
         graph, plan = self.graph, self.plan
-        outputs = tuple(plan.placements[tensor] for tensor in graph.outputs(op))
+        outputs = tuple(plan.placements[tensor] for tensor in graph.outputs[op])
         inputs = plan.needed[op]
         if graph.ops[op].rule is not None or any(p.kind == "L" for p in (*inputs, *outputs)):
             return RuleResult(inputs, outputs)
@@ -401,7 +398,7 @@ def batch_triple(theory: Theory, row: Row, placements: BatchPlan) -> int:
         return 0
     wanted = (
         placements.needed[row.op],
-        tuple(placements.placements[tensor] for tensor in graph.outputs(row.op)),
+        tuple(placements.placements[tensor] for tensor in graph.outputs[row.op]),
     )
     for number, triple in enumerate(row.triples):
         if triple.rule is None:

@@ -256,7 +256,7 @@ def _masks(graph: OpGraph) -> Iterator[int]:
     for index, op in enumerate(graph.ops):
         is_drawn = op.kind.startswith(_DRAWS)
         if is_drawn or (op.inputs and all(tensor in from_noise for tensor in op.inputs)):
-            from_noise.update(graph.outputs(index))
+            from_noise.update(graph.outputs[index])
             yield index
 
 

@@ -37,7 +37,7 @@ def along_positions(
             slices = _slices_of_sum(graph, index, found)
             if slices is not None:
                 found[index] = replace(found[index], scatter=slices)
-                lies[graph.outputs(index)[0]] = slices
+                lies[graph.outputs[index][0]] = slices
             continue
         units = {lies[tensor].units for tensor in op.inputs if tensor in lies}
         if len(units) != 1:
@@ -52,7 +52,7 @@ def along_positions(
             continue  # the gradient of a table in slices: a sum would make all of it
         if not graph.is_view[index]:
             found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
-        for tensor, place in zip(graph.outputs(index), result.outputs, strict=True):
+        for tensor, place in zip(graph.outputs[index], result.outputs, strict=True):
             if place.kind == "S":
                 lies[tensor] = Scatter(place=place, units=size)
     return found
@@ -72,7 +72,7 @@ def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter
     """Slices of positions in which an op's partial sums can be summed, if they can."""
     if rules[op].outputs != (P,):
         return None
-    (tensor,) = graph.outputs(op)
+    (tensor,) = graph.outputs[op]
     if _is_read_in_parts(graph, tensor, rules):
         return None
     shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]

@@ -229,7 +229,7 @@ def _sent_bytes(graph: OpGraph, way: OpRules, of_sum: float) -> float:
         and graph.ops[reader].phase != Phase.UPDATE
     )
     for op, rule in way:
-        for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True):
+        for tensor, place in zip(graph.outputs[op], rule.outputs, strict=True):
             if follows[tensor].kind != "S":
                 continue
             if place == P:
@@ -279,7 +279,7 @@ def _added_in_parts(
     parts = {
         tensor
         for op, rule in split.items()
-        for tensor, place in zip(graph.outputs(op), rule.outputs, strict=True)
+        for tensor, place in zip(graph.outputs[op], rule.outputs, strict=True)
         if place == P
     }
     found: dict[int, OpRule] = {}
@@ -298,7 +298,7 @@ def _added_in_parts(
             if len(op.inputs) == 1:
                 continue  # as many sums as before
             found[index] = OpRule(inputs=given, outputs=(P,), units=1)
-        parts.update(graph.outputs(index))
+        parts.update(graph.outputs[index])
     return found
 
 
@@ -323,7 +323,7 @@ def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
     for op in split:
         if graph.ops[op].phase != Phase.FORWARD:
             continue
-        for tensor, place in zip(graph.outputs(op), split[op].outputs, strict=True):
+        for tensor, place in zip(graph.outputs[op], split[op].outputs, strict=True):
             reads_whole = any(
                 reader not in split and not graph.is_view[reader]
                 for reader in graph.readers(tensor)
@@ -331,7 +331,7 @@ def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
             if place.kind == "S" and reads_whole:
                 largest = max(largest, float(graph.tensor_bytes[tensor]))
     whole = max(
-        (float(graph.tensor_bytes[t]) for op in split for t in graph.outputs(op)), default=0.0
+        (float(graph.tensor_bytes[t]) for op in split for t in graph.outputs[op]), default=0.0
     )
     if largest and largest == whole:
         yield (

@@ -121,7 +121,7 @@ def _results(graph: OpGraph, lowered: Steps) -> set[int]:
     results = {lowered.of_tensor[graph.loss]}
     results |= {lowered.of_tensor[gradient] for _, _, gradient in graph.updates}
     for index, op in enumerate(graph.ops):
-        outputs = list(graph.outputs(index))
+        outputs = list(graph.outputs[index])
         unread = [tensor for tensor in outputs if not graph.consumers[tensor]]
         if op.phase != Phase.UPDATE and (
             len(unread) == len(outputs)
