@@ -8,12 +8,11 @@
   ``sampler``, ``loader`` and ``tokens`` deal the samples, ``micro_batches`` cuts a rank's part.
 - ``weights`` and ``gradients`` make the update that of one process. ``updates`` and ``open_steps``
   notice where updates and steps end, ``replicas`` ranks whose weights differ, ``batch_norms``
-  ranks with few samples, ``arguments`` mistakes of a first try.
+  ranks with few samples.
 - What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` (which needs
   ``fixed_draws``) and ``label_means``; ``for_trainer_arguments`` obeys or refuses a Trainer's.
-- ``clock`` measures what a rank computes between its waits (``watching`` finds these), ``speeds``
-  fits it, ``rebalancing`` decides when shares change and ``following`` changes them. ``group`` are
-  the ranks of the job.
+- ``clock`` measures what a rank computes between its waits, ``speeds`` fits it, ``rebalancing``
+  decides when shares change and ``following`` changes them. ``group`` are the ranks of the job.
 """
 
 from heterog.balance.balancer import Balancer

@@ -10,15 +10,14 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from heterog.balance.arguments import check_arguments, check_data
 from heterog.balance.batch_norms import BatchNorms
-from heterog.balance.clock import StepClock
+from heterog.balance.clock import StepClock, watch_waits
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches, without_singles
 from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
-from heterog.balance.loader import BalancedLoader
+from heterog.balance.loader import BalancedLoader, check_data
 from heterog.balance.micro_batches import (
     cut_batch,
     forward_communicates,
@@ -33,7 +32,6 @@ from heterog.balance.shares import BalanceError, check_shares, scaled_shares
 from heterog.balance.start import Start, first_shares
 from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import watch_updates
-from heterog.balance.watching import watch_waits
 from heterog.balance.weights import StepWeights, check_loss
 from heterog.errors import HeterogWarning
 from heterog.runtime.accelerators import CPU
@@ -100,7 +98,7 @@ class Balancer:
         writer: ScalarWriter | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
-        check_arguments(batch_size, writer)
+        _check_arguments(batch_size, writer)
         self.group = RankGroup()
         self.batch_size = int(batch_size)
         self.weights = StepWeights(self.group)
@@ -529,3 +527,20 @@ def checked_length(dataset: Dataset[Any]) -> int:
             "__len__ and __getitem__; streams are not dealt yet."
         )
     return len(dataset)
+
+
+def _check_arguments(batch_size: object, writer: object) -> None:
+    """Check arguments of ``Balancer``.
+
+    Raises:
+        BalanceError: one of them is of a wrong kind.
+    """
+    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
+        raise BalanceError(
+            f"batch_size={batch_size!r}: give a whole number, the samples of all ranks together."
+        )
+    if writer is not None and not hasattr(writer, "add_scalar"):
+        raise BalanceError(
+            f"writer={writer!r} has no add_scalar: give a TensorBoard SummaryWriter, such as "
+            "torch.utils.tensorboard.SummaryWriter('runs')."
+        )

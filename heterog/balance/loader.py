@@ -1,6 +1,6 @@
 """A ``DataLoader`` that tells its balancer which step the loop is in."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader, Dataset
@@ -8,6 +8,13 @@ from torch.utils.data import DataLoader, Dataset
 from heterog.balance.dealing import Deal
 from heterog.balance.sampler import ShareSampler
 from heterog.balance.shares import BalanceError
+
+_DEALT = {
+    "batch_size": "the batch of all ranks together is Balancer(batch_size=...)",
+    "sampler": "the balancer deals all samples of the data set; give it the samples to deal, in "
+    "the order to keep with shuffle=False (torch.utils.data.Subset)",
+    "batch_sampler": "the balancer deals the batches itself, by Balancer(batch_size=...)",
+}
 
 
 class Follower(Protocol):
@@ -79,3 +86,19 @@ class BalancedLoader(DataLoader[Any]):
         finally:
             if self._pass is this_pass:
                 follower.end_pass(sampler)
+
+
+def check_data(dataset: object, options: Mapping[str, object]) -> None:
+    """Check a data set and options of its loader.
+
+    Raises:
+        BalanceError: batches would be made by something else than the balancer.
+    """
+    if isinstance(dataset, DataLoader):
+        raise BalanceError(
+            "loader() got a DataLoader, which makes equal batches: give it the data set, and "
+            "options such as num_workers and collate_fn beside it."
+        )
+    for name, reason in _DEALT.items():
+        if name in options:
+            raise BalanceError(f"loader() takes no {name}: {reason}.")

@@ -101,7 +101,7 @@ class SpeedEstimate:
         """
         if len(self._differences) < LEAST_DIFFERENCES:
             return self._error_of_steps
-        middle = float(np.median(np.abs(self._differences)))
+        middle = _median(np.abs(self._differences))
         return max(self._error_of_steps, _NORMAL_MAD * middle / float(np.sqrt(2)))
 
     def add(self, units: Sequence[float], seconds: Sequence[float]) -> bool:
@@ -123,8 +123,8 @@ class SpeedEstimate:
         self._seconds = np.append(self._seconds, told)[-KEPT_STEPS:]
         self._fit_fixed_part()
         each = (self._seconds / (self._units + self._fixed_units))[-RECENT_STEPS:]
-        self._unit_s = float(np.median(each))
-        self._add_window(float(np.median(sizes)), float(np.median(told)))
+        self._unit_s = _median(each)
+        self._add_window(_median(sizes), _median(told))
         error = _spread(each) / float(np.sqrt(len(each)))
         self._error_of_steps = _NORMAL_MEDIAN * error / self._unit_s
         return has_changed
@@ -143,12 +143,12 @@ class SpeedEstimate:
 
     def _has_changed(self, sizes: FloatArray, told: FloatArray) -> bool:
         """Whether steps of this size take another time than before; ignores other sizes."""
-        size = float(np.median(sizes))
+        size = _median(sizes)
         alike = np.abs(self._units - size) < DIFFERENT * size
         if not alike.any():
             return False
-        before = float(np.median(self._seconds[alike][-RECENT_STEPS:]))
-        return not 1 / SUDDEN < float(np.median(told)) / before < SUDDEN
+        before = _median(self._seconds[alike][-RECENT_STEPS:])
+        return not 1 / SUDDEN < _median(told) / before < SUDDEN
 
     def _fit_fixed_part(self) -> None:
         """Fit the fixed part from the median slope, reduced by its uncertainty.
@@ -163,12 +163,12 @@ class SpeedEstimate:
         apart = np.abs(change) >= DIFFERENT * np.maximum(units[first], units[second])
         if not apart.any():
             return
-        slope = float(np.median((seconds[first] - seconds[second])[apart] / change[apart]))
+        slope = _median((seconds[first] - seconds[second])[apart] / change[apart])
         if slope <= 0:
             return
         rest = seconds - slope * units
         mean = float(np.mean(units))
-        found = min(max(float(np.median(rest)) / slope, 0.0), mean)
+        found = min(max(_median(rest) / slope, 0.0), mean)
         lever = 1 / len(units) + mean**2 / float(np.sum((units - mean) ** 2))
         error = _NORMAL_MEDIAN * _spread(rest) / slope * float(np.sqrt(lever))
         expected = EXPECTED_FIXED * mean
@@ -177,4 +177,10 @@ class SpeedEstimate:
 
 def _spread(values: FloatArray) -> float:
     """Standard deviation as if normal, by the median absolute deviation."""
-    return _NORMAL_MAD * float(np.median(np.abs(values - np.median(values))))
+    return _NORMAL_MAD * _median(np.abs(values - _median(values)))
+
+
+def _median(values: FloatArray) -> float:
+    """As that of numpy, which takes ten times as long for a few numbers."""
+    ordered = np.sort(values)
+    return float(ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2

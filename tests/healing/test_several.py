@@ -2,25 +2,26 @@
 
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment
-from heterog.healing.host import HostProcess
+from heterog.healing.host import HostProcess, main
 from heterog.healing.rendezvous import TOKEN, Rendezvous, own_host
 from heterog.healing.several import SeveralHosts
 from heterog.runtime.launch import free_port
 from heterog.runtime.request import RunRequest
 from heterog.runtime.watching import LaunchError, Limits
+from tests.runtime.ranks import FORKS, capture_before_forks
 from tests.simulator.builders import cluster_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts know interfaces by ioctl")
@@ -28,11 +29,6 @@ SECRET = "known to all hosts of this job"
 ROOT = Path(__file__).parents[2]
 REQUEST = RunRequest(plan=Path("plan.json"))
 DEVICES = ((1.0, ["T4"]), (1.0, ["T4", "T4"]), (1.0, ["T4"]))
-# The ranks of these tests have no model: what is tested is who starts, hears and ends them.
-START = (
-    "import heterog.healing.crew as crew; crew.RANK_MODULE = 'tests.healing.small_rank'; "
-    "from heterog.healing.host import main; main()"
-)
 
 
 @pytest.fixture
@@ -76,49 +72,62 @@ def test_a_host_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
         own_host("d", ["a", "c"])
 
 
+def be_host(words: list[str], variables: dict[str, str], said: Path) -> None:
+    """A process of ``heterog.healing.host``, whose ranks have no model.
+
+    What is tested is who starts, hears and ends them.
+    """
+    os.environ |= variables
+    os.dup2(os.open(said, os.O_CREAT | os.O_WRONLY), 2)
+    sys.argv = ["host", *words]
+    with mock.patch("heterog.healing.crew.RANK_MODULE", "tests.healing.small_rank"):
+        main()
+
+
 class Hosts:
     """Real processes of ``heterog.healing.host``, all on this machine."""
 
-    def __init__(self, place: Rendezvous, out: Path, request: RunRequest) -> None:
+    def __init__(
+        self, place: Rendezvous, out: Path, request: RunRequest, session: pytest.Session
+    ) -> None:
+        capture_before_forks(session)  # as tests after these fork off the same process
         self._place, self._out, self._request = place, out, request
-        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.processes: dict[str, ForkServerProcess] = {}
 
     def start(self, host: str) -> None:
         words = [f"127.0.0.1:{self._place.port}", host, "p", self._request.to_json()]
-        self.processes[host] = subprocess.Popen(
-            [sys.executable, "-c", START, *words],
-            env={
-                **os.environ,
-                TOKEN: SECRET,
-                "PYTHONPATH": str(ROOT),
-                "SMALL_OUT": str(self._out),
-            },
-            stderr=subprocess.PIPE,
-            text=True,
+        variables = {TOKEN: SECRET, "PYTHONPATH": str(ROOT), "SMALL_OUT": str(self._out)}
+        self.processes[host] = FORKS.Process(
+            target=be_host, args=(words, variables, self._out / f"{host}.said")
         )
+        self.processes[host].start()
 
     def words_of(self, host: str) -> str:
         """What a host that ended said."""
-        _, words = self.processes.pop(host).communicate(timeout=60)
-        return words.strip()
+        self.processes.pop(host).join(60)
+        return (self._out / f"{host}.said").read_text().strip()
 
 
 @pytest.fixture
 def started(
-    place: Rendezvous, tmp_path: Path
+    place: Rendezvous,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[str], tuple[SeveralHosts, Hosts, list[str]]]]:
     """Starts hosts A, B with two devices, and C, whose ranks get a model's name."""
     made: list[tuple[SeveralHosts, Hosts]] = []
+    monkeypatch.setattr("heterog.runtime.watching._GRACE_S", 0.1)  # no rank ends by itself
 
     def start(model: str) -> tuple[SeveralHosts, Hosts, list[str]]:
         said: list[str] = []
-        request = replace(REQUEST, model=model, limits=Limits(timeout_s=60.0))
+        asked = replace(REQUEST, model=model, limits=Limits(timeout_s=60.0))
         listening = place.listen()
         assert listening is not None
         crew = SeveralHosts(
-            cluster_of(*DEVICES), "p", listening, place, request, say=said.append, join_s=60.0
+            cluster_of(*DEVICES), "p", listening, place, asked, say=said.append, join_s=60.0
         )
-        hosts = Hosts(place, tmp_path, request)
+        hosts = Hosts(place, tmp_path, asked, request.session)
         made.append((crew, hosts))
         for name in "ABC":
             hosts.start(name)
@@ -130,7 +139,7 @@ def started(
         crew.close("")
         for process in hosts.processes.values():
             process.kill()
-            process.communicate()
+            process.join()
 
 
 def decision(generation: int, folder: Path) -> Callable[[], Assignment]:
@@ -176,7 +185,7 @@ def test_a_lost_machine_loses_its_ranks_and_its_keeper_and_may_come_back(
 
     def kill(stage: str) -> None:
         if stage.startswith("step"):
-            hosts.processes["B"].send_signal(signal.SIGKILL)
+            hosts.processes["B"].kill()
 
     with pytest.raises(LaunchError, match="rank 1 was killed by signal 9") as failed:
         crew.run(1, [0, 1, 2, 3], decision(1, tmp_path), kill)
@@ -201,7 +210,9 @@ def test_a_lost_machine_loses_its_ranks_and_its_keeper_and_may_come_back(
     assert crew.start_keepers([0, 1, 2]), "all are alive again"
     crew.run(4, [0, 1, 2, 3], decision(4, tmp_path), stop_at_first_step(crew))
     crew.close("")
-    assert [hosts.processes[name].wait(30) for name in "ABC"] == [0, 0, 0]
+    for process in hosts.processes.values():
+        process.join(30)
+        assert process.exitcode == 0
 
 
 def test_who_may_not_join_is_told_why_and_an_error_of_a_rank_reaches_all(
