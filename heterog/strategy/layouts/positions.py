@@ -47,7 +47,7 @@ def along_positions(
         result = propagate(graph.call(index), given, size)
         if result is None or not needs_no_transfer(given, result.inputs):
             continue
-        made = zip(graph.outputs(index), result.outputs, strict=True)
+        made = zip(graph.outputs[index], result.outputs, strict=True)
         if any(place == P and _read_in_slices(graph, each, rules) for each, place in made):
             continue  # the gradient of a table in slices: a sum would make all of it
         if not graph.is_view[index]:
