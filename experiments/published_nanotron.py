@@ -239,8 +239,9 @@ def kept_bytes(row: Row) -> float:
     the next has run; a strategy has two in any case.
 
     >>> row = {"model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "seq": 4096,
-    ...     "vocab": 131072, "embeddings": "tied", "tp": 8, "pp": 1, "dp": 2, "mbs": 16, "gpus": 16,
-    ...     "grad_acc": 8, "gbs": 256, "zero": 0, "status": "ok", "step_s": 2.353, "mem_gb": 40.2}
+    ...     "vocab": 131072, "embeddings": "tied", "tp": 8, "pp": 1, "dp": 2, "mbs": 16,
+    ...     "gpus": 16, "grad_acc": 8, "gbs": 256, "zero": 0, "status": "ok", "step_s": 2.353,
+    ...     "mem_gb": 40.2}
     >>> round(kept_bytes(_row({name: str(is_) for name, is_ in row.items()}, is_bound=False))
     ...     / 2**30, 2)
     8.56
