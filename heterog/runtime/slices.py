@@ -8,6 +8,7 @@ when the new parameters are gathered. In stage 3 there is nothing but the slice.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -71,7 +72,8 @@ class SlicedBucket:
 
     def begins(self) -> dict[int, int]:
         """First element of each row."""
-        return {row: sum(self.sizes[:index]) for index, row in enumerate(self.rows)}
+        begins = accumulate(self.sizes[:-1], initial=0)
+        return dict(zip(self.rows, begins, strict=True))
 
     def size_of(self, row: int) -> int:
         """Number of elements of a row that lie in the bucket."""

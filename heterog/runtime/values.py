@@ -132,10 +132,12 @@ class Values:
                     self._last_op[buffer] = position
         # Where parameters lie in their buckets.
         self._span: dict[int, slice] = {}
-        for tensor, bucket in part.sliced_of_tensor.items():
-            for row, begin in bucket.begins().items():
-                if part.graph.updates[row][1] == tensor:
-                    self._span[tensor] = slice(begin, begin + bucket.size_of(row))
+        buckets = {id(bucket): bucket for bucket in part.sliced_of_tensor.values()}
+        for bucket in buckets.values():
+            for (row, begin), size in zip(bucket.begins().items(), bucket.sizes, strict=True):
+                tensor = part.graph.updates[row][1]
+                if part.sliced_of_tensor.get(tensor) is bucket:
+                    self._span[tensor] = slice(begin, begin + size)
         self.held: dict[int, Held] = {}
         self._left: dict[int, int] = {}
         self._batch: Mapping[int, Tensor] = {}
