@@ -37,7 +37,7 @@ bytecode: $(STAMP)
 	$(COMPILE) $(VENV)/lib || true
 
 # Compiled here, on time; otherwise the first plan would do it (heterog/lowering/kernels.py).
-$(KERNELS): $(STAMP) $(shell find heterog/strategy heterog/simulator -name "*.py")
+$(KERNELS): $(STAMP) $(shell find heterog/lowering heterog/pricing heterog/simulator -name "*.py")
 	$(COMPILE_KERNELS)
 	touch $@
 

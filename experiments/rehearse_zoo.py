@@ -3,9 +3,9 @@
     python experiments/rehearse_zoo.py [--models vit_base,gpt2] [--cluster paper_8gpu] [--json]
 
 Each method searches with a small budget; its strategy is then played through on all ranks without
-data (``heterog.runtime.measure.rehearsal``). ``rows``: model, method, outcome, reason, num_tasks and
-rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another method's strategy was
-the same), beside capture_cpu_s, those that the model's capture took in the same run.
+data (``heterog.runtime.measure.rehearsal``). ``rows``: model, method, outcome, reason, num_tasks
+and rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another method's strategy
+was the same), beside capture_cpu_s, those that the model's capture took in the same run.
 """
 
 import time

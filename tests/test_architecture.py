@@ -35,21 +35,22 @@ LAYERS = (
     {"graph", "cluster"},
     {"zoo"},
     {"strategy"},
+    {"lowering"},
+    {"pricing"},
     {"simulator"},
-    {"fidelity", "planners"},
+    {"fidelity", "methods"},
+    {"search"},
     {"explain"},
     {"envs", "runtime", "report", "export", "balance"},
     {"agents"},
     {"healing"},
-    {"api", "cli"},
+    {"api", "cli", "planners"},
 )
 MODES = {
-    "strategy": (
-        *("__init__", "mode", "built_in", "islands", "value"),
-        *("passes", "buckets", "phases", "memory", "messages"),
-    ),
+    "strategy": ("__init__", "mode", "built_in"),
+    "lowering": ("islands", "value", "passes", "buckets", "phases", "memory", "messages"),
     "simulator": ("pricing", "paces", "exchange"),
-    "planners": ("search", "method"),
+    "search": ("search", "method"),
     "runtime": ("on_ranks", "ranks", "rehearsal", "checkpoint", "weight_server", "tensors"),
 }
 """Layer of each file of ``modes``: a room has one for each part of what a mode does."""
@@ -86,7 +87,7 @@ ROOMS = {
     "accelerate": ("balance/for_accelerate.py",),
     "lightning": ("balance/for_lightning.py",),
     "torch_geometric": ("agents/",),
-    "numba": tuple(f"strategy/kernel{part}.py" for part in ("s", "_arguments", "_compiler")),
+    "numba": tuple(f"lowering/kernel{part}.py" for part in ("s", "_arguments", "_compiler")),
     "gymnasium": ("envs/", "agents/"),
     "stable_baselines3": ("agents/",),
     "tensorboard": ("agents/",),
@@ -207,7 +208,7 @@ def test_public_names_exist() -> None:
 
 MOST_TOUCHED = 8
 """Source files that a new synchronisation or a new rule of an op may have to change."""
-CHOOSERS = ("planners/", "modes/search.py", "envs/candidates.py", "strategy/layouts/")
+CHOOSERS = ("methods/", "search/", "modes/search.py", "envs/candidates.py", "strategy/layouts/")
 """Files that pick a synchronisation among others: a new one is picked when they want it."""
 
 

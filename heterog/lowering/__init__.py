@@ -26,6 +26,10 @@ tasks. Modes rewrite the tape at the end. Each file calls only files further dow
 ``resident``, ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``,
 ``compute``, ``convert``, ``sends``, ``value_collectives``, ``remake``, ``scratch``, ``choice``,
 ``tape``.
+
+A ``program`` is made on the graph's ``tables`` (``value_reads``, ``sparse_tables``) and the
+traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has strategies as
+rows of integers. ``kernels`` compiles (``kernel_compiler``, ``kernel_arguments``).
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
 """Burst parallelism: how many devices each layer of a fork-join graph gets (DeepPool).
 
-``structure`` reads chains and branches out of a layer graph, ``search`` is the dynamic program.
+``structure`` reads chains and branches out of a layer graph, ``search`` is the dynamic program,
+and ``planner`` the method.
 """
 
 from heterog.methods.deeppool.search import BurstPlan, LayerCosts, Place, search

@@ -3,7 +3,7 @@
 A job of ``heterog profile``: in this process, as a rank among others, or on every rank of a
 testbed. Each op is measured at several shares (``op_profiler``), then links (``link_profiler``).
 
-    python -m heterog.runtime.measure.profiler ARGUMENTS      # in JSON: one rank of ``profile_cluster``
+    python -m heterog.runtime.measure.profiler ARGUMENTS  # one rank of ``profile_cluster``
 
 What is done, a model at a share or a link, is a line of the rank's journal, so that an interrupted
 run goes on where it stopped.

@@ -1,0 +1,4 @@
+"""Simulated annealing over all decisions of a strategy.
+
+``planner`` is the method, ``neighbours`` its moves (``group_rules`` those of teams).
+"""

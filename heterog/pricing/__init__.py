@@ -1,0 +1,9 @@
+"""Seconds and bytes of single tasks: what the simulator adds up.
+
+- ``cost_model`` is the interface: ``roofline`` from data sheets, ``device_models`` from measured
+  types, ``calibration`` from your own ``measurements`` (``op_fits``, ``link_fits``,
+  ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.
+- ``price_table`` and ``rule_sets`` keep what was priced.
+- ``intervals`` and ``peak_errors`` say how sure predictions are, ``noise`` what unsure speeds
+  change.
+"""
