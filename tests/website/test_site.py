@@ -144,7 +144,7 @@ def test_every_page_is_reached() -> None:
     ],
 )
 def test_a_page_is_staged(text: str, staged: str) -> None:
-    assert stage.staged_text(text, ROOT / "docs" / "search.md", "search.md") == staged
+    assert stage.staged_text(text, ROOT / "docs" / "planners.md", "planners.md") == staged
 
 
 def test_links_of_pages_at_the_root_lead_to_the_same_pages() -> None:
@@ -155,7 +155,7 @@ def test_links_of_pages_at_the_root_lead_to_the_same_pages() -> None:
 
 def test_a_link_to_nothing_is_named() -> None:
     with pytest.raises(stage.StageError, match=r"planners.md links to gone.md, which does not"):
-        stage.staged_text("[a](gone.md)", ROOT / "docs" / "search.md", "search.md")
+        stage.staged_text("[a](gone.md)", ROOT / "docs" / "planners.md", "planners.md")
 
 
 def test_a_picture_becomes_a_part_of_the_page() -> None:
