@@ -14,8 +14,7 @@ Strong Scaling Through Burst Parallel Training" (MLSys 2022). What differs from 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from heterog.planners.burst.search import LayerCosts
-from heterog.planners.burst.structure import Block, Chain, last_layer
+from heterog.planners.burst.search import Block, Chain, LayerCosts, last_layer
 
 _NEVER = 99999999999.0
 

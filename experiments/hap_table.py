@@ -20,7 +20,7 @@ from heterog.planners.hap import Hap, Ingredients
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, MethodRow, Planner, Problem
 from heterog.planners.registry import built_in_methods
-from heterog.planners.spmd.prices import PADDED_ONLY
+from heterog.planners.spmd.programs import PADDED_ONLY
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

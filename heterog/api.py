@@ -9,13 +9,13 @@ from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.given import GivenLayout
 from heterog.planners.issue_order import Rehearse
 from heterog.planners.objective import FASTEST, Objective
 from heterog.planners.plan import BEST, Plan, make_plan, parse_orders
 from heterog.planners.planner import Budget
 from heterog.planners.registry import AUTO
 from heterog.planners.request import Request
+from heterog.planners.seeds import GivenLayout
 from heterog.runtime.rehearsal import rehearsal_of
 from heterog.strategy.layouts.layout import Layout, Recompute
 

@@ -8,8 +8,13 @@ import numpy.typing as npt
 
 from heterog.envs.spaces import Padded
 from heterog.errors import HeterogError
-from heterog.planners.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
-from heterog.planners.arrivals.profiled import RampCluster
+from heterog.planners.arrivals.profiled import (
+    DEADLINES,
+    EPISODE_S,
+    SPACING_S,
+    RampCluster,
+    draw_requests,
+)
 from heterog.planners.arrivals.queueing import (
     JobCluster,
     JobFeatures,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from heterog.strategy.channels import ChannelTable
     from heterog.strategy.lowering.choice import Choice
     from heterog.strategy.lowering.tape import Tape
-    from heterog.strategy.pipeline_schedule import PipelineSchedule
     from heterog.strategy.program import FloatArray, Program
+    from heterog.strategy.schedules import PipelineSchedule
     from heterog.strategy.strategy import Strategy
     from heterog.strategy.tables import GraphTables
 

@@ -14,8 +14,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import even_shares, uniform_strategy
-from heterog.planners.host_kinds import hosts_by_kind
-from heterog.planners.host_order import HostTraffic, annealed_order, on_hosts
+from heterog.planners.host_order import HostTraffic, annealed_order, hosts_by_kind, on_hosts
 from heterog.planners.pipette.annealing import moved
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem

@@ -12,8 +12,8 @@ from heterog.planners.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.lowering import Choice
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.space import StrategySpace
 
 NUM_RETURNED = 6

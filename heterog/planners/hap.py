@@ -20,11 +20,17 @@ from heterog.graph.op_rule import OpRules
 from heterog.planners.data_parallel import device_speeds, uniform_strategy
 from heterog.planners.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.planners.spmd.a_star import Search, SpmdProgram
-from heterog.planners.spmd.fold import TooWideError, fold
-from heterog.planners.spmd.prices import COLLECTIVES, PADDED_ONLY, SpmdPrices, Work
-from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
+from heterog.planners.spmd.programs import (
+    COLLECTIVES,
+    PADDED_ONLY,
+    SpmdPrices,
+    Work,
+    data_parallel,
+    op_rules,
+    program_cost,
+)
 from heterog.planners.spmd.ratios import best_ratios, device_classes
-from heterog.planners.spmd.segments import Segments
+from heterog.planners.spmd.segments import Segments, TooWideError, fold
 from heterog.planners.spmd.theory import Theory, build_theory
 from heterog.planners.teams import host_sizes, host_teams, in_teams
 from heterog.planners.tuned_uniform import machine_subsets

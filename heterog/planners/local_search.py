@@ -30,7 +30,7 @@ from heterog.simulator.evaluation import Evaluation, Outcome, given_up
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.simulator.floor import floor_s
 from heterog.strategy.lowering import Choice
-from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 

@@ -34,8 +34,8 @@ from heterog.planners.teams import (
 from heterog.simulator.engine import Order
 from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.space import MicroBatches, StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
 

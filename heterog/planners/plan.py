@@ -25,15 +25,15 @@ from heterog.planners.allotment import Allotment
 from heterog.planners.background import BackgroundPlan, plan_background
 from heterog.planners.cheapest import CheapestSearch, Offer, offers_of_rows
 from heterog.planners.cost import Cost, cost_of, cost_per_step
-from heterog.planners.given import GIVEN
 from heterog.planners.history import MethodHistory, SearchHistory
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.planners.judging import run_method
 from heterog.planners.objective import FASTEST, Objective
-from heterog.planners.plan_checks import contradiction, program_fault
 from heterog.planners.plan_file import (
     background_of,
+    contradiction,
     objective_of,
+    program_fault,
     read_plan_record,
     row_of,
     row_to_dict,
@@ -57,6 +57,7 @@ from heterog.planners.portfolio import (
     with_noise,
 )
 from heterog.planners.request import Request, Session
+from heterog.planners.seeds import GIVEN
 from heterog.planners.stability import Gain, gain, reference_of
 from heterog.simulator.device_models.parameters import shipped_peak_errors
 from heterog.simulator.engine import Order

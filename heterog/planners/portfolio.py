@@ -15,9 +15,8 @@ from importlib import import_module
 
 from heterog.errors import StrategyError
 from heterog.planners.allotment import Allotment
-from heterog.planners.given import GIVEN
 from heterog.planners.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
-from heterog.planners.judging import under_noise
+from heterog.planners.judging import Together, can_be_sent, under_noise
 from heterog.planners.planner import (
     Candidate,
     MethodRow,
@@ -30,9 +29,9 @@ from heterog.planners.planner import (
 )
 from heterog.planners.registry import AUTO, Methods
 from heterog.planners.request import Request, Session
+from heterog.planners.seeds import GIVEN
 from heterog.planners.sharing import Shares, SharesTogether
 from heterog.planners.stability import reference_of
-from heterog.planners.together import Together, can_be_sent
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
@@ -53,7 +52,7 @@ def run_methods(
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
     seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
     rest, except what ``allotment`` keeps back: ``FIRST_ROUND`` of it in equal parts
-    (``BudgetSplit``), the rest in rounds where it pays (``rounds``). A budget in evaluations is
+    (``BudgetSplit``), the rest in rounds where it pays (``judging``). A budget in evaluations is
     divided among the searches in equal parts; baselines do not count.
 
     Args:

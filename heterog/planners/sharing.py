@@ -5,8 +5,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from heterog.planners.allotment import Allotment
-from heterog.planners.given import GIVEN
-from heterog.planners.judging import JUDGED_PART, run_method
+from heterog.planners.judging import (
+    JUDGED_PART,
+    STARVED,
+    Contender,
+    Ran,
+    Together,
+    Turn,
+    can_be_sent,
+    deal,
+    next_of,
+    run_method,
+)
 from heterog.planners.planner import (
     Budget,
     BudgetSplit,
@@ -17,8 +27,7 @@ from heterog.planners.planner import (
     Progress,
     Stop,
 )
-from heterog.planners.rounds import STARVED, Contender, next_of
-from heterog.planners.together import Ran, Together, Turn, can_be_sent, deal
+from heterog.planners.seeds import GIVEN
 
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""
@@ -90,7 +99,7 @@ class Shares:
                 split.settle(evaluations if budget.seconds is None else seconds)
 
     def go_on(self, planners: Sequence[Planner]) -> None:
-        """Let some methods resume with the seconds that are left; see ``rounds``.
+        """Let some methods resume with the seconds that are left; see ``judging``.
 
         Those that come last run after the others, on what these have found.
         """
@@ -192,7 +201,7 @@ class Shares:
 
 
 class SharesTogether(Shares):
-    """The same with several methods at a time; see ``together``.
+    """The same with several methods at a time; see ``judging``.
 
     Methods of a user's file, a given layout and seeds run in this process, before the others of
     their stage.

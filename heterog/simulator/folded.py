@@ -17,8 +17,7 @@ from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSe
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold, channels_named, fold_choice, folds
 from heterog.strategy.lowering import Choice, lower_to_tape, make_scratch
-from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import APART, Tape, make_tape, mark_channels
+from heterog.strategy.lowering.tape import APART, Scratch, Tape, make_tape, mark_channels
 from heterog.strategy.program import IntArray
 from heterog.strategy.tables import GraphTables
 

@@ -13,7 +13,7 @@ from heterog.simulator.sparse_work import SparseWork
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering import Choice, make_scratch
 from heterog.strategy.lowering.choice import Encoder
-from heterog.strategy.lowering.scratch import Scratch
+from heterog.strategy.lowering.tape import Scratch
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.tables import GraphTables, graph_tables
 

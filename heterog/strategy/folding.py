@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster
 from heterog.strategy.lowering.choice import Choice, Rings, Teams
-from heterog.strategy.lowering.turns import Turns
+from heterog.strategy.lowering.tape import Turns
 from heterog.strategy.program import FloatArray, IntArray
 
 

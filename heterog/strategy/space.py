@@ -16,8 +16,8 @@ from heterog.graph.op_rule import OpRules
 from heterog.strategy.channels import ChannelTable, balanced_slices
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.lowering import Choice, Decided, Encoder
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.program import IntArray
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import (
     REPLICATED,
     Decision,

@@ -13,9 +13,8 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.spmd.a_star import Search, SearchResult
-from heterog.planners.spmd.fold import fold
-from heterog.planners.spmd.prices import SpmdPrices, ValueClass, Work
-from heterog.planners.spmd.segments import Segments
+from heterog.planners.spmd.programs import SpmdPrices, ValueClass, Work
+from heterog.planners.spmd.segments import Segments, fold
 from heterog.planners.spmd.theory import Role, Theory, build_theory
 from heterog.simulator.evaluator import Evaluator
 from tests.simulator.builders import cluster_of

@@ -11,10 +11,9 @@ from heterog.export.folder import ExportError
 from heterog.export.uniform import uniform_micro_batches
 from heterog.graph.grouping import group_ops
 from heterog.healing.job import HealingJob
-from heterog.modes.averaging.buckets import averaged_buckets
 from heterog.modes.averaging.method import AveragedReplicas, parse_averaging
 from heterog.modes.averaging.pricing import averaging_seconds, averaging_tape
-from heterog.modes.averaging.value import AverageWeights, Averaging
+from heterog.modes.averaging.value import AverageWeights, Averaging, averaged_buckets
 from heterog.modes.codecs.method import with_codec
 from heterog.modes.codecs.value import CodecRule, Traffic, codec_rules, parse_codec, with_rules
 from heterog.planners.plan import Plan

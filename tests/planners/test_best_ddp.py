@@ -14,8 +14,14 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.update_scope import UpdateScope
 from heterog.graph.workload import Workload
 from heterog.planners.allotment import Allotment
-from heterog.planners.best_ddp import BUCKETS, BestDataParallel, class_sets
-from heterog.planners.data_parallel import balanced_homes, device_speeds, uniform_strategy
+from heterog.planners.data_parallel import (
+    BUCKETS,
+    BestDataParallel,
+    balanced_homes,
+    class_sets,
+    device_speeds,
+    uniform_strategy,
+)
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.two_segment import TwoSegment

@@ -14,7 +14,7 @@ from torch import nn
 
 import heterog.agents.planners
 import heterog.planners.hap as hap
-import heterog.planners.spmd.fold as fold
+import heterog.planners.spmd.segments as fold
 from heterog.cluster import Cluster
 from heterog.cluster.topology import ROOFLINE
 from heterog.graph.capture import capture

@@ -10,14 +10,13 @@ import pytest
 from heterog.cluster import Cluster, PairLimit
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.dedication import Dedication
-from heterog.planners.given import GivenLayout
-from heterog.planners.host_kinds import hosts_by_kind
-from heterog.planners.host_order import HostTraffic, on_hosts
+from heterog.planners.host_order import HostTraffic, hosts_by_kind, on_hosts
 from heterog.planners.judging import run_method
 from heterog.planners.pipette.communication import HostRates
 from heterog.planners.pipette.planner import Pipette
 from heterog.planners.planner import Budget, Candidate, Planner, Problem, Stop
 from heterog.planners.portfolio import best_row
+from heterog.planners.seeds import GivenLayout
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout

@@ -18,16 +18,21 @@ from heterog.planners.data_parallel import uniform_strategy
 from heterog.planners.hap import Hap, Ingredients, Synthesis, _Ranking
 from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
-from heterog.planners.spmd.prices import PADDED_ONLY, SpmdPrices, Work
-from heterog.planners.spmd.programs import data_parallel, op_rules, program_cost
+from heterog.planners.spmd.programs import (
+    PADDED_ONLY,
+    SpmdPrices,
+    Work,
+    data_parallel,
+    op_rules,
+    program_cost,
+)
 from heterog.planners.spmd.ratios import best_ratios
 from heterog.planners.spmd.theory import Theory, Triple, build_theory
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
-from heterog.zoo.attention import EncoderLayer
-from heterog.zoo.moe import MixtureOfExperts
+from heterog.zoo.translation import EncoderLayer, MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.planners.hap_cases import Layer, captured, prices_of, searched, v100_p100
 from tests.simulator.builders import by_sheets, cluster_of

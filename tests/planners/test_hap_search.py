@@ -12,10 +12,8 @@ from torch import nn
 
 from heterog.graph.op_graph import Phase
 from heterog.planners.spmd.a_star import Codes, Search
-from heterog.planners.spmd.fold import assign_steps, fold, fold_in_order
-from heterog.planners.spmd.prices import Delivery
-from heterog.planners.spmd.programs import data_parallel, program_cost
-from heterog.planners.spmd.segments import Segments
+from heterog.planners.spmd.programs import Delivery, data_parallel, program_cost
+from heterog.planners.spmd.segments import Segments, assign_steps, fold, fold_in_order
 from heterog.planners.spmd.theory import Theory, build_theory
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion

@@ -18,8 +18,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.library.adapting import adapted
-from heterog.planners.library.entry import EntryRecord, described, distance, entry_of
+from heterog.planners.library.entry import EntryRecord, adapted, described, distance, entry_of
 from heterog.planners.library.store import MOST_ENTRY_BYTES, MOST_SEEDS, PlanLibrary
 from heterog.planners.plan import Plan
 from heterog.simulator.engine import Order

@@ -6,10 +6,10 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.given import GivenLayout
 from heterog.planners.judging import run_method
 from heterog.planners.megatron_grid import MegatronGrid, _Grid, _Point
 from heterog.planners.planner import Budget, MethodRow, Problem
+from heterog.planners.seeds import GivenLayout
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, parse_layout

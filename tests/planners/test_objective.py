@@ -20,8 +20,13 @@ from heterog.errors import ClusterError, HeterogError, InputFileError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.cheapest import Offer, best_trades
-from heterog.planners.host_sets import MOST_SETS, differing_sets, ranked_host_sets
+from heterog.planners.cheapest import (
+    MOST_SETS,
+    Offer,
+    best_trades,
+    differing_sets,
+    ranked_host_sets,
+)
 from heterog.planners.host_subset import HostSubset
 from heterog.planners.objective import (
     FASTEST,

@@ -8,7 +8,6 @@ import pytest
 
 from heterog.cluster import Cluster, PairLimit
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.given import GivenLayout
 from heterog.planners.host_order import HostTraffic
 from heterog.planners.judging import run_method
 from heterog.planners.pipette.communication import HostRates
@@ -21,6 +20,7 @@ from heterog.planners.pipette.layouts import (
 )
 from heterog.planners.pipette.planner import Pipette, _Search, _Trial
 from heterog.planners.planner import Budget, Problem
+from heterog.planners.seeds import GivenLayout
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout

@@ -21,7 +21,7 @@ from heterog.planners.judging import run_method
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.poplar import EvenZero, Poplar, even_allocation, zero_strategy
 from heterog.planners.poplar.allocation import Allocation, common_steps, own_micro_batches
-from heterog.planners.poplar.curves import (
+from heterog.planners.poplar.planner import (
     room_left,
     samples_that_fit,
     seconds_over_samples,

@@ -15,11 +15,10 @@ from heterog.errors import StrategyError
 from heterog.explain.explanation import explain
 from heterog.export import make_export
 from heterog.planners.issue_order import sends_by_op
-from heterog.planners.judging import run_method
+from heterog.planners.judging import FADES, Contender, next_of, run_method
 from heterog.planners.plan import load_plan
 from heterog.planners.planner import Budget, Problem
 from heterog.planners.registry import built_in_methods
-from heterog.planners.rounds import FADES, Contender, next_of
 from heterog.report.answer import brief_answer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.planner import Budget, PlanResult, Problem
 from heterog.planners.registry import built_in_methods
-from heterog.planners.sequences import Sequences
+from heterog.planners.unit_search import Sequences
 from heterog.simulator.calibration import cost_model_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

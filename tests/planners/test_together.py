@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 from heterog.cli import app
 from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
+from heterog.planners.judging import can_be_sent, deal
 from heterog.planners.planner import Budget, MethodRow
 from heterog.planners.registry import built_in_methods
-from heterog.planners.together import can_be_sent, deal
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
 from tests.planners.asking import run_methods

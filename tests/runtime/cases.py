@@ -25,7 +25,7 @@ from heterog.runtime.executor import StepExecutor
 from heterog.runtime.resized import Signature, signature
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind
-from heterog.zoo.moe import MixtureOfExperts
+from heterog.zoo.translation import MixtureOfExperts
 from tests.runtime.llama import TinyLlama
 from tests.runtime.translation import PADDING, TinyT5
 

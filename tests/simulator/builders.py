@@ -33,8 +33,8 @@ from heterog.simulator.timings import make_timings
 from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
 from heterog.strategy.lowering import Choice
 from heterog.strategy.lowering.tape import make_tape
-from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 from heterog.strategy.program import FloatArray, TaskKind
+from heterog.strategy.schedules import PipelineSchedule, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 GBIT_PER_S = 1e9 / 8

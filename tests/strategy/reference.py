@@ -17,8 +17,8 @@ from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.strategy.channels import ChannelKind
-from heterog.strategy.pipeline_schedule import Pass, device_chunks
 from heterog.strategy.program import FIRST_FREE_KIND, TaskKind
+from heterog.strategy.schedules import Pass, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.strategy.reading import (
     ANY_PASS,

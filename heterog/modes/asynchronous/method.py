@@ -16,8 +16,7 @@ from dataclasses import replace
 from functools import partial
 
 from heterog.errors import HeterogError
-from heterog.modes.asynchronous.paces import ticks_of
-from heterog.modes.asynchronous.pricing import team_paces
+from heterog.modes.asynchronous.paces import team_paces, ticks_of
 from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
 from heterog.modes.search import (
     Tried,

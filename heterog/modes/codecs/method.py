@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.errors import StrategyError
-from heterog.modes.averaging.buckets import averaged_buckets
-from heterog.modes.averaging.value import Averaging
+from heterog.modes.averaging.value import Averaging, averaged_buckets
 from heterog.modes.codecs.value import (
     MOST_REDUCTION,
     Codec,

@@ -1,10 +1,19 @@
 """Burst parallelism: how many devices each layer of a fork-join graph gets (DeepPool).
 
-``structure`` reads chains and branches out of a layer graph, ``search`` is the dynamic program.
+``search`` reads chains and branches out of a layer graph; it is the dynamic program.
 """
 
-from heterog.planners.burst.search import BurstPlan, LayerCosts, Place, search
-from heterog.planners.burst.structure import Block, Chain, fork_join, last_layer, layers_of
+from heterog.planners.burst.search import (
+    Block,
+    BurstPlan,
+    Chain,
+    LayerCosts,
+    Place,
+    fork_join,
+    last_layer,
+    layers_of,
+    search,
+)
 
 __all__ = [
     "Block",

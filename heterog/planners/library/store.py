@@ -12,11 +12,11 @@ from pathlib import Path
 
 from heterog.errors import HeterogError
 from heterog.files import write_json
-from heterog.planners.library.adapting import adapted
 from heterog.planners.library.entry import (
     LIKE_UNTIL,
     SCHEMA_VERSION,
     EntryRecord,
+    adapted,
     described,
     distance,
     entry_of,

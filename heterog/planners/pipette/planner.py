@@ -19,8 +19,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.planners.host_order import HostTraffic, annealed_order
 from heterog.planners.model_parallel import activation_bytes, parameter_bytes
 from heterog.planners.pipette.annealing import COOLED, anneal
-from heterog.planners.pipette.communication import HostRates, Pricing
-from heterog.planners.pipette.latency import Variant, latency_s
+from heterog.planners.pipette.communication import HostRates, Pricing, Variant, latency_s
 from heterog.planners.pipette.layouts import (
     LayoutCosts,
     Point,
@@ -34,9 +33,9 @@ from heterog.planners.planner import (
     Planner,
     PlanResult,
     Problem,
+    Tried,
 )
 from heterog.planners.recomputing import cheaper_layouts, surely_kept
-from heterog.planners.tried import Tried
 from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.placed import place_layout

@@ -29,7 +29,7 @@ from itertools import compress
 from operator import getitem
 from typing import TypeVar
 
-from heterog.planners.spmd.prices import IMPOSSIBLE, SpmdPrices
+from heterog.planners.spmd.programs import IMPOSSIBLE, SpmdPrices
 from heterog.planners.spmd.segments import Action, Segments, is_parameter
 
 _Key = TypeVar("_Key")

@@ -19,10 +19,10 @@ from heterog.strategy.division import (
 from heterog.strategy.kernel_arguments import by_reference
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.sparse_rows import SparseRows
-from heterog.strategy.lowering.turns import NO_SCHEDULE, Turns, encode_turns
-from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.lowering.tape import NO_SCHEDULE, Turns, encode_turns
 from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tables import Domain, GraphTables, Recut
 

@@ -2,16 +2,23 @@
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import APART, Tape, write_buffer, write_read, write_task
-from heterog.strategy.lowering.turns import follow_gradients
+from heterog.strategy.lowering.tape import (
+    APART,
+    Scratch,
+    Tape,
+    follow_gradients,
+    write_buffer,
+    write_read,
+    write_task,
+)
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import Domain, GraphTables
 
 # Plain integers, because numba freezes enum members into slow objects.
 _ACCUMULATE = int(TaskKind.ACCUMULATE)
 _PUSH = int(TaskKind.PUSH)
-_NOBODY, _PEERS = int(Domain.NOBODY), int(Domain.PEERS)
+_NOBODY = int(Domain.NOBODY)
+_PEERS = int(Domain.PEERS)
 
 
 @helper

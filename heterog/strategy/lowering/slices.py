@@ -29,21 +29,23 @@ A parameter whose gradient every replica has whole already is updated everywhere
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice
 from heterog.strategy.lowering.gradients import bucket_key, fresh_gradient, num_rings, own_part
-from heterog.strategy.lowering.scratch import Scratch
 from heterog.strategy.lowering.tape import (
+    AS_STATED,
     NUM_BUFFERS,
     NUM_READS,
     NUM_TASKS,
     OVERFLOW,
+    Scratch,
     Tape,
+    follow_gradients,
     set_units,
+    work_of,
     write_buffer,
     write_read,
     write_task,
 )
-from heterog.strategy.lowering.turns import AS_STATED, follow_gradients, work_of
-from heterog.strategy.pipeline_schedule import Pass
 from heterog.strategy.program import IntArray, TaskKind
+from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 from heterog.strategy.tables import GraphTables
 

@@ -7,9 +7,15 @@ to add up in slices (``scatter_in_teams``), and slices that it says to cut along
 
 from heterog.strategy.kernels import helper
 from heterog.strategy.lowering.choice import Choice, is_first
-from heterog.strategy.lowering.pieces import bytes_of
-from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import Tape, set_units, write_buffer, write_read, write_task
+from heterog.strategy.lowering.sends import bytes_of
+from heterog.strategy.lowering.tape import (
+    Scratch,
+    Tape,
+    set_units,
+    write_buffer,
+    write_read,
+    write_task,
+)
 from heterog.strategy.program import TaskKind
 from heterog.strategy.tables import KIND_NUMBER, GraphTables
 from heterog.strategy.value_reads import ANY_PASS
