@@ -56,11 +56,11 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from heterog.modes.codecs.value import Codec
 if TYPE_CHECKING:
-    from heterog.planners.plan import Plan
+    from heterog.search.plan import Plan
 if TYPE_CHECKING:
-    from heterog.planners.planner import Planner
+    from heterog.methods.planner import Planner
 if TYPE_CHECKING:
-    from heterog.planners.request import Request, Session
+    from heterog.search.request import Request, Session
 if TYPE_CHECKING:
     from heterog.simulator.evaluator import Evaluator
 from dataclasses import dataclass
@@ -71,14 +71,14 @@ from heterog.cli.objective import money_remarks, offers_lines
 from heterog.cluster.topology import Cluster
 from heterog.explain.explanation import Explanation
 from heterog.modes.built_in import method_names
-from heterog.planners.background import BackgroundPlan
-from heterog.planners.plan import Plan
-from heterog.planners.portfolio import UNPLAYED
-from heterog.planners.stability import DATA_PARALLEL, REFERENCES
+from heterog.pricing.calibration import Calibration, cost_model_of, extrapolated_by
+from heterog.pricing.device_models.model import DeviceModels, provenance
 from heterog.report.answer import answer, brief_answer
 from heterog.report.tables import explanation_text, memory_table, methods_table
-from heterog.simulator.calibration import Calibration, cost_model_of, extrapolated_by
-from heterog.simulator.device_models.model import DeviceModels, provenance
+from heterog.search.background import BackgroundPlan
+from heterog.search.plan import Plan
+from heterog.search.portfolio import UNPLAYED
+from heterog.search.stability import DATA_PARALLEL, REFERENCES
 
 
 def plan(
@@ -156,11 +156,11 @@ def plan(
 
     Prints the answer in at most 15 lines; --explain prints everything there is to say.
     """
-    from heterog.planners.allotment import Allotment
-    from heterog.planners.objective import Objective
-    from heterog.planners.plan import make_plan, parse_orders
-    from heterog.planners.planner import Budget
-    from heterog.planners.request import Request, Session
+    from heterog.methods.planner import Budget
+    from heterog.search.allotment import Allotment
+    from heterog.search.objective import Objective
+    from heterog.search.plan import make_plan, parse_orders
+    from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
     limit = _slow_down_limit(slow_down, background, background_batch)

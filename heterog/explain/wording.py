@@ -5,8 +5,8 @@ Words about how well a peak of memory is known, for answers, explanations and re
 
 from collections.abc import Iterable, Sequence
 
+from heterog.pricing.peak_errors import PeakErrors
 from heterog.simulator.critical_path import PathPiece
-from heterog.simulator.peak_errors import PeakErrors
 from heterog.units import format_bytes, format_bytes_range
 
 

@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from heterog.modes.on_ranks import RankMode, Rehearsal
 if TYPE_CHECKING:
-    from heterog.planners.planner import Planner
+    from heterog.methods.planner import Planner
 if TYPE_CHECKING:
     from heterog.runtime.deploy import DeployedStep
 if TYPE_CHECKING:
-    from heterog.runtime.rehearsal import Stage
+    from heterog.runtime.measure.rehearsal import Stage
 if TYPE_CHECKING:
     from heterog.simulator.evaluator import Evaluator
 if TYPE_CHECKING:
-    from heterog.strategy.channels import ChannelTable
+    from heterog.lowering.channels import ChannelTable
 if TYPE_CHECKING:
-    from heterog.strategy.lowering.choice import Choice
+    from heterog.lowering.choice import Choice
 if TYPE_CHECKING:
-    from heterog.strategy.program import FloatArray, Program
+    from heterog.lowering.program import FloatArray, Program
 if TYPE_CHECKING:
     from heterog.strategy.strategy import Strategy
 if TYPE_CHECKING:
-    from heterog.strategy.tables import GraphTables
+    from heterog.lowering.tables import GraphTables
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import ITEM_BYTES
 from heterog.modes.codecs.value import Codec, CodecRule
