@@ -14,8 +14,7 @@ Strong Scaling Through Burst Parallel Training" (MLSys 2022). What differs from 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from heterog.methods.deeppool.search import LayerCosts
-from heterog.methods.deeppool.structure import Block, Chain, last_layer
+from heterog.methods.deeppool.search import Block, Chain, LayerCosts, last_layer
 
 _NEVER = 99999999999.0
 

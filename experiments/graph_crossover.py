@@ -30,7 +30,7 @@ from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.graph_split import feature_rules, row_rules
+from heterog.strategy.spatial_split import feature_rules, row_rules
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 from heterog.zoo.graphs import Edges, GraphConvolutions, full_batch, skewed_graph
 

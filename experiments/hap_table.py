@@ -17,7 +17,7 @@ from rows import finish, progress, script_parser
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.methods.hap.planner import Hap, Ingredients
-from heterog.methods.hap.prices import PADDED_ONLY
+from heterog.methods.hap.programs import PADDED_ONLY
 from heterog.methods.planner import Budget, MethodRow, Planner, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method

@@ -21,9 +21,14 @@ from heterog.agents.job_ppo import play, train_jobs
 from heterog.cluster import Cluster
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.graph.capture import capture
-from heterog.search.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
 from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
-from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.profiled import (
+    DEADLINES,
+    EPISODE_S,
+    SPACING_S,
+    RampCluster,
+    draw_requests,
+)
 from heterog.search.arrivals.queueing import JobCluster, JobRequest, blocking_rate
 from heterog.search.arrivals.rules import RULES, Rule, at_most, rule_named, run_rule
 from heterog.zoo import load_workload

@@ -45,8 +45,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import LayoutError, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
-from heterog.strategy.pipeline_schedule import AS_IT_COMES
-from heterog.strategy.schedules import caps_of_stages
+from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload
 

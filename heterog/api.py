@@ -9,7 +9,6 @@ from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.methods.given import GivenLayout
 from heterog.methods.planner import Budget
 from heterog.methods.registry import AUTO
 from heterog.runtime.measure.rehearsal import rehearsal_of
@@ -17,6 +16,7 @@ from heterog.search.issue_order import Rehearse
 from heterog.search.objective import FASTEST, Objective
 from heterog.search.plan import BEST, Plan, make_plan, parse_orders
 from heterog.search.request import Request
+from heterog.search.seeds import GivenLayout
 from heterog.strategy.layouts.layout import Layout, Recompute
 
 

@@ -111,7 +111,7 @@ ROOMS = {
 VENDOR_WORDS = re.compile(r"cuda|nccl|xccl|rocm|\bhip|\bxpu\b", re.IGNORECASE)
 VENDOR_ROOMS = {
     "runtime/accelerators.py": "the table of accelerators itself",
-    "export/ranks.py": "the torch device that exported scripts of other launchers read",
+    "export/folder.py": "the torch device that exported scripts of other launchers read",
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
@@ -232,7 +232,6 @@ MOST_BESIDE_A_ROOM = 3
 KNOWS_MODES = {
     "cli/plan.py": {"modes.built_in", "modes.codecs.value", "modes.codecs.method"},
     "cli/common.py": {"modes.built_in"},
-    "cli/found.py": {"modes.built_in"},
     "strategy/serialize.py": {"modes.built_in", "modes.mode"},
 }
 """What else than the protocol files outside of ``modes`` import of it, in functions too."""
@@ -365,7 +364,7 @@ def test_only_the_command_line_knows_how_an_option_is_spelled() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 known = spelled & set(re.findall(r"--[a-z][a-z-]*[a-z]", node.value))
                 found += [f"{name}:{node.lineno} {option}" for option in sorted(known)]
-    assert not found, "name the setting between backticks; see heterog/cli/spelling.py"
+    assert not found, "name the setting between backticks; see heterog/cli/outputs.py"
 
 
 def test_only_the_command_line_parses_options() -> None:

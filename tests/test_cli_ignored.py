@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import heterog
 from heterog.cli import app
-from heterog.cli.healing import heal_options
+from heterog.cli.run import heal_options
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, HeterogWarning
 

@@ -170,7 +170,7 @@ def test_every_output_is_marked_as_one() -> None:
 
 STREAMS = """
 import os, sys
-from heterog.cli.streams import standard_streams
+from heterog.cli.outputs import standard_streams
 with standard_streams():
     print("\\u00e4" * 3, flush=True)
     number = os.open(os.devnull, os.O_RDONLY)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from heterog.cli import app
-from heterog.cli.streams import standard_streams
+from heterog.cli.outputs import standard_streams
 from heterog.errors import HeterogError
 
 INPUTS = ("plan.json", "graph.json", "lab.yaml", "measurements.json", "m.py")

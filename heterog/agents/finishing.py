@@ -24,8 +24,7 @@ from heterog.methods.data_parallel import device_speeds
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages, stated_turns
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages, stated_turns
 
 
 class Scheduled(StrEnum):

@@ -3,13 +3,12 @@
 With ``--json`` one document goes to stdout and nothing else; progress and notes go to stderr. Bad
 input ends with exit code 2 and one clear line. Each command is a module here and a line below.
 
-- Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
-  ``objective``, past plans in ``library``, what is printed about a new one in ``found``.
-- Running: ``run`` (``healing`` for ``--heal``), ``profile``, ``calibrate``, ``fidelity``.
+- Planning: ``capture``, ``plan``, ``compare``, ``report`` (and export); options about money are in
+  ``objective``, past plans in ``library``.
+- Running: ``run``, ``calibrate`` (and profile), ``fidelity``.
 - Agents and jobs: ``train``, ``evaluate``, ``schedule``. What there is: ``listing``, ``cluster``.
-- Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for the files
-  that commands write, ``spelling`` of settings in errors, ``streams`` for stdout, ``completion``
-  for shells.
+- Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for files and
+  streams that commands write, and the spelling of settings in errors, ``completion`` for shells.
 """
 
 import atexit
@@ -28,19 +27,15 @@ from heterog.cli import (
     cluster,
     compare,
     evaluate,
-    export,
     fidelity,
     listing,
     plan,
-    profile,
     report,
     run,
     schedule,
     train,
 )
-from heterog.cli.outputs import outputs_checked
-from heterog.cli.spelling import errors_spelled
-from heterog.cli.streams import standard_streams
+from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
 from heterog.errors import HeterogError, HeterogWarning
 
 app = typer.Typer(
@@ -53,8 +48,8 @@ app = typer.Typer(
 for _command in (
     *(listing.models, listing.clusters, listing.devices, listing.links, listing.methods),
     *(capture.capture, plan.plan, compare.compare, train.train, evaluate.evaluate, run.run),
-    *(schedule.schedule, profile.profile, calibrate.calibrate, fidelity.fidelity),
-    *(report.report, export.export),
+    *(schedule.schedule, calibrate.profile, calibrate.calibrate, fidelity.fidelity),
+    *(report.report, report.export),
 ):
     app.command()(errors_spelled(outputs_checked(_command)))
 

@@ -20,10 +20,10 @@ from heterog.user_code import is_from_file
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.methods.given import GivenLayout
     from heterog.methods.planner import Planner
     from heterog.methods.registry import Methods
     from heterog.search.issue_order import Rehearse
+    from heterog.search.seeds import GivenLayout
 
 out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100)
 err = Console(stderr=True)
@@ -228,7 +228,7 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
     """
     if not source:
         return None
-    from heterog.methods.given import GivenLayout
+    from heterog.search.seeds import GivenLayout
     from heterog.strategy.layouts.files import is_layout_file, read_layout
     from heterog.strategy.layouts.layout import parse_layout
 

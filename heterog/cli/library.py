@@ -86,8 +86,8 @@ def _remark(found: "Plan", lookup: "Lookup") -> str:
 
     Without the library, a search begins with the best of the methods that do not search.
     """
-    from heterog.methods.given import GIVEN
     from heterog.search.library.store import LIBRARY
+    from heterog.search.seeds import GIVEN
 
     steps = {
         row.method: row.step_time_s

@@ -3,21 +3,78 @@
 A parameter whose annotation has a ``Written`` names an output. ``outputs_checked`` refuses a call
 that could not write all of its outputs, would write one of them over a file that it reads or over
 another output, or over a file that by its name is of another kind (``-o model.py``).
+
+Standard streams that may be closed, full, cut off or without Unicode.
+
+How settings are spelled on the command line.
+
+Below the command line a message names a setting as Python does, between single backticks. Where
+the command that runs has an option for it, its user reads that: ``--step-timeout``.
 """
 
+import errno
 import inspect
+import io
 import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import ParamSpec, get_args
+from typing import ParamSpec, TextIO, get_args
 
-from heterog.cli.spelling import options_of
-from heterog.errors import InputFileError
+from typer.models import ArgumentInfo, OptionInfo
+
+from heterog.errors import HeterogError, InputFileError
 from heterog.files import check_folder_writable, check_writable
 
 P = ParamSpec("P")
+_SETTING = re.compile(r"`([a-z_]+)`")
+
+
+def options_of(command: Callable[..., None]) -> dict[str, str]:
+    """What each parameter of a command is called on the command line."""
+    parameters = inspect.signature(command, eval_str=True).parameters
+    return {name: _option(name, each) for name, each in parameters.items()}
+
+
+def _option(name: str, parameter: inspect.Parameter) -> str:
+    for each in get_args(parameter.annotation):
+        if isinstance(each, OptionInfo):
+            return str(next(iter((each.default, *(each.param_decls or ())))))
+        if isinstance(each, ArgumentInfo):
+            return name.upper()
+    return name
+
+
+def as_options(text: str, options: Mapping[str, str]) -> str:
+    """The text with options in the place of settings; other words between backticks stay."""
+
+    def spelled(found: re.Match[str]) -> str:
+        name = found[1]
+        short = name.removeprefix("num_").removesuffix("_s")  # units are part of a value there
+        return options.get(name) or options.get(short) or found[0]
+
+    return _SETTING.sub(spelled, text)
+
+
+def errors_spelled(command: Callable[P, None]) -> Callable[P, None]:
+    """The command, whose errors name settings by its options."""
+    options = options_of(command)
+
+    @wraps(command)
+    def spelling(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except HeterogError as error:
+            error.args = (as_options(str(error), options),)
+            raise
+
+    return spelling
+
+
 _SUFFIXES = frozenset(
     ".csv .gz .htm .html .ipynb .json .jsonl .md .pt .pth .py .sh .toml .yaml .yml".split()
 )
@@ -168,3 +225,75 @@ def _is_same(one: Path, other: Path) -> bool:
 
 def _mark(annotation: object) -> Written | None:
     return next((each for each in get_args(annotation) if isinstance(each, Written)), None)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Make the standard streams fit to print any text, and end with all of it written.
+
+    Without stdout nothing begins; a closed stderr loses what is printed there. A letter that the
+    encoding lacks is printed as an escape. A reader that goes away (``| head``) ends the program
+    quietly.
+
+    Raises:
+        InputFileError: stdout is closed, or what was printed could not be written.
+        SystemExit: the reader is gone.
+    """
+    if 1 in _open_closed():
+        raise InputFileError(
+            "stdout is closed, and the answer would be lost; give it a file (> answer.txt), or "
+            "/dev/null."
+        )
+    sys.stdout, sys.stderr = _printable(sys.stdout), _printable(sys.stderr)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _lose_the_rest()
+        sys.exit(1)
+    except OSError as error:
+        # Files of ours have an error of their own, which names them.
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _lose_the_rest()
+        raise InputFileError(f"cannot write to stdout: {error.strerror}.") from error
+
+
+def _open_closed() -> list[int]:
+    """Open what is closed; a file opened later would get its number, and what is printed."""
+    closed = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            closed.append(number)
+    return closed
+
+
+def _printable(stream: TextIO | None) -> TextIO:
+    if stream is None:
+        return open(os.devnull, "w", encoding="utf-8")
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    if isinstance(stream.buffer, io.RawIOBase) and stream is sys.stdout:
+        # PYTHONUNBUFFERED: where a disk is full, a text is written in part, and nobody is told.
+        raw = io.FileIO(stream.fileno(), "w", closefd=False)
+        return io.TextIOWrapper(
+            io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=True
+        )
+    stream.reconfigure(errors="backslashreplace")
+    return stream
+
+
+def _lose_the_rest() -> None:
+    """Let what is still to be printed go nowhere, as Python tries again at its end."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

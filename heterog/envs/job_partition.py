@@ -8,8 +8,13 @@ import numpy.typing as npt
 
 from heterog.envs.spaces import Padded
 from heterog.errors import HeterogError
-from heterog.search.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
-from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.profiled import (
+    DEADLINES,
+    EPISODE_S,
+    SPACING_S,
+    RampCluster,
+    draw_requests,
+)
 from heterog.search.arrivals.queueing import (
     JobCluster,
     JobFeatures,

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from heterog.cluster.topology import Cluster
-from heterog.explain.decided import Decided, Range
-from heterog.explain.lowered import (
+from heterog.explain.decided import (
     ALONE,
     ELSEWHERE,
     IN_SLICES,
@@ -13,10 +12,12 @@ from heterog.explain.lowered import (
     SAMPLES,
     WHOLE,
     Aggregation,
+    Decided,
+    Range,
     Split,
 )
 from heterog.explain.wording import groups_of, listed, names_of, percent
-from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.units import format_bytes
 
 if TYPE_CHECKING:

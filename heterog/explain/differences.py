@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from heterog.cluster.topology import Cluster
-from heterog.explain.lowered import SYNC_NAMES
+from heterog.explain.decided import SYNC_NAMES
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.keeping import recomputed_words

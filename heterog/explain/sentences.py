@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from heterog.explain.decided_words import SMALL, decided_words
-from heterog.explain.fit import Remedy, RemedyKind
-from heterog.explain.peak_words import near_limit
-from heterog.explain.what_if import Change
+from heterog.explain.what_if import Change, Remedy, RemedyKind
 from heterog.explain.wording import (
     bytes_of,
     listed,
     names_of,
+    near_limit,
     percent,
     seconds_of,
     times_slower,
 )
-from heterog.methods.given import GIVEN
+from heterog.search.seeds import GIVEN
 from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
 from heterog.strategy.division import split_in_proportion

@@ -8,24 +8,21 @@ What the kernel does, in program order, for each micro-batch (``walk``):
 
 1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
    conversion first (``convert``): S to S moves the overlapping ranges, S to R gathers, P to R
-   reduces, R to R copies. What follows from the batch is made again instead (``remake``).
+   reduces, R to R copies. What follows from the batch is made again instead (``sends``).
    Samples are numbered, and a group's teams own consecutive ranges of them (``division``), so
    neighbouring groups with similar shares move little.
-2. One compute task on each device with samples, or with units of the axis that the op's rule names
-   (``compute``). Before the first backward op of a group that recomputes, its forward ops once
-   more (``recompute``).
+2. One compute task on each device with samples, or with units of the axis that the op's rule
+   names. Before the first backward op of a group that recomputes, its forward ops once more.
 3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
-   tensor by tensor or when its bucket is full (``reduce``, ``serve``), in rings of the devices
+   tensor by tensor or when its bucket is full (``reduce``), in rings of the devices
    that hold parts of one sum. Every replica holds a full-size gradient, whatever its share
    (``gradients``), but for ZeRO (``slices``).
 
-``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
-``tape`` its output, ``resident`` the bytes that stay on a device for the whole step. ``halo``,
-``pieces`` and ``sparse_rows`` find the rows that neighbours own, ``turns`` the order of a device's
-tasks. Modes rewrite the tape at the end. Each file calls only files further down in this list:
-``resident``, ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``,
-``compute``, ``convert``, ``sends``, ``value_collectives``, ``remake``, ``scratch``, ``choice``,
-``tape``.
+``choice`` is a strategy in the kernel's flat arrays, ``tape`` the kernel's working memory, its
+output and the order of a device's tasks, ``resident`` the bytes that stay on a device for the
+whole step, ``sparse_rows`` the rows that neighbours own. Modes rewrite the tape at the end. Each
+file calls only files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``,
+``gradients``, ``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
 
 A ``program`` is made on the graph's ``tables`` (``value_reads``, ``sparse_tables``) and the
 traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has strategies as
@@ -45,11 +42,18 @@ from heterog.lowering.choice import encode as encode
 from heterog.lowering.choice import ring_decision as ring_decision
 from heterog.lowering.program import FloatArray, IntArray, Program
 from heterog.lowering.resident import resident_bytes as resident_bytes
-from heterog.lowering.scratch import Scratch, spans, with_lanes
-from heterog.lowering.scratch import make_scratch as make_scratch
 from heterog.lowering.tables import GraphTables, graph_tables
-from heterog.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
-from heterog.lowering.turns import AS_STATED
+from heterog.lowering.tape import (
+    AS_STATED,
+    IN_TURN,
+    OVERFLOW,
+    Scratch,
+    Tape,
+    make_tape,
+    spans,
+    with_lanes,
+)
+from heterog.lowering.tape import make_scratch as make_scratch
 from heterog.lowering.walk import lower_kernel as lower_kernel
 from heterog.strategy.strategy import Strategy
 

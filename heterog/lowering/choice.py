@@ -13,7 +13,7 @@ from heterog.lowering.kernels import helper
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_rows import SparseRows
 from heterog.lowering.tables import Domain, GraphTables, Recut
-from heterog.lowering.turns import NO_SCHEDULE, Turns, encode_turns
+from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
 from heterog.modes.mode import EncodedMode
 from heterog.strategy.division import (
     Division,
@@ -22,8 +22,8 @@ from heterog.strategy.division import (
     cut_division,
     micro_sizes,
 )
-from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy, Sync
 
 BoolArray = npt.NDArray[np.bool_]

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.lowering.choice import Choice, Rings, Teams
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.turns import Turns
+from heterog.lowering.tape import Turns
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

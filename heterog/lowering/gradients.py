@@ -3,15 +3,22 @@
 from heterog.lowering.choice import Choice
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import TaskKind
-from heterog.lowering.scratch import Scratch
 from heterog.lowering.tables import Domain, GraphTables
-from heterog.lowering.tape import APART, Tape, write_buffer, write_read, write_task
-from heterog.lowering.turns import follow_gradients
+from heterog.lowering.tape import (
+    APART,
+    Scratch,
+    Tape,
+    follow_gradients,
+    write_buffer,
+    write_read,
+    write_task,
+)
 
 # Plain integers, because numba freezes enum members into slow objects.
 _ACCUMULATE = int(TaskKind.ACCUMULATE)
 _PUSH = int(TaskKind.PUSH)
-_NOBODY, _PEERS = int(Domain.NOBODY), int(Domain.PEERS)
+_NOBODY = int(Domain.NOBODY)
+_PEERS = int(Domain.PEERS)
 
 
 @helper

@@ -1,22 +1,146 @@
-"""Sends of boxes: a value comes from where it lies to where it is needed."""
+"""Sends of boxes: a value comes from where it lies to where it is needed.
+
+Pieces of values: parts that one device holds, sent to another and joined there.
+
+Making a value where it is read: its ops run again instead of a transfer; see ``remaking``.
+"""
 
 from heterog.lowering.choice import Choice, is_first
 from heterog.lowering.kernels import helper
-from heterog.lowering.pieces import box_of, bytes_of, join_pieces, send_piece
 from heterog.lowering.program import TaskKind
-from heterog.lowering.scratch import Scratch
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import (
     APART,
+    BY_MICRO_BATCH,
     NUM_BUFFERS,
+    NUM_TASKS,
+    Scratch,
     Tape,
+    set_units,
+    turn_of,
+    work_of,
     write_buffer,
     write_read,
     write_task,
 )
+from heterog.strategy.schedules import Pass
 
 # Plain integers, because numba freezes enum members into slow objects.
+_SPLIT = int(TaskKind.SPLIT)
+_CONCAT = int(TaskKind.CONCAT)
 _SEND = int(TaskKind.SEND)
+_BACKWARD = int(Pass.BACKWARD)
+_WEIGHTS = int(Pass.WEIGHTS)
+
+
+@helper
+def box_of(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
+    """First sample, samples, first unit, and units (or -1 for all) of a device in a row."""
+    teams, division = choice.teams, row % len(choice.member)
+    share = choice.shares[row, micro, device]
+    if row == division:  # along the batch: its own samples, whole
+        return teams.own_begin[division, micro, device], share, 0, -1
+    samples = teams.samples[division, micro, device]
+    return teams.begin[division, micro, device], samples, teams.unit_begin[row, device], share
+
+
+@helper
+def bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> float:
+    """Bytes of some samples and units of a value that is split along the batch.
+
+    Args:
+        tables: Tables of the graph.
+        value: The value.
+        samples: Number of samples of the batch.
+        units: Number of units of the axis of the rule that made it; -1 for all of them.
+    """
+    if tables.value_axis[value] == 0:
+        return float(samples * tables.value_bytes_per_unit[value])
+    per_unit = tables.value_bytes_per_unit[value]
+    if units < 0:
+        units = tables.axis_units[tables.value_axis[value]]
+    return float((tables.value_bytes[value] + units * per_unit) * samples / tables.batch_size)
+
+
+@helper
+def send_piece(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
+    other: int, device: int, micro: int, samples: int, units: int, size: float, is_cut: bool,
+) -> None:  # fmt: skip
+    """Send a piece of a device's value, which is first cut out if it is not contiguous.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        mine: Buffer of the device that sends.
+        other: Device that sends.
+        device: Device that receives.
+        micro: Number of the micro-batch.
+        samples: Number of samples of the piece.
+        units: Number of units of the piece, or of rows for a window; -1 if it is whole.
+        size: Bytes of the piece.
+        is_cut: Whether it is copied out before it is sent.
+    """
+    maker = tables.value_op[tables.slot_value[slot]]
+    turns = choice.turns
+    if is_cut:
+        write_task(tape, _SPLIT, slot, other, micro, samples, -1, 2.0 * size)
+        set_units(tape, max(units, 0))
+        if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
+            cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
+            group, work = tables.op_group[maker], work_of(tables, turns, maker)
+            cut.turn = turn_of(turns, tape, group, work, other, micro)
+        write_read(tape, mine)
+        mine = write_buffer(tape, other, size)
+    channel = other * choice.member.shape[1] + device
+    write_task(tape, _SEND, slot, device, micro, samples, channel, size)
+    set_units(tape, max(units, 0))
+    write_read(tape, mine)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+@helper
+def join_pieces(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
+    micro: int, local: int, first_piece: int, samples: int, units: int, size: float,
+) -> None:  # fmt: skip
+    """Join a device's own piece of a value with the pieces that it has received.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        device: Device on which they are joined.
+        micro: Number of the micro-batch.
+        local: Buffer of the device's own piece; -1 if it has none.
+        first_piece: First buffer that was made for this join.
+        samples: Number of samples of all pieces.
+        units: Number of units of all pieces, or of rows for a window; -1 if they are whole.
+        size: Bytes of all pieces.
+    """
+    value = tables.slot_value[slot]
+    turns = choice.turns
+    pieces = tape.counts[NUM_BUFFERS]
+    write_task(tape, _CONCAT, slot, device, micro, samples, -1, 2.0 * size)
+    set_units(tape, max(units, 0))
+    if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
+        # The first reader may be of the weights, and others wait for it before those.
+        joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
+        group = tables.slot_group[slot]
+        joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
+    write_read(tape, local)
+    for piece in range(first_piece, pieces):
+        if tape.buffers[piece].device == device:
+            write_read(tape, piece)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+# Plain integers, because numba freezes enum members into slow objects.
 
 
 ALL, FIRST, FIRST_TEAM, FIRSTS = 0, 1, 2, 3
@@ -250,3 +374,108 @@ def copy_whole(
             tape.counts[APART] = 1
             write_read(tape, sent)  # the sender itself may count as zero
             scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+# Plain integers, because numba freezes enum members into slow objects.
+_REMAKE = int(TaskKind.REMAKE)
+_MAKES, _HAS, _READS_NOT = 1, 0, -1
+
+
+@helper
+def may_remake(tables: GraphTables, slot: int) -> bool:
+    """Whether there are ops that make what a slot needs where it is read."""
+    return bool(tables.remake_start[slot] < tables.remake_start[slot + 1])
+
+
+@helper
+def remake(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> bool:  # fmt: skip
+    """Make a slot's value on the devices that read it, if they have no part of it.
+
+    The first op waits for what ``wait_for_inputs`` has noted: a device would otherwise make the
+    values of all its micro-batches as soon as it has nothing else to do, and hold them.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        source: Division of the maker.
+        target: Division of the reader, another one.
+        micro: Number of the micro-batch.
+
+    Returns:
+        Whether it is made there; if not, nothing was written.
+    """
+    if not may_remake(tables, slot):
+        return False
+    value = tables.slot_value[slot]
+    axis = tables.value_axis[value]
+    row = target + len(choice.member) * axis
+    if not _is_lacking(tables, choice, scratch, slot, source, target, micro):
+        return False
+    for device in range(choice.member.shape[1]):
+        scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+        if scratch.holder_buffer[device] != _MAKES:
+            continue
+        _, samples, _, _ = box_of(choice, row, micro, device)
+        for entry in range(tables.remake_start[slot], tables.remake_start[slot + 1]):
+            op = tables.remake_op[entry]
+            write_task(tape, _REMAKE, op, device, micro, samples, -1, 0.0)
+            if axis > 0:
+                set_units(tape, choice.shares[row, micro, device])
+            if entry == tables.remake_start[slot]:
+                write_read(tape, scratch.awaited[device])
+                for end in range(2):
+                    write_read(tape, scratch.permit[end, device])
+            for read in range(tables.read_start[op], tables.read_start[op + 1]):
+                needed = tables.read_value[read]
+                if tables.op_group[tables.value_op[needed]] < 0:
+                    write_read(tape, scratch.value_buffer[needed, device])
+                else:
+                    write_read(tape, scratch.remade_buffer[needed, device])
+            for made in range(tables.value_start[op], tables.value_start[op + 1]):
+                size = bytes_of(tables, made, samples, -1)
+                scratch.remade_buffer[made, device] = write_buffer(tape, device, size)
+        scratch.slot_buffer[slot, device] = scratch.remade_buffer[value, device]
+    return True
+
+
+@helper
+def _is_lacking(
+    tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
+    micro: int,
+) -> bool:  # fmt: skip
+    """Note which readers have no part of a value, if all other readers have exactly theirs.
+
+    Where readers have a part, as where neighbouring groups have slightly other shares, the rest is
+    sent: to make all of it again would take longer, and memory twice.
+    """
+    value = tables.slot_value[slot]
+    axis = tables.value_axis[value]
+    row, made = target + len(choice.member) * axis, source + len(choice.member) * axis
+    reader = target + len(choice.member) * tables.slot_axis[slot]
+    is_lacking = False
+    for device in range(choice.member.shape[1]):
+        scratch.holder_buffer[device] = _READS_NOT
+        if choice.shares[reader, micro, device] == 0:
+            continue
+        if choice.shares[row, micro, device] == 0:
+            return False
+        begin, count, _, _ = box_of(choice, row, micro, device)
+        if choice.shares[made, micro, device] > 0:
+            low, owned, _, _ = box_of(choice, made, micro, device)
+            if low == begin and owned == count:
+                scratch.holder_buffer[device] = _HAS
+                continue
+            if min(begin + count, low + owned) > max(begin, low):
+                return False
+        size = bytes_of(tables, value, count, -1) * tables.value_moved_fraction[value]
+        if size < tables.slot_remade_from[slot]:
+            return False
+        scratch.holder_buffer[device] = _MAKES
+        is_lacking = True
+    return is_lacking

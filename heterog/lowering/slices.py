@@ -30,21 +30,23 @@ from heterog.lowering.choice import Choice
 from heterog.lowering.gradients import bucket_key, fresh_gradient, num_rings, own_part
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import IntArray, TaskKind
-from heterog.lowering.scratch import Scratch
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import (
+    AS_STATED,
     NUM_BUFFERS,
     NUM_READS,
     NUM_TASKS,
     OVERFLOW,
+    Scratch,
     Tape,
+    follow_gradients,
     set_units,
+    work_of,
     write_buffer,
     write_read,
     write_task,
 )
-from heterog.lowering.turns import AS_STATED, follow_gradients, work_of
-from heterog.strategy.pipeline_schedule import Pass
+from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 
 _FLATTEN = int(TaskKind.FLATTEN)

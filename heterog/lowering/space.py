@@ -18,7 +18,7 @@ from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import IntArray
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import (
     REPLICATED,
     Decision,

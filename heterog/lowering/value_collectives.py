@@ -7,11 +7,17 @@ to add up in slices (``scatter_in_teams``), and slices that it says to cut along
 
 from heterog.lowering.choice import Choice, is_first
 from heterog.lowering.kernels import helper
-from heterog.lowering.pieces import bytes_of
 from heterog.lowering.program import TaskKind
-from heterog.lowering.scratch import Scratch
+from heterog.lowering.sends import bytes_of
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
-from heterog.lowering.tape import Tape, set_units, write_buffer, write_read, write_task
+from heterog.lowering.tape import (
+    Scratch,
+    Tape,
+    set_units,
+    write_buffer,
+    write_read,
+    write_task,
+)
 from heterog.lowering.value_reads import ANY_PASS
 
 # Plain integers, because numba freezes enum members into slow objects.

@@ -1,8 +1,19 @@
-"""The walk through a step: every op of every micro-batch, in program order."""
+"""The walk through a step: every op of every micro-batch, in program order.
+
+Compute tasks: one op of one micro-batch on each device that has samples or units of it.
+
+Recomputation: rerunning forward ops before the backward ops that read their results.
+"""
 
 from heterog.lowering.choice import Choice
-from heterog.lowering.compute import compute_op
-from heterog.lowering.convert import convert, wait_for_gradients, wait_for_inputs
+from heterog.lowering.convert import (
+    convert,
+    gather_again,
+    has_window,
+    needed_buffer,
+    wait_for_gradients,
+    wait_for_inputs,
+)
 from heterog.lowering.gradients import (
     accumulate,
     fresh_gradient,
@@ -10,12 +21,10 @@ from heterog.lowering.gradients import (
     num_rings,
     share_whole_gradient,
 )
-from heterog.lowering.halo import has_window
 from heterog.lowering.kernels import helper, kernel
-from heterog.lowering.recompute import recompute_before
+from heterog.lowering.program import IntArray, TaskKind
 from heterog.lowering.reduce import close_bucket, number_buckets, synchronise
-from heterog.lowering.remake import may_remake
-from heterog.lowering.scratch import Scratch
+from heterog.lowering.sends import may_remake
 from heterog.lowering.slices import (
     begin_sliced_step,
     find_pipelines,
@@ -24,25 +33,245 @@ from heterog.lowering.slices import (
     note_reader,
     number_sliced_buckets,
 )
-from heterog.lowering.tables import GraphTables, Recut
-from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, OVERFLOW, Tape
-from heterog.lowering.turns import (
+from heterog.lowering.tables import KIND_NUMBER, GraphTables, Recut
+from heterog.lowering.tape import (
     BY_MICRO_BATCH,
+    NUM_BUFFERS,
+    NUM_READS,
+    NUM_TASKS,
+    OVERFLOW,
+    Scratch,
+    Tape,
+    Turns,
     ask_permits,
     begin_turns,
     last_turns,
+    set_units,
     take_turns,
     work_of,
+    write_buffer,
+    write_read,
+    write_task,
 )
 from heterog.lowering.value_collectives import exchange_in_teams, scatter_in_teams
 from heterog.lowering.value_reads import BACKWARD_PASS
+from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 
+_COMPUTE = int(TaskKind.COMPUTE)
+_EXCHANGED = int(Recut.EXCHANGED)
+_S = KIND_NUMBER["S"]
+
+
+@helper
+def compute_op(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, division: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Write an op's task on each device of a division that has a share.
+
+    Nearly all tasks of a program are made here, so they are written directly, with the counts of
+    the tape in registers, instead of through ``write_task``.
+    """
+    num_devices = choice.member.shape[1]
+    axis = tables.op_axis[op]
+    plain = division - axis * len(choice.member)
+    first_read, last_read = tables.read_start[op], tables.read_start[op + 1]
+    first_ready = tables.parameter_read_start[op]
+    last_ready = tables.parameter_read_start[op + 1]
+    first_value, last_value = tables.value_start[op], tables.value_start[op + 1]
+    number = tape.counts[NUM_TASKS]
+    made = tape.counts[NUM_BUFFERS]
+    read = tape.counts[NUM_READS]
+    turns = choice.turns
+    is_capped = len(turns.cap) > 0
+    group = tables.op_group[op]
+    num_reads = last_read - first_read + last_ready - first_ready
+    if not _has_room(tape, num_devices, num_devices * num_reads, last_value - first_value):
+        return
+    recut = tables.op_recut[op]
+    units = tables.axis_units[tables.value_axis[first_value]] if recut > 0 else 0
+    last_samples, part = tables.batch_size, 1.0  # of all samples, at the device before
+    for device in range(scratch.span[plain, 0], scratch.span[plain, 1]):
+        share = choice.shares[division, micro, device]
+        if share == 0:
+            continue
+        samples = share
+        if axis > 0:  # on all samples of the team, and on the own units
+            samples = choice.teams.samples[plain, micro, device]
+            if samples != last_samples:
+                last_samples, part = samples, samples / tables.batch_size
+        task = tape.tasks[number]
+        task.kind = _COMPUTE
+        task.turn = tape.turn[device]
+        task.subject = op
+        task.device = device
+        task.micro = micro
+        task.samples = samples
+        task.units = share if axis > 0 else 0
+        task.channel = -1
+        task.num_bytes = 0.0
+        task.read_start = read
+        task.buffer_start = made
+        for entry in range(first_read, last_read):
+            slot = tables.read_slot[entry]
+            if slot >= 0:
+                needed = scratch.slot_buffer[slot, device]
+            else:
+                needed = scratch.value_buffer[tables.read_value[entry], device]
+            if needed >= 0:
+                tape.reads[read] = needed
+                read += 1
+        for entry in range(first_ready, last_ready):
+            needed = scratch.ready_buffer[tables.parameter_read[entry], device]
+            if needed >= 0:
+                tape.reads[read] = needed
+                read += 1
+        for value in range(first_value, last_value):
+            buffer = tape.buffers[made]
+            buffer.maker = number
+            buffer.device = device
+            size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
+            if recut > 0:  # afterwards; this is a part of the whole sum, or a slice along its axis
+                size = tables.value_bytes_per_unit[value] * units
+                if recut == _EXCHANGED:
+                    size *= share / tables.axis_units[axis]
+            if axis > 0 and tables.value_batch_kind[value] == _S:
+                size *= part
+            buffer.num_bytes = size
+            scratch.value_buffer[value, device] = made
+            made += 1
+        if is_capped and group >= 0:
+            chunk = turns.chunk[group, device]
+            for end in range(2):
+                if scratch.permit[end, device] >= 0:
+                    tape.reads[read] = scratch.permit[end, device]
+                    read += 1
+                if _gives_permit(turns, scratch, op, device, chunk, micro, end):
+                    buffer = tape.buffers[made]
+                    buffer.maker = number
+                    buffer.device = device
+                    buffer.num_bytes = 0.0
+                    place = (scratch.begun[device, chunk] - 1) % scratch.token.shape[2]
+                    scratch.token[device, chunk, place, end] = made
+                    made += 1
+        number += 1
+    tape.counts[NUM_TASKS] = number
+    tape.counts[NUM_BUFFERS] = made
+    tape.counts[NUM_READS] = read
+
+
+@helper
+def _has_room(tape: Tape, num_devices: int, num_reads: int, num_values: int) -> bool:
+    """Whether an op's tasks fit on the tape, on all devices; if not, it overflows."""
+    counts = tape.counts
+    if (
+        counts[NUM_TASKS] + num_devices >= len(tape.tasks) - 2
+        or counts[NUM_BUFFERS] + num_devices * (num_values + 1) >= len(tape.buffers) - 256
+        or counts[NUM_READS] + num_reads + 2 * num_devices >= len(tape.reads)
+    ):
+        counts[OVERFLOW] = 1
+        return False
+    return True
+
+
+@helper
+def _gives_permit(
+    turns: Turns, scratch: Scratch, op: int, device: int, chunk: int, micro: int, end: int
+) -> bool:
+    """Whether an op ends a micro-batch's stay in a chunk, so that another one may begin.
+
+    Only micro-batches with forward ops there have begun.
+    """
+    if chunk < 0 or turns.closing_op[device, chunk, micro, end] != op:
+        return False
+    entered = scratch.entered[device, chunk]
+    return bool(entered > 0 and (entered - 1) % scratch.token.shape[2] == micro)
+
+
 # Plain integers, because numba freezes enum members into slow objects.
-_SUMMED, _EXCHANGED = int(Recut.SUMMED), int(Recut.EXCHANGED)
+_RECOMPUTE = int(TaskKind.RECOMPUTE)
+_BACKWARD = int(Pass.BACKWARD)
+_PARAMETERS = int(Sharded.PARAMETERS)
+
+
+@helper
+def recompute_before(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, reader: int, micro: int
+) -> None:
+    """Rerun the forward ops that are due before a backward op, by what its group keeps."""
+    group = tables.op_group[reader]
+    ops, first, end = tables.recompute_op, 0, 0
+    if choice.recompute[group] > 1:
+        place = (choice.recompute[group] - 2) * len(tables.op_id) + reader
+        ops = tables.partly_op
+        first, end = tables.partly_start[place], tables.partly_start[place + 1]
+    elif tables.op_recomputes[reader] == 1:
+        first, end = tables.recompute_start[group], tables.recompute_start[group + 1]
+    if first < end:
+        _rerun(tables, choice, scratch, tape, ops, first, end, reader, micro)
+
+
+@helper
+def _rerun(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, ops: IntArray, first: int,
+    end: int, reader: int, micro: int,
+) -> None:  # fmt: skip
+    """Rerun forward ops of a group before one of its backward ops, the ``reader``.
+
+    They read the same inputs as the first time, except those that are recomputed themselves. The
+    first one waits for the gradients that the reader waits for: a device that is ahead of others
+    would otherwise hold recomputed values for as long as if it had kept them.
+    """
+    group = tables.op_group[reader]
+    num_divisions = len(choice.member)
+    num_devices = choice.member.shape[1]
+    turns = choice.turns
+    if turns.rule != BY_MICRO_BATCH:  # also where the reader is one of the ops that come later
+        take_turns(turns, tape, group, _BACKWARD, micro)
+    reading = choice.division[group] + num_divisions * tables.op_axis[reader]
+    for position in range(first, end):
+        op = ops[position]
+        division = choice.division[group] + num_divisions * tables.op_axis[op]
+        gather_again(tables, choice, scratch, tape, op, reader, micro)
+        gathers = False
+        if choice.sharded[group] == _PARAMETERS:
+            gathers = gather_parameters(tables, choice, scratch, tape, op, division, micro, 1)
+        for device in range(num_devices):
+            share = choice.shares[division, micro, device]
+            if share == 0:
+                continue
+            samples = share
+            if tables.op_axis[op] > 0:
+                samples = choice.teams.samples[choice.division[group], micro, device]
+            write_task(tape, _RECOMPUTE, op, device, micro, samples, -1, 0.0)
+            if tables.op_axis[op] > 0:
+                set_units(tape, share)
+            for entry in range(tables.read_start[op], tables.read_start[op + 1]):
+                write_read(tape, needed_buffer(tables, scratch, entry, device))
+            for entry in range(
+                tables.parameter_read_start[op], tables.parameter_read_start[op + 1]
+            ):
+                write_read(tape, scratch.ready_buffer[tables.parameter_read[entry], device])
+            if position == first and choice.shares[reading, micro, device] > 0:
+                for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+                    if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
+                        write_read(tape, needed_buffer(tables, scratch, entry, device))
+            for value in range(tables.value_start[op], tables.value_start[op + 1]):
+                size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
+                if tables.op_axis[op] > 0 and tables.value_batch_kind[value] == _S:
+                    size *= samples / tables.batch_size
+                scratch.value_buffer[value, device] = write_buffer(tape, device, size)
+        if gathers:
+            note_reader(tables, choice, scratch, tape, op, division, micro, 1)
+    if turns.rule != BY_MICRO_BATCH:
+        take_turns(turns, tape, group, work_of(tables, turns, reader), micro)
+
+
+# Plain integers, because numba freezes enum members into slow objects.
+_SUMMED = int(Recut.SUMMED)
 _STATE = int(Sharded.STATE)
 _GRADIENTS = int(Sharded.GRADIENTS)
-_PARAMETERS = int(Sharded.PARAMETERS)
 
 
 @kernel

@@ -75,7 +75,7 @@ METHODS = (
     ),
     MethodNote(
         name="best_ddp",
-        made_by="best_ddp:BestDataParallel",
+        made_by="data_parallel:BestDataParallel",
         stage="baseline",
         what="the best data parallelism: shares, synchronisation, buckets, classes of hosts",
     ),
@@ -108,14 +108,14 @@ METHODS = (
     ),
     MethodNote(
         name="spatial",
-        made_by="spatial:Spatial",
+        made_by="unit_search:Spatial",
         stage="baseline",
         what="samples cut along depth, height or width, with halos",
         needs="convolutions; fewer samples than devices, or samples that fill a device",
     ),
     MethodNote(
         name="sequences",
-        made_by="sequences:Sequences",
+        made_by="unit_search:Sequences",
         stage="baseline",
         what="sequences cut along their positions in unequal runs (context parallelism)",
         needs="sequences; fewer samples than devices, or samples that fill a device",

@@ -14,7 +14,7 @@ from heterog.methods.planner import Candidate, PlanResult, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import UNROLLED_STEPS
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 
 NUM_RETURNED = 6
 """Number of strategies handed to the referee."""

@@ -3,6 +3,11 @@
 A *place* is a host as a strategy names it; an order says which host plays each place. Hosts of one
 kind can change places without any other change. Where rates between hosts differ, that decides
 which of them the traffic meets: a slow pair is best where a strategy sends nothing.
+
+Kinds of hosts, which can take each other's place: equal devices, inner links and NICs.
+
+What lies between hosts (``Cluster.pairs``) makes no kinds here, unlike in ``Cluster.host_kind``:
+who sits behind which line is what an order of hosts decides.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +22,7 @@ from heterog.lowering.program import FloatArray, IntArray, Program
 from heterog.methods.pipette.annealing import COOLED, anneal
 from heterog.methods.pipette.communication import HostRates, ring_payloads
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 MOST_COUNTED = 2_000_000
@@ -219,3 +224,17 @@ def _slowest(inverse: FloatArray, members: IntArray) -> FloatArray:
     ring = np.sort(members, axis=1)
     worst: FloatArray = inverse[ring, np.roll(ring, -1, axis=1)].max(axis=1)
     return worst
+
+
+def hosts_by_kind(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Hosts of each kind, kinds in order of their first host."""
+    kinds: dict[object, list[int]] = {}
+    for index, host in enumerate(cluster.hosts):
+        devices = (cluster.devices[device] for device in cluster.host_devices(index))
+        key = (
+            tuple((device.type, device.usable_memory_bytes) for device in devices),
+            host.intra,
+            (host.nic_line_rate_bytes_per_s, host.num_nics, host.nic_latency_s, host.collectives),
+        )
+        kinds.setdefault(key, []).append(index)
+    return tuple(map(tuple, kinds.values()))

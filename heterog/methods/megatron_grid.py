@@ -19,15 +19,10 @@ import numpy as np
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.islands.slices import (
-    boundary_bytes,
-    layer_of_op,
-    layers_or_groups,
-)
+from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Tried
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
-from heterog.methods.tried import Tried
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.division import split_evenly

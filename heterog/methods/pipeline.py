@@ -30,8 +30,7 @@ from heterog.methods.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layer_blocks
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
 from heterog.strategy.strategy import Decision, Keeps, Sync
 
 _FIRST_MICRO = (4, 8)  # tried for every sequence of stages

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from heterog.runtime.measure.rehearsal import Stage
     from heterog.runtime.step.rank_program import RankProgram
     from heterog.simulator.evaluator import Evaluator
-    from heterog.strategy.pipeline_schedule import PipelineSchedule
+    from heterog.strategy.schedules import PipelineSchedule
     from heterog.strategy.strategy import Strategy
 
 

@@ -12,8 +12,8 @@ from heterog.lowering import Choice, make_scratch
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.choice import Encoder
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.scratch import Scratch
 from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.lowering.tape import Scratch
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.sparse_work import SparseWork
 

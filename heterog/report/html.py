@@ -15,20 +15,21 @@ from pathlib import Path
 
 import heterog
 from heterog.explain.explanation import Explanation, explain
-from heterog.explain.peak_words import chance_to_fit
+from heterog.explain.wording import chance_to_fit
 from heterog.files import write_atomically
 from heterog.methods.planner import MethodRow
 from heterog.report.facts import (
+    beside_each_other,
     changes_section,
     comparison_table,
     left_out_table,
     limits_section,
     memory_section,
     ranges_table,
+    section,
     words_section,
 )
 from heterog.report.lanes import view_data
-from heterog.report.markup import beside_each_other, section
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
 from heterog.search.plan import Plan

@@ -1,22 +1,29 @@
-"""Tables for people, at 100 columns: methods, models, clusters."""
+"""Tables for people, at 100 columns: methods, models, clusters.
+
+Explanations for a terminal of 100 columns: paragraphs with headings, memory as a table.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from rich import box
+from rich.console import Group
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from heterog.cluster.catalog import ListedType
 from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
+from heterog.explain.explanation import Explanation
 from heterog.methods.built_in import MethodNote
 from heterog.methods.planner import MethodRow
 from heterog.search.arrivals.queueing import Verdict
 from heterog.search.cost import cost_per_step
 from heterog.search.stability import reference_of
+from heterog.simulator.memory_breakdown import Fit, MemoryKind
 from heterog.units import GIB, format_bytes, format_seconds
 
 # More device types than this do not fit side by side; then only the fullest device is shown.
@@ -277,3 +284,69 @@ def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
 def _clock(time_s: float) -> str:
     """Seconds since the first moment: ``0 s``, not in microseconds, at that moment."""
     return format_seconds(time_s) if time_s else "0 s"
+
+
+_HEADERS = {
+    MemoryKind.PARAMETERS: "params",
+    MemoryKind.OPTIMIZER_STATE: "optimizer",
+    MemoryKind.GRADIENTS: "gradients",
+    MemoryKind.ACTIVATIONS: "activ.",
+    MemoryKind.BACKWARD: "backward",
+    MemoryKind.COMMUNICATION: "comm.",
+    MemoryKind.BATCH: "batch",
+    MemoryKind.CONSTANTS: "constants",
+    MemoryKind.WORKSPACE: "workspace",
+    MemoryKind.STASH: "stash",
+    MemoryKind.MARGIN: "margin",
+}
+_WIDTH = 100
+
+
+def explanation_text(explanation: Explanation) -> Group:
+    """The paragraphs of an explanation, with the advice first."""
+    first = Text.assemble(("In short: ", "bold"), explanation.recommendation)
+    parts = [first, *map(Text, explanation.paragraphs)]
+    return Group(*(_wrapped(part) for part in parts))
+
+
+def _wrapped(text: Text) -> Padding:
+    lines = Table.grid()
+    lines.add_column(max_width=_WIDTH)
+    lines.add_row(text)
+    return Padding(lines, (0, 0, 1, 0))
+
+
+def memory_table(fit: Fit, *, title: str = "Memory of each device at its fullest (GiB)") -> Table:
+    """Memory of each device by use, in GiB, without uses that are below 0.05 GiB everywhere.
+
+    Devices that are equal to the last digit shown share a row.
+    """
+    table = Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("device", overflow="fold")
+    table.add_column("type", overflow="fold")
+    kinds = [
+        kind
+        for kind in MemoryKind
+        if any(device.bytes_of(kind) >= 0.05 * GIB for device in fit.devices)
+    ]
+    for kind in kinds:
+        table.add_column(_HEADERS[kind], justify="right")
+    for header in ("needs", "usable", "lacks"):
+        table.add_column(header, justify="right", no_wrap=True)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for device in fit.devices:
+        lacks = f"{device.lacking_bytes / GIB:.2f}" if device.lacking_bytes else "-"
+        cells = (
+            device.device_type,
+            *(f"{device.bytes_of(kind) / GIB:.2f}" for kind in kinds),
+            f"{device.peak_bytes / GIB:.2f}",
+            f"{device.usable_bytes / GIB:.2f}",
+            lacks,
+        )
+        rows.setdefault(cells, []).append(device.device)
+    for cells, names in rows.items():
+        who = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+        who = ", ".join(names) if len(names) <= 2 else who
+        style = "" if cells[-1] == "-" else "bold red"
+        table.add_row(escape(who), *map(escape, cells), style=style)
+    return table

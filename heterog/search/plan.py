@@ -22,7 +22,6 @@ from heterog.files import write_json
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.lowering import lower
-from heterog.methods.given import GIVEN
 from heterog.methods.planner import (
     Budget,
     MethodRow,
@@ -44,10 +43,11 @@ from heterog.search.history import MethodHistory, SearchHistory
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.search.judging import run_method
 from heterog.search.objective import FASTEST, Objective
-from heterog.search.plan_checks import contradiction, program_fault
 from heterog.search.plan_file import (
     background_of,
+    contradiction,
     objective_of,
+    program_fault,
     read_plan_record,
     row_of,
     row_to_dict,
@@ -61,6 +61,7 @@ from heterog.search.portfolio import (
     with_noise,
 )
 from heterog.search.request import Request, Session
+from heterog.search.seeds import GIVEN
 from heterog.search.stability import Gain, gain, reference_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -15,7 +15,6 @@ from importlib import import_module
 
 from heterog.errors import StrategyError
 from heterog.lowering.kernels import compilation_told
-from heterog.methods.given import GIVEN
 from heterog.methods.planner import (
     Candidate,
     MethodRow,
@@ -29,11 +28,11 @@ from heterog.methods.planner import (
 from heterog.methods.registry import AUTO, Methods
 from heterog.search.allotment import Allotment
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
-from heterog.search.judging import under_noise
+from heterog.search.judging import Together, can_be_sent, under_noise
 from heterog.search.request import Request, Session
+from heterog.search.seeds import GIVEN
 from heterog.search.sharing import Shares, SharesTogether
 from heterog.search.stability import reference_of
-from heterog.search.together import Together, can_be_sent
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
@@ -53,7 +52,7 @@ def run_methods(
     Nothing is counted before every kernel is compiled and every library imported. Then a budget in
     seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
     rest, except what ``allotment`` keeps back: ``FIRST_ROUND`` of it in equal parts
-    (``BudgetSplit``), the rest in rounds where it pays (``rounds``). A budget in evaluations is
+    (``BudgetSplit``), the rest in rounds where it pays (``judging``). A budget in evaluations is
     divided among the searches in equal parts; baselines do not count.
 
     Args:

@@ -34,7 +34,7 @@ class Request:
         objective: Aim of the plan; by default the shortest step.
         cost_model: Model of the seconds of tasks; see ``Evaluator`` for the default.
         given: A person's own strategy, a row beside the methods from which searches start, too;
-            see ``methods.given``.
+            see ``search.seeds``.
         seeds: Strategies that are known already, for searches to start from.
         asynchronous: Method that a person asked for by name and whose training is not exact (its
             weights differ from one device's); judged last, beside what is exact.
@@ -66,7 +66,7 @@ class Session:
         allotment: What else a budget in seconds is for; all methods then share it by its clock,
             even without ``auto``.
         seats: Workers that keep their state, which then run the methods that share a budget,
-            several at a time; see ``search.together``.
+            several at a time; see ``search.judging``.
     """
 
     progress: Progress = lambda method, fraction, best: None

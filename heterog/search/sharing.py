@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from heterog.methods.given import GIVEN
 from heterog.methods.planner import (
     Budget,
     BudgetSplit,
@@ -16,9 +15,19 @@ from heterog.methods.planner import (
     Stop,
 )
 from heterog.search.allotment import Allotment
-from heterog.search.judging import JUDGED_PART, run_method
-from heterog.search.rounds import STARVED, Contender, next_of
-from heterog.search.together import Ran, Together, Turn, can_be_sent, deal
+from heterog.search.judging import (
+    JUDGED_PART,
+    STARVED,
+    Contender,
+    Ran,
+    Together,
+    Turn,
+    can_be_sent,
+    deal,
+    next_of,
+    run_method,
+)
+from heterog.search.seeds import GIVEN
 
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""
@@ -90,7 +99,7 @@ class Shares:
                 split.settle(evaluations if budget.seconds is None else seconds)
 
     def go_on(self, planners: Sequence[Planner]) -> None:
-        """Let some methods resume with the seconds that are left; see ``rounds``.
+        """Let some methods resume with the seconds that are left; see ``judging``.
 
         Those that come last run after the others, on what these have found.
         """
@@ -192,7 +201,7 @@ class Shares:
 
 
 class SharesTogether(Shares):
-    """The same with several methods at a time; see ``together``.
+    """The same with several methods at a time; see ``judging``.
 
     Methods of a user's file, a given layout and seeds run in this process, before the others of
     their stage.

@@ -6,7 +6,7 @@ Rules, also those of the slow reference in the tests:
 - A device runs one compute task at a time. Ops keep program order on their device, as kernels on
   one CUDA stream do, but turn by turn, and by default a turn is a micro-batch: while the next op
   of an earlier one is not ready, a later one goes on (so a chain of devices works as a pipeline),
-  unless turns are stated (``lowering.turns``). Sums and updates (*free*
+  unless turns are stated (``lowering.tape``). Sums and updates (*free*
   tasks) run by priority whenever no next op is ready.
 - Transfers wait in one queue per set of links, collectives in one per communicator (the device
   set), by priority. The head of a queue starts when the links of its gate are free, the best head

@@ -17,9 +17,8 @@ from heterog.lowering import Choice, lower_to_tape, make_scratch
 from heterog.lowering.channels import Channel, ChannelTable
 from heterog.lowering.folding import Fold, channels_named, fold_choice, folds
 from heterog.lowering.program import IntArray
-from heterog.lowering.scratch import Scratch
 from heterog.lowering.tables import GraphTables
-from heterog.lowering.tape import APART, Tape, make_tape, mark_channels
+from heterog.lowering.tape import APART, Scratch, Tape, make_tape, mark_channels
 from heterog.pricing.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
 
 _MOST_PRICES = 256  # folds whose channels stay priced

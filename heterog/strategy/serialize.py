@@ -14,7 +14,7 @@ from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
 from heterog.names import shown
 from heterog.records import MAX_INT32, Count, Int32, Many, NumBytes, Record, Text, parse_record
-from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn
+from heterog.strategy.schedules import Pass, PipelineSchedule, Turn
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, OpRule, Strategy, Sync
 
 SCHEMA_VERSION = 2

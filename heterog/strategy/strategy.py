@@ -27,8 +27,8 @@ from heterog.strategy.division import (
     split_in_proportion,
 )
 from heterog.strategy.keeping import Keeps as Keeps
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.sync import Sync as Sync
 
 _Mode = TypeVar("_Mode", bound=Mode)

@@ -12,9 +12,8 @@ from heterog.envs.job_partition import JobPartitionEnv
 from heterog.envs.registration import JOB_PARTITION
 from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
-from heterog.search.arrivals.deadlines import draw_requests
 from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
-from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.profiled import RampCluster, draw_requests
 from heterog.search.arrivals.queueing import blocking_rate
 from heterog.search.arrivals.rules import most_devices, run_rule
 

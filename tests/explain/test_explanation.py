@@ -14,8 +14,7 @@ from heterog.cluster import Cluster
 from heterog.explain.changed_cluster import ChangeKind, possible_changes, strategies_with
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation, explain
-from heterog.explain.fit import RemedyKind, _choice, remedies
-from heterog.explain.what_if import with_idle_devices
+from heterog.explain.what_if import RemedyKind, _choice, remedies, with_idle_devices
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.methods.teams import rules_of_model

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from heterog.cli.found import _beside
+from heterog.cli.plan import _beside
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
-from heterog.explain.decided import what_was_decided
+from heterog.explain.decided import Aggregation, what_was_decided
 from heterog.explain.explanation import Explanation, explain
-from heterog.explain.lowered import Aggregation
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
@@ -33,7 +32,7 @@ from heterog.search.background import plan_background
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import shardings
 from heterog.units import format_bytes, format_seconds

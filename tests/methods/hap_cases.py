@@ -13,9 +13,8 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.hap.a_star import Search, SearchResult
-from heterog.methods.hap.fold import fold
-from heterog.methods.hap.prices import SpmdPrices, ValueClass, Work
-from heterog.methods.hap.segments import Segments
+from heterog.methods.hap.programs import SpmdPrices, ValueClass, Work
+from heterog.methods.hap.segments import Segments, fold
 from heterog.methods.hap.theory import Role, Theory, build_theory
 from heterog.simulator.evaluator import Evaluator
 from tests.simulator.builders import cluster_of

@@ -15,8 +15,14 @@ from heterog.graph.update_scope import UpdateScope
 from heterog.graph.workload import Workload
 from heterog.lowering import Choice
 from heterog.lowering.channels import proportional_slices
-from heterog.methods.best_ddp import BUCKETS, BestDataParallel, class_sets
-from heterog.methods.data_parallel import balanced_homes, device_speeds, uniform_strategy
+from heterog.methods.data_parallel import (
+    BUCKETS,
+    BestDataParallel,
+    balanced_homes,
+    class_sets,
+    device_speeds,
+    uniform_strategy,
+)
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.two_segment import TwoSegment
 from heterog.search.allotment import Allotment

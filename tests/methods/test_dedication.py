@@ -11,14 +11,13 @@ from heterog.cluster import Cluster, PairLimit
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray, Program
 from heterog.methods.dedication import Dedication
-from heterog.methods.given import GivenLayout
-from heterog.methods.host_kinds import hosts_by_kind
-from heterog.methods.host_order import HostTraffic, on_hosts
+from heterog.methods.host_order import HostTraffic, hosts_by_kind, on_hosts
 from heterog.methods.pipette.communication import HostRates
 from heterog.methods.pipette.planner import Pipette
 from heterog.methods.planner import Budget, Candidate, Planner, Problem, Stop
 from heterog.search.judging import run_method
 from heterog.search.portfolio import best_row
+from heterog.search.seeds import GivenLayout
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout

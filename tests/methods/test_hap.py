@@ -16,8 +16,14 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.hap.planner import Hap, Ingredients, Synthesis, _Ranking
-from heterog.methods.hap.prices import PADDED_ONLY, SpmdPrices, Work
-from heterog.methods.hap.programs import data_parallel, op_rules, program_cost
+from heterog.methods.hap.programs import (
+    PADDED_ONLY,
+    SpmdPrices,
+    Work,
+    data_parallel,
+    op_rules,
+    program_cost,
+)
 from heterog.methods.hap.ratios import best_ratios
 from heterog.methods.hap.theory import Theory, Triple, build_theory
 from heterog.methods.planner import Budget, Problem
@@ -26,8 +32,7 @@ from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
-from heterog.zoo.attention import EncoderLayer
-from heterog.zoo.moe import MixtureOfExperts
+from heterog.zoo.translation import EncoderLayer, MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.methods.hap_cases import Layer, captured, prices_of, searched, v100_p100
 from tests.simulator.builders import by_sheets, cluster_of

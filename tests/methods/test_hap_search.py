@@ -12,10 +12,8 @@ from torch import nn
 
 from heterog.graph.op_graph import Phase
 from heterog.methods.hap.a_star import Codes, Search
-from heterog.methods.hap.fold import assign_steps, fold, fold_in_order
-from heterog.methods.hap.prices import Delivery
-from heterog.methods.hap.programs import data_parallel, program_cost
-from heterog.methods.hap.segments import Segments
+from heterog.methods.hap.programs import Delivery, data_parallel, program_cost
+from heterog.methods.hap.segments import Segments, assign_steps, fold, fold_in_order
 from heterog.methods.hap.theory import Theory, build_theory
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion

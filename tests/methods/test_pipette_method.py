@@ -9,7 +9,6 @@ import pytest
 from heterog.cluster import Cluster, PairLimit
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import FloatArray
-from heterog.methods.given import GivenLayout
 from heterog.methods.host_order import HostTraffic
 from heterog.methods.pipette.communication import HostRates
 from heterog.methods.pipette.layouts import (
@@ -22,6 +21,7 @@ from heterog.methods.pipette.layouts import (
 from heterog.methods.pipette.planner import Pipette, _Search, _Trial
 from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
+from heterog.search.seeds import GivenLayout
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout

@@ -20,7 +20,7 @@ from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget, Problem
 from heterog.methods.poplar import EvenZero, Poplar, even_allocation, zero_strategy
 from heterog.methods.poplar.allocation import Allocation, common_steps, own_micro_batches
-from heterog.methods.poplar.curves import (
+from heterog.methods.poplar.planner import (
     room_left,
     samples_that_fit,
     seconds_over_samples,

@@ -15,7 +15,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget, PlanResult, Problem
 from heterog.methods.registry import built_in_methods
-from heterog.methods.sequences import Sequences
+from heterog.methods.unit_search import Sequences
 from heterog.pricing.calibration import cost_model_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

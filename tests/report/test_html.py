@@ -20,9 +20,9 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.explain.explanation import Explanation, explain
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.report.facts import percent
 from heterog.report.html import report_html, write_report
 from heterog.report.lanes import CATEGORIES, MAX_PIECES, thinned, view_data, view_lanes
-from heterog.report.markup import percent
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import history_picture
 from heterog.report.side_by_side import NamedPlan, comparison_html, write_comparison_page

@@ -5,7 +5,7 @@ from io import StringIO
 from rich.console import Console, RenderableType
 
 from heterog.explain.explanation import explain
-from heterog.report.words import explanation_text, memory_table
+from heterog.report.tables import explanation_text, memory_table
 from heterog.strategy.strategy import Decision
 from tests.simulator.builders import cluster_of, linear_chain, plan_by_hand, strategy_of
 

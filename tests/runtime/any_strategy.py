@@ -20,7 +20,7 @@ from heterog.graph.op_rule import OpRules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_shares, split_evenly
-from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn, device_chunks
+from heterog.strategy.schedules import Pass, PipelineSchedule, Turn, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.cases import BATCH

@@ -22,7 +22,7 @@ from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
 from tests.own_optimizers import AdamW, Lookahead, Own

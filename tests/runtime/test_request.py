@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from heterog.cli import app
-from heterog.cli.spelling import as_options
+from heterog.cli.outputs import as_options
 from heterog.errors import HeterogError, InputFileError
 from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest, read_request

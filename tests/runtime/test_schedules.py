@@ -17,8 +17,7 @@ from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
-from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
+from heterog.strategy.schedules import PipelineSchedule, caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, reference, train
 from tests.runtime.grids import grid_cluster

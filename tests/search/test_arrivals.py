@@ -9,8 +9,13 @@ import numpy as np
 import pytest
 
 from heterog.errors import HeterogError, UnknownNameError
-from heterog.search.arrivals.deadlines import EPISODE_S, draw_factors, draw_requests
-from heterog.search.arrivals.profiled import RampCluster, profiled_jobs
+from heterog.search.arrivals.profiled import (
+    EPISODE_S,
+    RampCluster,
+    draw_factors,
+    draw_requests,
+    profiled_jobs,
+)
 from heterog.search.arrivals.queueing import (
     JobFeatures,
     JobQueueing,

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import heterog.agents.planners
-import heterog.methods.hap.fold as fold
 import heterog.methods.hap.planner as hap
+import heterog.methods.hap.segments as fold
 from heterog.cluster import Cluster
 from heterog.cluster.topology import ROOFLINE
 from heterog.graph.capture import capture

@@ -21,8 +21,13 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
-from heterog.search.cheapest import Offer, best_trades
-from heterog.search.host_sets import MOST_SETS, differing_sets, ranked_host_sets
+from heterog.search.cheapest import (
+    MOST_SETS,
+    Offer,
+    best_trades,
+    differing_sets,
+    ranked_host_sets,
+)
 from heterog.search.host_subset import HostSubset
 from heterog.search.objective import (
     FASTEST,

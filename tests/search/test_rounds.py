@@ -20,9 +20,8 @@ from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.report.answer import brief_answer
 from heterog.search.issue_order import sends_by_op
-from heterog.search.judging import run_method
+from heterog.search.judging import FADES, Contender, next_of, run_method
 from heterog.search.plan import load_plan
-from heterog.search.rounds import FADES, Contender, next_of
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from tests.search.asking import make_plan, run_methods

@@ -21,7 +21,7 @@ from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import MemoryKind, memory_fit
-from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.strategies import cluster, graph_of, plan_of

@@ -12,7 +12,7 @@ from heterog.cluster import Cluster
 from heterog.graph.serialize import save_graph
 from heterog.methods.planner import Budget, MethodRow
 from heterog.methods.registry import built_in_methods
-from heterog.search.together import can_be_sent, deal
+from heterog.search.judging import can_be_sent, deal
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Seats, open_seats
 from tests.search.asking import run_methods

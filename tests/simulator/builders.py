@@ -34,7 +34,7 @@ from heterog.simulator.engine import Order, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
 from heterog.simulator.timings import make_timings
-from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
+from heterog.strategy.schedules import PipelineSchedule, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 GBIT_PER_S = 1e9 / 8

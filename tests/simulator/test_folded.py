@@ -27,8 +27,7 @@ from heterog.simulator.folded import Folding
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.schedules import SCHEDULES
+from heterog.strategy.schedules import SCHEDULES, PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator.builders import (
     random_composition,

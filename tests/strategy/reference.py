@@ -18,7 +18,7 @@ from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.lowering.channels import ChannelKind
 from heterog.lowering.program import FIRST_FREE_KIND, TaskKind
-from heterog.strategy.pipeline_schedule import Pass, device_chunks
+from heterog.strategy.schedules import Pass, device_chunks
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.strategy.reading import (
     ANY_PASS,

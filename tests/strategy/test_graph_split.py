@@ -20,11 +20,11 @@ from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.methods.planner import Budget, Problem
-from heterog.methods.spatial import Spatial
+from heterog.methods.unit_search import Spatial
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.graph_split import feature_rules, feature_splits, row_rules, row_splits
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
+from heterog.strategy.spatial_split import feature_rules, feature_splits, row_rules, row_splits
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import build
 from heterog.zoo.graphs import Edges, GraphConvolutions, GraphSage, full_batch, skewed_graph

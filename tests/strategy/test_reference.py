@@ -31,16 +31,14 @@ from heterog.lowering.program import (
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy import remaking
 from heterog.strategy.division import micro_shares
-from heterog.strategy.graph_split import feature_splits, row_splits
 from heterog.strategy.layouts.experts import expert_rules
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.tensor import team_rules
-from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
-from heterog.strategy.spatial_split import spatial_splits
+from heterog.strategy.schedules import Pass, Turn, device_chunks
+from heterog.strategy.spatial_split import feature_splits, row_splits, spatial_splits
 from heterog.strategy.strategy import REPLICATED, Keeps, Strategy
-from heterog.zoo.tokens import token_workload
-from heterog.zoo.translation import VOCABULARY, Transformer
+from heterog.zoo.translation import VOCABULARY, Transformer, token_workload
 from tests.runtime import graphs
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_workload

@@ -22,8 +22,15 @@ from heterog.lowering import encode, lower
 from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn, device_chunks
-from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
+from heterog.strategy.schedules import (
+    Pass,
+    PipelineSchedule,
+    Turn,
+    caps_of_stages,
+    device_chunks,
+    stages_of,
+    stated_turns,
+)
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy
 from tests.simulator import reference

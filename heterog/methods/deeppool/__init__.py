@@ -1,11 +1,20 @@
 """Burst parallelism: how many devices each layer of a fork-join graph gets (DeepPool).
 
-``structure`` reads chains and branches out of a layer graph, ``search`` is the dynamic program,
-and ``planner`` the method.
+``search`` reads chains and branches out of a layer graph and is the dynamic program; ``planner``
+is the method.
 """
 
-from heterog.methods.deeppool.search import BurstPlan, LayerCosts, Place, search
-from heterog.methods.deeppool.structure import Block, Chain, fork_join, last_layer, layers_of
+from heterog.methods.deeppool.search import (
+    Block,
+    BurstPlan,
+    Chain,
+    LayerCosts,
+    Place,
+    fork_join,
+    last_layer,
+    layers_of,
+    search,
+)
 
 __all__ = [
     "Block",

@@ -29,7 +29,7 @@ from itertools import compress
 from operator import getitem
 from typing import TypeVar
 
-from heterog.methods.hap.prices import IMPOSSIBLE, SpmdPrices
+from heterog.methods.hap.programs import IMPOSSIBLE, SpmdPrices
 from heterog.methods.hap.segments import Action, Segments, is_parameter
 
 _Key = TypeVar("_Key")

@@ -20,11 +20,17 @@ from heterog.graph.op_rule import OpRules
 from heterog.lowering.channels import proportional_slices
 from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram
-from heterog.methods.hap.fold import TooWideError, fold
-from heterog.methods.hap.prices import COLLECTIVES, PADDED_ONLY, SpmdPrices, Work
-from heterog.methods.hap.programs import data_parallel, op_rules, program_cost
+from heterog.methods.hap.programs import (
+    COLLECTIVES,
+    PADDED_ONLY,
+    SpmdPrices,
+    Work,
+    data_parallel,
+    op_rules,
+    program_cost,
+)
 from heterog.methods.hap.ratios import best_ratios, device_classes
-from heterog.methods.hap.segments import Segments
+from heterog.methods.hap.segments import Segments, TooWideError, fold
 from heterog.methods.hap.theory import Theory, build_theory
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Spending
 from heterog.methods.teams import host_sizes, host_teams, in_teams

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_graph import Phase
-from heterog.methods.hap.prices import SpmdPrices, Work
+from heterog.methods.hap.programs import SpmdPrices, Work
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 

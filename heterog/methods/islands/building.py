@@ -13,8 +13,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import shared_across_stages
-from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.schedules import caps_of_stages
+from heterog.strategy.schedules import PipelineSchedule, caps_of_stages
 from heterog.strategy.strategy import Strategy
 
 

@@ -29,22 +29,25 @@ from heterog.methods.islands.composing import (
     Island,
     Pool,
     Structure,
+    can_be_in_a_v,
     described,
+    in_a_v,
     islands_of,
     num_copies,
+    places,
     structures,
+    with_moved_layer,
 )
 from heterog.methods.islands.slices import Slices
-from heterog.methods.islands.variants import can_be_in_a_v, in_a_v, places, with_moved_layer
 from heterog.methods.megatron_grid import least_bubble
 from heterog.methods.planner import (
     Candidate,
     Planner,
     PlanResult,
     Problem,
+    Tried,
 )
 from heterog.methods.recomputing import words_worth_trying
-from heterog.methods.tried import Tried
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.strategy import Strategy

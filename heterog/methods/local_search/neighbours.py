@@ -36,7 +36,7 @@ from heterog.methods.teams import (
 from heterog.simulator.engine import Order
 from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)

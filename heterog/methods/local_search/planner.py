@@ -31,7 +31,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome, given_up
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.simulator.floor import floor_s
-from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 NUM_RETURNED = 4

@@ -17,9 +17,8 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.methods.host_kinds import hosts_by_kind
-from heterog.methods.pipette.communication import Traffic, ring_payloads
-from heterog.methods.pipette.latency import UniformCosts
+from heterog.methods.host_order import hosts_by_kind
+from heterog.methods.pipette.communication import Traffic, UniformCosts, ring_payloads
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.layout import Layout

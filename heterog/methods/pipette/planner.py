@@ -20,8 +20,7 @@ from heterog.lowering.program import IntArray
 from heterog.methods.host_order import HostTraffic, annealed_order
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.pipette.annealing import COOLED, anneal
-from heterog.methods.pipette.communication import HostRates, Pricing
-from heterog.methods.pipette.latency import Variant, latency_s
+from heterog.methods.pipette.communication import HostRates, Pricing, Variant, latency_s
 from heterog.methods.pipette.layouts import (
     LayoutCosts,
     Point,
@@ -35,9 +34,9 @@ from heterog.methods.planner import (
     Planner,
     PlanResult,
     Problem,
+    Tried,
 )
 from heterog.methods.recomputing import cheaper_layouts, surely_kept
-from heterog.methods.tried import Tried
 from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.placed import place_layout

@@ -18,8 +18,7 @@ from functools import partial
 from heterog.errors import HeterogError
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Planner, PlanResult, Problem
-from heterog.modes.asynchronous.paces import ticks_of
-from heterog.modes.asynchronous.pricing import team_paces
+from heterog.modes.asynchronous.paces import team_paces, ticks_of
 from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
 from heterog.modes.search import (
     Tried,

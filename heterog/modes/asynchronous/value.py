@@ -276,7 +276,7 @@ class AsynchronousServer(Mode):
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
         """The pace that teams settle at, beside a step of teams alone."""
-        from heterog.modes.asynchronous.pricing import more_seconds
+        from heterog.modes.asynchronous.paces import more_seconds
 
         return replace(encoded, more_s=more_seconds(evaluator, strategy, choice))
 

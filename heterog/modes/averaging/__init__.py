@@ -1,5 +1,5 @@
 """Averaging (local SGD, DiLoCo).
 
-``value``, the mode; ``passes`` over memory and ``buckets``; its ``pricing``; ``method``, the
-search; ``ranks``, ``rehearsal`` and ``checkpoint``.
+``value``, the mode and its buckets; ``passes`` over memory; its ``pricing``; ``method``, the
+search; ``ranks`` and ``rehearsal``.
 """

@@ -33,8 +33,7 @@ from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.tables import GraphTables
 from heterog.methods.data_parallel import uniform_strategy
 from heterog.methods.planner import Candidate, MethodRow
-from heterog.modes.averaging.buckets import averaged_buckets
-from heterog.modes.averaging.value import Averaging
+from heterog.modes.averaging.value import Averaging, averaged_buckets
 from heterog.modes.codecs.value import (
     MOST_REDUCTION,
     Codec,

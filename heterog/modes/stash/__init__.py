@@ -1,5 +1,5 @@
 """Weight stashes (PipeDream).
 
 ``value``, the mode; ``phases`` of a step and ``memory``; ``paces`` and ``pricing``; ``method``,
-the search; ``ranks`` and ``rehearsal``.
+the search; ``ranks``, in rehearsals too.
 """

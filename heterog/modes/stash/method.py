@@ -33,7 +33,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
 
 _MOST_TRIED = 40

@@ -31,7 +31,7 @@ from heterog.modes.mode import EncodedMode, Mode
 from heterog.modes.stash.memory import EncodedStash
 from heterog.modes.stash.phases import is_of_backward, stage_fault
 from heterog.records import Int32, Record
-from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
+from heterog.strategy.schedules import PipelineSchedule, device_chunks
 
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
@@ -217,7 +217,7 @@ class WeightStash(Mode):
 
     def rehearsal(self, stage: "Stage") -> "Rehearsal":
         """Play batches until the pipeline is full and every stage has ended one."""
-        from heterog.modes.stash.rehearsal import RehearsedStash
+        from heterog.modes.stash.ranks import RehearsedStash
 
         return RehearsedStash(stage)
 

@@ -14,11 +14,11 @@ from heterog.errors import HeterogError
 from heterog.files import write_json
 from heterog.methods.planner import Candidate
 from heterog.records import read_record
-from heterog.search.library.adapting import adapted
 from heterog.search.library.entry import (
     LIKE_UNTIL,
     SCHEMA_VERSION,
     EntryRecord,
+    adapted,
     described,
     distance,
     entry_of,

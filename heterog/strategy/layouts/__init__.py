@@ -2,5 +2,5 @@
 
 ``layout`` is the description, ``files`` reads it from other programs' files, ``placed`` makes a
 strategy of it: ``stages`` cuts the groups, ``pipelines`` puts teams beside and behind each other,
-``tensor``, ``positions``, ``context`` and ``experts`` are the rules inside teams.
+``tensor`` and ``experts`` are the rules inside teams.
 """

@@ -10,13 +10,17 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import Keeps, attention_scores
-from heterog.strategy.layouts.context import context_rules
-from heterog.strategy.layouts.experts import expert_rules, groups_of_experts
+from heterog.strategy.layouts.experts import context_rules, expert_rules, groups_of_experts
 from heterog.strategy.layouts.layout import Dispatch, Recompute
 from heterog.strategy.layouts.stages import NO_LAYER, layer_blocks, layers_of
 from heterog.strategy.layouts.tensor import TeamRules, team_rules
-from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.schedules import as_caps, stages_of, stated_turns
+from heterog.strategy.schedules import (
+    AS_IT_COMES,
+    PipelineSchedule,
+    as_caps,
+    stages_of,
+    stated_turns,
+)
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 
 

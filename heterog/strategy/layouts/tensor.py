@@ -2,26 +2,116 @@
 
 Inside a team the first weight of a feed-forward block is split by columns and the second by rows,
 attention by heads (Shoeybi et al. 2019, section 3). What is between them is done by every member
-on all samples of the team, or on its own positions (``positions``). Which weights these are is
+on all samples of the team, or on its own positions (below). Which weights these are is
 found by following splits (``tensor_parallel.shardings``), not by the names of modules. The
 embedding is split by the columns of its table and gathered (Megatron-LM splits rows and sums,
 which a look-up has no rule for), the head by the vocabulary.
+
+Sequence parallelism: activations between two split matrix products are split by position.
+
+Megatron-LM's form of it (Korthikanti et al. 2022, section 4.2): where a team would add up parts of
+a sum on all its members, each member gets the sum for its own positions alone (a reduce-scatter),
+and norms, dropouts and residuals work on these. The next matrix product gathers them. That sends
+as many bytes as before, and keeps less of everything in between.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import P, R
+from heterog.graph.op_rule import OpRule, OpRules, Scatter
+from heterog.graph.placement import P, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import propagate
 from heterog.strategy.layouts.layout import LayoutError
-from heterog.strategy.layouts.positions import along_positions
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of
 from heterog.strategy.tensor_parallel import Region, follow_split, ops_of_groups, shardings
+
+
+def along_positions(
+    graph: OpGraph, groups: Sequence[int], rules: dict[int, OpRule]
+) -> dict[int, OpRule]:
+    """Make sums over teams end in slices of positions, with rules for the ops that follow.
+
+    Args:
+        graph: One training step.
+        groups: Groups whose teams do this.
+        rules: Rules of the ops of these groups that are split.
+    """
+    found = dict(rules)
+    group, chosen = group_ops(graph).group, set(groups)
+    lies: dict[int, Scatter] = {}  # tensors that are split along positions
+    for index, op in enumerate(graph.ops):
+        if int(group[index]) not in chosen or op.phase == Phase.UPDATE:
+            continue
+        if index in found:
+            slices = _slices_of_sum(graph, index, found)
+            if slices is not None:
+                found[index] = replace(found[index], scatter=slices)
+                lies[graph.outputs[index][0]] = slices
+            continue
+        units = {lies[tensor].units for tensor in op.inputs if tensor in lies}
+        if len(units) != 1:
+            continue
+        (size,) = units
+        given = tuple(lies[tensor].place if tensor in lies else R for tensor in op.inputs)
+        result = propagate(graph.call(index), given, size)
+        if result is None or not needs_no_transfer(given, result.inputs):
+            continue
+        made = zip(graph.outputs[index], result.outputs, strict=True)
+        if any(place == P and _read_in_slices(graph, each, rules) for each, place in made):
+            continue  # the gradient of a table in slices: a sum would make all of it
+        if not graph.is_view[index]:
+            found[index] = OpRule(inputs=result.inputs, outputs=result.outputs, units=size)
+        for tensor, place in zip(graph.outputs[index], result.outputs, strict=True):
+            if place.kind == "S":
+                lies[tensor] = Scatter(place=place, units=size)
+    return found
+
+
+def _read_in_slices(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
+    """Whether an op reads slices of a tensor."""
+    return any(
+        read.kind == "S" and graph.storage[each] == graph.storage[tensor]
+        for reader in graph.readers(tensor)
+        if reader in rules
+        for each, read in zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
+    )
+
+
+def _slices_of_sum(graph: OpGraph, op: int, rules: dict[int, OpRule]) -> Scatter | None:
+    """Slices of positions in which an op's partial sums can be summed, if they can."""
+    if rules[op].outputs != (P,):
+        return None
+    (tensor,) = graph.outputs[op]
+    if _is_read_in_parts(graph, tensor, rules):
+        return None
+    shape, along = graph.tensors[tensor].shape, batch_plan(graph).placements[tensor]
+    batch = graph.batch_size
+    if along.kind != "S" or len(shape) not in (2, 3):
+        return None
+    if len(shape) == 3 and along.outer == 1 and along.dim < 2 and shape[along.dim] == batch:
+        place, units = S(1 - along.dim), shape[1 - along.dim]  # (batch, positions, ...) or turned
+    elif len(shape) == 2 and along == S(0):
+        place, units = S(0, batch), shape[0] // batch  # positions inside samples
+    elif len(shape) == 2 and along.dim == 0 and shape[0] == along.outer * batch:
+        place, units = S(0), along.outer  # samples inside positions
+    else:
+        return None
+    return Scatter(place=place, units=units) if units > 1 else None
+
+
+def _is_read_in_parts(graph: OpGraph, tensor: int, rules: dict[int, OpRule]) -> bool:
+    """Whether an op reads partial sums directly, to add others to them."""
+    return any(
+        read == P and graph.storage[each] == graph.storage[tensor]
+        for reader in graph.readers(tensor)
+        if reader in rules
+        for each, read in zip(graph.ops[reader].inputs, rules[reader].inputs, strict=True)
+    )
+
 
 _LEAST_OF_BEST = 16.0
 """Largest factor of bytes sent per work, over the best way, at which a split is worth it."""
