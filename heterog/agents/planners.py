@@ -181,7 +181,7 @@ class AgentSearch(Planner):
     """Local search that a policy leads; see the module docstring.
 
     Args:
-        policy: Name of a shipped policy, or a file.
+        policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
     """
 
@@ -190,7 +190,9 @@ class AgentSearch(Planner):
     is_random = True
     answers_whole = True
 
-    def __init__(self, policy: str = DEFAULT_POLICY, *, name: str = "agent+search") -> None:
+    def __init__(
+        self, policy: "str | Policy" = DEFAULT_POLICY, *, name: str = "agent+search"
+    ) -> None:
         self.name = name
         self.policy = policy
 

@@ -1,0 +1,96 @@
+"""What does learning add? One machinery around scores of different origin.
+
+    python experiments/agent_ablation.py --pairs pairs/test.jsonl --seeds 3 --json
+
+Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
+the seed draws its weights, too), ``no_messages`` (trained without messages, ``--no-messages``),
+``thumb`` (a rule of thumb) and ``uniform`` (all that fits is alike). An arm ``NAME+search``
+leads a local search for the CPU seconds; without, it answers once: 64 draws, stages, segments,
+finishing and refining.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from pair_tables import Arm, Found, run_table, table_parser
+
+from heterog.agents.checkpoint import load_checkpoint
+from heterog.agents.config import PolicyConfig
+from heterog.agents.graph_data import PairBatch
+from heterog.agents.planners import DEFAULT_POLICY, Agent, AgentSearch
+from heterog.agents.policy import Policy, Scores
+from heterog.envs.observation import PAIR_SLOWER
+from heterog.methods.planner import Budget, Planner, Problem
+from heterog.search.judging import run_method
+from heterog.simulator.evaluator import Evaluator
+
+ARMS = ("trained", "untrained", "no_messages", "thumb", "uniform")
+MASKED = -1e9
+SMALLEST = PolicyConfig(width=4, num_heads=1, num_rounds=1)
+
+
+class Fixed(Policy):
+    """Scores without a network: a weight on analytic times, and a bonus for staying."""
+
+    def __init__(self, slower: float, cut: float, stay: float) -> None:
+        super().__init__(SMALLEST)
+        self.slower, self.of_cut, self.of_stay = slower, cut, stay
+
+    def forward(self, batch: PairBatch) -> Scores:
+        """Score every block and candidate of a batch of pairs."""
+        unary = -self.slower * batch.pairs[..., PAIR_SLOWER]
+        blocks = torch.zeros(unary.shape[:2])
+        return Scores(
+            unary=unary.masked_fill(~batch.allowed, MASKED),
+            pair=torch.zeros_like(batch.overlap),
+            overlap=batch.overlap,
+            cut=blocks + self.of_cut,
+            stay=blocks + self.of_stay,
+            value=torch.zeros(len(unary)),
+            block_mask=batch.block_mask,
+        )
+
+
+def untrained(config: PolicyConfig, seed: int) -> Policy:
+    """A network with weights of a seed."""
+    torch.manual_seed(1000 + seed)
+    return Policy(config).eval()
+
+
+def ask(
+    policy: Callable[[int], Policy], method: Callable[[Policy], Planner], evaluator: Evaluator,
+    seed: int, budget: Budget,
+) -> Found:  # fmt: skip
+    """The answer of a policy."""
+    planner = method(policy(seed))
+    planner.prepare(evaluator)
+    problem = Problem(evaluator=evaluator, budget=budget, seed=seed, clock=time.process_time)
+    row = run_method(planner, problem)
+    return row.step_time_s, row.num_evaluations
+
+
+def main() -> None:
+    """Make the table."""
+    parser = table_parser(__doc__, ARMS, 20.0)
+    parser.add_argument("--policy", default=DEFAULT_POLICY, help="the trained one")
+    parser.add_argument("--no-messages", default="", help="file of one trained without messages")
+    asked = parser.parse_args()
+    trained = load_checkpoint(asked.policy).policy
+    policies: dict[str, Callable[[int], Policy]] = {
+        "trained": lambda seed: trained,
+        "untrained": lambda seed: untrained(trained.config, seed),
+        "thumb": lambda seed: Fixed(2.0, 1.0, 7.0).eval(),
+        "uniform": lambda seed: Fixed(0.0, 0.0, 0.0).eval(),
+    }
+    if asked.no_messages:
+        without = load_checkpoint(asked.no_messages).policy
+        policies["no_messages"] = lambda seed: without
+    arms: dict[str, Arm] = {name: partial(ask, each, Agent) for name, each in policies.items()}
+    arms |= {f"{name}+search": partial(ask, each, AgentSearch) for name, each in policies.items()}
+    run_table(asked, arms)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Models to learn from and to be judged on, drawn by a number: ``drawn_models.py:u_shape_17``.
+
+A name is a family and a number. The number seeds every draw: depth, widths, sizes of inputs,
+batch, optimizer and precision, over decades. Families are a grammar of own modules
+(``drawn_modules``) and architectures of ``transformers`` without weights
+(``drawn_architectures``). Each belongs to training, validation or test, and a policy is never
+trained on a family of the other two.
+"""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+
+import drawn_architectures  # noqa: F401  (enters its families)
+import drawn_modules  # noqa: F401  (enters its families)
+import numpy as np
+import torch
+from drawn import FAMILIES, Draw
+
+from heterog import Workload
+
+
+def families(split: str) -> list[str]:
+    """Names of the families of a split."""
+    return [name for name, each in FAMILIES.items() if each.split == split]
+
+
+def workload(name: str, batch_size: int | None = None) -> Workload:
+    """The model of a name such as ``u_shape_17``."""
+    kind, _, number = name.rpartition("_")
+    rng = np.random.default_rng([zlib.crc32(kind.encode()), int(number)])
+    made = FAMILIES[kind].build(Draw(rng, batch_size))
+    optimizer = str(rng.choice(["Adam", "AdamW", "SGD"], p=[0.4, 0.4, 0.2]))
+    options = {"lr": 0.1, "momentum": float(rng.choice([0.0, 0.9]))}
+    return replace(
+        made,
+        optimizer=getattr(torch.optim, optimizer),
+        optimizer_options=options if optimizer == "SGD" else {},
+        name=name,
+    )
+
+
+def __getattr__(name: str) -> Callable[..., Workload]:
+    """The function that makes the model of a name."""
+    kind, _, number = name.rpartition("_")
+    if kind not in FAMILIES or not number.isdigit():
+        raise AttributeError(name)
+
+    def make(batch_size: int | None = None) -> Workload:
+        return workload(name, batch_size)
+
+    return make

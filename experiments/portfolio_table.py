@@ -1,0 +1,56 @@
+"""What does ``auto`` gain from its agents, and what from more time without them?
+
+    python experiments/portfolio_table.py --pairs pairs/test.jsonl --cpu-seconds 20 --json
+
+Arms: ``with`` and ``without`` agents, and ``without_5x``: without them for five times as long.
+Budgets are in seconds of this process, so that other work on the machine shortens no search.
+"""
+
+import time
+from collections.abc import Collection
+from functools import partial
+
+from pair_tables import Arm, Found, run_table, table_parser
+
+from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
+from heterog.methods.planner import Budget
+from heterog.methods.registry import Methods
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request, Session
+from heterog.simulator.evaluator import Evaluator
+
+ARMS = ("with", "without", "without_5x")
+
+
+def auto(
+    known: Methods, without: Collection[str], times: float, evaluator: Evaluator, seed: int,
+    budget: Budget,
+) -> Found:  # fmt: skip
+    """The best row of all methods but some."""
+    request = Request(
+        graph=evaluator.graph,
+        cluster=evaluator.cluster,
+        known=known,
+        budget=budget.part(times),
+        seed=seed,
+    )
+    rows = run_methods(evaluator, request, Session(clock=time.process_time), without=without)
+    return best_row(rows).step_time_s, sum(row.num_evaluations for row in rows)
+
+
+def main() -> None:
+    """Make the table."""
+    parser = table_parser(__doc__, ARMS, 20.0)
+    parser.add_argument("--policy", default=DEFAULT_POLICY)
+    asked = parser.parse_args()
+    known = default_methods(asked.policy)
+    arms: dict[str, Arm] = {
+        "with": partial(auto, known, (), 1.0),
+        "without": partial(auto, known, LEARNED, 1.0),
+        "without_5x": partial(auto, known, LEARNED, 5.0),
+    }
+    run_table(asked, arms)
+
+
+if __name__ == "__main__":
+    main()
