@@ -20,7 +20,8 @@ The methods, exact:
 - ``data_parallel``, ``best_ddp``, ``model_parallel``, ``tuned_uniform``, ``two_segment``,
   ``megatron_grid`` enumerate (``enumeration``), ``pipeline`` and ``islands`` cut the model into
   stages.
-- ``local_search`` moves through ``neighbours`` with ``group_rules``.
+- ``local_search`` moves through ``neighbours`` with ``group_rules``; ``move_features`` are what a
+  policy sees of moves.
 - ``hap`` (``spmd``), ``poplar``, ``deeppool`` (``burst``) and ``pipette`` are others' methods;
   ``dedication`` moves alike hosts (``host_kinds``, ``host_order``).
 - ``spatial`` and ``sequences`` cut samples (``unit_search``).

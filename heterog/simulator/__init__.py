@@ -5,8 +5,8 @@
   ``feasibility`` says what can run, ``floor`` what is not worth a simulation.
 - ``engine`` simulates inside a search (``timings``, ``heaps``), ``referee`` judges what is
   reported. ``memory`` and ``memory_breakdown`` say what fills a device, ``timeline`` and
-  ``critical_path`` what takes time, ``lower_bound`` what nothing can beat, ``noise`` what unsure
-  speeds change.
+  ``critical_path`` what takes time (``place_facts``: where, in one pass), ``lower_bound`` what
+  nothing can beat, ``noise`` what unsure speeds change.
 - ``cost_model`` is the interface of prices: ``roofline`` from data sheets, ``device_models`` from
   measured types, ``calibration`` from your own ``measurements`` (``op_fits``, ``link_fits``,
   ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.

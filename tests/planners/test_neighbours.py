@@ -10,7 +10,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.group_rules import GroupRules
-from heterog.planners.local_search import LocalSearch, _Search
+from heterog.planners.local_search import LocalSearch, Search
 from heterog.planners.neighbours import Neighbours, State
 from heterog.planners.planner import Budget, Candidate, Problem
 from heterog.planners.teams import without_needless_rules
@@ -123,7 +123,7 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
         budget=Budget(evaluations=400),
         seeds=(Candidate(strategy=given, orders=tuple(Order)),),
     )
-    search = _Search(problem)
+    search = Search(problem)
     search._seed()
     assert evaluator.num_evaluations <= len(search.engine.found) + len(search.referee.found)
     assert all(state.key in search.engine.found for state in search._states(problem.seeds[0]))
@@ -168,7 +168,7 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
     machines = cluster_of((4.0, ["V100-16GB"] * 2), (1.0, ["T4"]), (1.0, ["T4"]))
     evaluator = Evaluator(graph, machines)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=300))
-    search = _Search(problem)
+    search = Search(problem)
     search.neighbours.may_team = True
     search._seed()
     start = search.engine.best[0][1]
