@@ -1,6 +1,6 @@
 """A policy that improves plans: it scores the moves of a local search from where they are made.
 
-The network reads a point as the search sees it (``planners.move_features``): groups of ops with
+The network reads a point as the search sees it (``methods.local_search.move_features``): groups of ops with
 what the timeline says of them exchange messages along the edges of the graph, each move joins what
 it changes with the groups that it changes. It answers how likely it is to gain, and how much.
 ``LedMoves`` draws many of the search's own random moves at each point and tries the best scored.
@@ -20,15 +20,15 @@ from torch_geometric.nn import TransformerConv
 
 from heterog.agents.encoder import mlp
 from heterog.files import read_bytes
-from heterog.planners.local_search import Lead, Search
-from heterog.planners.move_features import (
+from heterog.methods.local_search.move_features import (
     NUM_GROUP_FEATURES,
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
     MoveFeatures,
     View,
 )
-from heterog.planners.neighbours import Move, State, StateKey
+from heterog.methods.local_search.neighbours import Move, State, StateKey
+from heterog.methods.local_search.planner import Lead, Search
 from heterog.units import GIB
 
 _SHIPPED = resources.files("heterog.agents") / "policies"
