@@ -7,7 +7,8 @@ HeteroG that does something.
 - ``pair`` is a model on a cluster as a policy meets it: ``candidates`` to choose from, an
   ``observation``, a ``reward``, and scores by the ``coarse`` evaluator on tables that ``merging``
   has made shorter.
-- ``strategy_env`` has the two environments of strategies, ``job_partition`` that of arriving jobs,
+- ``strategy_env`` has the two environments of strategies, ``improve_env`` that of plans
+  improved by moves, ``job_partition`` that of arriving jobs,
   ``spaces`` their padded arrays; ``registration`` tells Gymnasium.
 - ``clusters`` are generated, ``toy`` is a small pair, ``conformance`` checks rewards.
 """

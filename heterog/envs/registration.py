@@ -9,6 +9,7 @@ import gymnasium as gym
 ONE_SHOT = "heterog/StrategyOneShot-v1"
 STEP_BY_STEP = "heterog/Strategy-v1"
 JOB_PARTITION = "heterog/JobPartition-v0"
+IMPROVE = "heterog/Improve-v0"
 
 
 def register_envs() -> None:
@@ -17,6 +18,7 @@ def register_envs() -> None:
         (ONE_SHOT, "strategy_env:StrategyOneShotEnv"),
         (STEP_BY_STEP, "strategy_env:StrategyEnv"),
         (JOB_PARTITION, "job_partition:JobPartitionEnv"),
+        (IMPROVE, "improve_env:ImproveEnv"),
     ):
         if name not in gym.registry:
             gym.register(id=name, entry_point=f"heterog.envs.{where}")

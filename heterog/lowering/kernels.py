@@ -48,6 +48,7 @@ SOURCES = (
     "simulator/heaps.py",
     "simulator/memory.py",
     "simulator/multiplex.py",
+    "simulator/place_facts.py",
     "simulator/referee.py",
     "simulator/timings.py",
 )

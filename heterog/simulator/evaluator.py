@@ -221,6 +221,7 @@ class Evaluator(Runner):
 
     def _begun(self, choice: Choice, orders: Sequence[Order]) -> Lowered | list[Evaluation]:
         """A choice lowered, or for each order the reason why it is not simulated."""
+        self._ran = None
         if (kept := self._overfull(choice)) is not None:
             return [self._hopeless(choice, kept, order) for order in orders]
         return self._ready(choice) or [self._too_large(choice, order) for order in orders]

@@ -23,6 +23,7 @@ from heterog.pricing.rule_sets import RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
 from heterog.simulator.folded import Folding
 from heterog.simulator.memory import peak_memory
+from heterog.simulator.place_facts import PlaceFacts, place_facts
 from heterog.simulator.referee import replay
 from heterog.simulator.timings import Timings, make_timings, with_room
 
@@ -81,6 +82,7 @@ class Runner:
         self.poll: Callable[[], None] = lambda: None
         self._folding = Folding(cluster, self.prices.pricer, self.channels)
         self.last = make_timings(1, 1, 1, 1)
+        self._ran: Lowered | None = None
         self._tape = make_tape(4096, len(self.tables.parameter_bytes), cluster.num_devices)
 
     def tables_of(self, choice: Choice) -> GraphTables:
@@ -132,7 +134,7 @@ class Runner:
         Returns:
             (seconds per step, True), or (a lower bound of them above the limit, False).
         """
-        choice, tape, prices, _ = lowered
+        choice, tape, prices, _ = self._ran = lowered
         num_devices = len(prices.type_of_device)
         limit_s -= _more_s(choice)
         self.last = with_room(self.last, tape, prices.num_queues + num_devices)
@@ -142,6 +144,23 @@ class Runner:
         self.num_evaluations += 1
         self.num_tasks = int(tape.counts[NUM_TASKS])
         return end / choice.num_steps + _more_s(choice), is_done
+
+    def facts(self) -> PlaceFacts | None:
+        """Where the seconds of what was evaluated last are spent; ``None`` if it did not run."""
+        if self._ran is None:
+            return None
+        choice, tape, prices, fold = self._ran
+        num_links = len(self.cluster.resources)
+        columns = np.arange(self.cluster.num_devices, dtype=np.int32)
+        stream_of = columns if fold is None else fold.column_of
+        columns = columns if fold is None else fold.columns
+        found = place_facts(tape, prices, self.last, self.tables_of(choice), stream_of, num_links)
+        links = np.array([self.cluster.links_of(device) for device in columns.tolist()])
+        found.devices[:, -1] = found.resources[links].max(axis=1)
+        if fold is None:
+            return found
+        columns_of = [fold.unfolded(column) for column in found.devices.T]
+        return found._replace(devices=np.column_stack(columns_of))
 
     def replayed(
         self, lowered: Lowered, limit_s: float = math.inf

@@ -12,7 +12,7 @@ from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.local_search.group_rules import GroupRules
 from heterog.methods.local_search.neighbours import Neighbours, State
-from heterog.methods.local_search.planner import LocalSearch, _Search
+from heterog.methods.local_search.planner import LocalSearch, Search
 from heterog.methods.planner import Budget, Candidate, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
@@ -123,7 +123,7 @@ def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> Non
         budget=Budget(evaluations=400),
         seeds=(Candidate(strategy=given, orders=tuple(Order)),),
     )
-    search = _Search(problem)
+    search = Search(problem)
     search._seed()
     assert evaluator.num_evaluations <= len(search.engine.found) + len(search.referee.found)
     assert all(state.key in search.engine.found for state in search._states(problem.seeds[0]))
@@ -168,7 +168,7 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
     machines = cluster_of((4.0, ["V100-16GB"] * 2), (1.0, ["T4"]), (1.0, ["T4"]))
     evaluator = Evaluator(graph, machines)
     problem = Problem(evaluator=evaluator, budget=Budget(evaluations=300))
-    search = _Search(problem)
+    search = Search(problem)
     search.neighbours.may_team = True
     search._seed()
     start = search.engine.best[0][1]

@@ -14,6 +14,7 @@ up micro-batches and teams, and ZeRO is given up where a slice would have severa
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum
 
 import numpy as np
 
@@ -76,6 +77,41 @@ class State:
 StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule, tuple[int, ...]]
 
 
+class MoveKind(IntEnum):
+    """What a move changes."""
+
+    TEAMS = 0
+    RULES = 1
+    BUCKETS = 2
+    ORDER = 3
+    MICRO_BATCHES = 4
+    BOUNDARY = 5
+    PROPOSAL = 6
+    NEAR = 7
+    SAMPLES = 8
+    RECOMPUTATION = 9
+    SYNCHRONISATION = 10
+    ELSEWHERE = 11
+    DECISION = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A change of a point: its kind and the point that it leads to.
+
+    Attributes:
+        kind: What changes.
+        state: The point, perhaps before it is made legal.
+        is_legal: Whether it is legal already.
+        without: The point without the move, which may turn out to be refused; else ``None``.
+    """
+
+    kind: MoveKind
+    state: State
+    is_legal: bool = False
+    without: State | None = None
+
+
 class Neighbours:
     """Random moves.
 
@@ -111,45 +147,70 @@ class Neighbours:
         self._kinds = kinds_worth_trying(graph)
         self._layer_blocks = layer_blocks(graph)
         self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
+        self._teamed_as: dict[tuple[int, int], int] = {}
+        self._others: dict[tuple[int, ...], list[Decision]] = {}
 
     def of(self, state: State) -> State:
         """A random move: of some groups' decisions, or of a setting of the whole step."""
+        return self.after(self.move(state))
+
+    def after(self, move: Move) -> State:
+        """The point that a move leads to."""
+        state = move.state
+        if move.is_legal:
+            return state
+        if move.without and self.rules.rule_set(state.rules, state.blocks) is None:
+            return move.without
+        return self.legal(state)
+
+    def move(self, state: State) -> Move:
+        """Draw a move; what is left to do for it does not depend on chance."""
         if self.may_team and self.rng.random() < _TEAMED:
-            return self._teamed(state)
+            return Move(MoveKind.TEAMS, self._teamed(state))
         kind = self.rng.random()
         if kind < 0.05:
             if kind >= 0.03 and (self.may_shard or state.rules):
-                return self._resharded(state)
-            return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
+                return Move(MoveKind.RULES, self._resharded(state), without=state)
+            bucket_bytes = BUCKETS[self.rng.integers(len(BUCKETS))]
+            other = replace(state, bucket_bytes=bucket_bytes)
+            return Move(MoveKind.BUCKETS, other, is_legal=True)
         if kind < 0.08:
             order = self.problem.orders[self.rng.integers(len(self.problem.orders))]
-            return replace(state, order=order)
+            return Move(MoveKind.ORDER, replace(state, order=order), is_legal=True)
         if kind < 0.12:
-            cut = self._recut if self.rules.may_cut(state.rules) else self._resharded
-            return cut(state)
+            if self.rules.may_cut(state.rules):
+                return Move(MoveKind.MICRO_BATCHES, self._recut(state), is_legal=True)
+            return Move(MoveKind.RULES, self._resharded(state), without=state)
         row = state.row.copy()
         if kind < 0.32:
             self._shift_boundary(row)
+            return Move(MoveKind.BOUNDARY, replace(state, row=row))
+        chosen = self._some_groups(row)
+        what = MoveKind.DECISION
+        if self.proposals and self.rng.random() < _PROPOSED:
+            what = MoveKind.PROPOSAL
+            row[chosen] = self.proposals[self.rng.integers(len(self.proposals))][chosen]
+        elif kind < 0.50:  # a neighbour's decision: moves or removes boundaries
+            what = MoveKind.NEAR
+            near = chosen[0] - 1 if self.rng.random() < 0.5 else chosen[-1] + 1
+            row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
+        elif kind < 0.65:
+            what = MoveKind.SAMPLES
+            self._move_samples(row, chosen)
+        elif kind < 0.69:
+            what = MoveKind.RECOMPUTATION
+            if self.rng.random() < _BY_STAGE:
+                return Move(what, self._stage_recomputed(state))
+            row[chosen] = self._recomputed(row[chosen])
+        elif kind < 0.82:  # another synchronisation or share rule on the same devices
+            what = MoveKind.SYNCHRONISATION
+            row[chosen] = self.space.add(self._synchronised(row[chosen[0]]))
+        elif kind < 0.90:  # a decision that is used elsewhere
+            what = MoveKind.ELSEWHERE
+            row[chosen] = row[self.rng.integers(self.num_groups)]
         else:
-            chosen = self._some_groups(row)
-            if self.proposals and self.rng.random() < _PROPOSED:
-                row[chosen] = self.proposals[self.rng.integers(len(self.proposals))][chosen]
-            elif kind < 0.50:  # a neighbour's decision: moves or removes boundaries
-                near = chosen[0] - 1 if self.rng.random() < 0.5 else chosen[-1] + 1
-                row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
-            elif kind < 0.65:
-                self._move_samples(row, chosen)
-            elif kind < 0.69:
-                if self.rng.random() < _BY_STAGE:
-                    return self._stage_recomputed(state)
-                row[chosen] = self._recomputed(row[chosen])
-            elif kind < 0.82:  # another synchronisation or share rule on the same devices
-                row[chosen] = self.space.add(self._synchronised(row[chosen[0]]))
-            elif kind < 0.90:  # a decision that is used elsewhere
-                row[chosen] = row[self.rng.integers(self.num_groups)]
-            else:
-                row[chosen] = self.rng.integers(self.num_named)
-        return self.legal(replace(state, row=row))
+            row[chosen] = self.rng.integers(self.num_named)
+        return Move(what, replace(state, row=row))
 
     def legal(self, state: State) -> State:
         """The same state as ranks can execute it, in the form that all equal states have."""
@@ -218,21 +279,26 @@ class Neighbours:
             size: Most devices of a team.
             groups: Groups whose devices are cut; all by default.
         """
+        return self.legal(self._cut_into_teams(state, size, groups))
+
+    def _cut_into_teams(self, state: State, size: int, groups: IntArray | None) -> State:
         chosen = np.arange(self.num_groups) if groups is None else groups
         row = state.row.copy()
         for number in np.unique(row[chosen]).tolist():
-            decision = self.space.candidates[number]
-            teams = host_teams(self.space.cluster, decision.devices, size)
-            made = in_teams(decision, teams, self.space.speeds, self.space.cluster)
-            row[chosen[row[chosen] == number]] = self.space.add(made)
-        return self.legal(replace(state, row=row, rules=self.rules.of_teams))
+            if (number, size) not in self._teamed_as:
+                decision = self.space.candidates[number]
+                teams = host_teams(self.space.cluster, decision.devices, size)
+                made = in_teams(decision, teams, self.space.speeds, self.space.cluster)
+                self._teamed_as[number, size] = self.space.add(made)
+            row[chosen[row[chosen] == number]] = self._teamed_as[number, size]
+        return replace(state, row=row, rules=self.rules.of_teams)
 
     def _teamed(self, state: State) -> State:
         """Cut the devices of a run of groups, or of some, into other teams, or into none."""
         sizes = (1, *self.team_sizes)
         size = sizes[self.rng.integers(len(sizes))]
         groups = None if self.rng.random() < 0.3 else self._some_groups(state.row)
-        return self.in_teams(state, size, groups)
+        return self._cut_into_teams(state, size, groups)
 
     def _synchronised(self, number: int) -> Decision:
         """The same devices and teams, with another synchronisation or rule for shares."""
@@ -241,7 +307,9 @@ class Neighbours:
             levels = [sync for sync in Sync if sync.is_sharded]
             level = levels[self.rng.integers(len(levels))]
             return replace(old, sync=level)
-        others = self.space.decisions_on(old.devices)
+        if old.devices not in self._others:
+            self._others[old.devices] = self.space.decisions_on(old.devices)
+        others = self._others[old.devices]
         other = others[self.rng.integers(len(others))]
         if not old.teams:
             return other
@@ -273,9 +341,7 @@ class Neighbours:
             for place in some:
                 rules = change(rules, place)
                 row[list(place)] = row[min(place)]
-        if self.rules.rule_set(rules, state.blocks) is None:
-            return state
-        return self.legal(replace(state, row=row, rules=rules))
+        return replace(state, row=row, rules=rules)
 
     # --- micro-batches ---------------------------------------------------------------------------
 
@@ -380,7 +446,7 @@ class Neighbours:
         anchor = int(self.rng.integers(self.num_groups))
         run = self._run(row, anchor)
         row[run] = self._recomputed(row[run])
-        return self.legal(replace(state, row=row, blocks=state.blocks or self._layer_blocks))
+        return replace(state, row=row, blocks=state.blocks or self._layer_blocks)
 
     # --- groups ----------------------------------------------------------------------------------
 

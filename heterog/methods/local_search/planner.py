@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from typing import Protocol
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome, given_up
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.simulator.floor import floor_s
+from heterog.simulator.place_facts import PlaceFacts
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
@@ -58,17 +60,36 @@ _IF_KEPT = 0.0  # limit for states that matter only if they are among the best f
 _HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
 
 
+class Moves(Protocol):
+    """Proposes where a search goes next; ``Neighbours`` does so blindly."""
+
+    def of(self, state: State) -> State:
+        """A point to try from a point."""
+        ...
+
+
+Lead = Callable[["Search"], Moves]
+"""Makes what proposes the moves of a search."""
+
+
 class LocalSearch(Planner):
-    """Simulated annealing on runs of groups; see the module docstring."""
+    """Simulated annealing on runs of groups; see the module docstring.
+
+    Args:
+        lead: Maker of what proposes moves, such as a policy; by default they are blind.
+    """
 
     name = "local_search"
     stage = "search"
     resumes = True
     is_random = True
 
+    def __init__(self, lead: Lead | None = None) -> None:
+        self._lead = lead
+
     def plan(self, problem: Problem) -> PlanResult:
         """Search until the budget is over; return the best few different strategies."""
-        return problem.resumed(_Search).run(problem)
+        return problem.resumed(lambda asked: Search(asked, self._lead)).run(problem)
 
 
 class _Judge:
@@ -97,8 +118,8 @@ class _Judge:
         if found is None or (found.outcome == Outcome.GIVEN_UP and found.step_time_s <= limit):
             found = self._ask(state, limit)
             self.found[state.key] = found
-            self._keep(_cost(found), state)
-        return _cost(found)
+            self._keep(cost_of(found), state)
+        return cost_of(found)
 
     def _keep(self, cost: float, state: State) -> None:
         if len(self.best) < NUM_ELITES or cost < self.best[-1][0]:
@@ -109,8 +130,20 @@ class _Judge:
                 self._tell(cost)
 
 
-class _Search:
-    def __init__(self, problem: Problem) -> None:
+class Search:
+    """A local search that can go on with more budget.
+
+    Args:
+        problem: The first problem.
+        lead: See ``LocalSearch``.
+
+    Attributes:
+        evaluator: Evaluator of the problem.
+        neighbours: The moves that there are.
+        space: Candidates of the rows.
+    """
+
+    def __init__(self, problem: Problem, lead: Lead | None = None) -> None:
         self.problem = problem
         self.evaluator = problem.evaluator
         self.rng = np.random.default_rng(problem.seed)
@@ -128,6 +161,8 @@ class _Search:
         self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.rules = GroupRules(problem.evaluator)
         self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
+        self.moves: Moves = self.neighbours if lead is None else lead(self)
+        self._simulated: tuple[StateKey, Evaluation] | None = None
         self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate))
         self.referee = _Judge(
             partial(self._ask, problem.evaluator.referee),
@@ -201,7 +236,7 @@ class _Search:
         """Score the other methods' strategies and uniform rows; the referee judges the best."""
         starts = [state for seed in self.problem.seeds for state in self._states(seed)]
         num_seeds = len(starts)
-        starts += [self._everywhere(number) for number in self._uniform()]
+        starts += [self.everywhere(number) for number in self._uniform()]
         for index, state in enumerate(starts):
             is_late = index >= num_seeds and self.spending.fraction >= _UNIFORM_UNTIL
             if self.engine.best and (is_late or self.spending.is_over):
@@ -328,9 +363,9 @@ class _Search:
             self.space.add(self.space.decisions_on(devices)[0])
             for devices in fastest[:_MOST_SHARDED]
         ]
-        return [self._everywhere(number) for number in numbers]
+        return [self.everywhere(number) for number in numbers]
 
-    def _everywhere(self, number: int) -> State:
+    def everywhere(self, number: int) -> State:
         """A state with one decision for all groups."""
         row = np.full(self.num_groups, number, np.int32)
         return State(row, DEFAULT_BUCKET_BYTES, self.problem.first_order)
@@ -354,10 +389,30 @@ class _Search:
         limit_s: float,
     ) -> Evaluation:
         choice = self._choice(state)
+        self._simulated = None
         least_s = floor_s(self.evaluator.prices, choice)
         if least_s > limit_s:
             return given_up(least_s, state.order)
-        return evaluate(choice, state.order, limit_s)
+        found = evaluate(choice, state.order, limit_s)
+        is_whole = found.outcome in (Outcome.OK, Outcome.OUT_OF_MEMORY)
+        self._simulated = (state.key, found) if is_whole else None
+        return found
+
+    def looked_at(
+        self, state: State, *, by_referee: bool = False
+    ) -> tuple[Evaluation, PlaceFacts] | None:
+        """A point's evaluation and where its seconds are spent; ``None`` if it is not simulated.
+
+        Args:
+            state: The point.
+            by_referee: Whether the referee judges it; the facts are of the engine's times.
+        """
+        if by_referee:
+            self._ask(self.evaluator.referee, state, math.inf)
+        elif self._simulated is None or self._simulated[0] != state.key:
+            self._ask(self.evaluator.evaluate, state, math.inf)
+        facts = self.evaluator.facts()
+        return None if self._simulated is None or facts is None else (self._simulated[1], facts)
 
     def _choice(self, state: State) -> Choice:
         rule_set = self.rules.rule_set(state.rules, state.blocks)
@@ -383,7 +438,7 @@ class _Search:
             if self.spending.is_over:
                 break
             temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
-            neighbour = self.neighbours.of(state)
+            neighbour = self.moves.of(state)
             # Metropolis's rule, its random number drawn first: no cost above the limit matters.
             accepted = cost - temperature * math.log(1.0 - self.rng.random())
             new = judge.cost(neighbour, accepted)
@@ -421,10 +476,10 @@ _CANNOT_RUN_CHARGE = 1e6
 
 def _judged_cost(candidate: Candidate) -> float:
     assert candidate.judged is not None
-    return _cost(candidate.judged)
+    return cost_of(candidate.judged)
 
 
-def _cost(evaluation: Evaluation) -> float:
+def cost_of(evaluation: Evaluation) -> float:
     """Seconds, plus a charge for memory overflow that always outweighs speed."""
     if evaluation.outcome == Outcome.TOO_LARGE:
         return _NOT_SIMULATED

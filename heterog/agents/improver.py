@@ -1,0 +1,249 @@
+"""A policy that improves plans: it scores the moves of a local search from where they are made.
+
+The network reads a point as the search sees it (``methods.local_search.move_features``): groups of
+ops with what the timeline says of them exchange messages along the edges of the graph, each move
+joins what it changes with the groups that it changes. It answers how likely it is to gain, and how
+much.
+``LedMoves`` draws many of the search's own random moves at each point and tries the best scored.
+"""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch_geometric.nn import TransformerConv
+
+from heterog.agents.encoder import mlp
+from heterog.files import read_bytes
+from heterog.methods.local_search.move_features import (
+    NUM_GROUP_FEATURES,
+    NUM_MOVE_FEATURES,
+    NUM_STATE_FEATURES,
+    MoveFeatures,
+    View,
+)
+from heterog.methods.local_search.neighbours import Move, State, StateKey
+from heterog.methods.local_search.planner import Lead, Search
+from heterog.units import GIB
+
+_SHIPPED = resources.files("heterog.agents") / "policies"
+GAIN = 1e-3
+"""Relative gain from which a move counts as one that gains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImproverConfig:
+    """Sizes of the network.
+
+    Attributes:
+        width: Width of all embeddings.
+        num_heads: Heads of attention.
+        num_rounds: Rounds of messages between groups; 0 for none.
+        sees_timeline: Whether facts of the timeline are read.
+    """
+
+    width: int = 48
+    num_heads: int = 4
+    num_rounds: int = 2
+    sees_timeline: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Points:
+    """Some points and moves from each, as tensors.
+
+    Attributes:
+        groups: Features of all groups of all points.  # [num_groups, NUM_GROUP_FEATURES]
+        edges: Groups that feed one another.  # [2, num_edges]
+        point: Point of each group.  # [num_groups]
+        whole: Features of each point.  # [num_points, NUM_STATE_FEATURES]
+        moves: Features of all moves.  # [num_moves, NUM_MOVE_FEATURES]
+        of: Point of each move.  # [num_moves]
+        changed: (move, group) for each group that a move changes.  # [2, num_changes]
+    """
+
+    groups: Tensor
+    edges: Tensor
+    point: Tensor
+    whole: Tensor
+    moves: Tensor
+    of: Tensor
+    changed: Tensor
+
+
+class _Round(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.ahead = TransformerConv(width, width // heads, heads, root_weight=False)
+        self.back = TransformerConv(width, width // heads, heads, root_weight=False)
+        self.out_norm = nn.LayerNorm(width)
+        self.feed_forward = mlp(width, width, width)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        normed = self.norm(x)
+        x = x + self.ahead(normed, edges) + self.back(normed, edges.flip(0))
+        out: Tensor = x + self.feed_forward(self.out_norm(x))
+        return out
+
+
+def _means(values: Tensor, index: Tensor, count: int) -> Tensor:
+    total = values.new_zeros(count, values.shape[1]).index_add_(0, index, values)
+    number = torch.bincount(index, minlength=count).clamp(min=1).unsqueeze(1)
+    return total / number
+
+
+class Improver(nn.Module):
+    """Scores moves; see the module docstring."""
+
+    def __init__(self, config: ImproverConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or ImproverConfig()
+        width = config.width
+        self.groups = mlp(NUM_GROUP_FEATURES, width, width)
+        self.rounds = nn.ModuleList(
+            _Round(width, config.num_heads) for _ in range(config.num_rounds)
+        )
+        self.whole = mlp(NUM_STATE_FEATURES + width, width, width)
+        self.moves = nn.Sequential(
+            nn.Linear(NUM_MOVE_FEATURES + 2 * width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, 2 * width),
+            nn.GELU(),
+            nn.Linear(2 * width, 2),
+        )
+
+    @staticmethod
+    def untrained(seed: int, config: ImproverConfig | None = None) -> "Improver":
+        """A network with random weights."""
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return Improver(config).eval()
+
+    def embedded(
+        self, groups: Tensor, edges: Tensor, point: Tensor, whole: Tensor
+    ) -> list[Tensor]:
+        """Embeddings of groups and of points."""
+        x = self.groups(groups)
+        for each in self.rounds:
+            x = each(x, edges)
+        means = _means(x, point, len(whole))
+        return [x, self.whole(torch.cat([whole, means], dim=1))]
+
+    def forward(self, points: Points) -> Tensor:
+        """For each move, the logit that it gains, and the logarithm of its gain.  # [moves, 2]"""
+        x, whole = self.embedded(points.groups, points.edges, points.point, points.whole)
+        move, group = points.changed
+        places = _means(x[group], move, len(points.moves))
+        out: Tensor = self.moves(torch.cat([points.moves, places, whole[points.of]], dim=1))
+        return out
+
+
+def tensor(array: npt.NDArray[np.generic]) -> Tensor:
+    """An array as a tensor."""
+    return torch.from_numpy(np.ascontiguousarray(array))
+
+
+def with_neighbours(edges: npt.NDArray[np.integer], num_groups: int) -> npt.NDArray[np.int64]:
+    """Edges of the graph, and from each group to the next."""
+    chain = np.arange(num_groups - 1)
+    return np.concatenate([edges, np.stack([chain, chain + 1])], axis=1).astype(np.int64)
+
+
+class LedMoves:
+    """Moves of a search that a policy chooses from many random ones.
+
+    Args:
+        search: The search.
+        policy: The network.
+        pool: Moves that are drawn at once.
+        tried: The best scored of them, which are tried until the point changes.
+        spread: Scale of the noise on scores: with more, moves with low scores are tried, too.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        policy: Improver,
+        *,
+        pool: int = 48,
+        tried: int = 8,
+        spread: float = 0.5,
+    ) -> None:
+        self._search, self._policy = search, policy
+        self._pool, self._tried, self._spread = pool, tried, spread
+        self._rng = np.random.default_rng([search.problem.seed, 1])
+        self._features = MoveFeatures(search.evaluator, search.space)
+        edges = with_neighbours(self._features.edges, search.num_groups)
+        self._edges = torch.from_numpy(edges)
+        self._key: StateKey | None = None
+        self._view: View | None = None
+        self._seen: list[Tensor] = []
+        self._queue: list[Move] = []
+
+    def of(self, state: State) -> State:
+        """A point to try from a point."""
+        if state.key != self._key:
+            self._enter(state)
+        if self._view is None:
+            return self._search.neighbours.of(state)
+        if not self._queue:
+            self._queue = self._chosen(state, self._view)
+        return self._search.neighbours.after(self._queue.pop())
+
+    def _enter(self, state: State) -> None:
+        looked = self._search.looked_at(state)
+        self._key, self._queue = state.key, []
+        self._view = None if looked is None else self._features.view(state, *looked)
+        if self._view is not None:
+            point = torch.zeros(len(self._view.groups), dtype=torch.long)
+            with torch.inference_mode():
+                self._seen = self._policy.embedded(
+                    tensor(self._view.groups), self._edges, point, tensor(self._view.whole)[None]
+                )
+
+    def _chosen(self, state: State, view: View) -> list[Move]:
+        """The moves to try, the best last."""
+        moves = [self._search.neighbours.move(state) for _ in range(self._pool)]
+        scores = self.scores(view, moves)
+        noise = self._spread * self._rng.gumbel(size=len(moves))
+        best = np.argsort(scores + noise)[-self._tried :]
+        return [moves[number] for number in best.tolist()]
+
+    def scores(self, view: View, moves: Sequence[Move]) -> npt.NDArray[np.float64]:
+        """Scores of moves from the point that was entered."""
+        features = self._features.of(view, moves)
+        changed = np.stack([move.state.row for move in moves]) != view.state.row
+        groups, whole = self._seen
+        weight = changed / np.maximum(changed.sum(axis=1, keepdims=True), 1)
+        with torch.inference_mode():
+            places = tensor(weight.astype(np.float32)) @ groups
+            joined = [tensor(features), places, whole.expand(len(moves), -1)]
+            out = self._policy.moves(torch.cat(joined, dim=1))
+        return np.asarray(out[:, 0].numpy(), np.float64)
+
+
+def led_by(policy: Improver) -> Lead:
+    """A search's lead, by a policy."""
+    return lambda search: LedMoves(search, policy)
+
+
+def load_improver(source: str | Path) -> Improver:
+    """Read a policy that improves plans.
+
+    Args:
+        source: Name of a shipped one, or a file.
+    """
+    shipped = _SHIPPED / f"{source}.pt"
+    data = shipped.read_bytes() if shipped.is_file() else read_bytes(Path(source), "policy", GIB)
+    record = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    policy = Improver(ImproverConfig(**record["config"]))
+    policy.load_state_dict(record["weights"])
+    policy.eval()
+    return policy

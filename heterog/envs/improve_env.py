@@ -1,0 +1,189 @@
+"""The environment of plans that are improved move by move."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.envs.spaces import LIMIT, Padded
+from heterog.envs.toy import chain_graph, toy_cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.methods.local_search.move_features import (
+    NUM_GROUP_FEATURES,
+    NUM_MOVE_FEATURES,
+    NUM_STATE_FEATURES,
+    MoveFeatures,
+)
+from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.planner import Search, cost_of
+from heterog.methods.planner import Budget, Problem
+from heterog.simulator.evaluator import Evaluator
+
+_ENDLESS = Budget(evaluations=2**62)
+_MOST_CANDIDATES = 20_000
+"""Decisions that moves have made, after which a pair's search begins anew: they take memory."""
+
+
+class ImproveEnv(gym.Env[Padded, np.int64]):
+    """Improve a training plan move by move, seeing where its simulated step spends its seconds.
+
+    ## Description
+    An episode is about a model on a cluster, and begins with the same decision for all of its ops.
+    At each point the local search's own random moves are drawn, as many as there are actions:
+    other devices or shares for some groups of ops, cuts between stages, synchronisation and ZeRO,
+    teams, rules of ops, micro-batches and schedules, recomputation, buckets, the order. The action
+    is the move that is made.
+
+    ## Action space
+    ``Discrete(num_moves)``. A masked one (``action_mask`` is 0) changes nothing.
+
+    ## Observation space
+    A ``Dict`` of arrays, padded to the largest pair, all ratios
+    (``methods.local_search.move_features``):
+
+    | key | shape | what |
+    |---|---|---|
+    | groups, group_mask | G x 31, G | each group of ops: timeline, costs, what is decided |
+    | edges, edge_mask | 2 x E, E | groups that feed one another |
+    | whole | 20 | the critical path by purpose, memory, sizes |
+    | moves | K x 88 | each move: its kind, the timeline at its place, what it changes |
+    | changed | K x G | the groups that each move changes |
+    | action_mask | K | moves that lead elsewhere |
+
+    ## Reward
+    Logarithm of the step's seconds before the move over those after it, by the referee, not
+    clipped: over an episode, the logarithm of the whole gain. A step that does not fit counts ten
+    times and more, so that fitting is a gain.
+
+    ## Episode
+    ``reset`` draws a pair (or takes ``options={"pair": number}``) and a decision for all groups.
+    It is truncated after ``num_steps`` moves. ``info`` has ``step_time_s``, and ``cost`` and
+    ``best`` with the charge for what does not fit.
+
+    ## Arguments
+    ``pairs``: models and clusters to draw from; a toy by default. ``num_moves``: K. ``num_steps``:
+    length of an episode.
+
+    ## Version
+    v0.
+    """
+
+    metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[OpGraph, Cluster]] | None = None,
+        num_moves: int = 32,
+        num_steps: int = 32,
+    ) -> None:
+        self._num_moves, self._num_steps = num_moves, num_steps
+        self._pairs = list(pairs or [(chain_graph(), toy_cluster())])
+        self._searches: dict[int, tuple[Search, MoveFeatures]] = {}
+        self._evaluators: dict[int, Evaluator] = {}
+        made = [self._of(number)[1] for number in range(len(self._pairs))]
+        groups = max(search.num_groups for search, _ in self._searches.values())
+        edges = max(1, *(features.edges.shape[1] for features in made))
+
+        def box(*shape: int) -> gym.spaces.Box:
+            return gym.spaces.Box(-LIMIT, LIMIT, shape, np.float32)
+
+        self.action_space = gym.spaces.Discrete(num_moves)
+        self._arrays = gym.spaces.Dict({
+            "groups": box(groups, NUM_GROUP_FEATURES),
+            "group_mask": gym.spaces.MultiBinary(groups),
+            "edges": gym.spaces.Box(0, groups, (2, edges), np.int64),
+            "edge_mask": gym.spaces.MultiBinary(edges),
+            "whole": box(NUM_STATE_FEATURES),
+            "moves": box(num_moves, NUM_MOVE_FEATURES),
+            "changed": gym.spaces.MultiBinary([num_moves, groups]),
+            "action_mask": gym.spaces.MultiBinary(num_moves),
+        })  # fmt: skip
+        self.observation_space: gym.Space[Any] = self._arrays
+
+    def _of(self, number: int) -> tuple[Search, MoveFeatures]:
+        """A pair's search, whose moves and evaluations are used, and the features of its moves."""
+        known = self._searches.get(number)
+        if known is None or len(known[0].space.candidates) > _MOST_CANDIDATES:
+            if number not in self._evaluators:
+                self._evaluators[number] = Evaluator(*self._pairs[number])
+            evaluator = self._evaluators[number]
+            search = Search(Problem(evaluator=evaluator, budget=_ENDLESS))
+            search.neighbours.may_team = bool(search.neighbours.team_sizes)
+            search.neighbours.may_shard = bool(search.rules.layers)
+            known = self._searches[number] = search, MoveFeatures(evaluator, search.space)
+        return known
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Padded, dict[str, Any]]:
+        """Draw a pair and a decision for all of its groups."""
+        super().reset(seed=seed)
+        wanted = (options or {}).get("pair")
+        drawn = int(self.np_random.integers(len(self._pairs)))
+        self._search, self._features = self._of(drawn if wanted is None else int(wanted))
+        self._search.neighbours.rng = self.np_random
+        self._taken = 0
+        named, self._cost = self._search.neighbours.num_named, math.inf
+        while not math.isfinite(self._cost):  # what is hopeless is not simulated
+            self._enter(self._search.everywhere(int(self.np_random.integers(named))))
+        self._best = self._cost
+        return self._observation(), self._info()
+
+    def step(self, action: np.int64) -> tuple[Padded, float, bool, bool, dict[str, Any]]:
+        """Make a move."""
+        before = self._cost
+        self._enter(self._search.neighbours.after(self._moves[int(action)]))
+        self._taken += 1
+        self._best = min(self._best, self._cost)
+        reward, is_over = math.log(before / self._cost), self._taken >= self._num_steps
+        return self._observation(), reward, False, is_over, self._info()
+
+    def action_masks(self) -> npt.NDArray[np.bool_]:
+        """Moves that lead elsewhere, as ``MaskablePPO`` reads them.  # [num_moves]"""
+        return self._masks.copy()
+
+    def _enter(self, state: State) -> None:
+        """Go to a point, if it can be simulated."""
+        looked = self._search.looked_at(state, by_referee=True)
+        if looked is not None and math.isfinite(cost_of(looked[0])):
+            self._cost = cost_of(looked[0])
+            self._view = self._features.view(state, *looked)
+
+    def _info(self) -> dict[str, Any]:
+        return {"step_time_s": self._view.step_s, "cost": self._cost, "best": self._best}
+
+    def _observation(self) -> Padded:
+        """The point with new moves from it, padded."""
+        search, features, view = self._search, self._features, self._view
+        moves = self._moves = [search.neighbours.move(view.state) for _ in range(self._num_moves)]
+        changed = np.stack([move.state.row for move in moves]) != view.state.row
+        own = view.state.key
+        self._masks = np.array([move.state.key != own for move in moves])
+        if not self._masks.any():
+            self._masks[0] = True
+        edges = features.edges
+        found = {
+            "groups": view.groups,
+            "group_mask": np.ones(len(view.groups)),
+            "edges": edges,
+            "edge_mask": np.ones(edges.shape[1]),
+            "whole": view.whole,
+            "moves": features.of(view, moves),
+            "changed": changed,
+            "action_mask": self._masks,
+        }
+        return {key: _padded(value, self._arrays[key]) for key, value in found.items()}
+
+
+def _padded(array: npt.NDArray[Any], space: gym.Space[Any]) -> npt.NDArray[np.generic]:
+    """An array with zeros up to the shape of a space."""
+    assert space.shape is not None
+    padded = np.zeros(space.shape, space.dtype)
+    padded[tuple(slice(size) for size in array.shape)] = (
+        np.clip(array, -LIMIT, LIMIT) if (array.dtype.kind == "f") else array
+    )
+    return padded

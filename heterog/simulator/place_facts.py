@@ -1,0 +1,275 @@
+"""What a simulated step spends where: the critical path by place and purpose, in one pass.
+
+The same facts as ``timeline`` and ``critical_path`` have with names, as arrays and fast enough
+to be asked after a move of a search: seconds of each group of ops, device and link. The groups'
+columns are in ``GROUP_FACTS``, the devices' in ``DEVICE_FACTS``.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, TaskKind
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import NUM_TASKS, Tape
+from heterog.pricing.cost_model import Prices
+from heterog.simulator.timings import Timings
+
+GROUP_FACTS = (
+    "compute", "gradients", "values_made", "values_read",
+    "path_compute", "path_again", "path_copies", "path_update", "path_gradients",
+    "path_values_made", "path_values_read", "path_wait",
+)  # fmt: skip
+"""Seconds of a group: of all its ops, collectives and transfers, and on the critical path."""
+DEVICE_FACTS = ("compute", "path_compute", "path_link", "link")
+"""Seconds of a device: its stream, its tasks on the critical path, its busiest link."""
+
+_COMPUTE, _GRADIENTS, _MADE, _READ = 0, 1, 2, 3
+_PATH_COMPUTE, _PATH_AGAIN, _PATH_COPIES, _PATH_UPDATE = 4, 5, 6, 7
+_PATH_GRADIENTS, _PATH_MADE, _PATH_READ, _PATH_WAIT = 8, 9, 10, 11
+# Tasks of buckets are counted by bucket first, in these columns.
+_BUCKET_LINK, _BUCKET_PATH_LINK, _BUCKET_PATH_COPY, _BUCKET_PATH_WAIT = range(4)
+_SAME_INSTANT = 1e-9
+
+_OP, _VALUE, _WHOLE_VALUE, _PARAMETER, _BUCKET, _NOWHERE = range(6)
+
+
+def _about() -> IntArray:
+    """What the subject of a task of each kind is."""
+    about = np.full(len(TaskKind), _NOWHERE, np.int32)
+    about[[TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE]] = _OP
+    about[[TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND]] = _VALUE
+    about[[TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE]] = _VALUE
+    about[[TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE]] = _WHOLE_VALUE
+    about[[TaskKind.ACCUMULATE, TaskKind.SUM, TaskKind.UPDATE]] = _PARAMETER
+    about[[TaskKind.PUSH, TaskKind.PULL]] = _PARAMETER
+    about[[TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER]] = _BUCKET
+    about[[TaskKind.ALL_GATHER, TaskKind.GATHER_PARAMETERS]] = _BUCKET
+    return about
+
+
+_ABOUT = _about()
+_AGAIN = (int(TaskKind.RECOMPUTE), int(TaskKind.REMAKE))
+_RECOMPUTE, _REMAKE = _AGAIN
+_UPDATE, _SEND = int(TaskKind.UPDATE), int(TaskKind.SEND)
+
+
+class PlaceFacts(NamedTuple):
+    """Seconds of a simulated step by place, as parts of the whole.
+
+    Attributes:
+        groups: Of each group of ops; ``GROUP_FACTS``.  # [num_groups, 12]
+        devices: Of each device that was lowered; ``DEVICE_FACTS``, the last column empty.
+        resources: Seconds that each link moves bytes.  # [num_resources]
+    """
+
+    groups: FloatArray
+    devices: FloatArray
+    resources: FloatArray
+
+
+class _Room(NamedTuple):
+    """Working memory: the last task of each stream, link and queue, and before each task."""
+
+    order: IntArray
+    before: IntArray
+    on_device: IntArray
+    on_resource: IntArray
+    on_queue: IntArray
+
+
+def place_facts(
+    tape: Tape,
+    prices: Prices,
+    timings: Timings,
+    tables: GraphTables,
+    stream_of: IntArray,
+    num_resources: int,
+) -> PlaceFacts:
+    """The facts of what was simulated last, before anything else is lowered.
+
+    Args:
+        tape: The program.
+        prices: Its prices.
+        timings: Its times.
+        tables: Tables of the graph under the strategy's rules.
+        stream_of: The lowered device that stands for each of the cluster's, -1 for none.
+        num_resources: Links of the cluster.
+    """
+    tasks, num_devices = int(tape.counts[NUM_TASKS]), len(prices.type_of_device)
+    room = _Room(
+        order=np.argsort(timings.start[:tasks], kind="stable").astype(np.int32),
+        before=np.empty(tasks, np.int32),
+        on_device=np.full(num_devices, -1, np.int32),
+        on_resource=np.full(num_resources, -1, np.int32),
+        on_queue=np.full(prices.num_queues, -1, np.int32),
+    )
+    found = PlaceFacts(
+        groups=np.zeros((tables.num_groups + 1, len(GROUP_FACTS))),
+        devices=np.zeros((num_devices, len(DEVICE_FACTS))),
+        resources=np.zeros(num_resources),
+    )
+    buckets = np.zeros((len(tape.bucket) + 1, 4))
+    _facts_kernel(
+        tape, prices, timings, tables.op_group, tables.value_op, tables.slot_value,
+        tables.slot_group, tables.parameter_group, _ABOUT, stream_of, room.order, room.before,
+        room.on_device, room.on_resource, room.on_queue,
+        found.groups, found.devices, found.resources, buckets,
+    )  # fmt: skip
+    whole = max(float(timings.finish[:tasks].max(initial=0.0)), 1e-30)
+    _spread(tape.bucket, tables, buckets, found.groups)
+    return PlaceFacts(
+        groups=found.groups[:-1] / whole,
+        devices=found.devices / whole,
+        resources=found.resources / whole,
+    )
+
+
+def _spread(
+    bucket: IntArray, tables: GraphTables, buckets: FloatArray, groups: FloatArray
+) -> None:
+    """Divide the seconds of buckets among the groups of their parameters, by bytes."""
+    inside = np.flatnonzero(bucket >= 0)
+    of, size = bucket[inside], tables.gradient_bytes[inside]
+    total = np.bincount(of, size, len(buckets))
+    part = size / np.maximum(total[of], 1e-30)
+    group = tables.parameter_group[inside]
+    columns = ((_GRADIENTS, 0), (_PATH_GRADIENTS, 1), (_PATH_COPIES, 2), (_PATH_WAIT, 3))
+    for column, own in columns:
+        groups[:, column] += np.bincount(group, buckets[of, own] * part, len(groups))
+
+
+@helper
+def _link_before(
+    timings: Timings, prices: Prices, task: int, channel: int, on_resource: IntArray,
+    on_queue: IntArray,
+) -> int:  # fmt: skip
+    """The communication that held a link or the communicator of a task last before it."""
+    found = -1
+    if prices.channel_is_collective[channel]:
+        found = on_queue[prices.channel_queue[channel]]
+        on_queue[prices.channel_queue[channel]] = task
+    for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
+        resource = prices.resource[entry]
+        other = on_resource[resource]
+        if other >= 0 and (found < 0 or timings.finish[other] > timings.finish[found]):
+            found = other
+        on_resource[resource] = task
+    return int(found)
+
+
+@helper
+def _last_maker(tape: Tape, timings: Timings, task: int) -> int:
+    """The last to end of those whose results a task reads, -1 if none."""
+    found = -1
+    for read in range(tape.tasks[task].read_start, tape.tasks[task + 1].read_start):
+        maker = tape.buffers[tape.reads[read]].maker
+        if found < 0 or timings.finish[maker] > timings.finish[found]:
+            found = maker
+    return int(found)
+
+
+@kernel
+def _facts_kernel(
+    tape: Tape, prices: Prices, timings: Timings, op_group: IntArray, value_op: IntArray,
+    slot_value: IntArray, slot_group: IntArray, parameter_group: IntArray, about: IntArray,
+    stream_of: IntArray,
+    order: IntArray, before: IntArray, on_device: IntArray, on_resource: IntArray,
+    on_queue: IntArray, groups: FloatArray, devices: FloatArray, resources: FloatArray,
+    buckets: FloatArray,
+) -> None:  # fmt: skip
+    num_tasks = tape.counts[NUM_TASKS]
+    last, end = -1, -1.0
+    for place in range(num_tasks):
+        task = order[place]
+        record = tape.tasks[task]
+        seconds = timings.finish[task] - timings.start[task]
+        if timings.finish[task] > end:
+            last, end = task, timings.finish[task]
+        kind, subject = record.kind, record.subject
+        what = about[kind]
+        if kind < FIRST_LINK_KIND:
+            before[task] = on_device[record.device]
+            on_device[record.device] = task
+            devices[record.device, 0] += seconds
+            if what == _OP:
+                groups[op_group[subject], _COMPUTE] += seconds
+            continue
+        channel = record.channel
+        before[task] = _link_before(timings, prices, task, channel, on_resource, on_queue)
+        for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
+            held = record.num_bytes * prices.resource_s_per_byte[entry]
+            resources[prices.resource[entry]] += held
+        if what == _BUCKET:
+            buckets[subject, _BUCKET_LINK] += seconds
+        elif what == _PARAMETER:
+            groups[parameter_group[subject], _GRADIENTS] += seconds
+        elif what == _VALUE:
+            groups[op_group[value_op[slot_value[subject]]], _MADE] += seconds
+            groups[slot_group[subject], _READ] += seconds
+        elif what == _WHOLE_VALUE:
+            groups[op_group[value_op[subject]], _MADE] += seconds
+    _follow_path(
+        tape, prices, timings, op_group, value_op, slot_value, slot_group, parameter_group,
+        about, stream_of, before, last, groups, devices, buckets,
+    )  # fmt: skip
+
+
+@helper
+def _follow_path(
+    tape: Tape, prices: Prices, timings: Timings, op_group: IntArray, value_op: IntArray,
+    slot_value: IntArray, slot_group: IntArray, parameter_group: IntArray, about: IntArray,
+    stream_of: IntArray,
+    before: IntArray, task: int, groups: FloatArray, devices: FloatArray, buckets: FloatArray,
+) -> None:  # fmt: skip
+    """Follow the critical path back from its last task, and count its seconds by place."""
+    left = tape.counts[NUM_TASKS]
+    until = timings.finish[task] if task >= 0 else 0.0
+    tolerance = _SAME_INSTANT * until
+    while task >= 0 and left > 0:
+        left -= 1
+        record = tape.tasks[task]
+        start = timings.start[task]
+        maker = _last_maker(tape, timings, task)
+        previous = maker
+        if maker < 0 or timings.finish[maker] < start - tolerance:
+            other = before[task]
+            if other >= 0 and (maker < 0 or timings.finish[other] >= timings.finish[maker]):
+                previous = other
+        reached = min(timings.finish[previous], start) if previous >= 0 else 0.0
+        seconds, wait = until - start, start - reached
+        kind, subject = record.kind, record.subject
+        what, is_link = about[kind], kind >= FIRST_LINK_KIND
+        if is_link:
+            channel = record.channel
+            for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
+                stream = stream_of[prices.member[entry]]
+                if stream >= 0:
+                    devices[stream, 2] += seconds
+        else:
+            devices[record.device, 1] += seconds
+        if what == _OP:
+            again = kind in (_RECOMPUTE, _REMAKE)
+            groups[op_group[subject], _PATH_AGAIN if again else _PATH_COMPUTE] += seconds
+            groups[op_group[subject], _PATH_WAIT] += wait
+        elif what == _BUCKET:
+            buckets[subject, _BUCKET_PATH_LINK if is_link else _BUCKET_PATH_COPY] += seconds
+            buckets[subject, _BUCKET_PATH_WAIT] += wait
+        elif what == _PARAMETER:
+            column = _PATH_GRADIENTS if is_link else _PATH_COPIES
+            if kind == _UPDATE:
+                column = _PATH_UPDATE
+            groups[parameter_group[subject], column] += seconds
+            groups[parameter_group[subject], _PATH_WAIT] += wait
+        elif what == _VALUE:
+            made, read = op_group[value_op[slot_value[subject]]], slot_group[subject]
+            if is_link:
+                groups[made, _PATH_MADE] += seconds
+                groups[read, _PATH_READ] += seconds
+            else:
+                groups[made, _PATH_COPIES] += seconds
+            groups[made, _PATH_WAIT] += wait
+        elif what == _WHOLE_VALUE:
+            groups[op_group[value_op[subject]], _PATH_MADE] += seconds
+        task, until = previous, reached
