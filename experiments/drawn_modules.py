@@ -9,9 +9,9 @@ from torch.nn import functional
 from training_models import Cells, LanguageModel
 
 from heterog import Workload
+from heterog.zoo.attention import EncoderLayer, MultiHeadAttention
 from heterog.zoo.graphs import GraphConvolutions, GraphSage, full_batch
-from heterog.zoo.language import BertMoe, moe_loss
-from heterog.zoo.translation import EncoderLayer, MultiHeadAttention
+from heterog.zoo.moe import BertMoe, moe_loss
 from heterog.zoo.vision import ConvNorm
 
 CLASSES = 1000

@@ -3,9 +3,9 @@
 With ``--json`` one document goes to stdout and nothing else; progress and notes go to stderr. Bad
 input ends with exit code 2 and one clear line. Each command is a module here and a line below.
 
-- Planning: ``capture``, ``plan``, ``compare``, ``report`` (and export); options about money are in
+- Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
   ``objective``, past plans in ``library``.
-- Running: ``run``, ``calibrate`` (and profile), ``fidelity``.
+- Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
 - Agents and jobs: ``train``, ``evaluate``, ``schedule``. What there is: ``listing``, ``cluster``.
 - Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for files and
   streams that commands write, and the spelling of settings in errors, ``completion`` for shells.
@@ -27,9 +27,11 @@ from heterog.cli import (
     cluster,
     compare,
     evaluate,
+    export,
     fidelity,
     listing,
     plan,
+    profile,
     report,
     run,
     schedule,
@@ -48,8 +50,8 @@ app = typer.Typer(
 for _command in (
     *(listing.models, listing.clusters, listing.devices, listing.links, listing.methods),
     *(capture.capture, plan.plan, compare.compare, train.train, evaluate.evaluate, run.run),
-    *(schedule.schedule, calibrate.profile, calibrate.calibrate, fidelity.fidelity),
-    *(report.report, report.export),
+    *(schedule.schedule, profile.profile, calibrate.calibrate, fidelity.fidelity),
+    *(report.report, export.export),
 ):
     app.command()(errors_spelled(outputs_checked(_command)))
 

@@ -1,7 +1,4 @@
-"""``heterog report``: plans as one HTML page.
-
-``heterog export``: a plan as a folder for another launcher or framework.
-"""
+"""``heterog report``: plans as one HTML page."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,8 +11,6 @@ from heterog.cli.outputs import HTML
 
 if TYPE_CHECKING:
     from heterog.report.side_by_side import NamedPlan
-from heterog.cli.common import PlanArgument, SourceOption
-from heterog.cli.outputs import FOLDER, not_replaced
 
 
 def report(
@@ -58,48 +53,3 @@ def _named(paths: list[Path]) -> "list[NamedPlan]":
     return [
         NamedPlan(name=name, plan=load_plan(path)) for name, path in zip(names, paths, strict=True)
     ]
-
-
-def export(
-    plan: PlanArgument,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            help="ddp, torchrun, slurm, kubernetes or deepspeed",
-            autocompletion=completion.targets,
-        ),
-    ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="folder to make"), FOLDER],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="renew an export; an edited user.py is kept")
-    ] = False,
-    sources: SourceOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a plan as a folder for other launchers."""
-    from heterog.export import check_folder, check_target, make_export, write_folder
-    from heterog.search.plan import load_plan
-
-    check_target(target)
-    check_folder(output, target, overwrite=overwrite)
-    made = make_export(load_plan(plan), target, sources=sources or ())
-    for path in (plan, *(sources or ())):
-        not_replaced(path, "an input", *(output / name for name in made.files))
-    written = write_folder(made, output, overwrite=overwrite)
-    if as_json:
-        print_json(
-            {
-                "target": target,
-                "folder": str(output),
-                "files": [str(path) for path in written],
-                "not_expressed": list(made.not_expressed),
-            }
-        )
-        return
-    out.print(
-        f"{target}: {len(written)} files in {output}; its README.md says how to start it.",
-        soft_wrap=True,
-    )
-    for remark in made.not_expressed:
-        out.print(f"not expressed: {remark}", soft_wrap=True, markup=False)

@@ -4,17 +4,20 @@
 
 Each target names the parts of the plan that it cannot express, or refuses. Any plan goes to
 ``torchrun``, ``slurm`` and ``kubernetes``, where heterog runs it; what is ``uniform`` also to
-``ddp`` and ``deepspeed``, which do without. ``folder`` writes the files, and says which rank runs
-where.
+``ddp`` and ``deepspeed``, which do without. ``folder`` writes the files, ``stock`` the one that a
+person fills in, ``readme`` the one that a person reads; ``ranks`` says which rank runs where.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from heterog.errors import UnknownNameError
-from heterog.export.folder import Export, ExportError, check_folder, export_torchrun, write_folder
-from heterog.export.slurm import export_kubernetes, export_slurm
-from heterog.export.uniform import export_ddp, export_deepspeed
+from heterog.export.ddp import export_ddp
+from heterog.export.deepspeed import export_deepspeed
+from heterog.export.folder import Export, ExportError, check_folder, write_folder
+from heterog.export.kubernetes import export_kubernetes
+from heterog.export.slurm import export_slurm
+from heterog.export.torchrun import export_torchrun
 from heterog.search.plan import Plan
 
 TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {

@@ -1,7 +1,7 @@
 """Built-in workloads.
 
-``registry`` is the table of them; ``vision``, ``language``, ``translation`` (and mixtures of
-experts), ``volumes`` and ``graphs`` build the models.
+``registry`` is the table of them; ``vision``, ``language``, ``translation``, ``moe``, ``volumes``
+and ``graphs`` build the models from ``attention``, ``tokens`` and ``statistics``.
 """
 
 from heterog.zoo.registry import ZooEntry, build, entry, load_workload, names, register

@@ -17,7 +17,7 @@ from torch import nn
 
 from heterog.errors import HeterogError
 from heterog.graph.workload import Workload
-from heterog.zoo.translation import token_workload
+from heterog.zoo.tokens import token_workload
 
 BERT_VOCABULARY = 30_522
 XLNET_VOCABULARY = 32_000

@@ -538,7 +538,7 @@ def test_kubernetes_manifests(even: Plan) -> None:
 def test_kubernetes_needs_a_volume_for_large_plans(
     even: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("heterog.export.slurm.CONFIG_MAP_LIMIT_BYTES", 2**10)
+    monkeypatch.setattr("heterog.export.kubernetes.CONFIG_MAP_LIMIT_BYTES", 2**10)
     made = make_export(even, "kubernetes")
     assert any("PersistentVolumeClaim" in remark for remark in made.not_expressed)
     assert "PersistentVolumeClaim" in made.files["README.md"].decode()

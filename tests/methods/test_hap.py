@@ -32,7 +32,8 @@ from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
-from heterog.zoo.translation import EncoderLayer, MixtureOfExperts
+from heterog.zoo.attention import EncoderLayer
+from heterog.zoo.moe import MixtureOfExperts
 from tests.envs.cases import language_graph, mixed_cluster
 from tests.methods.hap_cases import Layer, captured, prices_of, searched, v100_p100
 from tests.simulator.builders import by_sheets, cluster_of

@@ -25,7 +25,7 @@ from heterog.runtime.deploy import DeployedStep, deploy
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.resized import Signature, signature
 from heterog.search.plan import load_plan
-from heterog.zoo.translation import MixtureOfExperts
+from heterog.zoo.moe import MixtureOfExperts
 from tests.runtime.llama import TinyLlama
 from tests.runtime.translation import PADDING, TinyT5
 

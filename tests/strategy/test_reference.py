@@ -38,7 +38,8 @@ from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.schedules import Pass, Turn, device_chunks
 from heterog.strategy.spatial_split import feature_splits, row_splits, spatial_splits
 from heterog.strategy.strategy import REPLICATED, Keeps, Strategy
-from heterog.zoo.translation import VOCABULARY, Transformer, token_workload
+from heterog.zoo.tokens import token_workload
+from heterog.zoo.translation import VOCABULARY, Transformer
 from tests.runtime import graphs
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_workload

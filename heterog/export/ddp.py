@@ -1,0 +1,50 @@
+"""Target ``ddp``: a stock DistributedDataParallel script for uniform plans, without heterog."""
+
+from collections.abc import Sequence
+
+from heterog.export.folder import RANKS_FILE, USER_FILE, Export, digest, fill
+from heterog.export.ranks import (
+    launch_script,
+    ranks_document,
+    ranks_of,
+)
+from heterog.export.readme import launch_command, readme
+from heterog.export.stock import stock_user
+from heterog.export.uniform import uniform_micro_batches, uniform_remarks
+from heterog.search.plan import Plan
+
+TARGET = "ddp"
+_WHAT = (
+    "A stock DistributedDataParallel script (torch only) with the plan's batch size per rank. A "
+    "communication hook weighs each rank's gradients by what its loss is a mean over, so that "
+    "they are the gradients of the mean over the whole batch."
+)
+
+
+def export_ddp(plan: Plan, sources: Sequence[str] = ()) -> Export:
+    """The folder of a uniform plan.
+
+    Raises:
+        ExportError: names the first group that is not as the others.
+    """
+    ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
+    remarks = uniform_remarks(plan, TARGET)
+    user = stock_user(plan, sources)
+    remarks += user.remarks
+    files = {
+        "train.py": fill("ddp_train.py.tmpl"),
+        USER_FILE: user.user,
+        **user.files,
+        RANKS_FILE: ranks_document(plan, TARGET, ranks, digest(user.user)),
+        "launch.sh": launch_script(ranks),
+        "README.md": readme(
+            plan,
+            TARGET,
+            what=_WHAT,
+            start=launch_command(ranks),
+            user=user.to_do,
+            num_ranks=len(ranks),
+            not_expressed=remarks,
+        ),
+    }
+    return Export(target=TARGET, files=files, not_expressed=tuple(remarks))

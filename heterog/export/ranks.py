@@ -1,0 +1,134 @@
+"""The device and samples of each rank, and how the ranks of a host are started."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from heterog.cluster import Cluster
+from heterog.cluster.overrides import is_cpu
+from heterog.export.folder import fill
+from heterog.search.plan import Plan
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEntry:
+    """One rank of a job.
+
+    Attributes:
+        rank: Number of the rank.
+        device: Name of its device in the plan's cluster.
+        type: Type of the device.
+        kind: ``"cuda"`` or ``"cpu"``, as the scripts of other launchers read it.
+        host: Name of its host in the plan's cluster.
+        local_device: Position of the device among all devices of its host.
+        first_sample: First sample of the global batch, if the target cuts it by rank.
+        batch_size: Number of samples of the global batch, if the target cuts it by rank.
+        micro_batches: The same samples by micro-batch, without empty ones.
+    """
+
+    rank: int
+    device: str
+    type: str
+    kind: str
+    host: str
+    local_device: int
+    first_sample: int = 0
+    batch_size: int = 0
+    micro_batches: tuple[int, ...] = ()
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether its device is a GPU."""
+        return self.kind == "cuda"
+
+
+def ranks_of(
+    cluster: Cluster, micro_batches: Mapping[int, tuple[int, ...]] | None = None
+) -> tuple[RankEntry, ...]:
+    """One rank per device; with micro-batches by device, only for devices that have some."""
+    entries: list[RankEntry] = []
+    first = 0
+    for index, device in enumerate(cluster.devices):
+        if micro_batches is not None and index not in micro_batches:
+            continue
+        counts = () if micro_batches is None else micro_batches[index]
+        entries.append(
+            RankEntry(
+                rank=len(entries),
+                device=device.name,
+                type=device.type.name,
+                kind="cpu" if is_cpu(device.type.name) else "cuda",
+                host=cluster.hosts[device.host_index].name,
+                local_device=cluster.host_devices(device.host_index).index(index),
+                first_sample=first,
+                batch_size=sum(counts),
+                micro_batches=counts,
+            )
+        )
+        first += sum(counts)
+    return tuple(entries)
+
+
+def by_host(ranks: Sequence[RankEntry]) -> dict[str, list[RankEntry]]:
+    """The ranks of each host, in the order of the ranks."""
+    hosts: dict[str, list[RankEntry]] = {}
+    for entry in ranks:
+        hosts.setdefault(entry.host, []).append(entry)
+    return hosts
+
+
+def ranks_document(plan: Plan, target: str, ranks: Sequence[RankEntry], user_digest: str) -> bytes:
+    """``ranks.json``: everything about the plan that a training script without heterog needs."""
+    started = {entry.device for entry in ranks}
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "target": target,
+        "model": plan.graph.name,
+        "num_parameters": plan.graph.num_parameters,
+        "cluster": plan.cluster.name,
+        "predicted_step_time_s": plan.step_time_s,
+        "global_batch_size": plan.graph.batch_size,
+        "bucket_bytes": plan.strategy.bucket_bytes,
+        "ranks": [asdict(entry) for entry in ranks],
+        "not_started": [d.name for d in plan.cluster.devices if d.name not in started],
+        "user_digest": user_digest,
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def launch_script(ranks: Sequence[RankEntry], train: str = "train.py") -> bytes:
+    """``launch.sh``: starts the ranks of one host.
+
+    torchrun supports only equal numbers of ranks on all hosts (its documentation, "homogeneous
+    LOCAL_WORLD_SIZE"); otherwise the script starts the processes itself, under the same variables.
+    """
+    hosts = by_host(ranks)
+    equal = len({len(entries) for entries in hosts.values()}) == 1
+    cases = []
+    for node, (host, entries) in enumerate(hosts.items()):
+        if equal:
+            action = (
+                f'exec "$python" -m torch.distributed.run --nnodes {len(hosts)} '
+                f"--nproc-per-node {len(entries)} --node-rank {node} "
+                '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" '
+                f'{train} "$@"'
+            )
+        else:
+            action = f"ranks=({' '.join(str(entry.rank) for entry in entries)})"
+        devices = ", ".join(f"{entry.rank} on {entry.device}" for entry in entries)
+        cases.append(f"  # ranks: {_one_line(devices)}\n  {shlex.quote(host)}) {action} ;;")
+    return fill(
+        "launch_torchrun.sh.tmpl" if equal else "launch_ranks.sh.tmpl",
+        cases="\n".join(cases),
+        hosts=shlex.quote(f"unknown host; the plan has: {', '.join(hosts)}"),
+        first_host=shlex.quote(ranks[0].host),
+        world_size=len(ranks),
+        train=train,
+    )
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

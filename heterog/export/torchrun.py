@@ -1,0 +1,187 @@
+"""Target ``torchrun``: any plan, run by heterog in a script that torchrun starts."""
+
+import ast
+import gzip
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from heterog.export.folder import (
+    RANKS_FILE,
+    USER_FILE,
+    Export,
+    digest,
+    fill,
+    in_docstring,
+    in_markdown,
+)
+from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
+from heterog.export.readme import launch_command, readme
+from heterog.files import read_bytes
+from heterog.search.plan import Plan
+from heterog.units import MIB
+from heterog.user_code import trusted_source
+
+TARGET = "torchrun"
+MODEL_FILE = "model.py"
+_MOST_MODEL_BYTES = 16 * MIB
+_WHAT = (
+    "A script that runs the plan with heterog: every operator where it was planned, the numbers "
+    "of one device. Every host needs this folder and the same versions of torch and heterog."
+)
+_FROM_ZOO = """\
+    from heterog.zoo import load_workload
+
+    return load_workload({source!r}, batch_size)"""
+_FROM_FILE = """\
+    from heterog.zoo import load_workload
+
+    return load_workload(f"{{HERE / {file!r}}}:{function}", batch_size, must_take=False)"""
+_TO_FILL_IN = """\
+    raise SystemExit(
+        "user.py: fill in workload(): return the heterog.Workload that the plan was made for."
+    )"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadCode:
+    """The code in ``user.py`` that makes the workload.
+
+    Attributes:
+        body: Body of the function ``workload``.
+        to_do: What a person has to fill in.
+        model_file: The user's own file, to be copied; empty if there is none.
+        remarks: Sentences about anything that could not be copied.
+    """
+
+    body: str
+    to_do: str
+    model_file: bytes = b""
+    remarks: tuple[str, ...] = ()
+
+
+def export_torchrun(plan: Plan, sources: Sequence[str] = ()) -> Export:
+    """The folder of any plan."""
+    ranks = ranks_of(plan.cluster)
+    return runtime_folder(plan, Target(TARGET, _WHAT, launch_command(ranks)), sources, ranks)
+
+
+class Target(NamedTuple):
+    """Another launcher of ranks.
+
+    Attributes:
+        name: Its name on the command line.
+        what: What its folder is, in a sentence.
+        start: Command that starts the ranks.
+    """
+
+    name: str
+    what: str
+    start: str
+
+
+def runtime_folder(
+    plan: Plan,
+    target: Target,
+    sources: Sequence[str],
+    ranks: tuple[RankEntry, ...],
+    *,
+    remarks: tuple[str, ...] = (),
+    plan_file: str = "plan.json",
+) -> Export:
+    """The files that all targets with heterog at run time have in common."""
+    code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
+    not_expressed = (*code.remarks, *remarks)
+    user = fill(
+        "torchrun_user.py.tmpl",
+        model=in_docstring(plan.graph.name),
+        source=in_docstring(plan.graph.source) or "not named in the plan",
+        optimizer=plan.graph.optimizer,
+        batch_size=plan.graph.batch_size,
+        workload=code.body,
+    )
+    files = {
+        plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
+        "train.py": fill("torchrun_train.py.tmpl", plan_file=plan_file),
+        USER_FILE: user,
+        RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
+        "launch.sh": launch_script(ranks),
+        "README.md": readme(
+            plan,
+            target.name,
+            what=target.what,
+            start=target.start,
+            user=code.to_do,
+            num_ranks=len(ranks),
+            not_expressed=not_expressed,
+        ),
+    }
+    if code.model_file:
+        files[MODEL_FILE] = code.model_file
+    return Export(target=target.name, files=files, not_expressed=not_expressed)
+
+
+def plan_content(plan: Plan, *, compressed: bool = False) -> bytes:
+    """The plan as the content of its file."""
+    with tempfile.TemporaryDirectory(prefix="heterog-") as folder:
+        path = Path(folder) / "plan.json"
+        plan.save(path)
+        content = path.read_bytes()
+    return gzip.compress(content, mtime=0) if compressed else content
+
+
+def workload_code(source: str) -> WorkloadCode:
+    """Code that makes a source's workload again, in a folder that may be on another machine."""
+    name, colon, function = source.rpartition(":")
+    if not colon:
+        if not source:
+            remark = "The workload: the plan does not name its source; fill in user.py."
+            return _to_fill_in(remark)
+        return WorkloadCode(body=_FROM_ZOO.format(source=source), to_do="`batches()`: the data")
+    path = Path(name)
+    if not path.is_file():
+        return _to_fill_in(
+            f"The workload: its file {path} is not on this machine; fill in user.py."
+        )
+    content = read_bytes(path, "model file", _MOST_MODEL_BYTES)
+    beside = _modules_beside(path, content)
+    remarks: tuple[str, ...] = ()
+    if beside:
+        remarks = (
+            f"The modules {', '.join(beside)} that {path.name} imports from its own folder: copy "
+            f"them beside {MODEL_FILE}.",
+        )
+    return WorkloadCode(
+        body=_FROM_FILE.format(file=MODEL_FILE, function=function),
+        to_do=f"`batches()`: the data; {MODEL_FILE} is a copy of {in_markdown(path.name)}",
+        model_file=content,
+        remarks=remarks,
+    )
+
+
+def _to_fill_in(remark: str) -> WorkloadCode:
+    return WorkloadCode(
+        body=_TO_FILL_IN, to_do="`workload()` and `batches()`: the data", remarks=(remark,)
+    )
+
+
+def _modules_beside(path: Path, content: bytes) -> list[str]:
+    """Modules in the file's own folder that it imports."""
+    try:
+        tree = ast.parse(content)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # whoever runs it gets the error
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    folder = path.parent
+    return sorted(
+        name
+        for name in names
+        if (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
+    )
