@@ -2,9 +2,9 @@
 
     python benchmarks/training_speed.py --json
 
-REINFORCE on generated clusters, one process per core. Shares are of wall time: *simulator* is
-scoring strategies, *network* is the forward and backward pass and the optimizer, the rest is
-drawing, encoding, and waiting.
+Policy gradients on generated clusters, scored op by op, one process per core. Shares are of wall
+time: *simulator* is scoring strategies, *network* is the forward and backward pass and the
+optimizer, the rest is drawing, encoding, and waiting.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from heterog.agents.config import Algorithm, TrainingConfig
+from heterog.agents.gradients import GradientLearner
 from heterog.agents.reinforce import Reinforce
 from heterog.agents.sources import PairSource, captured
 from heterog.agents.training import Trainer
@@ -44,8 +45,10 @@ def measure(seed: int, steps: int) -> dict[str, float]:
     )  # fmt: skip
     trainer = Trainer(source, config)
     tell(f"baselines of {config.num_pairs} pairs")
+    learner = trainer.learner
+    assert isinstance(learner, GradientLearner)
     for index in range(config.num_pairs):
-        assert trainer.pair(index).baseline_s > 0.0  # made before the clock starts
+        assert learner.pair(index).baseline_s > 0.0  # made before the clock starts
     spent = {"simulator": 0.0, "learner": 0.0}
     score, step = Pair.score, Reinforce.step
 
@@ -63,20 +66,21 @@ def measure(seed: int, steps: int) -> dict[str, float]:
         finally:
             spent["learner"] += time.perf_counter() - begin
 
-    trainer.advance([], 2, time.perf_counter())
+    learner.advance(0)
     # mypy has no word for a method that takes the same arguments as another.
     setattr(Pair, "score", timed_score)  # noqa: B010
     setattr(Reinforce, "step", timed_step)  # noqa: B010
     tell(f"{steps} steps")
-    before = trainer.num_evaluations
+    before = learner.num_evaluations
     begin = time.perf_counter()
-    trainer.advance([], steps, begin)
+    for number in range(steps):
+        learner.advance(number)
     seconds = time.perf_counter() - begin
     setattr(Pair, "score", score)  # noqa: B010
     setattr(Reinforce, "step", step)  # noqa: B010
     return {
         "seconds": seconds,
-        "evaluations": float(trainer.num_evaluations - before),
+        "evaluations": float(learner.num_evaluations - before),
         "simulator_s": spent["simulator"],
         "network_s": seconds - spent["learner"],
     }

@@ -19,10 +19,11 @@ from rows import keep_row, progress, read_rows, script_parser
 
 from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.finetune import FineTuned
+from heterog.agents.learner import Report
 from heterog.agents.planners import Agent
 from heterog.agents.policy import Policy
 from heterog.agents.sources import PIPELINED_PART, PairSource, captured
-from heterog.agents.training import Report, Trainer
+from heterog.agents.training import Trainer
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget, MethodRow, Problem

@@ -95,7 +95,8 @@ def _references(asked: argparse.Namespace) -> dict[str, float]:
     path = asked.references or asked.pairs.with_name(f"{asked.pairs.stem}_references.json")
     if not path.is_file():
         return {}
-    return {pair: each["step_time_s"] for pair, each in json.loads(path.read_text()).items()}
+    known = json.loads(path.read_text())
+    return {pair: each["step_time_s"] for pair, each in known.items() if each["step_time_s"]}
 
 
 def summarise(

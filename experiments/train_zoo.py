@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--workers", default="1", help="processes, ray, or ray:N")
     parser.add_argument("--pairs", type=int, default=TrainingConfig().num_pairs)
     parser.add_argument("--steps", type=int, default=TrainingConfig().num_steps)
-    parser.add_argument("--algorithm", type=Algorithm, default=Algorithm.IMITATION)
+    parser.add_argument("--algorithm", default=Algorithm.IMITATION)
     arguments = parser.parse_args()
     check_writable(arguments.output)
     models = [*TRAINING_ZOO, *(f"{MODELS_FILE}:{name}" for name in TRAINING_FUNCTIONS)]

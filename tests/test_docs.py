@@ -36,7 +36,7 @@ from heterog.envs.merging import MAX_BLOCKS
 from heterog.envs.observation import OBSERVATION_VERSION
 from heterog.envs.pair import CUT_WEIGHTS, PIPELINED
 from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP
-from heterog.envs.reward import BOUND
+from heterog.envs.reward import MISFIT
 from heterog.envs.spaces import Padding, pair_space
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.explain.explanation import SUFFICES
@@ -163,7 +163,8 @@ def known_values() -> dict[str, set[str]]:
         "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),
         "--method": methods, "--methods": methods, "--models": set(zoo_names()),
         "--background": set(zoo_names()), "--policy": set(shipped_policies()),
-        "--algorithm": {str(each) for each in Algorithm}, "--encoder": set(ENCODERS),
+        "--algorithm": {*Algorithm, "sb3:PPO", "sb3_contrib:MaskablePPO"},
+        "--encoder": set(ENCODERS),
         "--to": set(TARGETS),
     }  # fmt: skip
 
@@ -619,7 +620,7 @@ def test_the_data_sheet_of_an_environment_is_its_space(env: type[Any]) -> None:
 def test_the_data_sheet_quotes_constants() -> None:
     doc = StrategyOneShotEnv.__doc__ or ""
     assert f"at\n    most {MAX_BLOCKS} *blocks*" in doc
-    assert f"within {BOUND} both ways; below -{BOUND}" in doc
+    assert f"below {MISFIT}, graded by the overrun" in doc
     assert np.isfinite(MAX_CANDIDATES)
 
 

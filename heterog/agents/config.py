@@ -36,22 +36,21 @@ class PolicyConfig:
 
 
 class Algorithm(StrEnum):
-    """How a policy learns."""
+    """The package's own ways to learn; ``heterog.agents.learner`` knows others by name."""
 
     IMITATION = "imitation"
     REINFORCE = "reinforce"
     MIXED = "mixed"
-    PPO = "ppo"
 
 
 _READ_BY = {
     "elites_per_pair": (Algorithm.IMITATION, Algorithm.MIXED),
-    "samples_per_pair": (Algorithm.REINFORCE, Algorithm.MIXED, Algorithm.PPO),
-    "entropy_nats": (Algorithm.REINFORCE, Algorithm.MIXED, Algorithm.PPO),
+    "samples_per_pair": (Algorithm.REINFORCE, Algorithm.MIXED),
+    "entropy_nats": (Algorithm.REINFORCE, Algorithm.MIXED),
     "imitation_weight": (Algorithm.MIXED,),
     "average_decay": (Algorithm.IMITATION, Algorithm.REINFORCE, Algorithm.MIXED),
 }
-"""Algorithms that read a setting; every algorithm reads the others."""
+"""Algorithms that read a setting; every algorithm reads the others, and a person's own all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +58,26 @@ class TrainingConfig:
     """Settings of a run; the defaults are those of the shipped policies and of ``heterog train``.
 
     Attributes:
-        algorithm: Learning algorithm.
+        algorithm: Learning algorithm: one of ``Algorithm``, ``sb3:NAME``, ``sb3_contrib:NAME``, or
+            a learner of your own, ``path/to/file.py:name``.
         num_pairs: Number of training pairs.
         search_evaluations: Evaluations spent on each pair's elites, and on each validation pair.
-        num_steps: Number of gradient steps; for PPO, of rollouts, each with two passes over it.
-        pairs_per_step: Pairs in each step or rollout.
+        num_steps: Number of gradient steps; of stable-baselines3, of rollouts, each about an
+            episode of every environment.
+        pairs_per_step: Pairs in each step; of stable-baselines3, environments side by side.
         elites_per_pair: Elites of each pair in a step of imitation.
-        samples_per_pair: Strategies drawn for each pair in a step of REINFORCE; for PPO,
-            environments that play the same pair side by side.
+        samples_per_pair: Strategies drawn for each pair in a step of REINFORCE.
         learning_rate: Peak, reached after 50 steps or a tenth; it falls to a tenth linearly.
-        entropy_nats: Entropy of whole strategies that REINFORCE and PPO hold at the start and at
-            the end.
+        entropy_nats: Entropy of whole strategies that REINFORCE holds at the start and at the end.
         imitation_weight: Weight of imitation in ``mixed``.
-        average_decay: Decay per step of the running average of the weights. PPO keeps no average:
-            it makes few steps, and the average would lag behind.
+        average_decay: Decay per step of the running average of the weights.
         check_every: Steps between validations.
-        num_validation: Number of pairs that are only validated on.
+        num_validation: Number of pairs by which the best policy is chosen; as many others say in
+            the end how good it is.
         seed: Seed of everything random.
     """
 
-    algorithm: Algorithm = Algorithm.IMITATION
+    algorithm: str = Algorithm.IMITATION
     num_pairs: int = 1200
     search_evaluations: int = 750
     num_steps: int = 3000
@@ -121,13 +120,15 @@ class TrainingConfig:
     def ignored(self) -> list[str]:
         """Settings that differ from their default and that the algorithm does not read.
 
-        >>> TrainingConfig(algorithm=Algorithm.PPO, imitation_weight=2.0).ignored()
-        ["imitation_weight=2.0 has no effect on 'ppo', only on mixed"]
+        >>> TrainingConfig(algorithm="sb3:PPO", imitation_weight=2.0).ignored()
+        ["imitation_weight=2.0 has no effect on 'sb3:PPO', only on mixed"]
         """
+        if ".py:" in self.algorithm:
+            return []
         return [
             f"{field.name}={getattr(self, field.name)} has no effect on '{self.algorithm}', only "
             f"on {', '.join(_READ_BY[field.name])}"
             for field in fields(self)
-            if self.algorithm not in _READ_BY.get(field.name, Algorithm)
+            if self.algorithm not in _READ_BY.get(field.name, (self.algorithm,))
             and getattr(self, field.name) != field.default
         ]

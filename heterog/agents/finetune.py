@@ -92,7 +92,7 @@ class FineTuned(Planner):
             top = kept[0][1][1]
             if top.overflow == 0.0:
                 elites = np.array([row for _, (row, score) in kept if score.overflow == 0.0])
-                example = _example(pair, elites)
+                example = _example(pair, elites, top.step_time_s)
                 loss = loss + Imitation([example]).loss(policy, [example], rng)[0]
                 problem.report(min(spending.fraction, 1.0), top.step_time_s)
             optimizer.zero_grad()
@@ -110,13 +110,14 @@ class FineTuned(Planner):
         )
 
 
-def _example(pair: Pair, elites: IntArray) -> Example:
+def _example(pair: Pair, elites: IntArray, best_s: float) -> Example:
     return Example(
         index=0,
         name=pair.name,
         observation=pair.observation,
         elites=elites,
-        best_s=0.0,
+        best_s=best_s,
+        baseline_s=pair.baseline_s,
         uniform_s=0.0,
         headroom=1.0,
         num_evaluations=0,

@@ -2,12 +2,16 @@
 
     loss = - mean over pairs and elites of log p(elite) / G
 
+The value head learns the reward of the best of them beside it.
+
 Pairs with headroom over the best uniform row come more often. A policy's own samples that beat
 a pair's elites replace them (expert iteration), if another learner draws samples as well.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +21,7 @@ from torch import Tensor
 from heterog.agents.elites import NUM_ELITES, Elites, balanced_stages, find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.policy import Policy, Scores, draw, log_probabilities, rule_of_thumb
+from heterog.agents.reinforce import value_loss
 from heterog.agents.sources import PairSource
 from heterog.envs.observation import Observation
 from heterog.envs.pair import Pair
@@ -24,6 +29,8 @@ from heterog.lowering.program import IntArray
 from heterog.workers import HERE, Workers
 
 _NUM_STARTS = 12
+_OF_PAIR = ("name", "observation")
+"""Attributes of an example that its pair gives."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +43,7 @@ class Example:
         observation: Observation of the pair.
         elites: The best rows known.  # [num_elites, G]
         best_s: Step time of the first of them.
+        baseline_s: Step time of the best data-parallel baseline, which rewards are relative to.
         uniform_s: Step time of the best uniform row.
         headroom: Logarithm of the gain of the best elite over the best uniform row.
         num_evaluations: Evaluations that the search spent.
@@ -46,9 +54,22 @@ class Example:
     observation: Observation
     elites: IntArray
     best_s: float
+    baseline_s: float
     uniform_s: float
     headroom: float
     num_evaluations: int
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_PAIR}
+        return own | {"elites": torch.from_numpy(self.elites.copy())}
+
+    @classmethod
+    def restored(cls, source: PairSource, record: Mapping[str, Any]) -> Self:
+        """The example of a record."""
+        pair = source.pair(record["index"])
+        seen = {"name": pair.name, "observation": pair.observation}
+        return cls(**{**record, **seen, "elites": record["elites"].numpy()})
 
     def improve(self, row: IntArray, step_time_s: float) -> None:
         """Add a row that fits, if it is better than the best elite."""
@@ -82,6 +103,7 @@ def make_example(source: PairSource, index: int, num_evaluations: int) -> Exampl
         observation=observation,
         elites=found.rows[is_drawable],
         best_s=found.step_time_s,
+        baseline_s=pair.baseline_s,
         uniform_s=found.uniform_s,
         headroom=found.headroom,
         num_evaluations=found.num_evaluations,
@@ -154,4 +176,5 @@ class Imitation:
             scores, torch.tensor(which), torch.from_numpy(np.array(actions)).long()
         )
         loss = -(log_p * torch.tensor(weights)).sum() / len(chosen)
-        return loss, scores
+        best = [math.log(example.baseline_s / example.best_s) for example in chosen]
+        return loss + value_loss(scores.value, torch.tensor(best)), scores

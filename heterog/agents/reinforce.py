@@ -1,31 +1,35 @@
-"""REINFORCE as in HeteroG (section 4.1.3): favour strategies above a pair's moving average.
+"""Policy gradients for the best of several draws, as a policy's draws are used.
 
-Each step draws K strategies per pair and one more from the pair's pool of best strategies, which
-starts with data parallelism. The paper replays its pool without weights; here all K + 1 count by
-the balance heuristic (Veach & Guibas 1995), which keeps the estimate unbiased and every weight
-below (K + 1) / K:
+Of N strategies drawn for a pair, the best counts. The gradient of the expected best of K is, over
+all sets of K draws, each draw's gain over the best of the others in its set:
 
-    w(a) = p(a) / ((K p(a) + q(a)) / (K + 1)),   q(a) = 1 / |pool| in the pool, else 0
+    A(a) = mean over sets S of K - 1 other draws of max(R(a) - max R(S), 0)
 
-The moving average and the entropy schedule are the paper's; unlike its fixed coefficient, ours is
-steered so that the entropy of whole strategies follows the schedule: with a fixed one it fell to
-nothing within a hundred steps.
+which is self-critical, as a draw is measured against its siblings, and unbiased (the part taken
+off does not depend on a). HeteroG's REINFORCE raises the mean instead (section 4.1.3): then draws
+that nobody would use count as much as the best.
+
+The weight of the entropy is steered so that the entropy of whole strategies follows a schedule:
+with a fixed one it fell to nothing within a hundred steps.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from heterog.agents.policy import Samples, Scores, draw, log_probabilities, masks_of
+from heterog.agents.policy import Samples, Scores, draw, log_probabilities
 from heterog.envs.pair import Pair
-from heterog.envs.reward import RewardFunction, reward_of
-from heterog.lowering.program import IntArray
+from heterog.envs.reward import Reward, RewardFunction, reward_of
+from heterog.lowering.program import FloatArray, IntArray
 
-POOL_SIZE = 8
+BEST_OF = 4
+"""K, the number of draws of which the best counts: of all draws, only the best two would tell."""
+VALUE_WEIGHT = 0.1
+"""Weight of the error with which the value head predicts the best reward of a pair."""
 ScoreAhead = Callable[[Sequence[int], Sequence[Pair], Sequence[IntArray]], None]
 """Function called with (keys, pairs, rows of each pair) before the rows' scores are asked for."""
 
@@ -48,20 +52,30 @@ def steered(
     return float(np.clip(coefficient * factor, 1e-4, 1.0))
 
 
-@dataclass(slots=True)
-class PairState:
-    """Memory about a pair: its moving average and its best strategies."""
+def gains_of_best(rewards: FloatArray, best_of: int = BEST_OF) -> FloatArray:
+    """Mean gain of each draw over the best of ``best_of - 1`` others; see the module docstring.
 
-    average: float | None = None
-    pool: list[tuple[float, bytes]] = field(default_factory=list)  # (reward, row), best first
+    >>> gains_of_best(np.array([0.0, 1.0, 3.0]), 2).tolist()
+    [0.0, 0.5, 2.5]
+    """
+    count = len(rewards)
+    others = min(best_of, count) - 1
+    order = np.argsort(rewards)
+    ranked = rewards[order]
+    # P(the best of the others is the j-th of those below): C(j, others - 1) / C(n - 1, others).
+    chance = np.zeros(count)
+    for place in range(others - 1, count):
+        ways = np.prod([(place - k) / (k + 1) for k in range(others - 1)])
+        chance[place] = ways / np.prod([(count - 1 - k) / (k + 1) for k in range(others)])
+    gains = np.zeros(count)
+    for place in range(count):
+        gains[order[place]] = ((ranked[place] - ranked[:place]) * chance[:place]).sum()
+    return gains
 
-    def remember(self, reward: float, row: IntArray) -> None:
-        """Keep a row if it is among the best."""
-        key = row.astype(np.int32).tobytes()
-        if all(key != known for _, known in self.pool):
-            self.pool.append((reward, key))
-            self.pool.sort(key=lambda entry: -entry[0])
-            del self.pool[POOL_SIZE:]
+
+def value_loss(values: Tensor, rewards: Tensor) -> Tensor:
+    """Error of the value head about the best rewards of some pairs."""
+    return VALUE_WEIGHT * torch.nn.functional.smooth_l1_loss(values, rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +84,16 @@ class ReinforceStep:
 
     Attributes:
         loss: Loss to be minimised.
-        reward: Mean reward of the drawn strategies.
-        speedup: Geometric mean over pairs of the best drawn strategy over the baseline.
-        entropy: Mean entropy of whole strategies, in nats.
-        out_of_memory: Part of the drawn strategies that do not fit.
+        terms: Numbers to log: ``reward``, the mean over pairs of the best drawn strategy's;
+            ``speedup``, the geometric mean of the best drawn over the baseline; ``entropy`` of
+            whole strategies in nats; ``out_of_memory``, the part of the draws that do not fit.
         num_evaluations: Number of strategies scored.
         rows: For each pair, every row that was scored.
         improved: For each pair, the best drawn row that fits and its seconds.
     """
 
     loss: Tensor
-    reward: float
-    speedup: float
-    entropy: float
-    out_of_memory: float
+    terms: dict[str, float]
     num_evaluations: int
     rows: tuple[IntArray, ...]
     improved: tuple[tuple[IntArray, float] | None, ...]
@@ -93,7 +103,7 @@ class Reinforce:
     """The estimator; see the module docstring.
 
     Args:
-        samples_per_pair: K, number of strategies drawn for each pair.
+        samples_per_pair: Number of strategies drawn for each pair.
         entropy_nats: Entropy of whole strategies at the start and at the end of training.
         reward: Reward of a scored row.
         score_ahead: Function that may score a step's rows elsewhere; see ``scoring.PairScorer``.
@@ -107,10 +117,9 @@ class Reinforce:
         score_ahead: ScoreAhead = lambda keys, pairs, rows: None,
     ) -> None:
         self._reward, self._score_ahead = reward, score_ahead
-        self.num_samples = samples_per_pair
+        self._num_samples = samples_per_pair
         self._entropy_nats = entropy_nats
         self.coefficient = 0.01
-        self.states: dict[int, PairState] = {}
 
     def step(
         self,
@@ -125,114 +134,64 @@ class Reinforce:
         Args:
             scores: Scores of the pairs, with gradients.
             pairs: The pairs.
-            keys: A number for each pair, under which its state is kept.
+            keys: Number of each pair in its source, for ``score_ahead``.
             fraction: Part of the training that is done.
             rng: Generator for the draws.
         """
-        states = [self._state(pair, key) for pair, key in zip(pairs, keys, strict=True)]
-        samples = [
-            self._draw(scores, index, pair, state, rng)
-            for index, (pair, state) in enumerate(zip(pairs, states, strict=True))
-        ]
-        self._score_ahead(keys, pairs, [each.rows for each in samples])
         drawn = [
-            self._judge(pair, state, each)
-            for pair, state, each in zip(pairs, states, samples, strict=True)
+            draw(scores.of(index, pair), pair, self._num_samples, rng, keep_masks=True)
+            for index, pair in enumerate(pairs)
         ]
+        rows = tuple(each.rows for each in drawn)
+        self._score_ahead(keys, pairs, rows)
+        found = [
+            [self._reward(pair, pair.score(row)) for row in own]
+            for pair, own in zip(pairs, rows, strict=True)
+        ]
+        rewards = np.array([[each.reward for each in own] for own in found])
         log_p, entropy = _log_probabilities(scores, drawn)
-        pool = torch.tensor(np.concatenate([each.in_pool for each in drawn]))
-        advantage = torch.tensor(np.concatenate([each.advantage for each in drawn]))
-        k = self.num_samples
-        p = log_p.detach().double().exp()  # of whole strategies: too small for 32 bits
-        weight = torch.where(p > 0, p / ((k * p + pool) / (k + 1)), torch.zeros_like(p))
-        gradient = (weight * advantage).float()
-        fresh = torch.tensor(np.concatenate([each.is_fresh for each in drawn]))
-        mean_entropy = (entropy * fresh).sum() / fresh.sum()
-        loss = -(gradient * log_p).sum() / len(log_p) - self.coefficient * mean_entropy
+        gains = [_advantage(own) for own in rewards]
+        best = torch.tensor(rewards.max(axis=1), dtype=torch.float32)
+        mean_entropy = entropy.mean()
+        loss = -(torch.tensor(np.concatenate(gains), dtype=torch.float32) * log_p).mean()
+        loss = loss - self.coefficient * mean_entropy + value_loss(scores.value, best)
         reached = float(mean_entropy.detach())
         self.coefficient = steered(self.coefficient, reached, self._entropy_nats, fraction)
+        speedups = [max(each.speedup for each in own) for own in found]
         return ReinforceStep(
             loss=loss,
-            reward=float(np.mean([each.reward.mean() for each in drawn])),
-            speedup=float(np.exp(np.mean([np.log(each.speedup) for each in drawn]))),
-            entropy=float(mean_entropy.detach()),
-            out_of_memory=float(np.mean([each.out_of_memory for each in drawn])),
-            num_evaluations=sum(len(each.rows) for each in drawn),
-            rows=tuple(each.rows for each in drawn),
-            improved=tuple(each.best for each in drawn),
-        )
-
-    def _state(self, pair: Pair, key: int) -> PairState:
-        if key not in self.states:
-            self.states[key] = state = PairState()
-            # The pool begins with every kind of data parallelism over all devices.
-            everything = max(range(pair.num_candidates), key=lambda c: len(pair.table[c].devices))
-            devices = pair.table[everything].devices
-            for number, decision in enumerate(pair.table):
-                if decision.devices == devices:
-                    row = np.full(pair.num_blocks, number, np.int32)
-                    state.remember(self._reward(pair, pair.score(row)).reward, row)
-        return self.states[key]
-
-    def _draw(
-        self, scores: Scores, index: int, pair: Pair, state: PairState, rng: np.random.Generator
-    ) -> Samples:
-        found = draw(scores.of(index, pair), pair, self.num_samples, rng, keep_masks=True)
-        replay = np.frombuffer(state.pool[rng.integers(len(state.pool))][1], np.int32)
-        rows = np.concatenate([found.rows, replay[None]])
-        return Samples(
-            rows=rows, masks=np.concatenate([found.masks, masks_of(pair, replay[None])])
-        )
-
-    def _judge(self, pair: Pair, state: PairState, samples: Samples) -> "_Drawn":
-        rows = samples.rows
-        results = [self._reward(pair, pair.score(row)) for row in rows]
-        rewards = np.array([each.reward for each in results])
-        fresh = rewards[:-1]
-        average = state.average if state.average is not None else float(fresh.mean())
-        # If all draws are nearly as good, their differences are not inflated to advantages.
-        scale = max(float(fresh.std()), 0.02)
-        known = {key for _, key in state.pool}
-        in_pool = [float(row.tobytes() in known) / len(state.pool) for row in rows]
-        state.average = 0.5 * (average + float(fresh.mean()))
-        for row, result in zip(rows, results, strict=True):
-            state.remember(result.reward, row)
-        fitting = [n for n, each in enumerate(results) if each.overflow == 0.0]
-        best = min(fitting, key=lambda n: results[n].step_time_s) if fitting else None
-        return _Drawn(
+            terms={
+                "reward": float(best.mean()),
+                "speedup": float(np.exp(np.mean(np.log(speedups)))),
+                "entropy": reached,
+                "out_of_memory": float(np.mean([r.overflow > 0.0 for own in found for r in own])),
+            },
+            num_evaluations=rewards.size,
             rows=rows,
-            masks=samples.masks,
-            reward=fresh,
-            advantage=np.clip((rewards - average) / scale, -4.0, 4.0),
-            in_pool=np.array(in_pool),
-            is_fresh=np.append(np.ones(len(fresh), np.float32), np.float32(0.0)),
-            out_of_memory=float(np.mean([each.overflow > 0.0 for each in results[:-1]])),
-            speedup=max(each.speedup for each in results),
-            best=None if best is None else (rows[best], results[best].step_time_s),
+            improved=tuple(map(_best_fitting, rows, found)),
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
-    """Strategies of one pair in one step: K fresh ones, then one from the pool."""
-
-    rows: IntArray
-    masks: npt.NDArray[np.bool_]
-    reward: npt.NDArray[np.float64]
-    advantage: npt.NDArray[np.float64]
-    in_pool: npt.NDArray[np.float64]
-    is_fresh: npt.NDArray[np.float32]
-    out_of_memory: float
-    speedup: float
-    best: tuple[IntArray, float] | None
+def _advantage(rewards: FloatArray) -> FloatArray:
+    """Gains in units of how far the draws of a pair are apart, so that pairs count alike."""
+    # If all draws are nearly as good, their differences are not inflated to advantages.
+    return np.asarray(gains_of_best(rewards) * BEST_OF / max(float(rewards.std()), 0.02))
 
 
-def _log_probabilities(scores: Scores, drawn: Sequence["_Drawn"]) -> tuple[Tensor, Tensor]:
+def _best_fitting(rows: IntArray, found: Sequence[Reward]) -> tuple[IntArray, float] | None:
+    fitting = [(each.step_time_s, n) for n, each in enumerate(found) if each.overflow == 0.0]
+    if not fitting:
+        return None
+    seconds, number = min(fitting)
+    return rows[number], seconds
+
+
+def _log_probabilities(scores: Scores, drawn: Sequence[Samples]) -> tuple[Tensor, Tensor]:
     """Log-probability and entropy of every row that was drawn, in one pass.  # [R], [R]"""
     num_blocks, num_candidates = scores.unary.shape[1:]
     which = np.repeat(np.arange(len(drawn)), [len(each.rows) for each in drawn])
     actions = np.zeros((len(which), num_blocks), np.int64)
-    masks = np.zeros((len(which), num_blocks, num_candidates), np.bool_)
+    masks: npt.NDArray[np.bool_] = np.zeros((len(which), num_blocks, num_candidates), np.bool_)
     masks[:, :, 0] = True  # of blocks that a smaller pair does not have
     at = 0
     for each in drawn:

@@ -59,6 +59,7 @@ class PairSource:
         generated: Probability that a cluster is generated; 1 if none is given.
         pipelined: Probability that rows are pipelines, if the batch is large enough.
         wanted: Range that generated clusters are drawn from.
+        judged: Whether rows are scored op by op; see ``Pair.judged``.
         seed: Seed of everything.
     """
 
@@ -67,6 +68,7 @@ class PairSource:
     generated: float = 1.0
     pipelined: float = 0.0
     wanted: ClusterRange = field(default_factory=ClusterRange)
+    judged: bool = False
     seed: int = 0
 
     def rng(self, index: int) -> np.random.Generator:
@@ -77,9 +79,9 @@ class PairSource:
         """Draw a pair."""
         rng = self.rng(index)
         pair = self._drawn(rng)
-        if self.pipelined == 0.0 or rng.random() >= self.pipelined:
-            return pair
-        return pair.pipelined() or pair
+        if self.pipelined > 0.0 and rng.random() < self.pipelined:
+            pair = pair.pipelined() or pair
+        return pair.judged() if self.judged else pair
 
     def _drawn(self, rng: np.random.Generator) -> Pair:
         graph = self.graphs[int(rng.integers(len(self.graphs)))]

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from heterog.agents.config import TrainingConfig
 
 FIRST_PAIR = 1_000_000
-"""Number of the first validation pair in the source."""
+"""Number in the source of the first pair by which the best policy of a run is chosen."""
+FIRST_REPORTED = 2_000_000
+"""Number of the first pair by which that policy is reported."""
 NO_FIT = 3.0
 """Ratio that counts if no sample fits."""
 
@@ -31,6 +33,7 @@ class Validation:
         source: Source of the pairs.
         config: Number of pairs, and length of the searches.
         workers: Workers that run the searches.
+        first: Number of the first pair.
         reward: Reward that the policy learns to raise; reported unless it is ``reward_of``, which
             says the same as the ratios do.
     """
@@ -40,6 +43,7 @@ class Validation:
         source: PairSource,
         config: "TrainingConfig",
         workers: Workers = HERE,
+        first: int = FIRST_PAIR,
         *,
         reward: RewardFunction = reward_of,
     ) -> None:
@@ -52,7 +56,7 @@ class Validation:
         if config.num_validation == 0:
             return
         # Pairs without any strategy that fits tell nothing about a policy; others replace them.
-        numbers = range(FIRST_PAIR, FIRST_PAIR + 500)
+        numbers = range(first, first + 500)
         jobs = ((index, config.search_evaluations) for index in numbers)
         for index, found in zip(numbers, workers.map(_search, source, jobs), strict=True):
             reference_s, num_evaluations = found

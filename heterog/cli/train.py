@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
+from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.cli.common import (
     JsonOption,
     ModelsOption,
@@ -20,15 +20,16 @@ from heterog.cli.common import (
 )
 from heterog.cli.interrupt import end_interrupted, termination_as_interrupt
 from heterog.cli.outputs import CACHE, POLICY, TRAINING
-from heterog.errors import HeterogError, UnknownNameError
+from heterog.errors import HeterogError
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from heterog.agents.learner import Report
     from heterog.agents.policy import Policy
     from heterog.agents.sources import PairSource
-    from heterog.agents.training import Report, TrainingResult
+    from heterog.agents.training import TrainingResult
 
 _DEFAULTS = TrainingConfig()
 
@@ -40,7 +41,11 @@ def train(
         str, typer.Option("--clusters", help="names or files with commas; generated: new ones")
     ] = "generated",
     algorithm: Annotated[
-        str, typer.Option("--algorithm", help="imitation, reinforce, mixed or ppo")
+        str,
+        typer.Option(
+            "--algorithm",
+            help="imitation, reinforce, mixed, sb3:PPO, sb3_contrib:MaskablePPO, file.py:Learner",
+        ),
     ] = str(_DEFAULTS.algorithm),
     reward: Annotated[
         str, typer.Option("--reward", help="file.py:name of a reward of your own")
@@ -55,7 +60,7 @@ def train(
         int, typer.Option("--pairs", help="pairs of model and cluster")
     ] = _DEFAULTS.num_pairs,
     steps: Annotated[
-        int, typer.Option("--steps", help="gradient steps (PPO: rollouts)")
+        int, typer.Option("--steps", help="gradient steps (sb3: rollouts)")
     ] = _DEFAULTS.num_steps,
     search: Annotated[
         int,
@@ -86,21 +91,20 @@ def train(
             f"--resume {resume} goes on with the weights in there, so --initial {initial} would "
             "have no effect; give one of the two."
         )
-    if algorithm not in list(Algorithm):
-        raise UnknownNameError("algorithm", algorithm, list(Algorithm))
     names = split_names(models)
     crew = open_workers(workers)
 
     from heterog.agents.checkpoint import save_checkpoint
-    from heterog.agents.ppo_training import make_trainer
-    from heterog.agents.training import RunFiles, check_settings
+    from heterog.agents.learner import learner_of
+    from heterog.agents.training import RunFiles, Trainer, check_settings
     from heterog.envs.conformance import load_reward
     from heterog.envs.reward import reward_of
 
+    learner_of(algorithm)  # a name that is wrong shows before anything is captured
     network = _network(encoder, initial)
     judge = load_reward(reward) if reward else reward_of
     config = TrainingConfig(
-        algorithm=Algorithm(algorithm),
+        algorithm=algorithm,
         num_pairs=pairs,
         num_steps=steps,
         search_evaluations=search,
@@ -110,7 +114,7 @@ def train(
     check_settings(config, judge)
     report = _reporter(as_json)
     with crew, termination_as_interrupt():
-        result = make_trainer(
+        result = Trainer(
             _source(names, graphs, clusters, max_devices, config, report),
             config,
             network,
@@ -206,6 +210,8 @@ def _document(result: "TrainingResult", output: Path, algorithm: str) -> dict[st
         "num_evaluations": result.num_evaluations,
         "seconds": result.seconds,
         "history": [dict(row) for row in result.history],
+        "before": dict(result.before),
+        "after": dict(result.after),
     }
 
 
@@ -215,11 +221,15 @@ def _words(result: "TrainingResult", output: Path, search: int) -> str:
         return (
             f"{output}: interrupted before anything was learned; this is the policy it began with"
         )
-    first, last = result.history[0], min(result.history, key=lambda row: row["best_of_16"])
+    reached = ""
+    if result.after:
+        reached = (
+            f"best of 16 draws over search on pairs that nothing was chosen by, before "
+            f"{result.before['best_of_16']:.3f}, after {result.after['best_of_16']:.3f} "
+            f"(1 is as good as {search} evaluations); "
+        )
     return (
-        f"{output}: best of 16 draws over search, untrained {first['best_of_16']:.3f}, trained "
-        f"{last['best_of_16']:.3f} (1 is as good as {search} evaluations); "
-        f"{_rewards(result.history)}{result.num_evaluations:,} evaluations in "
+        f"{output}: {reached}{_rewards(result.history)}{result.num_evaluations:,} evaluations in "
         f"{result.seconds:.0f} s{'' if result.finished else '; interrupted'}"
     )
 

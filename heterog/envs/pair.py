@@ -123,6 +123,7 @@ class Pair:
             self.table,
         )
         self.num_micro = 1
+        self._is_judged = False
         self._scores: dict[bytes, Score] = {}
 
     @property
@@ -178,6 +179,30 @@ class Pair:
         other.__dict__.pop("observation", None)
         return other
 
+    def judged(self) -> "Pair":
+        """The pair whose rows are scored op by op, as a policy's answers are.
+
+        This takes longer than the coarse evaluator, which misses the overlap inside a block.
+        """
+        self.observer, self.loads, self._fine  # noqa: B018 - made once for both
+        other = copy.copy(self)
+        other._is_judged, other._scores = True, {}
+        return other
+
+    @cached_property
+    def _fine(self) -> tuple[Evaluator, StrategySpace]:
+        """Evaluator of single ops, and its space of the same candidates."""
+        evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
+        space = StrategySpace(
+            self.graph,
+            self.cluster,
+            evaluator.tables,
+            evaluator.channels,
+            device_speeds(evaluator),
+            self.table,
+        )
+        return evaluator, space
+
     @cached_property
     def loads(self) -> Loads:
         """Loads of every candidate on every device."""
@@ -221,7 +246,7 @@ class Pair:
     @cached_property
     def baseline_s(self) -> float:
         """Seconds of the best data-parallel baseline, whether it fits or not."""
-        evaluator = Evaluator(self.graph, self.cluster, self.evaluator.cost_model)
+        evaluator = self._fine[0]
         problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
         scored = [
             evaluator.evaluate(candidate.strategy, candidate.orders[0])
@@ -239,13 +264,14 @@ class Pair:
         row = np.asarray(row, np.int32)
         key = row.tobytes()
         if key not in self._scores:
-            choice = self.space.encode(
-                row,
+            evaluator, space = self._fine if self._is_judged else (self.evaluator, self.space)
+            choice = space.encode(
+                self.groups(row) if self._is_judged else row,
                 bucket_bytes=DEFAULT_BUCKET_BYTES,
                 num_steps=1,
-                micro_batches=self.space.micro_batches(self.num_micro),
+                micro_batches=space.micro_batches(self.num_micro),
             )
-            evaluation = self.evaluator.evaluate(choice, order_of(self.num_micro))
+            evaluation = evaluator.evaluate(choice, order_of(self.num_micro))
             over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
             self._scores[key] = Score(
                 step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)

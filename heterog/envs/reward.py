@@ -1,12 +1,13 @@
-"""The reward of a strategy: relative to data parallelism, bounded, with graded memory overrun.
+"""The reward of a strategy: relative to data parallelism, with graded memory overrun.
 
-    fits:       R = clip(log(baseline / T), -1.5, 1.5)
+    fits:       R = log(baseline / T), from -1 down ever slower towards -1.5
     does not:   R = -1.5 - min(log(1 + overrun), 1)
 
 T is the step time, *baseline* that of the best data-parallel baseline (whether it fits or not),
 *overrun* the bytes missing on the worst device over its memory. Unlike the paper's -sqrt(T), times
 ten where memory runs out, it means the same for every model and cluster, and less overrun is
-better than more.
+better than more. Of two strategies that fit the faster has more, however much faster than data
+parallelism both are, or slower; any that fits has more than any that does not.
 """
 
 import math
@@ -15,7 +16,10 @@ from dataclasses import dataclass
 
 from heterog.envs.pair import Pair, Score
 
-BOUND = 1.5
+MISFIT = -1.5
+"""Reward below which strategies are that do not fit."""
+_SLOW = -1.0
+"""Logarithm from which the rewards of strategies that fit fall ever slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +46,11 @@ RewardFunction = Callable[["Pair", "Score"], Reward]
 def reward_of(pair: Pair, score: Score) -> Reward:
     """The reward of a scored row; see the module docstring."""
     speedup = pair.baseline_s / score.step_time_s
+    value = math.log(speedup)
     if score.overflow > 0.0:
-        value = -BOUND - min(math.log1p(score.overflow), 1.0)
-    else:
-        value = min(max(math.log(speedup), -BOUND), BOUND)
+        value = MISFIT - min(math.log1p(score.overflow), 1.0)
+    elif value < _SLOW:
+        value = MISFIT + (_SLOW - MISFIT) * math.exp((value - _SLOW) / (_SLOW - MISFIT))
     return Reward(
         reward=value, step_time_s=score.step_time_s, speedup=speedup, overflow=score.overflow
     )

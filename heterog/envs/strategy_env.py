@@ -31,7 +31,7 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         reward: RewardFunction = reward_of,
     ) -> None:
         self._reward = reward
-        self.pairs = list(pairs or [Pair(chain_graph(), toy_cluster())])
+        self.pairs = [pair.judged() for pair in pairs or [Pair(chain_graph(), toy_cluster())]]
         self.padding = padding or Padding.of(self.pairs)
         self.padding.check(self.pairs)
         self._number = 0
@@ -104,9 +104,9 @@ class StrategyOneShotEnv(_StrategyEnv):
     | action_mask | G x C | rows that can hold a block if it were alone |
 
     ## Reward
-    Log of the speed-up over the best data-parallel baseline, within 1.5 both ways; below -1.5,
-    graded by the overrun, where memory does not suffice. See ``heterog.envs.reward``; the terms
-    are in ``info``.
+    Log of the speed-up over the best data-parallel baseline, scored op by op; below -1.5, graded
+    by the overrun, where memory does not suffice. See ``heterog.envs.reward``; the terms are in
+    ``info``.
 
     ## Episode
     ``reset`` draws a pair (or takes ``options={"pair": number}``); one step ends it.

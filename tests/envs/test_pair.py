@@ -13,7 +13,7 @@ from heterog.cluster.topology import ROOFLINE, Cluster
 from heterog.envs.candidates import MAX_CANDIDATES
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages, Score
-from heterog.envs.reward import BOUND, reward_of
+from heterog.envs.reward import MISFIT, reward_of
 from heterog.envs.toy import toy_cluster
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
@@ -243,17 +243,30 @@ def test_draws_stay_within_memory_where_replicas_do_not_fit() -> None:
 def test_reward_is_the_log_of_the_speedup_and_grades_overrun() -> None:
     pair = language_pair()
     base = pair.baseline_s
-    cases = {
-        (base, 0.0): 0.0,
-        (base / 2, 0.0): math.log(2),
-        (base / 100, 0.0): 1.5,
-        (base * 100, 0.0): -1.5,
-        (base / 100, 1.0): -1.5 - math.log(2),
-        (base, 100.0): -BOUND - 1.0,
-    }
-    for (seconds, overflow), expected in cases.items():
-        score = Score(step_time_s=seconds, overflow=overflow)
-        assert reward_of(pair, score).reward == pytest.approx(expected)
+
+    def reward(factor: float, overflow: float = 0.0) -> float:
+        return reward_of(pair, Score(step_time_s=factor * base, overflow=overflow)).reward
+
+    for factor in (0.01, 0.2, 1.0, 2.0, math.e):
+        assert reward(factor) == pytest.approx(-math.log(factor))
+    assert reward(0.01, 1.0) == pytest.approx(MISFIT - math.log(2))
+    assert reward(1.0, 100.0) == pytest.approx(MISFIT - 1.0)
+    slow = [reward(factor) for factor in (2.7, 2.72, 3.0, 10.0, 1000.0)]
+    assert slow == sorted(slow, reverse=True)  # the faster has more, however slow both are
+    assert slow[-1] > MISFIT > reward(0.01, 0.001)  # what fits has more than what does not
+
+
+def test_a_judged_pair_scores_op_by_op() -> None:
+    """Coarse times miss the overlap inside a block, so that the two differ, but not by much."""
+    pair = toy_pair()
+    rows = np.random.default_rng(0).integers(pair.num_candidates, size=(30, pair.num_blocks))
+    both = pair, pair.judged()
+    times = np.array([[each.score(row).step_time_s for row in rows] for each in both])
+    assert not np.allclose(*times)
+    assert np.corrcoef(*np.log(times))[0, 1] > 0.98
+    everywhere = max(range(pair.num_candidates), key=lambda c: len(pair.table[c].devices))
+    uniform = pair.judged().score(np.full(pair.num_blocks, everywhere)).step_time_s
+    assert uniform >= pair.baseline_s * (1 - 1e-9)  # that is one of the baselines
 
 
 def test_baseline_is_the_best_data_parallel_plan() -> None:
