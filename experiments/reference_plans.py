@@ -51,7 +51,7 @@ def with_run(known: dict[str, Any], pair: str, made: dict[str, Any]) -> None:
     """Add a run to what is known of a pair, whose best fitting one counts."""
     runs = [*known.get(pair, {}).get("runs", []), made]
     fitting = [each for each in runs if each["step_time_s"] is not None]
-    best = min(fitting, key=lambda each: each["step_time_s"], default={})
+    best: dict[str, Any] = min(fitting, key=lambda each: each["step_time_s"], default={})
     known[pair] = {"step_time_s": best.get("step_time_s"), "method": best.get("method")}
     known[pair]["runs"] = runs
 
