@@ -26,7 +26,7 @@ from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.op_profiler import peak_bytes
 from heterog.runtime.rank import end_together, join
 from heterog.zoo import load_workload
 

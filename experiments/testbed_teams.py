@@ -36,7 +36,7 @@ from heterog.planners.portfolio import best_row, run_methods
 # Registers ``agent`` and ``agent+search``.
 from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.op_profiler import peak_bytes
 from heterog.runtime.rank import end_together, join
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -46,11 +46,11 @@ LAYERS = (
 MODES = {
     "strategy": (
         *("__init__", "mode", "built_in", "islands", "value"),
-        *("passes", "buckets", "phases", "memory", "messages"),
+        *("phases", "messages"),
     ),
-    "simulator": ("pricing", "paces", "exchange"),
+    "simulator": ("pricing", "paces"),
     "planners": ("search", "method"),
-    "runtime": ("on_ranks", "ranks", "rehearsal", "checkpoint", "weight_server", "tensors"),
+    "runtime": ("on_ranks", "ranks", "weight_server", "tensors"),
 }
 """Layer of each file of ``modes``: a room has one for each part of what a mode does."""
 RUN_BY_RANKS = sorted(
@@ -64,11 +64,11 @@ ROOMS = {
             "graph/capture/",
             "graph/changed_state.py",
             "graph/higher_order.py",
-            "graph/inserting.py",
+            "graph/traced_constants.py",
             "graph/one_sample.py",
             "graph/optimizer_probe.py",
-            "graph/parameter_groups.py",
-            "graph/static_indices.py",
+            "graph/workload.py",
+            "graph/static_shapes.py",
             "graph/python_state.py",
             "graph/repeated_calls.py",
             "graph/step.py",
@@ -101,7 +101,7 @@ ROOMS = {
         "simulator/device_models/run_file.py",
         "fidelity/recorded.py",
         "planners/plan_file.py",
-        "planners/library/entry.py",
+        "planners/library/store.py",
         "agents/checkpoint.py",
         "runtime/checkpoint/contents.py",
     ),
@@ -231,6 +231,7 @@ MOST_BESIDE_A_ROOM = 3
 KNOWS_MODES = {
     "cli/plan.py": {"modes.built_in", "modes.codecs.value", "modes.codecs.method"},
     "cli/common.py": {"modes.built_in"},
+    "cli/found.py": {"modes.built_in"},
     "strategy/serialize.py": {"modes.built_in", "modes.mode"},
 }
 """What else than the protocol files outside of ``modes`` import of it, in functions too."""

@@ -25,9 +25,9 @@ from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan, make_plan
 from heterog.planners.planner import Budget
 from heterog.planners.request import Request
-from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
 from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
+from heterog.runtime.checkpoint.held import Box, whole_box
 from heterog.runtime.profiler import Journal
 from heterog.runtime.testbed import load_testbed
 from heterog.simulator.calibration import Calibration, calibrate

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator

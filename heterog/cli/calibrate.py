@@ -9,22 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterog.cli.common import JsonOption, load_cluster, out, print_json
-from heterog.cli.outputs import JSON, not_replaced
-from heterog.errors import HeterogError
-
-if TYPE_CHECKING:
-    from heterog.cluster import Cluster
-if TYPE_CHECKING:
-    from heterog.simulator.measurements import Measurements
 from heterog.cli import completion
 from heterog.cli.common import (
     BatchOption,
+    JsonOption,
+    load_cluster,
+    out,
+    print_json,
     progress_line,
     split_names,
     stage_progress,
 )
+from heterog.cli.outputs import JSON, not_replaced
+from heterog.errors import HeterogError
 from heterog.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from heterog.cluster import Cluster
+    from heterog.simulator.measurements import Measurements
 
 _SLACK = 0.01
 """Mean error by which a fit may be worse on runs left out, which are known to first order."""

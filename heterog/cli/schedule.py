@@ -57,8 +57,7 @@ def schedule(
     """
     from heterog.planners.arrivals.evaluated import METHODS, EvaluatedCluster
     from heterog.planners.arrivals.jobs_file import read_jobs, requests_of
-    from heterog.planners.arrivals.queueing import JobQueueing
-    from heterog.planners.arrivals.rules import rule_named
+    from heterog.planners.arrivals.queueing import JobQueueing, rule_named
 
     chosen = rule_named(rule, seed)
     records = read_jobs(jobs)

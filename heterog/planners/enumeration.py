@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.planners.data_parallel import device_speeds
 from heterog.planners.planner import Candidate, PlanResult, Problem
 from heterog.planners.teams import without_needless_rules

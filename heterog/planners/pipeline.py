@@ -17,7 +17,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.planners.communities import communities, in_best_order
 from heterog.planners.enumeration import Enumeration
 from heterog.planners.megatron_grid import MOST_TASKS

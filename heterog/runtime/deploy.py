@@ -20,12 +20,18 @@ from heterog.modes.on_ranks import RankMode
 from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.alike import (
+    Signature,
+    batch_by_tensor,
     batch_shapes,
+    by_name,
     compare,
     compare_weights,
     compared_at,
     of_step,
     of_workload,
+    planned_signature,
+    resize,
+    signature,
 )
 from heterog.runtime.buffer_owners import buffers_of
 from heterog.runtime.collectives import Communicator
@@ -42,19 +48,11 @@ from heterog.runtime.feedback import ErrorFeedback
 from heterog.runtime.grouped_optimizer import make_optimizer
 from heterog.runtime.local_op import local_ops
 from heterog.runtime.loss_scale import LossScale
-from heterog.runtime.masters import Masters
 from heterog.runtime.model_part import ModelPart
+from heterog.runtime.optimizer import Masters
 from heterog.runtime.rank_program import RankProgram
 from heterog.runtime.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.replicas import Replicas, compared_after
-from heterog.runtime.resized import (
-    Signature,
-    batch_by_tensor,
-    by_name,
-    planned_signature,
-    resize,
-    signature,
-)
 from heterog.runtime.step_order import StepOrder, step_order
 from heterog.runtime.unchanged import Unchanged
 from heterog.runtime.whole_model import WholeModel, one_model

@@ -24,9 +24,8 @@ from heterog.runtime.gradients import Gradients
 from heterog.runtime.local_op import LocalOp
 from heterog.runtime.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.losses import Losses
-from heterog.runtime.masters import Masters
 from heterog.runtime.op_inputs import Need
-from heterog.runtime.optimizer import Push, StepUpdates, Updates
+from heterog.runtime.optimizer import Masters, Push, StepUpdates, Updates
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.recipes import Recipe

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.collector import without_collector
+from heterog.graph.changed_state import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.modes.mode import fault_of_modes
 from heterog.planners.issue_order import IssuedStep, Rehearse

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.execution import Sends
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
 from heterog.strategy.channels import Channel, ChannelTable
 from heterog.strategy.folding import Fold, channels_named, fold_choice, folds

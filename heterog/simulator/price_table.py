@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from heterog.cluster.execution import Sends
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
 from heterog.simulator.rule_sets import RuleSets

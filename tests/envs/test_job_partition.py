@@ -14,8 +14,7 @@ from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
 from heterog.planners.arrivals.evaluated import EvaluatedCluster, TrainingJob
 from heterog.planners.arrivals.profiled import RampCluster, draw_requests
-from heterog.planners.arrivals.queueing import blocking_rate
-from heterog.planners.arrivals.rules import most_devices, run_rule
+from heterog.planners.arrivals.queueing import blocking_rate, most_devices, run_rule
 
 
 def test_gymnasium_accepts_it() -> None:

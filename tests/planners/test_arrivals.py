@@ -17,16 +17,20 @@ from heterog.planners.arrivals.profiled import (
     profiled_jobs,
 )
 from heterog.planners.arrivals.queueing import (
+    RULES,
     JobFeatures,
     JobQueueing,
     JobRequest,
     Outcome,
     Place,
+    at_most,
     blocking_rate,
     causes,
+    most_devices,
+    rule_named,
+    run_rule,
 )
 from heterog.planners.arrivals.ramp import RampNetwork, devices_of
-from heterog.planners.arrivals.rules import RULES, at_most, most_devices, rule_named, run_rule
 
 # What the authors recorded: mean of three seeds, deadlines A, B, C, D.
 RECORDED = {

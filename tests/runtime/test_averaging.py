@@ -14,15 +14,21 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
 from heterog.modes.averaging.ranks import Averager, OuterState, changes_key, outer_step
-from heterog.modes.averaging.value import AverageWeights, Averaging, averaged_buckets
+from heterog.modes.averaging.value import (
+    AverageWeights,
+    Averaging,
+    averaged_buckets,
+    passes_after,
+    passes_before,
+    times_moved,
+)
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.runtime.masters import Masters
+from heterog.runtime.optimizer import Masters
 from heterog.runtime.rehearsal import rehearse
 from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import Decision, Strategy, Sync

@@ -19,8 +19,7 @@ from heterog.planners.plan import load_plan
 from heterog.runtime import op_profiler, profiler
 from heterog.runtime.deploy import deploy
 from heterog.runtime.link_profiler import profile_links
-from heterog.runtime.op_profiler import LoopbackCommunicator
-from heterog.runtime.peak_memory import peak_bytes, peak_during
+from heterog.runtime.op_profiler import LoopbackCommunicator, peak_bytes, peak_during
 from heterog.runtime.profiler import (
     profile_as_rank,
     profile_cluster,

@@ -12,7 +12,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.op_profiler import peak_bytes
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly

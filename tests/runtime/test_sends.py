@@ -16,7 +16,7 @@ from heterog.graph.op_graph import Phase
 from heterog.graph.workload import Workload
 from heterog.planners.plan import Plan, load_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.op_profiler import peak_bytes
 from heterog.runtime.step_order import DueTask
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import TaskKind

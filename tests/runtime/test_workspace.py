@@ -12,7 +12,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.op_profiler import peak_bytes
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.strategy.lowering import resident_bytes

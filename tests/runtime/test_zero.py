@@ -13,7 +13,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.op_profiler import peak_bytes
 from heterog.strategy.strategy import Decision, Sync
 from tests.runtime.cases import (
     MODELS,

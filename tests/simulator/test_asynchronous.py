@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from heterog.errors import StrategyError
-from heterog.modes.asynchronous.paces import (
-    TeamPace,
-    push_seconds,
-    steady_seconds,
-    ticks_of,
-)
+from heterog.modes.asynchronous.paces import TeamPace, push_seconds, steady_seconds, ticks_of
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,

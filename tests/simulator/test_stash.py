@@ -10,9 +10,8 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
-from heterog.modes.stash.paces import StagePace
+from heterog.modes.stash.paces import StagePace, stage_pace
 from heterog.modes.stash.phases import is_of_backward
-from heterog.modes.stash.pricing import stage_pace
 from heterog.modes.stash.value import WeightStash, one_at_a_time
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -16,9 +16,9 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Timeline
+from heterog.strategy.keeping import recomputations
 from heterog.strategy.lowering import lower
 from heterog.strategy.program import Program, TaskKind
-from heterog.strategy.recomputation import recomputations
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import Decision, Strategy, Sync

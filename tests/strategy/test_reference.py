@@ -18,8 +18,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Window
+from heterog.graph.placement import OpRules, Window
 from heterog.strategy import remaking
 from heterog.strategy.division import micro_shares
 from heterog.strategy.layouts.experts import expert_rules

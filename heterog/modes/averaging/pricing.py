@@ -7,8 +7,14 @@ the step before it has ended: T = T_local + T_average / H. Passes over memory ar
 
 from collections.abc import Sequence
 
-from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
-from heterog.modes.averaging.value import AveragedBucket, Averaging, averaged_buckets
+from heterog.modes.averaging.value import (
+    AveragedBucket,
+    Averaging,
+    averaged_buckets,
+    passes_after,
+    passes_before,
+    times_moved,
+)
 from heterog.modes.codecs.value import DECODE_BYTES, encode_bytes
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.small_tape import TapeWriter

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
-from heterog.runtime.checkpoint.held import name_and_shape
+from heterog.runtime.checkpoint.held import Box, name_and_shape, whole_box
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.feedback import ErrorFeedback, Key
 from heterog.strategy.program import TaskKind

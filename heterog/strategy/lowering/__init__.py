@@ -29,7 +29,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.strategy.channels import ChannelTable
 from heterog.strategy.lowering.choice import Choice as Choice
 from heterog.strategy.lowering.choice import Decided as Decided
