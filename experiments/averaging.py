@@ -26,8 +26,14 @@ from typing import Any
 
 import torch
 from rows import finish, progress, script_parser
-from testbed_calibration import add_testbeds, testbeds_and_models
-from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from testbeds import (
+    add_testbeds,
+    on_rank,
+    results_of_ranks,
+    seconds_in_turn,
+    testbeds_and_models,
+    workload_of,
+)
 from torch import Tensor
 
 from heterog.cluster import Cluster
@@ -41,17 +47,14 @@ from heterog.modes.codecs.method import with_codec
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.modes.search import island_decisions
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.rank import end_together, join
 from heterog.runtime.ranks.testbed import load_testbed
 from heterog.search.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
 from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import elastic_schedule
-from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_network", str(Path(__file__).with_name("slow_network.yaml")))
 MODELS = ("gpt", "vgg")
-WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 _WINDOW = 8  # steps, where nothing is averaged
 _LAST = 10  # losses whose mean is told
 _ELASTIC = (512, 20_000, 10)  # batch, samples of a mega-batch, rounds
@@ -61,7 +64,7 @@ def plans_of(
     cluster: Cluster, model: str, words: str, codecs: Sequence[str], budget: str
 ) -> dict[str, Plan]:
     """The best exact plan, the best that averages as the words say, and that with each codec."""
-    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    graph = capture(workload_of(model))
     asked = method_of(words)
     both = make_plan(
         Request(graph=graph, cluster=cluster, budget=Budget.parse(budget), asynchronous=asked)
@@ -88,11 +91,9 @@ def batches_of(batch: Any, number: int) -> tuple[Tensor, ...]:
     return tuple(each[order] for each in batch)
 
 
-def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
+def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> Any:
     """One rank: windows of all plans in turn, then the losses of each from its own start."""
-    torch.set_num_threads(1)
-    join(timeout_s=1800)
-    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    workload = workload_of(model)
     batch = workload.make_batch()
     captured = capture_step(workload)
     plans = {path.stem: load_plan(path) for path in sorted(folder.glob("*.json"))}
@@ -117,8 +118,7 @@ def serve(folder: Path, model: str, num_windows: int, num_steps: int) -> None:
         losses[name] = [float(fresh(batches_of(batch, n))) for n in range(num_steps)]
         fresh.close()
     own = {name: [each / every for each in found] for name, found in seconds.items()}
-    report(folder, {"seconds": own, "losses": losses})
-    end_together()
+    return {"seconds": own, "losses": losses}
 
 
 def measure(cluster: Cluster, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def predicted_averages(testbed: str, model: str, codecs: Sequence[str]) -> dict[
 
     They follow from the testbed's links and, for encoding, from its data sheet.
     """
-    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    graph = capture(workload_of(model))
     evaluator = Evaluator(graph, load_testbed(testbed))
     decision = next(island_decisions(evaluator))
     strategy = uniform_strategy(evaluator, decision).with_mode(Averaging(every=_WINDOW))
@@ -199,7 +199,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="trained for the losses")
     arguments = parser.parse_args()
     if arguments.rank_folder:
-        serve(Path(arguments.rank_folder), arguments.models, arguments.windows, arguments.steps)
+        on_rank(
+            arguments.rank_folder,
+            lambda folder: serve(folder, arguments.models, arguments.windows, arguments.steps),
+        )
         return
     if arguments.predict_averages:
         for testbed in arguments.testbeds.split(","):

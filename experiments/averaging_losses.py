@@ -18,14 +18,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from local_ranks import result_of_ranks
 from rows import finish, script_parser
+from testbeds import plan_of, result_of_ranks
 from torch import Tensor, nn
 
 from heterog import Workload
 from heterog.graph.capture import capture
 from heterog.methods.data_parallel import uniform_strategy
-from heterog.methods.planner import Candidate, MethodRow
 from heterog.modes.asynchronous.method import ServedTeams, served_strategy
 from heterog.modes.averaging.method import AveragedReplicas
 from heterog.modes.built_in import method_of
@@ -33,8 +32,7 @@ from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rul
 from heterog.modes.stash.method import StashedPipelines
 from heterog.runtime.deploy import deploy
 from heterog.runtime.ranks.testbed import load_testbed
-from heterog.search.plan import load_plan, plan_from_rows
-from heterog.simulator.engine import Order
+from heterog.search.plan import load_plan
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy
 
@@ -140,21 +138,7 @@ def save_plans(model: str, folder: Path, rows: Sequence[str]) -> None:
     graph = capture(workload_of(model))
     evaluator = Evaluator(graph, load_testbed("skew_network"))
     for number, asked in enumerate(rows):
-        strategy = strategy_of(evaluator, asked)
-        judged = evaluator.referee(strategy, Order.FIFO)
-        row = MethodRow(
-            method="stated",
-            stage="baseline",
-            outcome=str(judged.outcome),
-            step_time_s=judged.step_time_s,
-            order="fifo",
-            peak_memory_bytes=judged.peak_memory_bytes,
-            num_evaluations=1,
-            search_seconds=0.0,
-            candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-        )
-        plan = plan_from_rows(evaluator, [row])
-        plan.save(folder / f"{number}.json")
+        plan_of(evaluator, strategy_of(evaluator, asked)).save(folder / f"{number}.json")
 
 
 def train(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.execution import Execution
+from heterog.cluster.topology import Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload

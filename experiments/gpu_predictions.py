@@ -20,9 +20,8 @@ from gpu_steps import Case, workload_of
 from rows import finish, script_parser
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.execution import Execution
 from heterog.cluster.spec import parse_cluster
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.pricing.device_models.model import DeviceModels

@@ -22,7 +22,7 @@ from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.graph.sparse_pattern import entry_shares, rows_received
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind

@@ -29,8 +29,16 @@ from heterog.search.arrivals.profiled import (
     RampCluster,
     draw_requests,
 )
-from heterog.search.arrivals.queueing import JobCluster, JobRequest, blocking_rate
-from heterog.search.arrivals.rules import RULES, Rule, at_most, rule_named, run_rule
+from heterog.search.arrivals.queueing import (
+    RULES,
+    JobCluster,
+    JobRequest,
+    Rule,
+    at_most,
+    blocking_rate,
+    rule_named,
+    run_rule,
+)
 from heterog.zoo import load_workload
 
 # Mean of three seeds, deadlines A to D: notebooks of cwfparsonson/ddls, commit 9e0b5ba.

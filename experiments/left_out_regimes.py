@@ -55,7 +55,7 @@ from published_runs import (
 from rows import progress, script_parser
 from scipy.optimize import least_squares
 
-from heterog.cluster.execution import Execution
+from heterog.cluster.topology import Execution
 from heterog.fidelity.run_fit import Case
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import host_of, in_training_of

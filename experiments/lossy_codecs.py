@@ -25,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rows import finish, progress, script_parser
-from testbed_calibration import calibrated
-from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from testbeds import calibrated, on_rank, plan_of, results_of_ranks, seconds_in_turn, workload_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -34,7 +33,7 @@ import heterog
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
-from heterog.methods.planner import Budget, Candidate, MethodRow
+from heterog.methods.planner import Budget
 from heterog.modes.codecs.method import boundaries, with_codec
 from heterog.modes.codecs.tensors import add_decoded, decode, encode
 from heterog.modes.codecs.value import (
@@ -48,17 +47,14 @@ from heterog.modes.codecs.value import (
 )
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
-from heterog.runtime.rank import end_together, join
 from heterog.runtime.ranks.testbed import load_testbed
 from heterog.runtime.ranks.watching import Limits
-from heterog.search.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.search.plan import Plan, load_plan, make_plan
 from heterog.search.request import Request
-from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import load_workload
 
-WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 SLOW = Path(__file__).with_name("slow_network.yaml")
 CODECS = ("fp16", "int8", "top_k=10")
 MODELS = {"steps": ("gpt", "vgg"), "losses": ("gpt", "conv")}
@@ -153,11 +149,6 @@ def workload(model: str) -> heterog.Workload:
     return load_workload(f"{Path(__file__).resolve()}:{model}", None)
 
 
-def testbed_workload(model: str) -> heterog.Workload:
-    """A workload whose exact plan needs the network of a testbed."""
-    return load_workload(f"{WORKLOADS}:{model}", None)
-
-
 # --- what they cost ------------------------------------------------------------------------------
 
 
@@ -201,7 +192,7 @@ def costs() -> Iterator[dict[str, Any]]:
 
 def measure(cluster: Cluster, model: str, budget: str, num_rounds: int) -> dict[str, Any]:
     """The best exact plan, and codecs on its slowest boundaries."""
-    graph = capture(testbed_workload(model))
+    graph = capture(workload_of(model))
     evaluator = Evaluator(graph, cluster)
     exact = make_plan(
         Request(graph=graph, cluster=cluster, budget=Budget.parse(budget)), evaluator=evaluator
@@ -232,34 +223,19 @@ def measure(cluster: Cluster, model: str, budget: str, num_rounds: int) -> dict[
     }
 
 
-def serve_steps(folder: Path, model: str, num_rounds: int) -> None:
+def serve_steps(folder: Path, model: str, num_rounds: int) -> Any:
     """One rank: all plans in turn."""
-    torch.set_num_threads(1)
-    join(timeout_s=1800)
-    here = testbed_workload(model)
+    here = workload_of(model)
     captured = capture_step(here)
     batch = here.make_batch()
     steps = {
         path.stem: partial(DeployedStep(here, load_plan(path), captured=captured), batch)
         for path in sorted(folder.glob("*.json"))
     }
-    report(folder, seconds_in_turn(steps, num_rounds))
-    end_together()
+    return seconds_in_turn(steps, num_rounds)
 
 
 # --- what they do to training --------------------------------------------------------------------
-
-
-def given_plan(evaluator: Evaluator, strategy: Strategy) -> Plan:
-    """A strategy as a plan."""
-    found = evaluator.referee(strategy, Order.FIFO)
-    row = MethodRow(
-        method="given", stage="baseline", outcome=str(found.outcome),
-        step_time_s=found.step_time_s, order="fifo",
-        peak_memory_bytes=found.peak_memory_bytes, num_evaluations=1, search_seconds=0.0,
-        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-    )  # fmt: skip
-    return plan_from_rows(evaluator, [row])
 
 
 def training_plans(model: str) -> dict[str, Plan]:
@@ -276,7 +252,7 @@ def training_plans(model: str) -> dict[str, Plan]:
             graph=graph.fingerprint, cluster=cluster.fingerprint(), decisions=tuple(decisions),
             homes=(REPLICATED,) * len(graph.updates), bucket_bytes=1 << 20,
         )  # fmt: skip
-        found[f"{layout} exact"] = given_plan(evaluator, exact)
+        found[f"{layout} exact"] = plan_of(evaluator, exact)
         choice = evaluator.encode(exact)
         kinds = boundaries(evaluator, evaluator.program(choice), evaluator.tables_of(choice))
         kinds = [each for each in kinds if each.traffic != Traffic.PARAMETERS]
@@ -285,7 +261,7 @@ def training_plans(model: str) -> dict[str, Plan]:
                 CodecRule(traffic=each.traffic, devices=each.devices, codec=parse_codec(name))
                 for each in kinds
             )
-            found[f"{layout} {name}"] = given_plan(evaluator, with_rules(exact, rules))
+            found[f"{layout} {name}"] = plan_of(evaluator, with_rules(exact, rules))
     return found
 
 
@@ -307,10 +283,8 @@ def losses(model: str, num_steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def serve_losses(folder: Path, model: str, num_steps: int) -> None:
+def serve_losses(folder: Path, model: str, num_steps: int) -> Any:
     """One rank: one plan after another."""
-    torch.set_num_threads(1)
-    join(timeout_s=3600)
     here = workload(model)
     captured = capture_step(here)
     found = []
@@ -319,8 +293,7 @@ def serve_losses(folder: Path, model: str, num_steps: int) -> None:
         found.append([float(step(BATCHES[model](number))) for number in range(num_steps)])
         step.close()
         dist.barrier()
-    report(folder, found)
-    end_together()
+    return found
 
 
 def main() -> None:
@@ -336,11 +309,14 @@ def main() -> None:
     parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.rank_folder:
-        folder = Path(arguments.rank_folder)
-        if arguments.what == "steps":
-            serve_steps(folder, arguments.models, arguments.rounds)
-        else:
-            serve_losses(folder, arguments.models, arguments.steps)
+        of_steps = arguments.what == "steps"
+        serve = serve_steps if of_steps else serve_losses
+        times = arguments.rounds if of_steps else arguments.steps
+        on_rank(
+            arguments.rank_folder,
+            lambda folder: serve(folder, arguments.models, times),
+            timeout_s=3600,
+        )
         return
     rows: list[dict[str, Any]] = []
     if arguments.what == "cost":

@@ -19,10 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rows import finish, geometric_mean, progress, script_parser
-from testbed_calibration import calibrated
-from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from testbeds import calibrated, on_rank, results_of_ranks, seconds_in_turn, workload_of
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
@@ -30,20 +28,17 @@ from heterog.graph.capture import capture
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.methods.poplar import STAGES, EvenZero, Poplar
 from heterog.runtime.deploy import deploy
-from heterog.runtime.rank import end_together, join
 from heterog.search.judging import run_method
 from heterog.search.plan import Plan, Searched, load_plan, plan_from_rows
 from heterog.simulator.evaluator import Evaluator
-from heterog.zoo import load_workload
 
 CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
 """(workload, samples per step): twice its own batch, so that steps take a second."""
-WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 
 
 def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) -> dict[str, Plan]:
     """Plans for every stage: ``poplar0``, ``even0``, maybe ``even_steps0`` and so on."""
-    graph = capture(load_workload(f"{WORKLOADS}:{model}", batch_size))
+    graph = capture(workload_of(model, batch_size))
     evaluator = Evaluator(graph, cluster)
     problem = Problem(evaluator=evaluator, budget=budget)
 
@@ -63,19 +58,15 @@ def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) ->
     return plans
 
 
-def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> None:
+def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> Any:
     """One rank: all plans in turn; rank 0 writes the seconds."""
-    torch.set_num_threads(1)
-    join(timeout_s=1800)
-    workload = load_workload(f"{WORKLOADS}:{model}", batch_size)
+    workload = workload_of(model, batch_size)
     batch = workload.make_batch()
     steps = {
         path.stem: partial(deploy(workload, load_plan(path)), batch)
         for path in sorted(folder.glob("*.json"))
     }
-    seconds = seconds_in_turn(steps, num_pairs)
-    report(folder, seconds)
-    end_together()
+    return seconds_in_turn(steps, num_pairs)
 
 
 def measure(
@@ -144,7 +135,10 @@ def main() -> int:
     cases = [case.split(":") for case in arguments.cases.split(",")]
     if arguments.rank_folder:
         ((model, batch_size),) = cases
-        serve(Path(arguments.rank_folder), model, int(batch_size), arguments.pairs)
+        on_rank(
+            arguments.rank_folder,
+            lambda folder: serve(folder, model, int(batch_size), arguments.pairs),
+        )
         return 0
     rows: list[dict[str, Any]] = []
     try:

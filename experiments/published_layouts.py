@@ -24,7 +24,7 @@ from published_models import graph_of
 from published_rows import Run, sailor_rows, vtrain_rows
 from rows import finish, progress, script_parser
 
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import lower

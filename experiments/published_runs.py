@@ -61,8 +61,8 @@ from torch.nn import functional
 
 from heterog.cluster import Cluster
 from heterog.cluster.catalog import device_type, listed_type
-from heterog.cluster.execution import Execution
 from heterog.cluster.spec import parse_cluster
+from heterog.cluster.topology import Execution
 from heterog.fidelity.comparison import (
     Compared,
     family_errors,

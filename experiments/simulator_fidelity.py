@@ -2,9 +2,9 @@
 
     python experiments/simulator_fidelity.py --json        # Linux, as root
 
-Each testbed is calibrated on the workloads of ``calibration_workloads.py``. Then six strategies of
-each workload of ``testbed_workloads.py``, none of which was calibrated on, are predicted and run
-in turn on the testbed: median of the steps, and the most bytes that each rank's allocator held.
+Each testbed is calibrated on workloads of ``testbed_workloads.py``. Then six strategies of each of
+four others there, none of which was calibrated on, are predicted and run in turn on the testbed:
+median of the steps, and the most bytes that each rank's allocator held.
 """
 
 import statistics
@@ -14,34 +14,34 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rows import finish, progress, script_parser
 from scipy.stats import spearmanr
-from testbed_calibration import add_testbeds, testbeds_and_models
-from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from testbeds import (
+    add_testbeds,
+    on_rank,
+    results_of_ranks,
+    seconds_in_turn,
+    testbeds_and_models,
+    workload_of,
+)
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.methods.planner import Budget
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.measure.peak_memory import peak_bytes
-from heterog.runtime.rank import end_together, join
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.plan import load_plan, make_plan
 from heterog.search.request import Request
-from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
 METHODS = ("ddp", "cp_ar", "cp_ps", "single_device", "model_parallel", "local_search")
-HERE = Path(__file__).parent
 _NOTHING_BYTES = 64 * 1024  # a rank that takes no part holds the loss
 
 
-def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> None:
+def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> Any:
     """One rank: all plans in turn; writes seconds and peak bytes."""
-    torch.set_num_threads(1)
-    join(timeout_s=1800)
-    workload = load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None)
+    workload = workload_of(model)
     batch = workload.make_batch()
     captured = capture_step(workload)
     steps = {
@@ -52,15 +52,14 @@ def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> N
         {method: partial(step, batch) for method, step in steps.items()}, num_steps
     )
     peaks = {method: peak_bytes(step, batch) for method, step in steps.items()}
-    report(folder, {"seconds": seconds, "peaks": peaks})
-    end_together()
+    return {"seconds": seconds, "peaks": peaks}
 
 
 def measure(
     cluster: Cluster, model: str, methods: Sequence[str], num_steps: int
 ) -> list[dict[str, Any]]:
     """Rows of one model on one testbed."""
-    graph = capture(load_workload(f"{HERE / 'testbed_workloads.py'}:{model}", None))
+    graph = capture(workload_of(model))
     plans = {
         method: make_plan(
             Request(graph=graph, cluster=cluster, methods=(method,), budget=Budget.parse("500e"))
@@ -141,7 +140,10 @@ def main() -> None:
     arguments = parser.parse_args()
     methods = arguments.methods.split(",")
     if arguments.rank_folder:
-        serve(Path(arguments.rank_folder), arguments.models, methods, arguments.steps)
+        on_rank(
+            arguments.rank_folder,
+            lambda folder: serve(folder, arguments.models, methods, arguments.steps),
+        )
         return
     rows: list[dict[str, Any]] = []
     for cluster, model in testbeds_and_models(arguments):

@@ -18,36 +18,35 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rows import finish, geometric_mean, progress, script_parser
-from testbed_calibration import add_testbeds, testbeds_and_models
-from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from testbeds import (
+    add_testbeds,
+    on_rank,
+    results_of_ranks,
+    seconds_in_turn,
+    testbeds_and_models,
+    workload_of,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-
-# Registers ``agent`` and ``agent+search``.
 from heterog.methods.planner import Budget
 from heterog.runtime.deploy import deploy
-from heterog.runtime.rank import end_together, join
 from heterog.search.plan import load_plan, make_plan
 from heterog.search.request import Request
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
-WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 TUNED, DDP = "tuned_uniform", "ddp"
 _RARELY = 4
 
 
-def serve(folder: Path, model: str, asked: str, num_pairs: int) -> None:
+def serve(folder: Path, model: str, asked: str, num_pairs: int) -> Any:
     """One rank: all contenders in turn; rank 0 writes the seconds."""
-    torch.set_num_threads(1)
-    join(timeout_s=1800)
     rank = dist.get_rank()
-    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    workload = workload_of(model)
     batch = workload.make_batch()
     assert isinstance(batch, tuple)
     contenders: dict[str, Callable[[], Any]] = {}
@@ -61,14 +60,12 @@ def serve(folder: Path, model: str, asked: str, num_pairs: int) -> None:
         ("proportional_ddp", split_in_proportion(size, quotas)),
     ):
         contenders[key] = _ddp_step(model, shares, rank)
-    seconds = seconds_in_turn(contenders, num_pairs, every={"proportional_ddp": _RARELY})
-    report(folder, seconds)
-    end_together()
+    return seconds_in_turn(contenders, num_pairs, every={"proportional_ddp": _RARELY})
 
 
 def _ddp_step(model: str, shares: tuple[int, ...], rank: int) -> Callable[[], None]:
     """A training step of the real DDP on this rank's part of the batch."""
-    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    workload = workload_of(model)
     replica = DistributedDataParallel(workload.make_model())
     optimizer = workload.optimizer(replica.parameters(), **dict(workload.optimizer_options))
     batch = workload.make_batch()
@@ -88,7 +85,7 @@ def measure(
     cluster: Cluster, model: str, asked: str, budget: str, num_pairs: int
 ) -> dict[str, Any]:
     """Plan, then run all contenders on the testbed."""
-    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    graph = capture(workload_of(model))
     plans = {
         name: make_plan(
             Request(
@@ -136,7 +133,10 @@ def main() -> None:
     if arguments.pairs < _RARELY:
         parser.error(f"--pairs {arguments.pairs}: proportional DDP runs once in {_RARELY} rounds")
     if arguments.rank_folder:
-        serve(Path(arguments.rank_folder), arguments.models, arguments.method, arguments.pairs)
+        on_rank(
+            arguments.rank_folder,
+            lambda folder: serve(folder, arguments.models, arguments.method, arguments.pairs),
+        )
         return
     if arguments.method in (TUNED, DDP):
         parser.error(f"{arguments.method} is measured anyway; ask for another method's plan.")

@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 from rows import finish, progress, script_parser
-from testbed_calibration import add_testbeds, testbeds_and_models
-from testbed_rounds import report, results_of_ranks, seconds_in_turn
+from testbeds import (
+    add_testbeds,
+    on_rank,
+    results_of_ranks,
+    seconds_in_turn,
+    testbeds_and_models,
+    workload_of,
+)
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
@@ -31,13 +36,10 @@ from heterog.methods import pipeline, teams
 from heterog.methods.hap import planner as hap
 from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.measure.peak_memory import peak_bytes
-from heterog.runtime.rank import end_together, join
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.judging import run_method
 from heterog.search.plan import Plan, load_plan, plan_from_rows
 from heterog.search.portfolio import best_row, run_methods
-
-# Registers ``agent`` and ``agent+search``.
 from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -47,11 +49,9 @@ from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
 from heterog.strategy.schedules import AS_IT_COMES, caps_of_stages
 from heterog.strategy.strategy import Strategy
-from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_both", "skew_hosts")
 MODELS = ("mlp", "gpt", "encoder")
-WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
 GRID = "megatron_grid"
 PIPELINES = ("uncapped", "capped")
 _MICRO = 8
@@ -188,11 +188,9 @@ def as_plan(evaluator: Evaluator, row: MethodRow) -> Plan:
     return plan_from_rows(evaluator, [row])
 
 
-def serve(folder: Path, model: str, num_pairs: int) -> None:
+def serve(folder: Path, model: str, num_pairs: int) -> Any:
     """One rank: all plans in turn; writes seconds and, of the pipelines, peak bytes."""
-    torch.set_num_threads(1)
-    join(timeout_s=1800)
-    workload = load_workload(f"{WORKLOADS}:{model}", None)
+    workload = workload_of(model)
     batch = workload.make_batch()
     captured = capture_step(workload)
     steps = {
@@ -202,13 +200,12 @@ def serve(folder: Path, model: str, num_pairs: int) -> None:
     timed = {name: partial(step, batch) for name, step in steps.items() if name not in PIPELINES}
     seconds = seconds_in_turn(timed, num_pairs)
     peaks = {name: peak_bytes(steps[name], batch) for name in PIPELINES if name in steps}
-    report(folder, {"seconds": seconds, "peaks": peaks})
-    end_together()
+    return {"seconds": seconds, "peaks": peaks}
 
 
 def measure(cluster: Cluster, model: str, budget: Budget, num_pairs: int) -> dict[str, Any]:
     """Plan, then run all contenders on the testbed."""
-    graph = capture(load_workload(f"{WORKLOADS}:{model}", None))
+    graph = capture(workload_of(model))
     evaluator = Evaluator(graph, cluster)
     contenders = best_rows(evaluator, budget)
     plans = contenders | pipelines(evaluator)
@@ -274,7 +271,10 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10)
     arguments = parser.parse_args()
     if arguments.rank_folder:
-        serve(Path(arguments.rank_folder), arguments.models, arguments.pairs)
+        on_rank(
+            arguments.rank_folder,
+            lambda folder: serve(folder, arguments.models, arguments.pairs),
+        )
         return
     rows = []
     for cluster, model in testbeds_and_models(arguments):

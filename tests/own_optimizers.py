@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from heterog.graph.update_scope import UpdateScope
+from heterog.graph.op_graph import UpdateScope
 
 LOOKS: dict[str, UpdateScope] = {
     "momentum": UpdateScope.ELEMENT,

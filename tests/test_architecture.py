@@ -48,10 +48,10 @@ LAYERS = (
 )
 MODES = {
     "strategy": ("__init__", "mode", "built_in"),
-    "lowering": ("islands", "value", "passes", "buckets", "phases", "memory", "messages"),
-    "simulator": ("pricing", "paces", "exchange"),
+    "lowering": ("islands", "value", "phases", "messages"),
+    "simulator": ("pricing", "paces"),
     "search": ("search", "method"),
-    "runtime": ("on_ranks", "ranks", "rehearsal", "checkpoint", "weight_server", "tensors"),
+    "runtime": ("on_ranks", "ranks", "weight_server", "tensors"),
 }
 """Layer of each file of ``modes``: a room has one for each part of what a mode does."""
 RUN_BY_RANKS = sorted(
@@ -65,11 +65,9 @@ ROOMS = {
             "graph/capture/",
             "graph/changed_state.py",
             "graph/higher_order.py",
-            "graph/inserting.py",
             "graph/one_sample.py",
             "graph/optimizer_probe.py",
             "graph/parameter_groups.py",
-            "graph/static_indices.py",
             "graph/python_state.py",
             "graph/repeated_calls.py",
             "graph/step.py",
@@ -102,7 +100,7 @@ ROOMS = {
         "pricing/device_models/run_file.py",
         "fidelity/recorded.py",
         "search/plan_file.py",
-        "search/library/entry.py",
+        "search/library/store.py",
         "agents/checkpoint.py",
         "runtime/checkpoint/contents.py",
     ),
@@ -232,6 +230,7 @@ MOST_BESIDE_A_ROOM = 3
 KNOWS_MODES = {
     "cli/plan.py": {"modes.built_in", "modes.codecs.value", "modes.codecs.method"},
     "cli/common.py": {"modes.built_in"},
+    "cli/found.py": {"modes.built_in"},
     "strategy/serialize.py": {"modes.built_in", "modes.mode"},
 }
 """What else than the protocol files outside of ``modes`` import of it, in functions too."""

@@ -42,8 +42,7 @@ from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
-from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
-from heterog.modes.averaging.value import Averaging
+from heterog.modes.averaging.value import Averaging, passes_after, passes_before, times_moved
 from heterog.pricing.noise import SPREAD
 from heterog.runtime.launch import ALONE_STEPS
 from heterog.runtime.measure.profiler import SHARES

@@ -11,7 +11,7 @@ import torch
 
 from heterog.agents.checkpoint import Checkpoint
 from heterog.cluster import Cluster
-from heterog.cluster.validation import MAX_DEVICES
+from heterog.cluster.hardware import MAX_DEVICES
 from heterog.errors import HeterogError
 from heterog.export import TARGETS, ExportError, make_export
 from heterog.fidelity.recorded import RecordedRun

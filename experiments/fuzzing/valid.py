@@ -35,9 +35,9 @@ from heterog.pricing.measurements import (
     op_signature,
 )
 from heterog.pricing.roofline import Roofline
-from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
 from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
+from heterog.runtime.checkpoint.held import Box, whole_box
 from heterog.runtime.measure.profiler import Journal
 from heterog.runtime.ranks.testbed import load_testbed
 from heterog.search.plan import load_plan, make_plan

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds

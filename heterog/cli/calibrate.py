@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.pricing.measurements import Measurements
 
-
 _SLACK = 0.01
 """Mean error by which a fit may be worse on runs left out, which are known to first order."""
 

@@ -4,28 +4,9 @@
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
-from heterog.cli.common import (
-    err,
-    out,
-    print_checkpoint,
-    print_json,
-    progress_line,
-    stage_progress,
-)
-from heterog.errors import HeterogError
-from heterog.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from heterog.healing.options import HealOptions
-if TYPE_CHECKING:
-    from heterog.healing.several import SeveralHosts
-if TYPE_CHECKING:
-    from heterog.runtime.request import RunRequest
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,13 +15,23 @@ from heterog.cli.common import (
     JsonOption,
     PlanArgument,
     SourceOption,
+    err,
+    out,
+    print_checkpoint,
+    print_json,
+    progress_line,
+    stage_progress,
 )
 from heterog.cli.outputs import CHECKPOINT, JSON, not_replaced
+from heterog.errors import HeterogError
+from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from heterog.search.plan import Plan
-if TYPE_CHECKING:
+    from heterog.healing.options import HealOptions
+    from heterog.healing.several import SeveralHosts
     from heterog.runtime.ranks.place import Place
+    from heterog.runtime.request import RunRequest
+    from heterog.search.plan import Plan
 
 
 def heal_options(heal: bool, given: Mapping[str, Any]) -> "HealOptions | None":
@@ -306,7 +297,7 @@ def run(
         return
     measured = _run_in_place(request, loaded, testbed, quiet=as_json)
     if trace is not None:
-        from heterog.report.trace import write_comparison
+        from heterog.report.lanes import write_comparison
 
         write_comparison(trace, loaded.timeline(), loaded.measured_timeline(measured["tasks"]))
     if as_json:

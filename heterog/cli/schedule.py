@@ -57,8 +57,7 @@ def schedule(
     """
     from heterog.search.arrivals.evaluated import METHODS, EvaluatedCluster
     from heterog.search.arrivals.jobs_file import read_jobs, requests_of
-    from heterog.search.arrivals.queueing import JobQueueing
-    from heterog.search.arrivals.rules import rule_named
+    from heterog.search.arrivals.queueing import JobQueueing, rule_named
 
     chosen = rule_named(rule, seed)
     records = read_jobs(jobs)

@@ -1,22 +1,64 @@
 """Devices, hosts and links, and the limits between hosts.
 
 Rates are effective rates of one direction.
+
+What names, texts, rates and shares of a cluster may be.
+
+What holds for a cluster as a whole.
 """
 
-from collections.abc import Iterator, Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from heterog.cluster.checks import (
-    check_name,
-    check_not_negative,
-    check_positive,
-    check_share,
-    check_text,
-)
 from heterog.errors import ClusterError
-from heterog.names import shown
+from heterog.names import name_fault, shown, text_fault
 from heterog.units import format_bytes
+
+_LEAST = 1e-6  # of rates in bytes/s or FLOP/s, and of shares
+
+
+def check_name(name: str, what: str) -> None:
+    """Refuse an empty name and one that names cannot be; ``what`` begins the message."""
+    if not name:
+        raise ClusterError(f"{what} has an empty name; give it one.")
+    if (fault := name_fault(name)) is not None:
+        raise ClusterError(f"{what} has the name {shown(name)}, which {fault}.")
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse a text that no line can have."""
+    if (fault := text_fault(text)) is not None:
+        raise ClusterError(f"{what}, {shown(text)}, {fault}.")
+
+
+def check_positive(value: float, what: str) -> None:
+    """Refuse a number that is not finite, or too small to be a rate or a size."""
+    if not (math.isfinite(value) and value > 0):
+        raise ClusterError(f"{what} is {value:g}; it must be a finite number above 0.")
+    _check_least(value, what)
+
+
+def check_not_negative(value: float, what: str) -> None:
+    """Refuse a number that is not finite, or below 0."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ClusterError(f"{what} is {value:g}; it must be a finite number, 0 or above.")
+
+
+def check_share(value: float, what: str) -> None:
+    """Refuse a number that is not above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise ClusterError(f"{what} is {value:g}; it must be above 0 and at most 1.")
+    _check_least(value, what)
+
+
+def _check_least(value: float, what: str) -> None:
+    """Check that seconds that follow from a rate stay within the range of floats."""
+    if value < _LEAST:
+        raise ClusterError(f"{what} is {value:g}; it must be at least {_LEAST:g}.")
+
 
 DTYPES = ("float64", "float32", "float16", "bfloat16")
 
@@ -258,3 +300,93 @@ class PairLimit:
             "bandwidth_bytes_per_s": float(self.bandwidth_bytes_per_s),
             "latency_s": float(self.latency_s),
         }
+
+
+MAX_DEVICES = 2048
+"""Limit because channels are numbered by pairs of devices: there would be four million."""
+
+
+def check_cluster(cluster: str, hosts: Sequence[Host], devices: Sequence[Device]) -> None:
+    """Check that devices have names of their own and are listed host by host, on every host.
+
+    Raises:
+        ClusterError: They are not.
+    """
+    if len(devices) > MAX_DEVICES:
+        raise ClusterError(
+            f"cluster '{cluster}' has {len(devices):,} devices; at most "
+            f"{MAX_DEVICES:,} are planned for."
+        )
+    if not devices:
+        raise ClusterError(f"cluster '{cluster}' has no device; it needs at least one.")
+    _check_names(cluster, "hosts", [host.name for host in hosts])
+    _check_names(cluster, "devices", [device.name for device in devices])
+    _check_places(cluster, hosts, devices)
+    by_name: dict[str, DeviceType] = {}
+    for device in devices:
+        if by_name.setdefault(device.type.name, device.type) != device.type:
+            raise ClusterError(
+                f"device '{device.name}' has a type named '{device.type.name}' with other numbers "
+                "than an earlier one of that name; give it another name."
+            )
+
+
+def _check_names(cluster: str, what: str, names: Sequence[str]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ClusterError(
+                f"cluster '{cluster}' has {count} {what} named '{name}'; give each its own name."
+            )
+
+
+def _check_places(cluster: str, hosts: Sequence[Host], devices: Sequence[Device]) -> None:
+    previous = 0
+    for device in devices:
+        if not 0 <= device.host_index < len(hosts):
+            raise ClusterError(
+                f"device '{device.name}' is on host number {device.host_index} but cluster "
+                f"'{cluster}' has hosts 0 to {len(hosts) - 1}."
+            )
+        if device.host_index < previous:
+            raise ClusterError(
+                f"device '{device.name}' of host '{hosts[device.host_index].name}' comes "
+                f"after devices of host '{hosts[previous].name}'; list devices host by "
+                "host, in the order of the hosts."
+            )
+        previous = device.host_index
+    used = {device.host_index for device in devices}
+    for index, host in enumerate(hosts):
+        if index not in used:
+            raise ClusterError(f"host '{host.name}' has no device; add one or remove the host.")
+
+
+MAX_PAIRS = 128 * 127
+"""Limit: a measured matrix of 128 hosts; each entry is one link in the simulation."""
+
+
+def check_pairs(cluster: str, hosts: Sequence[Host], pairs: Sequence[PairLimit]) -> None:
+    """Check that limits between hosts name hosts that there are, on one side each.
+
+    Raises:
+        ClusterError: They do not.
+    """
+    where = f"of cluster '{cluster}'"
+    if len(pairs) > MAX_PAIRS:
+        raise ClusterError(
+            f"{len(pairs):,} limits between hosts {where} are more than the {MAX_PAIRS:,} "
+            "of a matrix for 128 hosts; leave out pairs that are as fast as their NICs."
+        )
+    for number, limit in enumerate(pairs):
+        what = f"limit {number} between hosts {where}"
+        for side in (limit.sources, limit.targets):
+            if not side or len(set(side)) < len(side):
+                raise ClusterError(f"{what} names no host, or one twice, on one of its sides.")
+            if not all(0 <= host < len(hosts) for host in side):
+                raise ClusterError(
+                    f"{what} names a host that there is not; they are 0 to {len(hosts) - 1}."
+                )
+        if both := set(limit.sources) & set(limit.targets):
+            name = hosts[min(both)].name
+            raise ClusterError(f"{what} has host '{name}' on both sides; it can be on one.")
+        check_positive(limit.bandwidth_bytes_per_s, f"bandwidth of {what}")
+        check_not_negative(limit.latency_s, f"latency of {what}")

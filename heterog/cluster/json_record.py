@@ -4,13 +4,28 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from heterog.cluster.execution import Execution, Sends, Tf32
-from heterog.cluster.fields import MOST_BYTES, NOT_NEGATIVE, POSITIVE
-from heterog.cluster.hardware import Device, DeviceType, Host, Link, PairLimit, SlowedCollectives
+from heterog.cluster.hardware import (
+    MAX_DEVICES,
+    MAX_PAIRS,
+    Device,
+    DeviceType,
+    Host,
+    Link,
+    PairLimit,
+    SlowedCollectives,
+)
 from heterog.cluster.prices import HourlyPrices
-from heterog.cluster.schema import CollectivesSpec, ExecutionWord, FilePath, SendsWord, Tf32Word
-from heterog.cluster.topology import SCHEMA_VERSION, Cluster
-from heterog.cluster.validation import MAX_DEVICES, MAX_PAIRS
+from heterog.cluster.schema import (
+    MOST_BYTES,
+    NOT_NEGATIVE,
+    POSITIVE,
+    CollectivesSpec,
+    ExecutionWord,
+    FilePath,
+    SendsWord,
+    Tf32Word,
+)
+from heterog.cluster.topology import SCHEMA_VERSION, Cluster, Execution, Sends, Tf32
 from heterog.errors import ClusterError, InputFileError
 from heterog.records import Int32, Record, parse_record
 

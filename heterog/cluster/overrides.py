@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.fields import Dtype
 from heterog.cluster.hardware import DeviceType, FrozenFlops
-from heterog.cluster.schema import DeviceSpec
+from heterog.cluster.schema import DeviceSpec, Dtype
 
 CPU = "CPU"
 

@@ -1,27 +1,277 @@
-"""What a cluster file may say, field by field; ``spec`` shows a whole file."""
+"""What a cluster file may say, field by field; ``spec`` shows a whole file.
 
-from typing import Annotated, Literal, TypeAlias
+Fields of a cluster file: quantities with units, and mappings that refuse unknown fields.
 
-from pydantic import Discriminator, Field, Tag, model_validator
+Pairs of hosts in a cluster file: lines between sites, and measured rates.
+
+    pairs:
+      lines:
+        - {between: [[A], [B0, B1]], line_rate: 5 Gbit/s, latency: 10 ms}
+      matrix:
+        unit: MB/s
+        bandwidth: [[0, 1200, 900], [1190, 0, 910], [905, 900, 0]]     # from row to column
+
+A line is shared by all transfers from the hosts of one side to those of the other; each direction
+has its own. The matrix has a measured rate for every single pair of hosts, to which the file's
+efficiency does not apply. The name of a host entry with a count means all of its hosts.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from heterog.cluster.fields import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    Bandwidth,
-    Bytes,
-    BytesOrZero,
-    Count,
-    Peaks,
-    Seconds,
-    Share,
-    Spec,
-    reading,
-)
-from heterog.cluster.pairs import PairsSpec
+from heterog.cluster.hardware import PairLimit
 from heterog.cluster.prices import MAX_PRICE_PER_HOUR
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
+from heterog.names import shown
 from heterog.records import Name, Text
-from heterog.units import GIB
+from heterog.units import GIB, parse_bandwidth, parse_bytes, parse_flops_per_s, parse_seconds
+
+
+def reading(parse: Callable[[Any], Any]) -> BeforeValidator:
+    """Lets pydantic report the errors of ``parse`` for a value, with the place of that value."""
+
+    def read(value: object) -> object:
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise PydanticCustomError(
+                "value", "got {text}; write a number or a text", {"text": shown(value)}
+            )
+        try:
+            return parse(value)
+        except HeterogError as error:
+            raise PydanticCustomError(
+                "value", "{text}", {"text": str(error).rstrip(".")}
+            ) from error
+        except (ValueError, OverflowError) as error:  # of float, which quotes all of a text
+            raise PydanticCustomError(
+                "value", "{text} is no number", {"text": shown(value)}
+            ) from error
+
+    return BeforeValidator(read)
+
+
+# Far above any machine, far below where sums and quotients leave the range of floats.
+POSITIVE = Field(gt=0, le=1e24, allow_inf_nan=False)
+NOT_NEGATIVE = Field(ge=0, le=1e6, allow_inf_nan=False)
+MOST_BYTES = 2**60
+
+Bandwidth: TypeAlias = Annotated[float, reading(parse_bandwidth), POSITIVE]
+Speed: TypeAlias = Annotated[float, reading(parse_flops_per_s), POSITIVE]
+Seconds: TypeAlias = Annotated[float, reading(parse_seconds), NOT_NEGATIVE]
+Bytes: TypeAlias = Annotated[int, reading(parse_bytes), Field(gt=0, le=MOST_BYTES)]
+BytesOrZero: TypeAlias = Annotated[int, reading(parse_bytes), Field(ge=0, le=MOST_BYTES)]
+Share: TypeAlias = Annotated[float, reading(float), Field(gt=0, le=1, allow_inf_nan=False)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=4096, strict=True)]
+Dtype: TypeAlias = Literal["float64", "float32", "float16", "bfloat16"]
+Peaks: TypeAlias = Annotated[
+    dict[Dtype, Speed],
+    # A bare number is the float32 peak.
+    BeforeValidator(lambda value: value if isinstance(value, dict) else {"float32": value}),
+]
+
+
+class Spec(BaseModel):
+    """A mapping of the file; refuses unknown fields, naming the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_fields(cls, value: object) -> object:
+        known = list(cls.model_fields)
+        for key in value if isinstance(value, dict) else ():
+            if key not in known:
+                close = get_close_matches(str(key), known, n=1, cutoff=0.4)
+                hint = f"; did you mean '{close[0]}'?" if close else "."
+                raise PydanticCustomError(
+                    "unknown_field",
+                    "unknown field{hint} Known: {known}",
+                    {"field": key, "hint": hint, "known": ", ".join(known)},
+                )
+        return value
+
+
+class LineSpec(Spec):
+    """A line between two sets of hosts, in both directions unless ``one_way`` is set."""
+
+    between: Annotated[
+        list[Annotated[list[Name], Field(min_length=1)]], Field(min_length=2, max_length=2)
+    ]
+    bandwidth: Bandwidth | None = None
+    line_rate: Bandwidth | None = None
+    latency: Seconds = 0.0
+    one_way: bool = Field(default=False, strict=True)
+
+    @model_validator(mode="after")
+    def _has_one_rate(self) -> "LineSpec":
+        if (self.line_rate is None) == (self.bandwidth is None):
+            raise PydanticCustomError(
+                "value",
+                "a line needs either its line_rate, of which the file's efficiency is usable, or "
+                "its bandwidth as measured",
+            )
+        return self
+
+
+class MatrixSpec(Spec):
+    """Rates from each host (row) to each other one (column); the diagonal is ignored."""
+
+    bandwidth: Annotated[
+        list[list[Annotated[float, Field(ge=0, le=1e24, allow_inf_nan=False)]]],
+        Field(min_length=2),
+    ]
+    hosts: list[Name] | None = None
+    unit: str = "B/s"
+    latency: Seconds = 0.0
+
+
+class PairsSpec(Spec):
+    """All limits between hosts besides their NICs."""
+
+    lines: list[LineSpec] = Field(default_factory=list)
+    matrix: MatrixSpec | None = None
+
+
+class PairsError(ValueError):
+    """A field that does not fit the hosts.
+
+    Attributes:
+        where: Path to the field inside ``pairs``.
+    """
+
+    def __init__(self, where: tuple[int | str, ...], fault: str) -> None:
+        super().__init__(fault)
+        self.where = where
+
+
+def pair_limits(
+    spec: PairsSpec, hosts: Mapping[str, Sequence[int]], num_hosts: int, efficiency: float
+) -> tuple[PairLimit, ...]:
+    """Make the limits that a file describes.
+
+    Args:
+        spec: Field ``pairs`` of the file.
+        hosts: Positions of hosts by name; an entry with a count has several.
+        num_hosts: Number of hosts of the cluster.
+        efficiency: Usable fraction of line rates.
+
+    Raises:
+        PairsError: a host is unknown, or the matrix has another size than its hosts.
+    """
+    found: list[PairLimit] = []
+    for number, line in enumerate(spec.lines):
+        sides = []
+        for side, names in enumerate(line.between):
+            here = ("lines", number, "between", side)
+            sides.append(_members(names, hosts, here))
+        rate = line.bandwidth or (line.line_rate or 0.0) * efficiency
+        ways = [sides] if line.one_way else [sides, sides[::-1]]
+        found += [
+            PairLimit(
+                sources=source, targets=target, bandwidth_bytes_per_s=rate, latency_s=line.latency
+            )
+            for source, target in ways
+        ]
+    if spec.matrix is not None:
+        found += _of_matrix(spec.matrix, hosts, num_hosts)
+    return tuple(found)
+
+
+def _members(
+    names: Sequence[str], hosts: Mapping[str, Sequence[int]], here: tuple[int | str, ...]
+) -> tuple[int, ...]:
+    """Positions of the named hosts, each once."""
+    members: dict[int, None] = {}
+    for name in names:
+        if name not in hosts:
+            raise PairsError(here, f"there is no host '{name}'; the hosts are {_listed(hosts)}.")
+        members.update(dict.fromkeys(hosts[name]))
+    return tuple(members)
+
+
+def _listed(hosts: Mapping[str, Sequence[int]]) -> str:
+    names = list(hosts)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _of_matrix(
+    matrix: MatrixSpec, hosts: Mapping[str, Sequence[int]], num_hosts: int
+) -> Iterator[PairLimit]:
+    """One limit for every pair of different hosts."""
+    try:
+        unit = parse_bandwidth(f"1 {matrix.unit}")
+    except HeterogError as error:
+        raise PairsError(("matrix", "unit"), str(error)) from error
+    order = tuple(range(num_hosts))
+    if matrix.hosts is not None:
+        order = _members(matrix.hosts, hosts, ("matrix", "hosts"))
+    for row, rates in enumerate(matrix.bandwidth):
+        if len(rates) != len(order) or len(matrix.bandwidth) != len(order):
+            raise PairsError(
+                ("matrix", "bandwidth", row),
+                f"{len(matrix.bandwidth)} rows, this one of {len(rates)} rates, for "
+                f"{len(order)} hosts; write a row and a column for each host.",
+            )
+        for column, rate in enumerate(rates):
+            if row == column:
+                continue
+            if rate <= 0.0:
+                raise PairsError(
+                    ("matrix", "bandwidth", row),
+                    f"the rate to host {column} is {rate:g}; it must be above 0. Hosts that "
+                    "cannot reach each other have no place in one cluster.",
+                )
+            yield PairLimit(
+                sources=(order[row],),
+                targets=(order[column],),
+                bandwidth_bytes_per_s=rate * unit,
+                latency_s=matrix.latency,
+            )
+
+
+def pairs_record(cluster: Cluster) -> dict[str, Any]:
+    """A record from which ``pair_limits`` reads these limits: a matrix if possible, or lines."""
+    pairs, count = cluster.pairs, cluster.num_hosts
+    ends = [(limit.sources, limit.targets) for limit in pairs]
+    every = [
+        ((row,), (column,)) for row in range(count) for column in range(count) if row != column
+    ]
+    latencies = {limit.latency_s for limit in pairs}
+    if len(pairs) > 2 and ends == every and len(latencies) == 1:
+        rates = iter(float(limit.bandwidth_bytes_per_s) for limit in pairs)
+        rows = [
+            [0.0 if row == column else next(rates) for column in range(count)]
+            for row in range(count)
+        ]
+        latency = {"latency": latencies.pop()} if latencies != {0.0} else {}
+        return {"matrix": {"bandwidth": rows, **latency}}
+    names = [host.name for host in cluster.hosts]
+    return {
+        "lines": [
+            {
+                "between": [
+                    [names[host] for host in side] for side in (each.sources, each.targets)
+                ],
+                "bandwidth": float(each.bandwidth_bytes_per_s),
+                "latency": float(each.latency_s),
+                "one_way": True,
+            }
+            for each in pairs
+        ]
+    }
+
 
 SendsWord: TypeAlias = Literal["overlapped", "blocking"]
 ExecutionWord: TypeAlias = Literal["eager", "megatron", "compiled"]

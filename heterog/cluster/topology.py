@@ -5,22 +5,154 @@ inside a host uses the out port of its source and the in port of its destination
 of the host), a transfer between hosts uses the out side of one NIC and the in side of the other.
 The switch between the hosts never blocks, unless a ``PairLimit`` limits some of them: a line
 between two sites, or the rate that was measured for a pair of hosts.
+
+The program that runs steps, as far as predictions depend on it.
+
+What transfers occupy: sides of NICs, ports inside hosts and limits between hosts.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from heterog.cluster.checks import check_name, check_share
-from heterog.cluster.execution import Execution, Sends, Tf32
 from heterog.cluster.fingerprint import difference, fingerprint_of
-from heterog.cluster.hardware import Device, DeviceType, Host, PairLimit
+from heterog.cluster.hardware import (
+    Device,
+    DeviceType,
+    Host,
+    PairLimit,
+    check_cluster,
+    check_name,
+    check_pairs,
+    check_share,
+)
 from heterog.cluster.prices import HourlyPrices
-from heterog.cluster.resources import LinkResource, inner_resources, nic_resources, pair_resources
-from heterog.cluster.validation import check_cluster, check_pairs
 from heterog.errors import ClusterError
+
+
+class Sends(StrEnum):
+    """Whether the executing program computes while its messages are being sent."""
+
+    OVERLAPPED = "overlapped"
+    """It computes meanwhile: heterog's own runtime."""
+    BLOCKING = "blocking"
+    """It waits until activations and their gradients are sent: Megatron-LM's 1F1B."""
+
+
+class Execution(StrEnum):
+    """The program that runs steps, on which the time of kernels depends."""
+
+    EAGER = "eager"
+    """PyTorch op by op, as in heterog's own runtime and in FSDP."""
+    MEGATRON = "megatron"
+    """Megatron-LM under DeepSpeed, of 2022, whose host takes longer."""
+    COMPILED = "compiled"
+    """PyTorch with ``torch.compile``: inductor makes one kernel of several ops."""
+
+
+class Tf32(StrEnum):
+    """Which products of float32 the program makes with TF32, where the hardware has it."""
+
+    NONE = "none"
+    """None: ``torch.backends.cudnn.allow_tf32 = False``."""
+    CONVOLUTIONS = "convolutions"
+    """Convolutions, as PyTorch does by default."""
+    EVERYTHING = "everything"
+    """Matrix products too: ``torch.backends.cuda.matmul.allow_tf32 = True``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkResource:
+    """A resource for at most one full-rate flow, such as "A nic out" or "A:0 port in"."""
+
+    name: str
+    bandwidth_bytes_per_s: float
+    host_index: int
+
+
+def pair_resources(
+    hosts: Sequence[Host], pairs: Sequence[PairLimit], first: int
+) -> tuple[tuple[LinkResource, ...], dict[tuple[int, int], tuple[int, ...]]]:
+    """Limits between hosts, numbered from ``first`` on, and those of each pair of hosts."""
+    between: dict[tuple[int, int], tuple[int, ...]] = {}
+    resources = []
+    for number, limit in enumerate(pairs):
+        sides = [
+            hosts[side[0]].name + (f" and {len(side) - 1} more" if side[1:] else "")
+            for side in (limit.sources, limit.targets)
+        ]
+        resources.append(
+            LinkResource(
+                # Numbered, since calibrations know links by their names.
+                name=f"{sides[0]} to {sides[1]} limit {number}",
+                bandwidth_bytes_per_s=limit.bandwidth_bytes_per_s,
+                host_index=limit.sources[0],
+            )
+        )
+        for source in limit.sources:
+            for target in limit.targets:
+                between[source, target] = (*between.get((source, target), ()), first + number)
+    return tuple(resources), between
+
+
+def nic_resources(
+    hosts: Sequence[Host], host_devices: Sequence[Sequence[int]], efficiency: float
+) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
+    """The sides of all NICs, and for each device the indices of its own (out, in).
+
+    Host by host, so with one NIC each host h has 2h (out) and 2h + 1 (in).
+    """
+    resources: list[LinkResource] = []
+    nic_of = [(0, 0)] * sum(map(len, host_devices))
+    for index, host in enumerate(hosts):
+        rate = host.nic_line_rate_bytes_per_s * efficiency
+        members = host_devices[index]
+        for place, device in enumerate(members):
+            first = len(resources) + 2 * (place * host.num_nics // len(members))
+            nic_of[device] = first, first + 1
+        for number in range(host.num_nics):
+            name = f"{host.name} nic" if host.num_nics == 1 else f"{host.name} nic{number}"
+            resources += [
+                LinkResource(name=f"{name} {side}", bandwidth_bytes_per_s=rate, host_index=index)
+                for side in ("out", "in")
+            ]
+    return tuple(resources), tuple(nic_of)
+
+
+def inner_resources(
+    hosts: Sequence[Host], devices: Sequence[Device], first: int
+) -> tuple[tuple[LinkResource, ...], tuple[tuple[int, int], ...]]:
+    """Ports inside hosts, numbered from ``first`` on, and for each device its own (out, in).
+
+    If the link is shared, both are the bus.
+    """
+    resources: list[LinkResource] = []
+    bus_of: dict[int, int] = {}
+    port_of: list[tuple[int, int]] = []
+    for device in devices:
+        index = device.host_index
+        host = hosts[index]
+        names = [f"{device.name} port out", f"{device.name} port in"]
+        if host.intra.shared:
+            if index in bus_of:
+                port_of.append((bus_of[index], bus_of[index]))
+                continue
+            bus_of[index] = first + len(resources)
+            names = [f"{host.name} bus"]
+        port_of.append((first + len(resources), first + len(resources) + len(names) - 1))
+        resources += [
+            LinkResource(
+                name=name,
+                bandwidth_bytes_per_s=host.intra.bandwidth_bytes_per_s,
+                host_index=index,
+            )
+            for name in names
+        ]
+    return tuple(resources), tuple(port_of)
+
 
 SCHEMA_VERSION = 1
 DEVICE_MODELS = "device-models"
@@ -263,7 +395,9 @@ class Cluster:
         Raises:
             InputFileError: The file cannot be written.
         """
-        from heterog.cluster.writing import save_cluster  # the file format is built on this module
+        from heterog.cluster.building import (
+            save_cluster,  # the file format is built on this module
+        )
 
         save_cluster(self, Path(path))
 

@@ -3,5 +3,5 @@
 - ``explanation`` has all facts of a plan: ``decided`` what it does, ``what_if`` what would make it
   fit and what a purchase would save, simulated on a ``changed_cluster``.
 - ``differences`` compares two strategies.
-- ``sentences`` and ``decided_words`` turn facts into words, ``wording`` numbers, peaks and lists.
+- ``sentences`` and ``wording`` turn facts into words.
 """

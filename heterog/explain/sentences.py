@@ -7,10 +7,11 @@ asked for.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from heterog.explain.decided_words import SMALL, decided_words
 from heterog.explain.what_if import Change, Remedy, RemedyKind
 from heterog.explain.wording import (
+    SMALL,
     bytes_of,
+    decided_words,
     listed,
     names_of,
     near_limit,

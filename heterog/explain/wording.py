@@ -1,13 +1,33 @@
 """Numbers and lists in words.
 
 Words about how well a peak of memory is known, for answers, explanations and reports.
+
+What a plan decides, in words: ranges of devices, micro-batches, sums of gradients.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
+from heterog.cluster.topology import Cluster
+from heterog.explain.decided import (
+    ALONE,
+    ELSEWHERE,
+    IN_SLICES,
+    MADE_WHOLE,
+    SAMPLES,
+    WHOLE,
+    Aggregation,
+    Decided,
+    Range,
+    Split,
+)
 from heterog.pricing.peak_errors import PeakErrors
 from heterog.simulator.critical_path import PathPiece
+from heterog.strategy.schedules import PipelineSchedule
 from heterog.units import format_bytes, format_bytes_range
+
+if TYPE_CHECKING:
+    from heterog.explain.explanation import Explanation
 
 
 def seconds_of(pieces: Iterable[PathPiece]) -> float:
@@ -118,4 +138,198 @@ def provenance(errors: PeakErrors) -> str:
     return (
         "Four of five measured peaks are expected in their interval, by the errors of "
         f"{errors.num_runs} runs on {errors.measured_on}."
+    )
+
+
+_MOST_RANGES = 8
+SMALL = 0.02
+"""Part of a step below which pieces are summed up."""
+
+_ORDERS = {  # first come, first served is the usual order
+    "rank": "Of several tasks that wait, the one with the longest way to the end goes first.",
+    "program": "Of several tasks that wait, the one that comes first in the program goes first.",
+}
+_NO_BARRIER = (
+    "There is no step barrier: a forward op of the next step begins when its own parameters are "
+    "new, not when all are."
+)
+
+
+def decided_words(facts: "Explanation") -> str:
+    """The paragraph about the plan's decisions."""
+    decided, cluster = facts.decided, facts.plan.cluster
+    batch = facts.plan.graph.batch_size
+    said = [
+        _ranges(decided, cluster, batch),
+        _micro_batches(decided, batch),
+        *(mode.sentence(facts.plan.strategy) for mode in facts.plan.strategy.modes),
+        *_aggregation(decided, cluster),
+        _recomputing(decided),
+        "" if decided.step_barrier else _NO_BARRIER,
+        _ORDERS.get(facts.plan.order, ""),
+    ]
+    return " ".join(filter(None, said))
+
+
+def _ranges(decided: Decided, cluster: Cluster, batch: int) -> str:
+    if len(decided.ranges) == 1:
+        return f"The whole model runs on {_placed(decided.ranges[0], cluster, batch)}."
+    shown = sorted(decided.ranges, key=lambda r: -r.num_groups)[:_MOST_RANGES]
+    words = [
+        f"{_span(each)} on {_placed(each, cluster, batch)}"
+        for each in decided.ranges
+        if each in shown
+    ]
+    rest = len(decided.ranges) - len(shown)
+    more = f"; and {rest} shorter ranges" if rest else ""
+    return (
+        f"The model's {decided.num_groups} groups of modules run in {len(decided.ranges)} ranges: "
+        f"{'; '.join(words)}{more}."
+    )
+
+
+def _span(each: Range) -> str:
+    if each.num_groups == 1:
+        return each.first
+    return f"{each.first} to {each.last} ({groups_of(each.num_groups)})"
+
+
+def _placed(each: Range, cluster: Cluster, batch: int) -> str:
+    """Devices with their shares: ``"A:0 and A:1 (V100-16GB, 15 of 48 samples each)"``.
+
+    If rules split ops along other axes, the axis with most of the work, and its part of it.
+    """
+    if len(each.devices) == 1:
+        device = cluster.devices[each.devices[0]]
+        return f"{device.name} ({device.type.name})"
+    if not each.splits:
+        return _shared(each.devices, each.shares, f" of {batch} samples", cluster)
+    first = each.splits[0]
+    unit = "samples" if first.axis == SAMPLES else "units"
+    of = "" if first.axis == WHOLE else f" of {first.units} {unit}"
+    where = _shared(each.devices, first.shares, of, cluster)
+    if len(each.splits) == 1 and first.axis == SAMPLES:
+        return where
+    others = [split for split in each.splits[1:] if split.work >= SMALL]
+    rest = [f"{percent(split.work)} {_axis(split)}" for split in others]
+    part = f", {percent(first.work)} of the FLOPs" if len(each.splits) > 1 else ""
+    more = f" ({', '.join(rest)})" if rest else ""
+    return f"{where} {_axis(first)}{part}{more}"
+
+
+def _shared(devices: Sequence[int], shares: Sequence[int], of: str, cluster: Cluster) -> str:
+    """Devices by type and share; those that take part in undivided work have no number."""
+    alike: dict[tuple[str, int], list[str]] = {}
+    for index, share in zip(devices, shares, strict=True):
+        device = cluster.devices[index]
+        alike.setdefault((device.type.name, share), []).append(device.name)
+    words = []
+    for position, ((kind, share), names) in enumerate(alike.items()):
+        total = of if position == 0 else ""
+        each_of = " each" if len(names) > 1 else ""
+        amount = f", {share}{total}{each_of}" if of or not share else ""
+        words.append(f"{names_of(names)} ({kind}{amount})")
+    return listed(words)
+
+
+def _axis(split: Split) -> str:
+    """The axis along which ops are divided: ``"by columns and rows"``."""
+    return "whole on each" if split.axis == WHOLE else f"by {split.axis}"
+
+
+def _micro_batches(decided: Decided, batch: int) -> str:
+    if decided.num_micro_batches == 1:
+        late = _late_weights(decided.schedule)  # all that a schedule says of one micro-batch
+        return f"The batch goes through in one piece.{late}" if late else ""
+    sizes = sorted(set(decided.micro_batch_sizes))
+    about = " or ".join(str(size) for size in sizes)
+    if len(sizes) > 3:
+        about = f"{sizes[0]} to {sizes[-1]}"
+    return (
+        f"The batch of {batch} is cut into {decided.num_micro_batches} micro-batches of {about} "
+        f"samples.{_schedule(decided.schedule)}"
+    )
+
+
+def _schedule(schedule: PipelineSchedule) -> str:
+    """Sentences about the order of micro-batches, with a space before each."""
+    caps = sorted({cap for caps in schedule.in_flight for cap in caps if cap})
+    said = ""
+    if caps:
+        most = f"{caps[0]}" if len(caps) == 1 else f"{caps[0]} to {caps[-1]}"
+        said += f" A device holds at most {most} of them at a time, by its place in the pipeline."
+    if schedule.turns:
+        said += " Each device takes up their passes in an order of its own that the plan states."
+    return said + _late_weights(schedule)
+
+
+def _late_weights(schedule: PipelineSchedule) -> str:
+    """A sentence about when gradients of weights are made, with a space before it."""
+    if not schedule.splits_backward:
+        return ""
+    return " Gradients of weights are computed when a device would otherwise wait."
+
+
+def _aggregation(decided: Decided, cluster: Cluster) -> list[str]:
+    """Sentences about the aggregation of gradients, and those that need none."""
+    found = {each.way: each for each in decided.aggregations}
+    said = []
+    by_way = [each for each in decided.aggregations if each.is_aggregated]
+    if by_way:
+        how = listed([_way(each, cluster, alone=len(by_way) == 1) for each in by_way])
+        said.append(f"Gradients are aggregated by {how}.")
+    elif set(found) == {ALONE} and len(decided.ranges) > 1:
+        said.append("Every parameter is on one device, so no gradients are aggregated.")
+    if IN_SLICES in found:
+        each = found[IN_SLICES]
+        said.append(
+            f"{_parameters(each)} {_live(each)} in slices, each on one device: their gradients "
+            "are not aggregated."
+        )
+    if MADE_WHOLE in found:
+        each = found[MADE_WHOLE]
+        said.append(f"Each replica gets the gradients of {_parameters(each)} whole, from values.")
+    if ELSEWHERE in found:
+        each = found[ELSEWHERE]
+        servers = names_of([cluster.devices[device].name for device in each.servers])
+        said.append(
+            f"{_parameters(each)} {_live(each, 'is', 'are')} updated on another device than "
+            f"where {_live(each, 'it is', 'they are')} used ({servers})."
+        )
+    return said
+
+
+def _way(each: Aggregation, cluster: Cluster, *, alone: bool) -> str:
+    """One aggregation with its servers or buckets, and its groups if there are others."""
+    if each.servers:
+        how = f" on {names_of([cluster.devices[device].name for device in each.servers])}"
+    elif each.num_buckets < each.num_parameters:
+        largest = format_bytes(each.largest_bucket_bytes)
+        how = f" in {each.num_buckets} bucket{'s' * (each.num_buckets > 1)} of up to {largest}"
+    else:
+        how = " tensor by tensor"
+    groups = "" if alone else f" ({groups_of(each.num_groups)})"
+    return f"{each.way}{groups}{how}"
+
+
+def _parameters(each: Aggregation) -> str:
+    some = f"{each.num_parameters} parameter{'s' * (each.num_parameters > 1)}"
+    return f"{some} ({format_bytes(each.num_bytes)})"
+
+
+def _live(each: Aggregation, one: str = "lives", several: str = "live") -> str:
+    return one if each.num_parameters == 1 else several
+
+
+def _recomputing(decided: Decided) -> str:
+    if decided.num_recomputing == 0:
+        return ""
+    whole = decided.num_recomputing == decided.num_groups
+    who = (
+        "All groups" if whole else f"{groups_of(decided.num_recomputing)} of {decided.num_groups}"
+    )
+    verb = "computes" if decided.num_recomputing == 1 and not whole else "compute"
+    return (
+        f"{who} {verb} {decided.recomputed} again for the backward pass instead of keeping them, "
+        "which saves memory."
     )

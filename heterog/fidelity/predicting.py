@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from heterog.cluster.execution import Execution
-from heterog.cluster.topology import DEVICE_MODELS, Cluster
+from heterog.cluster.topology import DEVICE_MODELS, Cluster, Execution
 from heterog.errors import HeterogError, InputFileError
 from heterog.fidelity.comparison import Compared
 from heterog.fidelity.recorded import RecordedRun

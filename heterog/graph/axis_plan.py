@@ -15,8 +15,7 @@ from heterog.errors import StrategyError
 from heterog.graph.batch_plan import BatchPlan, batch_plan, op_work
 from heterog.graph.op_costs import RESHAPES
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import P, Placement, R, S, Window, crosses
+from heterog.graph.placement import OpRule, OpRules, P, Placement, R, S, Scatter, Window, crosses
 from heterog.graph.rule_checks import checked_rules, op_name
 from heterog.graph.sharding_rules import Special, propagate
 

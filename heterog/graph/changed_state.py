@@ -4,9 +4,20 @@ A captured step has numbers, strings and tensors that modules, their settings an
 then. ``WatchedState`` compares them before each step, which takes about a microsecond for each
 module. Only where something differs is the step called on fake tensors, with the old values and
 with the new ones: what it does not read, or writes itself, may change.
+
+Caches of functions that a capture must leave without fake tensors.
+
+Libraries keep tables that depend only on sizes (positions of patches, say) in ``lru_cache``. A
+model that is captured fills them with fake tensors, which the real model would then read.
+
+Python's search for reference cycles, switched off where it would only look.
 """
 
+import functools
+import gc
+import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,8 +27,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from heterog.graph.collector import without_collector
-from heterog.graph.function_caches import caches_without_fakes
 from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.graph.python_state import PythonState, Slot
@@ -27,6 +36,82 @@ from heterog.graph.step import Step
 from heterog.graph.value_checks import answered_guards
 from heterog.graph.value_numbers import Results
 from heterog.graph.workload import Workload
+
+# By type: asking a lazy proxy what it is an instance of may import or warn.
+_KIND: type = functools._lru_cache_wrapper
+_OWN = ("torch.", "sympy.", "heterog.")
+"""Packages whose caches hold no tensors."""
+
+
+@contextmanager
+def caches_without_fakes() -> Iterator[None]:
+    """Empty the caches that were filled during the body."""
+    before = {id(cache): cache.cache_info().misses for cache in _FOUND.all()}
+    try:
+        yield
+    finally:
+        for cache in _FOUND.all():
+            if cache.cache_info().misses != before.get(id(cache), 0):
+                cache.cache_clear()
+
+
+class _FunctionCaches:
+    """Every ``lru_cache`` of this process, except torch's and our own.
+
+    Finding them means to look at every object of the process, a million and more, which takes a
+    tenth of a second or two. Each cache holds a reference to its type, so while their number is
+    the same, and all that were found still live, there is no new one to find.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[Any]] = []
+        self._num_references = -1
+
+    def all(self) -> list[Any]:
+        """The caches."""
+        caches = [each() for each in self._found]
+        num_references = _num_references()  # before looking: another thread may make a cache
+        if self._num_references != num_references or None in caches:
+            # Objects refer to their type: half the time of looking at what all of them are.
+            caches = [each for each in gc.get_referrers(_KIND) if type(each) is _KIND]
+            self._found = [weakref.ref(each) for each in caches]
+            self._num_references = num_references if _are_counted() else -1
+        return [
+            cache for cache in caches if not str(getattr(cache, "__module__", "")).startswith(_OWN)
+        ]
+
+
+def _num_references() -> int:
+    return sys.getrefcount(_KIND)
+
+
+def _are_counted() -> bool:
+    """Whether a cache counts as a reference to its type; not in every build of Python."""
+    before = _num_references()
+    cache = functools.cache(_are_counted)
+    after = _num_references()
+    del cache
+    return after == before + 1
+
+
+_FOUND = _FunctionCaches()
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Switch off Python's search for reference cycles.
+
+    A capture or a rehearsal makes hundreds of thousands of objects, which reference counts free;
+    the search would start again and again, and each time look through all of torch and the graph.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
 
 _MOST_ENTRIES = 1_000
 """Entries of a list or dict that is compared: larger ones are data and tables."""

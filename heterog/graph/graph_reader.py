@@ -15,11 +15,11 @@ from heterog.graph.op_graph import (
     OpGraph,
     Phase,
     TensorKind,
+    UpdateScope,
     topological_order,
 )
 from heterog.graph.placement import ITEM_BYTES, Arg, L, OpCall, P, Placement, R, S
 from heterog.graph.sharding_rules import RULES, claims_checked
-from heterog.graph.update_scope import UpdateScope
 from heterog.names import shown
 from heterog.units import format_bytes
 

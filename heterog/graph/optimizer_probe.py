@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from heterog.errors import HeterogWarning
+from heterog.graph.op_graph import UpdateScope, scope_by_name
 from heterog.graph.python_state import same_draws
-from heterog.graph.update_scope import UpdateScope, scope_by_name
 
 _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e3, 1e-2, 1.0, 0.3)
 """Size of all gradients in each step. Thresholds of norms lie between; eight steps are more than
@@ -126,7 +126,7 @@ def probed_scope(
     options: Mapping[str, Any],
     groups: Sequence[ProbedGroup],
 ) -> UpdateScope:
-    """What an optimizer is seen to look at; see ``update_scope``."""
+    """What an optimizer is seen to look at; see ``UpdateScope``."""
     if not groups:
         return UpdateScope.MODEL
     failure = ""

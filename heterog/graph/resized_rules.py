@@ -5,8 +5,7 @@ from dataclasses import replace
 
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import Placement
+from heterog.graph.placement import OpRule, OpRules, Placement, Scatter
 
 
 def resized_rules(rules: OpRules, planned: OpGraph, given: OpGraph) -> OpRules:

@@ -3,10 +3,9 @@
 from heterog.errors import StrategyError
 from heterog.graph.batch_plan import BatchPlan, counts_known_labels
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import P, R, crosses
+from heterog.graph.placement import OpRule, OpRules, P, R, Scatter, crosses
 from heterog.graph.sharding_rules import RuleResult, Special, propagate
-from heterog.graph.sharding_rules.halo import halo_dim
+from heterog.graph.sharding_rules.legal import halo_dim
 
 
 def checked_rules(

@@ -82,7 +82,7 @@ hash in their argument ``pattern``: ``num_columns``, ``row_entries`` with the nu
 each row, and ``columns`` with their columns, row by row. Only needed where rows are cut.
 
 ``master_dtype`` is the dtype of the optimizer's own copies of parameters, if it has any. What they
-occupy belongs to ``optimizer_state_ratio``; they are what islands average. ``update_scope`` says
+occupy belongs to ``optimizer_state_ratio``; they are what islands average. ``op_graph`` says
 what the update of an element depends on: that ``element`` alone, its whole ``parameter`` (as in
 Muon), or all parameters of the ``model`` (as in Prodigy). By default the name of ``optimizer``
 decides: torch's elementwise ones are known, others look at whole parameters.

@@ -3,20 +3,63 @@
 Models make masks and positions from sizes alone, often one for each layer and repeated for every
 sample of the batch. Constants are made whole on every device. At sequences of 4,096 tokens a mask
 of 256 samples takes 8 GiB, that of one sample 32 MiB.
+
+Inserts ops into a traced step.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from heterog.graph.batch_plan import batch_plan
-from heterog.graph.inserting import insert_before
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import Arg, OpCall, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, claims_checked, legal_rules, local_args
 from heterog.graph.sharding_rules.creation import FILLS
+
+
+def insert_before(
+    module: fx.GraphModule,
+    before: fx.Node,
+    target: Any,
+    args: tuple[Any, ...],
+    keywords: dict[str, Any] | None = None,
+) -> fx.Node:
+    """Insert an op before another one, in the same module and phase.
+
+    Args:
+        module: Traced step.
+        before: Op before which it runs.
+        target: Function of the op.
+        args: Arguments, with nodes for tensors.
+        keywords: Keyword arguments, likewise.
+
+    Returns:
+        The node, with the (fake) value that it makes.
+    """
+    keywords = keywords or {}
+    with module.graph.inserting_before(before):
+        node = module.graph.call_function(target, args, keywords)
+    for word in ("custom", "seq_nr", "autograd_backward"):
+        if word in before.meta:
+            node.meta[word] = before.meta[word]
+
+    def value_of(source: fx.Node) -> Any:
+        if source.op == "get_attr":
+            return getattr(module, str(source.target))
+        return source.meta["val"]
+
+    values, named = fx.map_arg((args, keywords), value_of)
+    fakes = [each for each in pytree.tree_leaves(values) if isinstance(each, FakeTensor)]
+    with fakes[0].fake_mode if fakes else nullcontext():
+        node.meta["val"] = target(*values, **named)
+    return node
+
 
 MADE_AT = "made_at"
 """Key of a node's annotation with the lines of code that made a constant."""

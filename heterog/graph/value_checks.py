@@ -20,7 +20,7 @@ from torch.fx.node import has_side_effect
 from torch.utils._device import _device_constructors
 
 from heterog.graph.guards import guard_of_answer, guard_of_truth, is_number_of_guard
-from heterog.graph.inserting import insert_before
+from heterog.graph.traced_constants import insert_before
 
 _Truth = Callable[..., Tensor]
 

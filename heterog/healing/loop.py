@@ -38,9 +38,9 @@ from heterog.healing.near_keeper import near_keeper
 from heterog.healing.restoring import Snapshot
 from heterog.healing.sending import Sender
 from heterog.healing.snapshots import Moment
-from heterog.runtime.checkpoint.boxes import whole_box
 from heterog.runtime.checkpoint.contents import Contents, read_contents
 from heterog.runtime.checkpoint.files import Entry, read_tensors
+from heterog.runtime.checkpoint.held import whole_box
 from heterog.runtime.launch import CHECKPOINT_INDEX
 from heterog.runtime.step.collectives import gather_texts
 

@@ -12,7 +12,6 @@ from heterog.healing.keepers import Keepers, holders
 from heterog.healing.sending import unpack
 from heterog.healing.snapshots import Moment, Part
 from heterog.healing.wire import WireError
-from heterog.runtime.checkpoint.boxes import check_tiling
 from heterog.runtime.checkpoint.contents import (
     Contents,
     SavedTensor,
@@ -20,8 +19,8 @@ from heterog.runtime.checkpoint.contents import (
     tensors_from_json,
 )
 from heterog.runtime.checkpoint.files import read_boxes
-from heterog.runtime.checkpoint.resume import NewState
-from heterog.runtime.checkpoint.state import check_fits
+from heterog.runtime.checkpoint.held import check_tiling
+from heterog.runtime.checkpoint.state import NewState, check_fits
 from heterog.runtime.deploy import DeployedStep
 
 

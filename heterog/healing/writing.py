@@ -13,7 +13,6 @@ from heterog.errors import HeterogError
 from heterog.healing.keepers import KeeperPlace, Keepers
 from heterog.healing.restoring import Snapshot, part_of
 from heterog.healing.service import Message, answer_requests
-from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import SavedTensor
 from heterog.runtime.checkpoint.files import (
     Entry,
@@ -21,6 +20,7 @@ from heterog.runtime.checkpoint.files import (
     publish,
     write_tensors,
 )
+from heterog.runtime.checkpoint.held import Box, whole_box
 from heterog.runtime.launch import CHECKPOINT_INDEX
 
 

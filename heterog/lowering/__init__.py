@@ -33,7 +33,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.choice import Choice as Choice
 from heterog.lowering.choice import Decided as Decided

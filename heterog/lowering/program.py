@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering.channels import Channel
 from heterog.modes.mode import MessageCodec, MessageRule
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import IntArray

@@ -18,8 +18,7 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, Ax
 from heterog.graph.grouping import CONSTANT_GROUP, Grouping, group_ops
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Placement, TensorMeta
+from heterog.graph.placement import OpRules, Placement, TensorMeta
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.lowering.kernel_arguments import by_reference
 from heterog.lowering.sparse_tables import (
@@ -34,8 +33,13 @@ from heterog.lowering.value_reads import (
     Slot,
     ValueReads,
 )
-from heterog.strategy.keeping import attention_scores, kept_products, scores_again
-from heterog.strategy.recomputation import Recomputation, recomputations
+from heterog.strategy.keeping import (
+    Recomputation,
+    attention_scores,
+    kept_products,
+    recomputations,
+    scores_again,
+)
 from heterog.strategy.remaking import Remake, Remakes
 
 FloatArray = npt.NDArray[np.float64]
@@ -89,7 +93,7 @@ class GraphTables(NamedTuple):
     parameter_read: IntArray
     finished_start: IntArray  # parameters that each op finishes: gradient made, last read done
     finished_parameter: IntArray
-    # Recomputation; see ``recomputation``.
+    # Recomputation; see ``keeping``.
     op_is_backward: IntArray
     op_is_late: IntArray  # 1: of the backward pass, and no write of what the forward pass made
     op_is_weights: IntArray  # 1: of the backward pass, and no other group waits for it

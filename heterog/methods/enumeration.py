@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import StrategySpace

@@ -17,7 +17,7 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
 from heterog.methods.communities import communities, in_best_order
 from heterog.methods.enumeration import Enumeration

@@ -43,12 +43,14 @@ from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Tried
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
-from heterog.strategy.balanced_runs import RunCost, balanced_runs, run_cost
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.sequence_split import (
     MOST_UNITS,
+    RunCost,
     SequenceSplit,
+    balanced_runs,
     lengths,
+    run_cost,
     sequence_split,
     unit_counts,
 )

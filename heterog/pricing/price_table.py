@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from heterog.cluster.execution import Sends
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering import Choice, used_channels
 from heterog.lowering.channels import Channel, ChannelTable

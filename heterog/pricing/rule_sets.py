@@ -7,7 +7,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering import Choice, make_scratch
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.choice import Encoder

@@ -4,5 +4,5 @@
   tables.
 - ``html`` is the page of a plan, ``side_by_side`` that of several: ``facts``, ``modules``,
   ``lanes`` and ``pictures`` compute what they show; ``facts`` escapes it.
-- ``trace`` is a timeline for Perfetto.
+- ``lanes`` also makes a timeline for Perfetto.
 """

@@ -21,12 +21,18 @@ from heterog.lowering.program import FloatArray, Program, TaskKind
 from heterog.modes.on_ranks import RankMode
 from heterog.runtime.accelerators import rank_device
 from heterog.runtime.step.alike import (
+    Signature,
+    batch_by_tensor,
     batch_shapes,
+    by_name,
     compare,
     compare_weights,
     compared_at,
     of_step,
     of_workload,
+    planned_signature,
+    resize,
+    signature,
 )
 from heterog.runtime.step.buffer_owners import buffers_of
 from heterog.runtime.step.collectives import Communicator
@@ -43,19 +49,11 @@ from heterog.runtime.step.feedback import ErrorFeedback
 from heterog.runtime.step.grouped_optimizer import make_optimizer
 from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.loss_scale import LossScale
-from heterog.runtime.step.masters import Masters
 from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.step.replicas import Replicas, compared_after
-from heterog.runtime.step.resized import (
-    Signature,
-    batch_by_tensor,
-    by_name,
-    planned_signature,
-    resize,
-    signature,
-)
 from heterog.runtime.step.step_order import StepOrder, step_order
 from heterog.runtime.step.unchanged import Unchanged
 from heterog.runtime.step.whole_model import WholeModel, one_model

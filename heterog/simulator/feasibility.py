@@ -7,8 +7,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
-from heterog.graph.update_scope import UpdateScope
+from heterog.graph.op_graph import OpGraph, UpdateScope
 from heterog.lowering import Choice
 from heterog.lowering.program import FloatArray
 from heterog.pricing.rule_sets import RuleSets

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.execution import Sends
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.lowering import Choice, lower_to_tape, make_scratch
 from heterog.lowering.channels import Channel, ChannelTable
 from heterog.lowering.folding import Fold, channels_named, fold_choice, folds

@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from heterog.cluster.execution import Sends
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel, ChannelKind, communicators
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind

@@ -8,8 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, create_model
 
 from heterog.errors import InputFileError, StrategyError
-from heterog.graph.op_rule import Scatter
-from heterog.graph.placement import H, L, P, Placement, R, S, Window, neighbours
+from heterog.graph.placement import H, L, P, Placement, R, S, Scatter, Window, neighbours
 from heterog.modes.built_in import built_in_modes
 from heterog.modes.mode import Mode
 from heterog.names import shown

@@ -6,7 +6,7 @@ Hybrid parallelism of convolutional networks (Oyama et al. 2020, arXiv 2007.1285
 along its depth, height or width, because one sample does not fit a device, or because there are
 fewer samples than devices. Here one pass through the graph in program order gives every op the
 rule that keeps its tensors cut; a convolution, pooling or upsampling reads a window of rows (see
-``heterog.graph.sharding_rules.halo``). What cannot be cut is done whole by every member of the
+``heterog.graph.sharding_rules.legal``). What cannot be cut is done whole by every member of the
 team: the linear layers behind the last pooling, whose weights then need no sums of gradients.
 
 Rules that cut a full-batch graph network: rows of nodes with neighbours' rows, or features.
@@ -26,10 +26,9 @@ from functools import lru_cache
 
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import OpCall, Placement, R, S
+from heterog.graph.placement import OpCall, OpRule, OpRules, Placement, R, S
 from heterog.graph.sharding_rules import RuleResult, halo_rule, propagate
-from heterog.graph.sharding_rules.halo import CONVOLUTION
+from heterog.graph.sharding_rules.legal import CONVOLUTION
 from heterog.graph.sparse_pattern import SparsePattern
 
 

@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import IntArray, OpGraph
-from heterog.graph.update_scope import UpdateScope
+from heterog.graph.op_graph import IntArray, OpGraph, UpdateScope
 
 if TYPE_CHECKING:
     from heterog.strategy.strategy import Strategy

@@ -13,11 +13,10 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRule as OpRule
-from heterog.graph.op_rule import OpRules
+from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, OpGraph
+from heterog.graph.placement import OpRule as OpRule
+from heterog.graph.placement import OpRules
 from heterog.graph.resized_rules import resized_rules
-from heterog.graph.update_scope import ELEMENTWISE_OPTIMIZERS
 from heterog.modes.mode import Mode
 from heterog.strategy.division import (
     Division,

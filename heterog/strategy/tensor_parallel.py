@@ -16,8 +16,7 @@ from itertools import product
 
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import OpCall, P, Placement, R, S, needs_no_transfer
+from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
 
 _MOST_ROUNDS = 8

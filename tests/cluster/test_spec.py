@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from heterog.cluster import Cluster, device_type
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.errors import InputFileError, UnknownNameError
 from heterog.units import GIB
 

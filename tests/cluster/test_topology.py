@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, device_type
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.errors import ClusterError
 
 GB = 10**9

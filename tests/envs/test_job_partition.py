@@ -14,8 +14,7 @@ from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
 from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
 from heterog.search.arrivals.profiled import RampCluster, draw_requests
-from heterog.search.arrivals.queueing import blocking_rate
-from heterog.search.arrivals.rules import most_devices, run_rule
+from heterog.search.arrivals.queueing import blocking_rate, most_devices, run_rule
 
 
 def test_gymnasium_accepts_it() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from heterog.cli.plan import _beside
+from heterog.cli.found import _beside
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import Aggregation, what_was_decided
@@ -22,7 +22,7 @@ from heterog.explain.explanation import Explanation, explain
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.channels import ChannelKind

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from heterog.cluster import Cluster
-from heterog.cluster.execution import Execution
 from heterog.cluster.spec import load_cluster
+from heterog.cluster.topology import Execution
 from heterog.errors import InputFileError
 from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture

@@ -15,8 +15,8 @@ from torch.nn import functional
 import heterog.graph.capture.tracing as tracing
 from heterog.errors import CaptureError
 from heterog.graph.capture import capture, capture_step
-from heterog.graph.capture.optimizer_state import optimizer_state_ratio
-from heterog.graph.capture.refusals import _way_out
+from heterog.graph.capture.reading import optimizer_state_ratio
+from heterog.graph.capture.tracing import _way_out
 from heterog.graph.op_costs import VIEW_KINDS
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.serialize import graph_to_dict

@@ -3,8 +3,7 @@
 import pickle
 from dataclasses import replace
 
-from heterog.graph.op_rule import OpRule
-from heterog.graph.placement import Placement
+from heterog.graph.placement import OpRule, Placement
 
 
 def rule(units: int = 4) -> OpRule:

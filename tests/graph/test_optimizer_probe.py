@@ -13,9 +13,9 @@ from torch import nn
 
 from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture
+from heterog.graph.op_graph import ELEMENTWISE_OPTIMIZERS, UpdateScope
 from heterog.graph.optimizer_probe import Kind, ProbedGroup, probed_scope, update_scope
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
-from heterog.graph.update_scope import ELEMENTWISE_OPTIMIZERS, UpdateScope
 from heterog.graph.workload import Workload
 from tests.own_optimizers import LOOKS, AdamW, Lookahead, Own, scope_of
 from tests.thorough import cases

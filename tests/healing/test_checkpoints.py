@@ -17,9 +17,9 @@ from heterog.healing.keepers import Keeper, KeeperPlace
 from heterog.healing.sending import Packing
 from heterog.healing.snapshots import Moment, Part
 from heterog.healing.writing import answer
-from heterog.runtime.checkpoint.boxes import whole_box
 from heterog.runtime.checkpoint.contents import read_contents
 from heterog.runtime.checkpoint.files import Entry, read_tensors
+from heterog.runtime.checkpoint.held import whole_box
 
 TOKEN = "secret"
 

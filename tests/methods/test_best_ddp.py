@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.graph.op_graph import OpGraph
-from heterog.graph.update_scope import UpdateScope
+from heterog.graph.op_graph import OpGraph, UpdateScope
 from heterog.graph.workload import Workload
 from heterog.lowering import Choice
 from heterog.lowering.channels import proportional_slices

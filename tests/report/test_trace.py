@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterog.errors import InputFileError
-from heterog.report.trace import trace_document, write_comparison, write_trace
+from heterog.report.lanes import trace_document, write_comparison, write_trace
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.timeline import Timeline

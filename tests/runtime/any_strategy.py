@@ -16,7 +16,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_shares, split_evenly

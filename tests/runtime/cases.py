@@ -22,8 +22,8 @@ from heterog.local_losses import local_blocks
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.step.alike import Signature, signature
 from heterog.runtime.step.executor import StepExecutor
-from heterog.runtime.step.resized import Signature, signature
 from heterog.search.plan import load_plan
 from heterog.zoo.moe import MixtureOfExperts
 from tests.runtime.llama import TinyLlama
@@ -520,7 +520,7 @@ def capture_case(workload: Workload, planned: OpGraph | None = None) -> Captured
 
 def _captures(function: Callable[..., CapturedStep]) -> "list[mock._patch[Any]]":
     """Patches with which deployed steps are captured by another function."""
-    modules = ("heterog.runtime.deploy", "heterog.runtime.step.resized")
+    modules = ("heterog.runtime.deploy", "heterog.runtime.step.alike")
     return [mock.patch(f"{module}.capture_step", function) for module in modules]
 
 

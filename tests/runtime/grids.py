@@ -5,8 +5,7 @@ from collections.abc import Collection
 from heterog.cluster import Cluster
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import R
+from heterog.graph.placement import OpRule, OpRules, R
 from tests.simulator.builders import cluster_of
 
 

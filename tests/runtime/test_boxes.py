@@ -9,7 +9,7 @@ from torch import Tensor
 
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
-from heterog.runtime.checkpoint.boxes import (
+from heterog.runtime.checkpoint.held import (
     Box,
     Piece,
     check_tiling,

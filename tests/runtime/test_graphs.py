@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.search.plan import load_plan
 from heterog.strategy.spatial_split import feature_rules, row_rules
 from heterog.strategy.strategy import Decision

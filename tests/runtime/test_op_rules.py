@@ -12,8 +12,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import P, R, S
+from heterog.graph.placement import OpRules, P, R, S
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.search.plan import load_plan

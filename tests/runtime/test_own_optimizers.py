@@ -14,8 +14,7 @@ from torch.nn import functional
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph
-from heterog.graph.update_scope import UpdateScope
+from heterog.graph.op_graph import OpGraph, UpdateScope
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
 from heterog.search.plan import load_plan

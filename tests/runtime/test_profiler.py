@@ -19,8 +19,7 @@ from heterog.pricing.measurements import LinkMeasurement, OpMeasurement, op_sign
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure import op_profiler, profiler
 from heterog.runtime.measure.link_profiler import profile_links
-from heterog.runtime.measure.op_profiler import LoopbackCommunicator
-from heterog.runtime.measure.peak_memory import peak_bytes, peak_during
+from heterog.runtime.measure.op_profiler import LoopbackCommunicator, peak_bytes, peak_during
 from heterog.runtime.measure.profiler import (
     profile_as_rank,
     profile_cluster,

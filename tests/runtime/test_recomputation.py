@@ -16,7 +16,7 @@ from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.lowering.tables import graph_tables
 from heterog.runtime.deploy import deploy
-from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import (

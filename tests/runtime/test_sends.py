@@ -17,7 +17,7 @@ from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
-from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.runtime.step.step_order import DueTask
 from heterog.search.plan import Plan, load_plan
 from heterog.strategy.strategy import Decision

@@ -13,7 +13,7 @@ from heterog.graph.workload import Workload
 from heterog.lowering import resident_bytes
 from heterog.lowering.tables import graph_tables
 from heterog.runtime.deploy import deploy
-from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.plan import load_plan
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN

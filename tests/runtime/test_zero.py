@@ -12,7 +12,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.runtime.deploy import deploy
-from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Sync
 from tests.runtime.cases import (

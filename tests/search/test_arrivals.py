@@ -17,16 +17,20 @@ from heterog.search.arrivals.profiled import (
     profiled_jobs,
 )
 from heterog.search.arrivals.queueing import (
+    RULES,
     JobFeatures,
     JobQueueing,
     JobRequest,
     Outcome,
     Place,
+    at_most,
     blocking_rate,
     causes,
+    most_devices,
+    rule_named,
+    run_rule,
 )
 from heterog.search.arrivals.ramp import RampNetwork, devices_of
-from heterog.search.arrivals.rules import RULES, at_most, most_devices, rule_named, run_rule
 
 # What the authors recorded: mean of three seeds, deadlines A, B, C, D.
 RECORDED = {

@@ -9,8 +9,7 @@ from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
 from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob, part_of
 from heterog.search.arrivals.jobs_file import read_jobs, requests_of
-from heterog.search.arrivals.queueing import JobRequest
-from heterog.search.arrivals.rules import fewest_that_fit, most_devices, run_rule
+from heterog.search.arrivals.queueing import JobRequest, fewest_that_fit, most_devices, run_rule
 
 GRAPH = chain_graph(num_layers=2, width=4096, batch_size=2048)
 

@@ -18,8 +18,16 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.search.library.entry import EntryRecord, adapted, described, distance, entry_of
-from heterog.search.library.store import MOST_ENTRY_BYTES, MOST_SEEDS, PlanLibrary
+from heterog.search.library.store import (
+    MOST_ENTRY_BYTES,
+    MOST_SEEDS,
+    EntryRecord,
+    PlanLibrary,
+    adapted,
+    described,
+    distance,
+    entry_of,
+)
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

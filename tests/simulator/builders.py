@@ -14,13 +14,23 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.cluster import Cluster, Device, DeviceType, Host, Link, PairLimit, device_type
-from heterog.cluster.execution import Sends
-from heterog.cluster.topology import ROOFLINE
+from heterog.cluster.topology import ROOFLINE, Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef, crosses
+from heterog.graph.placement import (
+    Arg,
+    L,
+    OpRule,
+    OpRules,
+    P,
+    Placement,
+    R,
+    S,
+    Scatter,
+    TensorRef,
+    crosses,
+)
 from heterog.graph.sharding_rules import legal_rules
 from heterog.lowering import Choice
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable

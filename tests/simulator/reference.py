@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from heterog.cluster import Cluster
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import ChannelKind

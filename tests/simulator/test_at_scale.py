@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import heterog.simulator.evaluator as evaluator_module
+from heterog.cluster.hardware import MAX_DEVICES
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
-from heterog.cluster.validation import MAX_DEVICES
 from heterog.lowering import resident_bytes
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.program import TaskKind

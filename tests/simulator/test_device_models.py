@@ -14,10 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from heterog.cluster.catalog import device_type, listed_type, listed_types
-from heterog.cluster.execution import Execution
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.spec import load_cluster
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution
 from heterog.errors import GraphError, InputFileError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.lowering.channels import ChannelKind, ChannelTable
 from heterog.pricing.roofline import Roofline
 from heterog.simulator.engine import Order

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
-from heterog.cluster.execution import Sends
+from heterog.cluster.topology import Sends
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.lowering.program import FIRST_LINK_KIND
 from heterog.simulator.engine import Order

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.cluster.catalog import device_type
-from heterog.cluster.execution import Execution, Tf32
+from heterog.cluster.topology import Execution, Tf32
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.workload import Workload

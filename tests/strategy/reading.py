@@ -12,13 +12,11 @@ from heterog.graph.axis_plan import EVERYWHERE, axis_plan
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Placement, Window
+from heterog.graph.placement import OpRules, Placement, Window
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy import remaking
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.keeping import Keeps, attention_scores, kept_products
-from heterog.strategy.recomputation import recomputations
+from heterog.strategy.keeping import Keeps, attention_scores, kept_products, recomputations
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 BATCH = 0

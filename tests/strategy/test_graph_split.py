@@ -14,8 +14,7 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import neighbours
+from heterog.graph.placement import OpRules, neighbours
 from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of, rows_received
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind

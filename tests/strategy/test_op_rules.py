@@ -14,8 +14,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules, Scatter
-from heterog.graph.placement import L, P, Placement, R, S
+from heterog.graph.placement import L, OpRules, P, Placement, R, S, Scatter
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.lowering.tables import GraphTables, graph_tables

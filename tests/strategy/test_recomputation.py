@@ -20,7 +20,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Timeline
-from heterog.strategy.recomputation import recomputations
+from heterog.strategy.keeping import recomputations
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator.builders import (

@@ -18,8 +18,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Window
+from heterog.graph.placement import OpRules, Window
 from heterog.lowering import lower, lower_resized
 from heterog.lowering.program import (
     FIRST_FREE_KIND,

@@ -15,11 +15,17 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import R, S
 from heterog.graph.sharding_rules import Special
 from heterog.graph.workload import Workload
-from heterog.strategy.balanced_runs import RunCost, balanced_runs, run_cost
 from heterog.strategy.layouts.experts import context_rules
 from heterog.strategy.layouts.layout import LayoutError, parse_layout
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.sequence_split import lengths, sequence_split, unit_counts
+from heterog.strategy.sequence_split import (
+    RunCost,
+    balanced_runs,
+    lengths,
+    run_cost,
+    sequence_split,
+    unit_counts,
+)
 from tests.runtime.sequences import MODELS, workload_of
 from tests.simulator.builders import cluster_of
 from tests.thorough import one_in

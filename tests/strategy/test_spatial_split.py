@@ -14,8 +14,7 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule
-from heterog.graph.placement import H, R, S, Window
+from heterog.graph.placement import H, OpRule, R, S, Window
 from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind

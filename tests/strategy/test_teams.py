@@ -8,8 +8,7 @@ import pytest
 from heterog.errors import StrategyError
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule
-from heterog.graph.placement import R
+from heterog.graph.placement import OpRule, R
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.simulator.evaluator import Evaluator

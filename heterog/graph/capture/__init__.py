@@ -6,12 +6,12 @@ which drops in-place ops but keeps real views: ``mutations_and_views`` would add
 run. Forward hooks annotate every node with its module; a backward node finds its forward twin by
 autograd's sequence number.
 
-- ``tracing`` traces the step twice and notes ``places`` (modules, phases, lines); ``reading``
-  reads a graph from that, with ``attention`` in one form and the ``optimizer_state``.
-- ``refusals`` are what a step that cannot be captured is told.
+- ``tracing`` traces the step twice, notes modules, phases and lines, and says what a step that
+  cannot be captured is told; ``reading`` reads a graph from that, with attention in one form and
+  the optimizer's state.
 
-Only this package, ``static_shapes``, ``value_checks`` and ``inserting`` touch private names of
-torch.
+Only this package, ``static_shapes``, ``value_checks`` and ``traced_constants`` touch private names
+of torch.
 """
 
 import warnings
@@ -29,10 +29,8 @@ from torch.utils import _pytree as pytree
 
 from heterog.errors import CaptureError
 from heterog.graph.capture.reading import CapturedStep, Reader
-from heterog.graph.capture.refusals import DATA_DEPENDENT, check_hooks, clear_errors
-from heterog.graph.capture.tracing import trace
-from heterog.graph.collector import without_collector
-from heterog.graph.function_caches import caches_without_fakes
+from heterog.graph.capture.tracing import DATA_DEPENDENT, check_hooks, clear_errors, trace
+from heterog.graph.changed_state import caches_without_fakes, without_collector
 from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.parameter_groups import group_numbers, parameter_groups

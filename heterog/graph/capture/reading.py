@@ -1,23 +1,20 @@
-"""Reads the columns of an ``OpGraph`` from a traced fx graph."""
+"""Reads the columns of an ``OpGraph`` from a traced fx graph.
+
+How much state an optimizer keeps, measured on one real step.
+
+One op for every kernel of fused attention, so that graphs do not depend on the device.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from heterog.errors import CaptureError
-from heterog.graph.capture.attention import (
-    ATTENTION,
-    ATTENTION_ARGS,
-    ATTENTION_NUM_OUTPUTS,
-    attention_flops,
-    canonical_attention,
-)
-from heterog.graph.capture.optimizer_state import optimizer_state_ratio
 from heterog.graph.op_costs import (
     bytes_read_and_written,
     convolution_flops,
@@ -25,12 +22,110 @@ from heterog.graph.op_costs import (
     grouped_product_flops,
     sparse_flops,
 )
-from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
-from heterog.graph.optimizer_probe import Kind, ProbedGroup, update_scope
+from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind, UpdateScope
+from heterog.graph.optimizer_probe import Kind, ProbedGroup, probe_options, update_scope
 from heterog.graph.parameter_groups import ParameterGroup, group_numbers
 from heterog.graph.placement import ITEM_BYTES, Arg, OpCall, Placement, R, S, TensorRef
-from heterog.graph.update_scope import UpdateScope
 from heterog.graph.workload import Workload, named_leaves
+
+
+def optimizer_state_ratio(
+    optimizer: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+) -> float:
+    """Optimizer state bytes per byte of parameter, measured on one real step of a small matrix.
+
+    Args:
+        optimizer: Class of the optimizer.
+        options: Its keyword arguments.
+        own: Options of the parameter's group.
+
+    >>> optimizer_state_ratio(torch.optim.Adam, {})
+    2.0
+    >>> optimizer_state_ratio(torch.optim.SGD, {"momentum": 0.9}, {"momentum": 0.0})
+    0.0
+    """
+    parameter = nn.Parameter(torch.zeros(64, 64))
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        groups = [{**probe_options(own or {}), "params": [parameter]}]
+        instance = optimizer(groups, **probe_options(options))
+        instance.step()
+    except (TypeError, ValueError) as error:
+        if "closure" in str(error):
+            raise CaptureError(
+                f"optimizer {optimizer.__name__} needs a closure, which a plan cannot run: {error}"
+            ) from error
+        given = {**options, **(own or {})}
+        raise CaptureError(
+            f"optimizer {optimizer.__name__} cannot step with the options {given}: {error}"
+        ) from error
+    except RuntimeError as error:
+        raise CaptureError(
+            f"optimizer {optimizer.__name__} cannot step a dense gradient of a matrix ({error}); "
+            "all gradients of a plan are dense. SGD, Adagrad and Adam can."
+        ) from error
+    state = sum(
+        value.nbytes
+        for value in instance.state[parameter].values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+    return state / parameter.nbytes
+
+
+# Every fused attention kernel becomes one op pair, so that the graph does not depend on the device
+# it was captured on. Each entry lists the kernel's own argument names in canonical order.
+ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu.default": "attention",
+    "_scaled_dot_product_flash_attention.default": "attention",
+    "_scaled_dot_product_efficient_attention.default": "attention",
+    "_scaled_dot_product_cudnn_attention.default": "attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward.default": "attention_backward",
+    "_scaled_dot_product_flash_attention_backward.default": "attention_backward",
+    "_scaled_dot_product_efficient_attention_backward.default": "attention_backward",
+    "_scaled_dot_product_cudnn_attention_backward.default": "attention_backward",
+}
+
+
+ATTENTION_ARGS = {
+    "attention": ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale"),
+    "attention_backward": (
+        "grad_out", "query", "key", "value", "out", "logsumexp", "attn_mask", "dropout_p",
+        "is_causal", "scale",
+    ),
+}  # fmt: skip
+
+
+ATTENTION_ALIASES = {"attn_bias": "attn_mask", "grad_out_": "grad_out"}
+"""Canonical names of attention arguments that some kernels name differently."""
+
+
+ATTENTION_NUM_OUTPUTS = {"attention": 2, "attention_backward": 3}
+
+
+def canonical_attention(
+    kind: str, args: Mapping[str, Arg], inputs: list[int]
+) -> tuple[dict[str, Arg], list[int]]:
+    """Arguments of any attention kernel in canonical names and order."""
+    by_name = {ATTENTION_ALIASES.get(name, name): value for name, value in args.items()}
+    canonical: dict[str, Arg] = {}
+    kept: list[int] = []
+    for name in ATTENTION_ARGS[kind]:
+        value = by_name.get(name)
+        if isinstance(value, TensorRef):
+            kept.append(inputs[value.index])
+            value = TensorRef(len(kept) - 1)
+        canonical[name] = value
+    return canonical, kept
+
+
+def attention_flops(call: OpCall) -> float:
+    """Two matrix products forward (4 B H S T D), five backward (10 B H S T D)."""
+    query = call.inputs[0 if call.kind == "attention" else 1].shape
+    key = call.inputs[1 if call.kind == "attention" else 2].shape
+    products = 2.0 if call.kind == "attention" else 5.0
+    return products * 2.0 * query[0] * query[1] * query[2] * key[2] * query[3]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,10 @@
 ``local_args`` rewrites the sizes among an op's arguments for one device. The rules use only shapes
 and arguments, and no torch.
 
-- ``table`` has the table ``RULES`` and picks rules from it; ``legal`` and ``local`` as above.
-- One module per family of ops fills the table: ``attention``, ``creation``, ``halo``,
-  ``indexing``, ``loss``, ``matmul``, ``norm``, ``pointwise``, ``reduction``, ``sparse``,
+- ``table`` has the table ``RULES`` and picks rules from it; ``legal`` and ``local`` as above,
+  halos in ``legal``.
+- One module per family of ops fills the table: ``attention``, ``creation``, ``indexing``,
+  ``loss``, ``matmul``, ``norm``, ``pointwise``, ``reduction``, ``sparse``,
   ``spatial``, ``view``.
 """
 
@@ -23,8 +24,13 @@ from heterog.graph.sharding_rules import (  # noqa: F401 - importing fills the t
     spatial,
     view,
 )
-from heterog.graph.sharding_rules.halo import RUNS_ON_WINDOWS, halo_rule
-from heterog.graph.sharding_rules.legal import claims_checked, legal_rules, propagate
+from heterog.graph.sharding_rules.legal import (
+    RUNS_ON_WINDOWS,
+    claims_checked,
+    halo_rule,
+    legal_rules,
+    propagate,
+)
 from heterog.graph.sharding_rules.local import local_args, local_shape
 from heterog.graph.sharding_rules.table import RULES, RuleResult, Special
 

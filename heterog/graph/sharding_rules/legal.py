@@ -1,14 +1,260 @@
-"""Finding the rule of an op for given placements, and all of its rules."""
+"""Finding the rule of an op for given placements, and all of its rules.
 
-from collections.abc import Iterator, Sequence
+Rules of ops whose parts read rows that their neighbours own: a split with halo.
+
+A tensor is cut along a dimension of space (or time, in one-dimensional models) into the parts
+that the devices of a team own. The rules state the rows of each input that a device's rows of
+the output need, as a ``Window`` that grows with the units of the axis. Only ``halo_rule`` returns
+them, so that searches over plain splits do not meet them.
+
+A rule whose window is no wider than the owned rows needs no rows of others. BatchNorm has one
+like that: each part is normalised by statistics of its own (``Special.LOCAL_STATISTICS``).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import combinations, product
 
 from heterog.errors import GraphError
-from heterog.graph.placement import L, OpCall, P, Placement, R, S, TensorMeta
-from heterog.graph.sharding_rules.halo import halo_dim, halo_rule
-from heterog.graph.sharding_rules.table import RULES, Rule, RuleResult, positions
+from heterog.graph.halo import Stencil
+from heterog.graph.op_costs import SPARSE_PRODUCT
+from heterog.graph.placement import H, L, OpCall, P, Placement, R, S, TensorMeta, Window
+from heterog.graph.sharding_rules.sparse import product_of_rows
+from heterog.graph.sharding_rules.table import (
+    RULES,
+    Rule,
+    RuleResult,
+    Special,
+    integers,
+    positions,
+)
+
+CONVOLUTION = "convolution.default"
+CONVOLUTION_BACKWARD = "convolution_backward.default"
+_POOLS = tuple(
+    f"{kind}{rank}d{rest}"
+    for rank in (2, 3)
+    for kind, rest in (("avg_pool", ".default"), ("max_pool", "_with_indices.default"))
+)
+_POOLS_BACKWARD = tuple(kind.replace(".default", "_backward.default") for kind in _POOLS)
+_NEAREST = tuple(f"upsample_nearest{rank}d" for rank in (1, 2, 3))
+_LINEAR = ("upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d")
+
+
+def per_dim(call: OpCall, name: str, rank: int) -> tuple[int, ...]:
+    """An argument that has a number for each dimension of space, or one for all of them."""
+    given = integers(call, name)
+    return given * rank if len(given) == 1 else given
+
+
+def stencil_of(call: OpCall, dim: int) -> Stencil:
+    """The stencil of a convolution or pooling, or of the one it is the backward of.
+
+    For a transposed convolution, that of the convolution whose input gradient it computes.
+    """
+    rank, at = len(call.inputs[0].shape) - 2, dim - 2
+    if call.kind.startswith("convolution"):
+        (weight,) = positions(call, "weight")
+        kernel = call.inputs[weight].shape[dim]
+    else:
+        kernel = per_dim(call, "kernel_size", rank)[at]
+    stride = per_dim(call, "stride", rank)
+    dilation = per_dim(call, "dilation", rank)
+    return Stencil(
+        kernel=kernel,
+        stride=stride[at] if stride else kernel,
+        padding=per_dim(call, "padding", rank)[at],
+        dilation=dilation[at] if dilation else 1,
+    )
+
+
+def read_window(stencil: Stencil, rows: int) -> Window:
+    """Window of input rows that is read for ``rows`` output rows per unit.
+
+    >>> read_window(Stencil(kernel=3, padding=1), rows=4)
+    Window(step=4, before=1, after=1)
+    """
+    after = stencil.reach - stencil.stride - stencil.padding
+    return Window(rows * stencil.stride, stencil.padding, after)
+
+
+def readers_window(stencil: Stencil, rows: int) -> Window | None:
+    """Window of output rows that read any of ``rows`` input rows per unit.
+
+    ``None`` if the stride does not divide ``rows``.
+    """
+    if rows % stencil.stride:
+        return None
+    before = (stencil.reach - 1 - stencil.padding) // stencil.stride
+    after = (stencil.padding - 1) // stencil.stride + 1
+    return Window(rows // stencil.stride, before, after)
+
+
+def widened(window: Window, rows: int, units: int) -> Window:
+    """Widen a window to include the own rows, ``rows`` per unit, of each of ``units`` units."""
+    drift = units * (window.step - rows)
+    return Window(window.step, max(window.before, 0, drift), max(window.after, 0, -drift))
+
+
+def halo_rule(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    """Find the rule of an op whose tensors are cut along a dimension of space.
+
+    Args:
+        call: The op.
+        dim: Dimension, counted in the op's first output; 2 is the first after channels.
+        units: Number of units of the axis; they must divide the rows of every tensor that is cut.
+
+    Returns:
+        The rule; ``None`` if the op has none, or the units divide something that they must not.
+    """
+    found = _RULES.get(call.kind)
+    first = 0 if call.kind == SPARSE_PRODUCT else 2
+    if found is None or units < 1 or not first <= dim < len(call.inputs[0].shape):
+        return None
+    result = found(call, dim, units)
+    if result is None:
+        return None
+    pairs = (
+        *zip(call.inputs, result.inputs, strict=True),
+        *zip(call.outputs, result.outputs, strict=True),
+    )
+    divides = all(not meta.shape[place.dim] % units for meta, place in pairs if place.is_split)
+    return result if divides else None
+
+
+_HaloRule = Callable[[OpCall, int, int], RuleResult | None]
+
+
+def _rows(call: OpCall, name: str, dim: int, units: int) -> int:
+    (where,) = positions(call, name)
+    return call.inputs[where].shape[dim] // units
+
+
+def _named(call: OpCall, **places: Placement) -> tuple[Placement, ...]:
+    """Placements of the inputs by argument name; those not named are whole."""
+    inputs = [R] * len(call.inputs)
+    for name, place in places.items():
+        for where in positions(call, name):
+            inputs[where] = place
+    return tuple(inputs)
+
+
+def _convolution(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    stencil, rows = stencil_of(call, dim), call.outputs[0].shape[dim] // units
+    if call.args["transposed"] is True:
+        window = readers_window(stencil, rows)
+    else:
+        window = read_window(stencil, rows)
+    if window is None:
+        return None
+    return RuleResult(_named(call, input=H(dim, window)), (S(dim),))
+
+
+def _convolution_backward(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    stencil = stencil_of(call, dim)
+    rows, gradients = (_rows(call, name, dim, units) for name in ("input", "grad_output"))
+    mask = call.args["output_mask"]
+    assert isinstance(mask, tuple)
+    is_transposed = call.args["transposed"] is True
+    read: Placement = S(dim)
+    gradient: Placement = S(dim)
+    if is_transposed:
+        wide = read_window(stencil, rows)
+        gradient = H(dim, widened(wide, gradients, units) if mask[2] else wide)
+    else:
+        read = H(dim, read_window(stencil, gradients)) if mask[1] else read
+        if mask[0]:
+            window = readers_window(stencil, rows)
+            if window is None:
+                return None
+            keeps_own = mask[1] or mask[2]
+            gradient = H(dim, widened(window, gradients, units) if keeps_own else window)
+        elif not mask[1]:
+            return None
+    made = tuple(
+        place for place, wanted in zip((S(dim), P, P), mask, strict=True) if wanted is True
+    )
+    return RuleResult(_named(call, input=read, grad_output=gradient), made)
+
+
+def _pool(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    if call.args["ceil_mode"] is True or len(call.inputs[0].shape) != _rank_of(call) + 2:
+        return None
+    window = read_window(stencil_of(call, dim), call.outputs[0].shape[dim] // units)
+    return RuleResult((H(dim, window),), (S(dim),) * len(call.outputs))
+
+
+def _pool_backward(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    if call.args["ceil_mode"] is True or len(call.inputs[0].shape) != _rank_of(call) + 2:
+        return None
+    window = readers_window(stencil_of(call, dim), _rows(call, "self", dim, units))
+    if window is None:
+        return None
+    halo = H(dim, window)
+    return RuleResult(_named(call, grad_output=halo, self=S(dim), indices=halo), (S(dim),))
+
+
+def _rank_of(call: OpCall) -> int:
+    return 2 if "2d" in call.kind else 3
+
+
+def _upsample(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    is_backward = "backward" in call.kind
+    large, small = call.outputs[0].shape, call.inputs[0].shape
+    if is_backward:
+        large, small = small, large
+    factor = large[dim] // small[dim]
+    is_whole = all(many % few == 0 for many, few in zip(large[2:], small[2:], strict=True))
+    if not is_whole or call.args.get("align_corners") is True:
+        return None
+    # Blending reads one row on either side, whatever the factor.
+    reach = int("nearest" not in call.kind and factor > 1)
+    step = small[dim] // units
+    window = Window(step, reach, reach)
+    if is_backward:
+        window = Window(step * factor, reach * factor, reach * factor)
+    return RuleResult((H(dim, window),), (S(dim),))
+
+
+def _batch_norm(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    if call.args.get("training") is not True:
+        return None
+    own = H(dim, Window(_rows(call, "input", dim, units), 0, 0))
+    statistics = (L,) * (len(call.outputs) - 1)
+    return RuleResult(_named(call, input=own), (S(dim), *statistics), Special.LOCAL_STATISTICS)
+
+
+def _batch_norm_backward(call: OpCall, dim: int, units: int) -> RuleResult | None:
+    if call.args.get("train") is not True:
+        return None
+    own = H(dim, Window(_rows(call, "input", dim, units), 0, 0))
+    inputs = _named(call, grad_out=own, input=own, save_mean=L, save_invstd=L)
+    outputs = (S(dim), P, P)[: len(call.outputs)]
+    return RuleResult(inputs, outputs, Special.LOCAL_STATISTICS)
+
+
+_RULES: dict[str, _HaloRule] = {
+    CONVOLUTION: _convolution,
+    CONVOLUTION_BACKWARD: _convolution_backward,
+    **dict.fromkeys(_POOLS, _pool),
+    **dict.fromkeys(_POOLS_BACKWARD, _pool_backward),
+    **{f"{name}.default": _upsample for name in (*_NEAREST, *_LINEAR)},
+    **{f"{name}_backward.default": _upsample for name in (*_NEAREST, *_LINEAR)},
+    "native_batch_norm.default": _batch_norm,
+    "_native_batch_norm_legit.default": _batch_norm,
+    "_native_batch_norm_legit_functional.default": _batch_norm,
+    "native_batch_norm_backward.default": _batch_norm_backward,
+    SPARSE_PRODUCT: product_of_rows,
+}
+
+RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
+"""Ops that a rule of this module cannot run alone; ``heterog.runtime.step.windows`` runs them."""
+
+
+def halo_dim(placements: tuple[Placement, ...]) -> int | None:
+    """The dimension along which some inputs have halos; ``None`` if no input has."""
+    return next((place.dim for place in placements if place.kind == "H"), None)
 
 
 def propagate(

@@ -16,7 +16,7 @@ from itertools import product
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import alike_groups, group_ops
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering.channels import proportional_slices
 from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.methods.hap.a_star import Search, SpmdProgram

@@ -16,8 +16,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan, op_work
 from heterog.graph.op_graph import FloatArray
-from heterog.graph.op_rule import OpRule, OpRules
-from heterog.graph.placement import Placement
+from heterog.graph.placement import OpRule, OpRules, Placement
 from heterog.lowering.channels import ChannelTable
 from heterog.methods.hap.forms import Form
 from heterog.methods.hap.theory import Role, Row, Theory, Triple, batch_triple

@@ -13,8 +13,7 @@ from enum import IntEnum
 
 from heterog.graph.batch_plan import BatchPlan, batch_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
-from heterog.graph.op_rule import OpRule
-from heterog.graph.placement import Placement
+from heterog.graph.placement import OpRule, Placement
 from heterog.graph.sharding_rules import RuleResult
 from heterog.methods.hap.forms import (
     PARTIAL,

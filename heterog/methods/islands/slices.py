@@ -14,7 +14,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, AxisPlan, axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.recomputing import freed_bytes, runs_again

@@ -13,7 +13,7 @@ import numpy as np
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.graph.op_rule import OpRules
+from heterog.graph.placement import OpRules
 from heterog.methods.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings

@@ -1,5 +1,5 @@
 """Averaging (local SGD, DiLoCo).
 
-``value``, the mode and its buckets; ``passes`` over memory; its ``pricing``; ``method``, the
-search; ``ranks`` and ``rehearsal``.
+``value``, the mode, its buckets and passes over memory; its ``pricing``; ``method``, the search;
+``ranks``, in rehearsals too.
 """

@@ -11,8 +11,14 @@ from heterog.lowering import Choice
 from heterog.lowering.channels import ChannelTable
 from heterog.lowering.program import TaskKind
 from heterog.lowering.tape import Tape
-from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
-from heterog.modes.averaging.value import AveragedBucket, Averaging, averaged_buckets
+from heterog.modes.averaging.value import (
+    AveragedBucket,
+    Averaging,
+    averaged_buckets,
+    passes_after,
+    passes_before,
+    times_moved,
+)
 from heterog.modes.codecs.value import DECODE_BYTES, encode_bytes
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.small_tape import TapeWriter

@@ -10,44 +10,36 @@ After an averaging all islands have the same parameters, but each has the state 
 optimizer. The first island's is saved as that of any plan; those of the others, and the momentum
 of the outer optimizer, have names of their own. A plan with the same islands goes on exactly where
 the saved one was, any other one from the first island's state.
+
+An averaging in a rehearsal: one of all ranks, after the steps.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from heterog.errors import StrategyError
+from heterog.errors import InputFileError, StrategyError
 from heterog.graph.op_graph import OpGraph
 from heterog.modes.averaging.value import AveragedBucket, Averaging, averaged_buckets
 from heterog.modes.codecs.value import Codec
-from heterog.modes.islands import island_of, island_samples
-from heterog.modes.on_ranks import RankMode, Reading
-from heterog.runtime.step.collectives import Communicator, Pending
-from heterog.runtime.step.feedback import ErrorFeedback, Key
-from heterog.runtime.step.masters import Masters
-from heterog.strategy.strategy import Strategy
-
-if TYPE_CHECKING:
-    from heterog.runtime.checkpoint.contents import Contents
-if TYPE_CHECKING:
-    from heterog.runtime.checkpoint.files import Entry
-if TYPE_CHECKING:
-    from heterog.runtime.checkpoint.left_out import Kept
-if TYPE_CHECKING:
-    from heterog.runtime.deploy import DeployedStep
-import re
-
-from heterog.errors import InputFileError
-from heterog.modes.islands import islands
-from heterog.runtime.checkpoint.boxes import whole_box
+from heterog.modes.islands import island_of, island_samples, islands
+from heterog.modes.on_ranks import MakeExecutor, RankMode, Reading, Rehearsal
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
-from heterog.runtime.checkpoint.held import name_and_shape, stepped_values
+from heterog.runtime.checkpoint.held import name_and_shape, stepped_values, whole_box
 from heterog.runtime.checkpoint.left_out import Kept
 from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.measure.rehearsal import AFTER, Stage
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.feedback import ErrorFeedback, Key
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.optimizer import Masters
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.strategy.strategy import Strategy
 
 
 def gradient_scale(graph: OpGraph, strategy: Strategy, rank: int) -> float:
@@ -444,3 +436,39 @@ def _has_same_islands(step: DeployedStep, names: set[str]) -> bool:
     found = (re.match(r"averaging\.island(\d{1,9})\.", name) for name in names)
     saved = {int(each[1]) for each in found if each is not None}
     return saved == set(range(1, len(islands(step.plan.strategy))))
+
+
+class RehearsedAveraging(Rehearsal):
+    """The averagers of all ranks.
+
+    Args:
+        stage: All ranks of the plan.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._averagers: list[Averager] = []
+
+    def add_rank(
+        self,
+        seen: RankProgram,
+        part: ModelPart,
+        communicator: Communicator,
+        make_executor: MakeExecutor,
+    ) -> bool:
+        """Make the averager of a rank."""
+        graph, strategy = self._stage.graph, self._stage.strategy
+        masters, parameters = Masters(None, ()), part.parameters
+        self._averagers.append(
+            Averager(graph, strategy, seen.rank, parameters, masters, communicator)
+        )
+        return False
+
+    def after_steps(self) -> None:
+        """Average the islands' parameters."""
+        for rank, averager in enumerate(self._averagers):
+            self._stage.now = rank, AFTER
+            averager.begin_average()
+        for rank, averager in enumerate(self._averagers):
+            self._stage.now = rank, AFTER
+            averager.end_average()

@@ -13,48 +13,48 @@ The data that one averaging moves: parameters in buckets, each all-reduced over 
 
 Where a codec of the strategy is about a bucket, the first replica of each island sends what the
 island has changed, in a message that all replicas gather instead.
+
+Passes over memory of a replica in one averaging; encoding and decoding not counted.
+
+``ranks`` makes these passes, ``pricing`` prices them as stated here.
+
+    x  parameters, in the optimizer's dtype    s  copy of them when they were sent
+    a  parameters after the averaging before   w  weight of the replica, or of its island's message
+    f  the bucket                              m  momentum, c its coefficient
+    d  difference a - average                  r  outer learning rate
+
+Every tensor has one element for each of the bucket, so that bytes moved for each byte of the
+bucket are the tensors read and written. What error feedback moves belongs to
+``codec.encode_bytes``, and masters are rounded into the model's values afterwards.
 """
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.modes.codecs.value import codec_rules
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.placement import ITEM_BYTES
+from heterog.modes.codecs.value import Codec, CodecRule, codec_rules
 from heterog.modes.islands import MOST_STEPS, check_islands, crossing_fault, island_samples
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.names import shown
 from heterog.records import Count, Int32, Record
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
 
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
-if TYPE_CHECKING:
-    from heterog.graph.op_graph import OpGraph
-if TYPE_CHECKING:
-    from heterog.modes.on_ranks import RankMode, Rehearsal
-if TYPE_CHECKING:
-    from heterog.methods.planner import Planner
-if TYPE_CHECKING:
-    from heterog.runtime.deploy import DeployedStep
-if TYPE_CHECKING:
-    from heterog.runtime.measure.rehearsal import Stage
-if TYPE_CHECKING:
-    from heterog.simulator.evaluator import Evaluator
-if TYPE_CHECKING:
     from heterog.lowering.channels import ChannelTable
-if TYPE_CHECKING:
     from heterog.lowering.choice import Choice
-if TYPE_CHECKING:
     from heterog.lowering.program import FloatArray, Program
-if TYPE_CHECKING:
-    from heterog.strategy.strategy import Strategy
-if TYPE_CHECKING:
     from heterog.lowering.tables import GraphTables
-from heterog.graph.op_graph import OpGraph
-from heterog.graph.placement import ITEM_BYTES
-from heterog.modes.codecs.value import Codec, CodecRule
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy
+    from heterog.methods.planner import Planner
+    from heterog.modes.on_ranks import RankMode, Rehearsal
+    from heterog.runtime.deploy import DeployedStep
+    from heterog.runtime.measure.rehearsal import Stage
+    from heterog.simulator.evaluator import Evaluator
 
 
 class AverageWeights(StrEnum):
@@ -262,7 +262,7 @@ class Averaging(Mode):
 
     def rehearsal(self, stage: "Stage") -> "Rehearsal":
         """Play one averaging after the steps."""
-        from heterog.modes.averaging.rehearsal import RehearsedAveraging
+        from heterog.modes.averaging.ranks import RehearsedAveraging
 
         return RehearsedAveraging(stage)
 
@@ -400,3 +400,73 @@ def _device_weights(decision: Decision, parts: tuple[float, ...]) -> tuple[float
         for device in team
     }
     return tuple(weight[device] for device in decision.devices)
+
+
+class Pass(NamedTuple):
+    """One pass over memory.
+
+    Attributes:
+        formula: The assignment that it makes.
+        reads: Number of tensors read.
+        writes: Number of tensors written.
+    """
+
+    formula: str
+    reads: int
+    writes: int
+
+
+KEEP = Pass("s = x", 1, 1)
+WEIGH = Pass("f = w x", 1, 1)
+CHANGE = Pass("f = a - x", 2, 1)
+WEIGH_CHANGE = Pass("f = w f", 1, 1)
+CLEAR = Pass("d = 0", 0, 1)
+DIFFER = Pass("d = a - f", 2, 1)
+MOMENTUM = (
+    Pass("m = c m", 1, 1),
+    Pass("m = m + d", 2, 1),
+    Pass("d = d + c m", 2, 1),
+)
+MOVE = Pass("a = a - r d", 2, 1)
+TAKE_OVER = Pass("x = f, or x = a", 1, 1)
+LEARNED_SINCE = (Pass("x = x - s", 2, 1), Pass("x = x + f, or x = x + a", 2, 1))
+
+
+def passes_before(averaging: Averaging, *, has_codec: bool, sends: bool) -> tuple[Pass, ...]:
+    """Passes before what a replica sends of a bucket is encoded, or summed as it is.
+
+    Args:
+        averaging: The averaging.
+        has_codec: Whether the bucket has a codec.
+        sends: Whether the replica sends something; with a codec one of each island does.
+    """
+    kept = (KEEP,) if averaging.delay else ()
+    if not has_codec:
+        return *kept, WEIGH
+    return (*kept, CHANGE, WEIGH_CHANGE) if sends else kept
+
+
+def passes_after(averaging: Averaging, *, has_codec: bool) -> tuple[Pass, ...]:
+    """Passes around the decoding of what has come, and after it; without a codec, after the sum.
+
+    Args:
+        averaging: The averaging.
+        has_codec: Whether the bucket has a codec.
+    """
+    found: tuple[Pass, ...] = ()
+    if has_codec or averaging.has_outer:
+        momentum = MOMENTUM if averaging.has_outer else ()
+        found = (CLEAR if has_codec else DIFFER, *momentum, MOVE)
+    return (*found, *LEARNED_SINCE) if averaging.delay else (*found, TAKE_OVER)
+
+
+def times_moved(passes: Iterable[Pass]) -> int:
+    """Bytes that passes read and write for each byte of the bucket.
+
+    >>> averaging = Averaging(every=8)
+    >>> times_moved(passes_before(averaging, has_codec=False, sends=True))
+    2
+    >>> times_moved(passes_after(averaging, has_codec=False))
+    2
+    """
+    return sum(each.reads + each.writes for each in passes)

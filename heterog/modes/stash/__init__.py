@@ -1,5 +1,5 @@
 """Weight stashes (PipeDream).
 
-``value``, the mode; ``phases`` of a step and ``memory``; ``paces`` and ``pricing``; ``method``,
-the search; ``ranks``, in rehearsals too.
+``value``, the mode; ``phases`` of a step and their memory; ``paces`` and prices; ``method``, the
+search; ``ranks``, in rehearsals too.
 """

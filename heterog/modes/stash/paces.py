@@ -36,6 +36,8 @@ F_s, B_s and c_s are means, if micro-batches are unequal.
 On each device stay ceil(D_s / m) more versions of its weights, ceil((D_s + 1) / m) more batches,
 what D_s more micro-batches have left for their backward passes, and messages that come before they
 are needed (``memory``).
+
+Prices of a stash: the pace of its stages, from a step on its own.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,19 +45,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from heterog.lowering import Choice
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
-from heterog.modes.stash.memory import source_stages
 from heterog.modes.stash.phases import (
     BoolArray,
+    encoded_stash,
     ends_batch,
     is_of_backward,
     is_written_last,
     micro_batch_of,
+    source_stages,
 )
 from heterog.modes.stash.value import WeightStash
 from heterog.pricing.cost_model import Prices
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.runs import Lowered
 
 Pair = tuple[int, int]
 """A stage that sends, and one that receives."""
@@ -335,3 +341,26 @@ class StagedStep:
             {pair: sum(each) / len(each) for pair, each in by_pair.items()} for by_pair in lags
         )
         return forward_s, backward_s
+
+
+def more_seconds(stash: WeightStash, evaluator: Evaluator, choice: Choice) -> float:
+    """Seconds that a step takes longer than on its own, mostly below 0: steps overlap."""
+    if evaluator.tasks_of(choice) > evaluator.most_tasks:  # it will not be simulated
+        return 0.0
+    pace, local_s, lowered = stage_pace(evaluator, choice)
+    return max(pace.step_s(stash), held_s(lowered.tape, lowered.prices)) - local_s
+
+
+def stage_pace(evaluator: Evaluator, choice: Choice) -> tuple[StagePace, float, Lowered]:
+    """Pace of stages by the referee's times of a step alone, its seconds, and what was lowered.
+
+    Not counted as an evaluation: it belongs to that of the strategy.
+    """
+    lowered, _, timings = evaluator.alone(choice)
+    local_s, replayed = evaluator.replayed(lowered)
+    assert replayed is not None
+    number = int(lowered.tape.counts[NUM_TASKS])
+    stage = encoded_stash(choice).stage
+    staged = StagedStep(lowered.tape, evaluator.tables_of(choice), stage, choice.num_micro)
+    pace = staged.pace(timings.seconds[:number], replayed.finish[:number])
+    return pace, local_s, lowered

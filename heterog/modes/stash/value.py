@@ -28,8 +28,7 @@ import numpy as np
 
 from heterog.errors import StrategyError
 from heterog.modes.mode import EncodedMode, Mode
-from heterog.modes.stash.memory import EncodedStash
-from heterog.modes.stash.phases import is_of_backward, stage_fault
+from heterog.modes.stash.phases import EncodedStash, is_of_backward, stage_fault
 from heterog.records import Int32, Record
 from heterog.strategy.schedules import PipelineSchedule, device_chunks
 
@@ -194,7 +193,7 @@ class WeightStash(Mode):
         self, encoded: EncodedMode, evaluator: "Evaluator", strategy: "Strategy", choice: "Choice"
     ) -> EncodedMode:
         """The pace of stages that do not wait, beside a step on its own."""
-        from heterog.modes.stash.pricing import more_seconds
+        from heterog.modes.stash.paces import more_seconds
 
         return replace(encoded, more_s=more_seconds(self, evaluator, choice))
 

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from heterog.cluster.catalog import listed_type
-from heterog.cluster.execution import Execution, Tf32
 from heterog.cluster.hardware import DeviceType
-from heterog.cluster.topology import Cluster
+from heterog.cluster.topology import Cluster, Execution, Tf32
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
 from heterog.lowering.channels import Channel, ChannelKind
 from heterog.pricing.collectives import over_measured_nics

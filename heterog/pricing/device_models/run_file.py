@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from heterog.cluster.execution import Execution
+from heterog.cluster.topology import Execution
 from heterog.files import write_json
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.pricing.device_models.parameters import InTraining

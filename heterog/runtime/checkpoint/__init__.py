@@ -20,9 +20,8 @@ Nothing is unpickled, neither from files nor from the network: ranks exchange JS
 read by ``torch.load(weights_only=True)``. torch's own description of such a folder is a pickle
 (``data-3/.metadata``); it is written for torch's tools, ``checkpoint.json`` is what is read here.
 
-``state`` says what a step saves and which rank saves it, ``held`` which ``boxes`` a rank holds,
-``left_out`` what codecs have left out; ``contents`` is the index, ``files`` the rest,
-``resume`` loads.
+``state`` says what a step saves and which rank saves it, and loads; ``held`` which boxes a rank
+holds, ``left_out`` what codecs have left out; ``contents`` is the index, ``files`` the rest.
 """
 
 import json
@@ -54,8 +53,7 @@ from heterog.runtime.checkpoint.files import (
     write_tensors,
 )
 from heterog.runtime.checkpoint.left_out import NewLeftOut, left_out_entries
-from heterog.runtime.checkpoint.resume import NewState
-from heterog.runtime.checkpoint.state import check_fits, own_entries
+from heterog.runtime.checkpoint.state import NewState, check_fits, own_entries
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import CHECKPOINT_INDEX
 from heterog.runtime.step.collectives import gather_texts

@@ -26,7 +26,7 @@ from heterog.records import (
     Text,
     parse_record,
 )
-from heterog.runtime.checkpoint.boxes import (
+from heterog.runtime.checkpoint.held import (
     Box,
     Piece,
     check_tiling,

@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from heterog.errors import HeterogError, InputFileError, StrategyError
 from heterog.files import cannot_write, write_json
-from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import (
     DATA_FOLDER,
     SCHEMA_VERSION,
@@ -47,6 +46,7 @@ from heterog.runtime.checkpoint.contents import (
     dtype_of,
     to_json,
 )
+from heterog.runtime.checkpoint.held import Box, whole_box
 from heterog.runtime.launch import check_save_folder
 
 _BATCH_BYTES = 1 << 28

@@ -1,22 +1,29 @@
-"""The state of a deployed step that a checkpoint holds, and which rank saves which part."""
+"""The state of a deployed step that a checkpoint holds, and which rank saves which part.
+
+Loading a checkpoint into a step: each rank reads what it now holds or updates.
+"""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.runtime.checkpoint.boxes import Piece, whole_box
 from heterog.runtime.checkpoint.contents import (
     Contents,
     SavedOptimizer,
     dtype_name,
+    dtype_of,
 )
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import (
     MASTER,
+    Box,
+    Member,
+    Piece,
     Stepped,
     held_pieces,
     is_elementwise,
@@ -24,6 +31,8 @@ from heterog.runtime.checkpoint.held import (
     name_and_shape,
     rows_in_slices,
     stepped_values,
+    whole_box,
+    whole_piece,
 )
 from heterog.runtime.deploy import DeployedStep
 
@@ -235,3 +244,195 @@ def _plain(key: str, value: Any) -> Any:
         f"the optimizer's '{key}' is {value!r}; a checkpoint can keep tensors, finite numbers and "
         "text. Save the optimizer's state yourself."
     )
+
+
+class NewState:
+    """State that a rank resumes with: new tensors beside its current ones, as it may still fail.
+
+    Args:
+        step: A freshly deployed step.
+        model: Model of the step.
+        contents: Index of the checkpoint.
+
+    Attributes:
+        wanted: Boxes of saved tensors and the tensors to fill, by name.
+
+    Raises:
+        StrategyError: the optimizer's state or options cannot be cut as the plan requires.
+    """
+
+    def __init__(self, step: DeployedStep, model: nn.Module, contents: Contents) -> None:
+        self.wanted: dict[str, list[tuple[Box, Tensor]]] = {}
+        self._step = step
+        self._contents = contents
+        self._targets: list[tuple[Tensor, Tensor]] = []  # (what the rank has, what it gets)
+        self._states: dict[int, dict[str, Any]] = {}
+        self._counters: list[tuple[str, str, Tensor, Tensor]] = []
+        for name, value in fixed_tensors(step, model).items():
+            self._want(value, [(f"model.{name}", [whole_piece(value.shape)])])
+        for row, value in held_rows(step):
+            name, _ = name_and_shape(step, row)
+            self._want(value, [(f"model.{name}", held_pieces(step, row))])
+        everything = stepped_values(step)
+        groups = step.optimizer.param_groups
+        names = [[each.name for each in stepped.members] for stepped in everything]
+        self._options = new_options(groups, names, contents)
+        for number, stepped in enumerate(everything):
+            named = [(f"model.{each.name}", each.pieces) for each in stepped.members]
+            if stepped.bucket is not None and stepped.bucket.stage == 3:
+                self._want(stepped.value.detach(), named)
+            if stepped.master is not None:
+                self._want(stepped.master.detach(), self._masters_of(stepped) or named)
+            state = self._state_of(stepped)
+            if state:
+                self._states[number] = state
+        self._of_modes = [mode.reading(step, contents) for mode in step.modes]
+        of_modes = (pair for reading in self._of_modes for pair in reading.wanted.items())
+        for name, target in of_modes:
+            self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
+
+    def _want(self, value: Tensor, named: Sequence[tuple[str, list[Piece]]]) -> None:
+        """Read new elements for a tensor of this rank."""
+        self._targets.append((value, self._read(value, value.dtype, named)))
+
+    def _read(
+        self, value: Tensor, dtype: torch.dtype, named: Sequence[tuple[str, list[Piece]]]
+    ) -> Tensor:
+        """Make a new tensor like one, to be filled with elements of saved ones."""
+        target = torch.empty(value.shape, dtype=dtype, device=value.device)
+        for name, pieces in named:
+            boxes = self.wanted.setdefault(name, [])
+            boxes += [(piece.box, piece.of(target)) for piece in pieces]
+        return target
+
+    def _read_whole(self, name: str) -> Tensor:
+        contents = self._contents
+        target = torch.empty(contents.shape(name), dtype=dtype_of(contents.dtype(name)))
+        self.wanted.setdefault(name, []).append((whole_box(target.shape), target))
+        return target
+
+    def _masters_of(self, stepped: Stepped) -> list[tuple[str, list[Piece]]]:
+        """The saved master weights; empty if the model was trained without."""
+        states = self._contents.states
+        if any(MASTER not in states[each.name].tensors for each in stepped.members):
+            return []
+        return [(f"optimizer.{each.name}.{MASTER}", each.pieces) for each in stepped.members]
+
+    def _state_of(self, stepped: Stepped) -> dict[str, Any]:
+        """State of the optimizer for one of its tensors."""
+        first, *others = stepped.members
+        saved = self._contents.states[first.name]
+        state: dict[str, Any] = dict(saved.values)
+        for other in others:
+            also = self._contents.states[other.name]
+            if set(also.tensors) != set(saved.tensors) or also.values != saved.values:
+                raise _unlike(first.name, other.name)
+        for key in saved.tensors:
+            if key == MASTER:
+                continue
+            name = f"optimizer.{first.name}.{key}"
+            if is_elementwise(key, self._contents.shape(name), first.shape):
+                named = [(f"optimizer.{each.name}.{key}", each.pieces) for each in stepped.members]
+                self._check_elementwise(key, stepped.members)
+                dtype = dtype_of(self._contents.dtype(name))
+                state[key] = self._read(stepped.value, dtype, named)
+                continue
+            state[key] = self._read_whole(name)
+            check_is_once(stepped, first.name, key, state[key].numel())
+            for other in others:
+                also_read = self._read_whole(f"optimizer.{other.name}.{key}")
+                self._counters.append((first.name, other.name, state[key], also_read))
+        return state
+
+    def _check_elementwise(self, key: str, members: Sequence[Member]) -> None:
+        """Check that parameters updated as one tensor have the same kinds of state."""
+        for each in members[1:]:
+            name = f"optimizer.{each.name}.{key}"
+            if not is_elementwise(key, self._contents.shape(name), each.shape):
+                raise _unlike(members[0].name, each.name)
+
+    def check_counters(self) -> None:
+        """Check that parameters of a slice have equal step counters, as it can have only one.
+
+        Raises:
+            StrategyError: they differ.
+        """
+        for first, other, value, also in self._counters:
+            if not torch.equal(value, also):
+                raise _unlike(first, other)
+
+    def take_over(self) -> None:
+        """Make it the state of the step."""
+        with torch.no_grad():
+            for value, new in self._targets:
+                value.copy_(new)
+        self._step.optimizer.load_state_dict(
+            {"state": self._states, "param_groups": self._options}
+        )
+        self._step.num_steps = self._contents.num_steps
+        for reading in self._of_modes:
+            reading.take_over()
+
+
+def _unlike(first: str, other: str) -> StrategyError:
+    return StrategyError(
+        f"'{first}' and '{other}' are stepped in one slice, but had different states of the "
+        "optimizer when they were saved; plan with bucket_bytes 0."
+    )
+
+
+def _like(current: Any, saved: Any) -> Any:
+    """A saved option in the type that the optimizer uses, which JSON may have lost."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, saved)
+    return tuple(saved) if isinstance(current, tuple) else saved
+
+
+def new_options(
+    groups: Sequence[Mapping[str, Any]], stepped: Sequence[Sequence[str]], contents: Contents
+) -> list[dict[str, Any]]:
+    """This rank's parameter groups with the saved options.
+
+    Args:
+        groups: Parameter groups of the optimizer.
+        stepped: Names of the parameters in each tensor of the optimizer, in its order.
+        contents: Index of the checkpoint.
+
+    Raises:
+        StrategyError: parameters of one group were saved with different options.
+    """
+    result, first = [], 0
+    for number, group in enumerate(groups):
+        numbers = list(range(first, first + len(group["params"])))
+        first += len(numbers)
+        members = [name for each in numbers for name in stepped[each]]
+        options = [contents.states[name].options for name in members]
+        for name, other in zip(members, options, strict=True):
+            if other != options[0]:
+                raise StrategyError(
+                    f"'{members[0]}' and '{name}' are in one group of the optimizer, but had "
+                    f"different options when they were saved: {options[0]} and {other}."
+                )
+        # Also those that a scheduler has added.
+        found = options[0] if options else _options_elsewhere(number, group, contents)
+        saved = {key: _like(group.get(key), value) for key, value in found.items()}
+        result.append({**group, **saved, "params": numbers})
+    return result
+
+
+def _options_elsewhere(
+    number: int, group: Mapping[str, Any], contents: Contents
+) -> Mapping[str, Any]:
+    """Saved options of a group of which this rank steps nothing.
+
+    Nothing is saved of a group that trains nothing on any rank. It gets what others have and it
+    lacks, since a scheduler that goes on wants its entries in all groups; ``initial_lr`` is its
+    own rate, which nothing has changed yet.
+    """
+    states = contents.states.values()
+    own = [state.options for state in states if state.group == number]
+    if own:
+        return own[0]
+    others = [state.options for state in states][:1]
+    lacks = {key: value for each in others for key, value in each.items() if key not in group}
+    return lacks | {key: group["lr"] for key in lacks if key == "initial_lr"}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
-from heterog.graph.collector import without_collector
+from heterog.graph.changed_state import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
 from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.lowering.tables import graph_tables

@@ -25,9 +25,8 @@ from heterog.runtime.step.gradients import Gradients
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.step.losses import Losses
-from heterog.runtime.step.masters import Masters
 from heterog.runtime.step.op_inputs import Need
-from heterog.runtime.step.optimizer import Push, StepUpdates, Updates
+from heterog.runtime.step.optimizer import Masters, Push, StepUpdates, Updates
 from heterog.runtime.step.random_stream import RandomStream
 from heterog.runtime.step.rank_program import Near, RankProgram
 from heterog.runtime.step.recipes import Recipe

@@ -12,7 +12,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
 from heterog.graph.batch_plan import values_per_channel
 from heterog.graph.capture import CapturedStep
-from heterog.graph.capture.attention import ATTENTION_ALIASES
+from heterog.graph.capture.reading import ATTENTION_ALIASES
 from heterog.graph.halo import Rows
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
@@ -24,7 +24,7 @@ from heterog.graph.sharding_rules import (
     local_args,
     local_shape,
 )
-from heterog.graph.sharding_rules.halo import halo_dim
+from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.step.attention import ATTENTION
 from heterog.runtime.step.causal_rows import on_causal_rows, on_masked_rows

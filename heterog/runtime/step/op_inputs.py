@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.graph.op_rule import OpRules
-from heterog.graph.placement import Placement
+from heterog.graph.placement import OpRules, Placement
 
 
 class Source(NamedTuple):

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from heterog.graph.halo import Rows, Stencil
 from heterog.graph.placement import OpCall
-from heterog.graph.sharding_rules.halo import (
+from heterog.graph.sharding_rules.legal import (
     CONVOLUTION,
     CONVOLUTION_BACKWARD,
     per_dim,
@@ -64,7 +64,7 @@ def fit(tensor: Tensor, dim: int, have: Rows, want: Rows, value: float = 0.0) ->
 
 
 def run_on_windows(call: OpCall, inputs: Sequence[Tensor], windows: Windows) -> list[Tensor]:
-    """Run an op that has a rule in ``heterog.graph.sharding_rules.halo``.
+    """Run an op that has a rule in ``heterog.graph.sharding_rules.legal``.
 
     Args:
         call: The op, with the shapes and arguments of the whole.

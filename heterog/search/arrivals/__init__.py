@@ -2,6 +2,6 @@
 
 The question and its first simulator are those of PAC-ML (Parsonson et al., arXiv 2301.13799).
 ``ramp`` is its network, ``profiled`` its jobs and users; ``queueing`` simulates
-arrivals on any cluster, ``rules`` are the baselines, ``evaluated`` are jobs on unequal GPUs, and
+arrivals on any cluster, with the baselines; ``evaluated`` are jobs on unequal GPUs, and
 ``jobs_file`` is what ``heterog schedule`` reads.
 """

@@ -2,7 +2,7 @@
 
 The members of a team are replicas: each works on its own samples, but for the experts of mixture
 layers, of which each member has some (GShard, Lepikhin et al. 2021, section 3). Tokens go to the
-members that have their experts (``dispatch``), or a member gathers the tokens of the whole team,
+members that have their experts, or a member gathers the tokens of the whole team,
 applies its own experts, and the team adds up what they make: the all-to-all and the all-gather
 dispatcher of Megatron-LM.
 
@@ -15,9 +15,8 @@ from functools import lru_cache
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule
-from heterog.graph.placement import S
-from heterog.strategy.dispatch import exchanged
+from heterog.graph.placement import OpRule, S
+from heterog.strategy.layer_shardings import exchanged
 from heterog.strategy.layouts.layout import Dispatch, LayoutError
 from heterog.strategy.layouts.tensor import TeamRules
 from heterog.strategy.sequence_split import SequenceSplit, lengths, sequence_split, unit_counts

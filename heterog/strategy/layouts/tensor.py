@@ -22,8 +22,7 @@ from functools import lru_cache
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, alike_groups, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.graph.op_rule import OpRule, OpRules, Scatter
-from heterog.graph.placement import P, R, S, needs_no_transfer
+from heterog.graph.placement import OpRule, OpRules, P, R, S, Scatter, needs_no_transfer
 from heterog.graph.sharding_rules import propagate
 from heterog.strategy.layouts.layout import LayoutError
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of

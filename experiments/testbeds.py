@@ -1,0 +1,220 @@
+"""Testbeds with calibrations of their own, and plans on their ranks, measured in turn."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import heterog
+from heterog.cluster import Cluster
+from heterog.methods.planner import Candidate, MethodRow
+from heterog.pricing.calibration import calibrate
+from heterog.pricing.measurements import Measurements
+from heterog.runtime.launch import run_commands
+from heterog.runtime.measure.profiler import profile_cluster
+from heterog.runtime.rank import end_together, join
+from heterog.runtime.ranks.testbed import Testbed, load_testbed
+from heterog.runtime.ranks.watching import Limits
+from heterog.search.plan import Plan, plan_from_rows
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+from heterog.zoo import load_workload
+
+WARM_UP = 1
+
+WORKLOADS = Path(__file__).with_name("testbed_workloads.py")
+CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")
+
+
+def workload_of(model: str, batch_size: int | None = None) -> heterog.Workload:
+    """A workload of ``testbed_workloads.py``."""
+    return load_workload(f"{WORKLOADS}:{model}", batch_size)
+
+
+def plan_of(evaluator: Evaluator, strategy: Strategy) -> Plan:
+    """A strategy as a plan, in the order of first come, first served."""
+    found = evaluator.referee(strategy, Order.FIFO)
+    row = MethodRow(
+        method="given",
+        stage="baseline",
+        outcome=str(found.outcome),
+        step_time_s=found.step_time_s,
+        order="fifo",
+        peak_memory_bytes=found.peak_memory_bytes,
+        num_evaluations=1,
+        search_seconds=0.0,
+        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
+    )
+    return plan_from_rows(evaluator, [row])
+
+
+def calibrated(testbed: str, folder: Path) -> Cluster:
+    """The testbed's cluster with a calibration of its own; measured once per folder.
+
+    Ops are not measured again on types of devices that another testbed has had measured.
+    """
+    cluster = load_testbed(testbed)
+    path = folder / f"{Path(testbed).stem}.calibration.json"
+    kept = folder / f"{Path(testbed).stem}.measurements.json"
+    if not path.exists():
+        others = [Measurements.load(each) for each in sorted(folder.glob("*.measurements.json"))]
+        types = {of_type.name for of_type in cluster.device_types}
+        ops = tuple(row for part in others for row in part.ops if row.device_type in types)
+        is_known = types <= {row.device_type for row in ops}
+        if kept.exists():
+            measured = Measurements.load(kept)
+        else:
+            sources = [f"{WORKLOADS}:{name}" for name in CALIBRATED_ON]
+            measured = profile_cluster(
+                [] if is_known else sources, cluster, folder / f"{Path(testbed).stem}.journal"
+            )
+            measured.save(kept)
+        if not measured.ops:
+            measured = replace(measured, ops=ops)
+        calibrate(measured, cluster, name=f"calibrated on {testbed}").save(path)
+    return replace(cluster, calibration=str(path))
+
+
+def add_testbeds(
+    parser: argparse.ArgumentParser, testbeds: Iterable[str], models: Iterable[str]
+) -> None:
+    """Arguments of a script that measures models on testbeds, on ranks that it starts itself."""
+    parser.add_argument("--testbeds", default=",".join(testbeds))
+    parser.add_argument("--models", default=",".join(models))
+    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
+    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+
+
+def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, str]]:
+    """Every testbed, calibrated, with every model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(asked.folder or scratch)
+        for testbed in asked.testbeds.split(","):
+            cluster = calibrated(testbed, folder)
+            for model in asked.models.split(","):
+                yield cluster, model
+
+
+def results_of_ranks(
+    script: str, cluster: Cluster, plans: Mapping[str, Plan], arguments: Sequence[str]
+) -> list[Any]:
+    """Run a script on every rank of a testbed; what each hands over by ``on_rank``.
+
+    Args:
+        script: its ``__file__``. It gets the arguments and ``--rank-folder FOLDER``.
+        cluster: that the testbed is like.
+        plans: lie in the folder as ``NAME.json``.
+        arguments: of the script.
+    """
+    with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
+        folder = Path(name)
+        for key, plan in plans.items():
+            plan.save(folder / f"{key}.json")
+        run_commands(
+            [str(Path(script).resolve()), "--rank-folder", name, *arguments],
+            cluster.num_devices,
+            limits=Limits(timeout_s=1800),
+            place=bed,
+        )
+        return [
+            json.loads(_result(folder, rank).read_text()) for rank in range(cluster.num_devices)
+        ]
+
+
+def on_rank(folder: str, measure: Callable[[Path], Any], timeout_s: float = 1800) -> None:
+    """Be a rank of ``results_of_ranks``: hand over what a function finds in the plans' folder."""
+    torch.set_num_threads(1)
+    join(timeout_s=timeout_s)
+    _result(Path(folder), dist.get_rank()).write_text(json.dumps(measure(Path(folder))))
+    end_together()
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.result"
+
+
+def seconds_in_turn(
+    contenders: Mapping[str, Callable[[], Any]],
+    num_rounds: int,
+    *,
+    every: Mapping[str, int] | None = None,
+) -> dict[str, list[float]]:
+    """Seconds of every contender in every round, between barriers; on every rank.
+
+    Each round begins with another contender: what ran just before leaves its traces.
+
+    Args:
+        contenders: what to call, by name; the same names in the same order on all ranks.
+        num_rounds: after one to warm up.
+        every: contenders that are slow, and in how many rounds they take part once.
+    """
+    names = list(contenders)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(num_rounds + WARM_UP):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            if number % (every or {}).get(name, 1):
+                continue
+            dist.barrier()
+            begin = time.perf_counter()
+            contenders[name]()
+            dist.barrier()
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def result_of_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> Any:
+    """Run a function on some ranks, and hand over what it returned on rank 0, as JSON.
+
+    Args:
+        function: Called with the rank and the arguments, in a process of one thread.
+        num_ranks: Number of processes.
+        arguments: Further arguments of the function.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ranks = [
+            multiprocessing.Process(
+                target=_serve, args=(rank, num_ranks, folder, function, arguments)
+            )
+            for rank in range(num_ranks)
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        return json.loads((folder / "result.json").read_text())
+
+
+def _serve(
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=300),
+    )
+    found = function(rank, *arguments)
+    if rank == 0:
+        (folder / "result.json").write_text(json.dumps(found))
+    end_together()
