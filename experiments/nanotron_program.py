@@ -24,6 +24,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.lowering.channels import ChannelTable
 from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import InTraining
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.strategy import Strategy
@@ -222,11 +223,19 @@ def stages(sizes: Sizes, pp: int) -> tuple[str, ...]:
     return (*begins, "norm") if before < pp - 1 else tuple(begins)
 
 
-PROGRAM = DeviceModels(host_s=8.2e-5, per_member=0.55)
-"""The device models that ship with nanotron's host, fitted to 1B on 16 to 64 GPUs.
+PROGRAM = DeviceModels(
+    host_s=8.4e-5,
+    per_member=0.56,
+    in_training={
+        "H100": InTraining(
+            products=1.23, fused_attention=1.92, streams=0.95, spread=0.083, measured_on="H100"
+        )
+    },
+)
+"""Nanotron's host and kernels, fitted to 27 runs of 1B with ZeRO-1 on 8 to 64 GPUs.
 
-What it takes to issue a kernel is by the layers of tp 4 and 8 in one stage; members add to it
-where stages lie on several hosts: a layer took 8.5, 12.5 and 20.5 ms there with tp 2, 4 and 8.
+Members of a team add to what a kernel takes to issue where stages lie on several hosts: a layer
+took 8.5, 12.5 and 20.5 ms there with tp 2, 4 and 8.
 """
 
 
@@ -238,13 +247,15 @@ def strategy_of(row: Row, graph: OpGraph, cluster: Cluster) -> Strategy:
     """
     num_devices = row.layout.tp * row.layout.pp * row.layout.dp
     placed = place_layout(row.layout, graph, cluster, devices=range(num_devices))
-    if not row.layout.zero:
-        return placed.strategy
-    return replace(placed.strategy, bucket_bytes=_ALL_GRADIENTS)
+    bucket_bytes = _ALL_GRADIENTS if row.layout.zero else _OF_DDP * row.layout.tp
+    return replace(placed.strategy, bucket_bytes=bucket_bytes)
 
 
 _ALL_GRADIENTS = 1 << 50
 """Bytes of a bucket that is never full before the last gradient."""
+_OF_DDP = 50 << 20
+"""Of gradients in float32, of parameters in bfloat16 that fill DDP's 25 MB; a strategy counts
+those of a whole team."""
 
 
 def kept_bytes(row: Row) -> float:
@@ -285,9 +296,11 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
 
     Its ZeRO-1 reduces all gradients to all replicas after the last backward pass, though each
     updates its slice alone (issue 261 of huggingface/nanotron); the strategy reduces and scatters
-    them then. Where the first and the last stage each keep a table, its gradients are added up
-    after that. Teams keep the gathered inputs of products, which the strategy gathers again for
-    the backward pass: two of each layer, and the head's.
+    them then. Its parameters are copied together before they are gathered, and apart afterwards,
+    for each tensor and replica, as long as 1B took more on 64 to 256 GPUs. Where the first and the
+    last stage each keep a table, its gradients are added up after that. Teams keep the gathered
+    inputs of products, which the strategy gathers again for the backward pass: two of each layer,
+    and the head's.
 
     In pipelines without ZeRO, stages reduce one after another, three times as long as alone, while
     one micro-batch goes back through all of them. It is not known why; 1B took so much longer on
@@ -320,7 +333,7 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
         found -= turns * gathers * of(channels.all_gather(tuple(range(layout.tp)), ()), payload)
     if layout.zero:
         pairs = (of_stage(*each, members=1) for each in enumerate(_parameters(row)))
-        found += max(whole_s - scattered_s for whole_s, scattered_s in pairs)
+        found += _OF_COPIES_S + max(whole_s - scattered_s for whole_s, scattered_s in pairs)
     elif layout.pp > 1 and layout.dp * layout.tp > _IN_A_HOST:
         pairs = (of_stage(*each, members=layout.tp) for each in enumerate(_parameters(row)))
         backward_s = _OF_BACKWARD * step_s * layout.pp / turns
@@ -333,6 +346,7 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
 
 
 _IN_A_HOST = 8
+_OF_COPIES_S = 0.02
 _OF_STAGES = 3.0
 _OF_BACKWARD = 2.0 / 3.0
 """Share of a micro-batch's time that its backward pass takes."""
