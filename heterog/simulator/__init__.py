@@ -10,7 +10,7 @@
 - ``cost_model`` is the interface of prices: ``roofline`` from data sheets, ``device_models`` from
   measured types, ``calibration`` from your own ``measurements`` (``op_fits``, ``link_fits``,
   ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.
-  ``intervals`` and ``peak_errors`` say how sure predictions are.
+  ``intervals``, ``regimes`` and ``peak_errors`` say how sure predictions are.
 - For modes: ``small_tape`` writes messages that are no step, ``unequal_updates`` has closed forms.
   ``multiplex`` runs a second job in the gaps.
 - ``compile_kernels`` compiles the kernels before they are needed.
