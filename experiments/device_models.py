@@ -21,6 +21,7 @@ Seconds of 8-bit products are those of the stack: the activations are scaled to 
 kernel of its own that reads 2 bytes an element and writes 1.
 """
 
+import argparse
 import csv
 import gzip
 import json
@@ -36,6 +37,7 @@ from typing import Any
 
 import numpy as np
 import yaml
+from golden_peaks import peak_errors
 from kernel_fitting import (
     MeasuredProducts,
     MeasuredStreams,
@@ -97,6 +99,7 @@ def read_any(data: Path, *patterns: str) -> list[Row]:
 
 
 LAYERS = ("zorse_layers.csv", "layers_*.csv")
+PEAKS = ("megatron_golden.csv", "megatron_peaks_*.csv")
 
 
 def columns(rows: Sequence[Row], *names: str) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -294,6 +297,22 @@ def write_section(name: str, section: Mapping[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def print_shipped(arguments: argparse.Namespace) -> None:
+    """Print errors of what ships on layers of all cards and on Megatron's peaks."""
+    layers = errors_by_card(read_any(arguments.data, *LAYERS))
+    peaks = list(peak_errors(read_any(arguments.data, *PEAKS)))
+    lines = [
+        f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
+        f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
+        for row in layers
+    ]
+    lines += [f"{row['error']:+6.1%} {row['layout']} {row['case']}" for row in peaks]
+    for tp in sorted({row["tp"] for row in peaks}):
+        off = [abs(row["error"]) for row in peaks if row["tp"] == tp]
+        lines.append(f"peaks, tp {tp}: {len(off)} cases, mean {np.mean(off):.1%}")
+    finish(arguments, {"rows": layers, "peaks": peaks}, lines)
+
+
 def main() -> None:
     """Fit, print, and write if asked to."""
     parser = script_parser(__doc__)
@@ -302,13 +321,7 @@ def main() -> None:
     parser.add_argument("--shipped", action="store_true", help="how far what ships is off")
     arguments = parser.parse_args()
     if arguments.shipped:
-        rows = errors_by_card(read_any(arguments.data, *LAYERS))
-        lines = [
-            f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
-            f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
-            for row in rows
-        ]
-        finish(arguments, {"rows": rows}, lines)
+        print_shipped(arguments)
         return
     rows = fit_all(arguments.data)
     if arguments.write:
