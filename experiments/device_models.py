@@ -2,6 +2,7 @@
 
     python experiments/device_models.py --data DIR --json
     python experiments/device_models.py --data DIR --write
+    python experiments/device_models.py --data DIR --shipped
 
 DIR holds ``gemm_16bit.csv.gz`` (matrix products of an inference stack on A100, H100, H200, L40S;
 ai-dynamo/aiconfigurator, Apache-2) and ``kernels_fp32.csv.gz`` (float32 kernels of torch on P4,
@@ -10,23 +11,33 @@ P100, V100, T4, A100, H100; sitar-lab/NeuSight, MIT), or files of the same colum
 turn: parameters of the others predict all of its rows. ``--write`` puts the parameters into the
 package.
 
+Layers of transformers on further cards (``zorse_layers.csv`` or ``layers_*.csv``, packed or not;
+``layer_times.py`` has their columns) tell of types whose kernels nobody measured alone: one
+parameter each, see ``OF_LAYERS``. ``--shipped`` fits nothing: it says how far what ships is off on
+the layers of every card in DIR, and on Megatron's peaks of memory (``megatron_golden.csv`` or
+``megatron_peaks_*.csv``).
+
 Seconds of 8-bit products are those of the stack: the activations are scaled to 8 bits first, a
 kernel of its own that reads 2 bytes an element and writes 1.
 """
 
+import argparse
 import csv
 import gzip
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import yaml
+from golden_peaks import peak_errors
 from kernel_fitting import (
     MeasuredProducts,
     MeasuredStreams,
@@ -35,12 +46,13 @@ from kernel_fitting import (
     fit_products_of_one,
     fit_streams,
 )
-from rows import progress, script_parser
+from layer_times import MeasuredLayers, errors_by_card, measured_layers
+from rows import finish, progress, script_parser
 
 from heterog.cluster.catalog import device_type
 from heterog.pricing.device_models import parameters
 from heterog.pricing.device_models.parameters import ANY_TYPE, chip_of
-from heterog.pricing.device_models.products import product_bytes
+from heterog.pricing.device_models.products import ProductModel, product_bytes
 
 TENSORS_MOVED = {
     "add": 3, "mul": 3, "div": 3, "pow": 3, "addu": 2, "mulu": 2, "divu": 2, "powu": 2, "relu": 2,
@@ -59,6 +71,13 @@ see ``parameters.energy_of``; that of vector units is fitted to all types togeth
 and a P4 are. Kernels of the stack for 8 bits do not cut the depth, and have tiles of 128 features
 at least: on each of the three types this fits better than others do."""
 
+OF_LAYERS = (("16 bit", "A10G"), ("16 bit", "T4"), ("float32", "A10G"))
+"""Types with measured layers alone that differ from ``any`` by their efficiency: what their clock
+and their units reach for seconds on end. Others are within 7 % as they are."""
+_WIDE_BESIDE_LAYERS = 0.3
+"""Of a P100, whose wide outputs are slow in one library's kernels (1.7) and not in another's: with
+this, rows of either are within 12 %."""
+
 Row = Mapping[str, str]
 
 
@@ -66,6 +85,21 @@ def read(path: Path) -> list[Row]:
     """Rows of a packed CSV file."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
+
+
+def read_any(data: Path, *patterns: str) -> list[Row]:
+    """Rows of all files that match a pattern, packed or not."""
+    found: list[Row] = []
+    paths = {path for each in patterns for end in ("", ".gz") for path in data.glob(each + end)}
+    for path in sorted(paths):
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="utf-8", newline="") as file:
+            found += csv.DictReader(file)
+    return found
+
+
+LAYERS = ("zorse_layers.csv", "layers_*.csv")
+PEAKS = ("megatron_golden.csv", "megatron_peaks_*.csv")
 
 
 def columns(rows: Sequence[Row], *names: str) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -137,6 +171,7 @@ def fit_family(
     measured: Callable[..., Any],
     fit: Callable[..., Any],
     fit_one: Callable[..., Any] | None = None,
+    beside: Mapping[str, Sequence[MeasuredLayers]] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
     """Parameters and errors of one family: on each type, and for any.
 
@@ -146,6 +181,7 @@ def fit_family(
         measured: makes what ``fit`` takes of rows.
         fit: finds parameters that several types share.
         fit_one: finds those of one type; ``fit`` if ``None``.
+        beside: layers on some types, which together count as much as their kernels.
     """
     fitted = {kind: measured([r for r in rows if r["split"] == "fit"], name)
               for kind, rows in by_type.items()}  # fmt: skip
@@ -154,7 +190,15 @@ def fit_family(
     found, left_out = [], []
     for kind in by_type:
         progress(f"{name}, {kind}")
-        model = (fit_one or fit)([fitted[kind]])
+        layers = [
+            replace(each, weight=math.sqrt(len(fitted[kind].seconds) / len(each.seconds)))
+            for each in beside.get(kind, ())
+        ]
+        if layers:
+            model = fit_products([fitted[kind], *layers], joules_per_flop=0.0,
+                                 wide_loss=_WIDE_BESIDE_LAYERS)  # fmt: skip
+        else:
+            model = (fit_one or fit)([fitted[kind]])
         others = fit([each for other, each in fitted.items() if other != kind])
         unseen = np.concatenate([each.log_errors(others) for each in (fitted[kind], tested[kind])])
         left_out.append(unseen)
@@ -177,12 +221,15 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),
     )  # fmt: skip
+    rows = read_any(data, *LAYERS)
+    layers = {dtype: measured_layers(rows, dtype) for dtype in ("float16", "float32") if rows}
     # What a single type reaches holds what its power allows. How much slower wide outputs are
     # differs between types by a factor of thirty, so nothing is said of others: that is better
     # for all that were left out, taken together.
     found = fit_family(
         "float32", torch_kernels["float32"], products_float32,
         partial(fit_products, wide_loss=0.0), partial(fit_products_of_one, joules_per_flop=0.0),
+        {"P100-16GB": [layers[dtype]["P100-16GB"][0] for dtype in layers]} if layers else {},
     )  # fmt: skip
     for name, held in HELD.items():
         of_several: dict[str, Any] = {**held, "wide_loss": 0.0}
@@ -192,7 +239,36 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         )  # fmt: skip
     for name in parameters.STREAMS:
         found += fit_family(name, torch_kernels[name], streams, fit_streams)
-    return found
+    return found + fit_layers(layers, found)
+
+
+def fit_layers(
+    layers: Mapping[str, Mapping[str, tuple[MeasuredLayers, ...]]],
+    found: Sequence[Mapping[str, Any]],
+) -> list[dict[str, Any]]:
+    """Parameters of types with measured layers alone, and their errors.
+
+    Args:
+        layers: Layers by dtype and type: those to fit, and those to test.
+        found: What was fitted to kernels.
+    """
+    made = []
+    for family, kind in OF_LAYERS if layers else ():
+        progress(f"{family} layers, {kind}")
+        fitted, tested = layers["float16" if family == "16 bit" else "float32"][kind]
+        (of_any,) = [
+            ProductModel(**each["model"])
+            for each in found
+            if (each["family"], each["type"]) == (family, ANY_TYPE)
+        ]
+        held = {name: value for name, value in asdict(of_any).items() if name != "efficiency"}
+        held["joules_per_flop"] = 0.0  # what the type reaches holds what its power allows
+        model = fit_products([fitted], **held)
+        unseen = np.concatenate([each.log_errors(of_any) for each in (fitted, tested)])
+        made.append({"family": family, "type": kind, "model": asdict(model),
+                     "errors": asdict(errors_of(tested.log_errors(model))),
+                     "left_out": asdict(errors_of(unseen))})  # fmt: skip
+    return made
 
 
 def rounded(value: Any) -> Any:
@@ -221,12 +297,32 @@ def write_section(name: str, section: Mapping[str, Any]) -> None:
     path.write_text(text, encoding="utf-8")
 
 
+def print_shipped(arguments: argparse.Namespace) -> None:
+    """Print errors of what ships on layers of all cards and on Megatron's peaks."""
+    layers = errors_by_card(read_any(arguments.data, *LAYERS))
+    peaks = list(peak_errors(read_any(arguments.data, *PEAKS)))
+    lines = [
+        f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
+        f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
+        for row in layers
+    ]
+    lines += [f"{row['error']:+6.1%} {row['layout']} {row['case']}" for row in peaks]
+    for tp in sorted({row["tp"] for row in peaks}):
+        off = [abs(row["error"]) for row in peaks if row["tp"] == tp]
+        lines.append(f"peaks, tp {tp}: {len(off)} cases, mean {np.mean(off):.1%}")
+    finish(arguments, {"rows": layers, "peaks": peaks}, lines)
+
+
 def main() -> None:
     """Fit, print, and write if asked to."""
     parser = script_parser(__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--shipped", action="store_true", help="how far what ships is off")
     arguments = parser.parse_args()
+    if arguments.shipped:
+        print_shipped(arguments)
+        return
     rows = fit_all(arguments.data)
     if arguments.write:
         write_section("families", families_document(rows))

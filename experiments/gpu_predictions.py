@@ -93,7 +93,7 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     evaluator = Evaluator(graph, cluster)
     placed = place_layout(parse_layout("num_micro=1"), graph, cluster)
     found = evaluator.evaluate(placed.strategy, Order.FIFO)
-    interval = evaluator.interval(found.step_time_s)
+    interval = evaluator.interval(found.step_time_s, placed.strategy)
     result = {
         **case._asdict(),
         "execution": execution,

@@ -6,7 +6,7 @@ Least squares of log(predicted / measured), so that a kernel of 5 us counts as m
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -91,7 +91,14 @@ class MeasuredStreams:
         return np.log(predicted / self.seconds)
 
 
-def fit_products(measured: Sequence[MeasuredProducts], **held: float) -> ProductModel:
+class Measured(Protocol):
+    """Rows that tell of the parameters of products."""
+
+    def log_errors(self, model: ProductModel) -> FloatArray:
+        """log(predicted / measured) of each row.  # [num_rows]"""
+
+
+def fit_products(measured: Sequence[Measured], **held: float) -> ProductModel:
     """Product parameters that fit one type, or several together.
 
     Args:
@@ -103,7 +110,7 @@ def fit_products(measured: Sequence[MeasuredProducts], **held: float) -> Product
 
 
 def fit_products_of_one(
-    measured: Sequence[MeasuredProducts], least_gain: float = 0.25, **held: float
+    measured: Sequence[Measured], least_gain: float = 0.25, **held: float
 ) -> ProductModel:
     """Product parameters of one type, slower with wide outputs where that explains much.
 
@@ -118,7 +125,7 @@ def fit_products_of_one(
 
 
 def _fit_products(
-    measured: Sequence[MeasuredProducts], held: Mapping[str, float]
+    measured: Sequence[Measured], held: Mapping[str, float]
 ) -> tuple[ProductModel, float]:
     """Parameters, and the sum of losses that they leave."""
     bounds = {name: each for name, each in _PRODUCT_BOUNDS.items() if name not in held}

@@ -323,7 +323,7 @@ def mpt_runs(path: Path, split: str) -> Iterable[Compared]:
             name=row.name,
             measured_s=row.measured_s,
             predicted_s=predicted_s,
-            interval_s=evaluator.interval(predicted_s),
+            interval_s=evaluator.interval(predicted_s, strategy),
         )
 
 

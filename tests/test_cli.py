@@ -684,6 +684,25 @@ def test_predictions_are_held_against_recorded_runs(run: Run, model: str, tmp_pa
     assert "4 runs, mean error 20.0%" in plain.out
 
 
+def test_a_fit_that_is_worse_on_runs_left_out_keeps_the_old_one(
+    run: Run, model: str, tmp_path: Path
+) -> None:
+    """Of one run that took 0.7 and 1.4 times as long as predicted nothing can be learnt."""
+    table = recorded(tmp_path, model, run, factor=1.0)
+    head, row, *_ = table.read_text().splitlines()
+    layout, batch, seconds, peak = row.split(",")
+    rows = [f"{layout},{batch},{factor * float(seconds)},{peak}" for factor in (0.7, 1.4)]
+    table.write_text("\n".join([head, *rows]) + "\n")
+    old = tmp_path / "mine.json"
+    old.write_text("the old fit")
+    lab = ("--model", model, "--cluster", tmp_path / "lab.yaml")
+    found = run("calibrate", "--runs", table, *lab, "-o", old)
+    assert found.code == 2
+    assert "a fit to these 2 runs is worse on runs left out" in found.err
+    assert "nothing was written" in found.err
+    assert old.read_text() == "the old fit"
+
+
 def test_device_models_are_fitted_to_recorded_runs(run: Run, model: str, tmp_path: Path) -> None:
     table = recorded(tmp_path, model, run, factor=1.5)
     call = ("calibrate", "--runs", table, "--model", model, "-o", tmp_path / "mine.json")

@@ -73,6 +73,10 @@ def plan(
     seed: SeedOption = 0,
     order: OrderOption = "best",
     no_step_barrier: NoBarrierOption = False,
+    robust: Annotated[
+        bool,
+        typer.Option("--robust", help="of plans that are about as fast, the one that loses least"),
+    ] = False,
     layout: LayoutOption = "",
     objective: ObjectiveOption = "time",
     steps: StepsOption = None,
@@ -176,6 +180,7 @@ def plan(
         orders=orders,
         step_barrier=not no_step_barrier,
         objective=best_at,
+        is_robust=robust,
         given=given,
         seeds=shelf.seeds,
         asynchronous=averaged,

@@ -21,6 +21,9 @@ from heterog.units import GIB
 from heterog.yaml_files import read_shipped
 
 _TERA = 1e12
+_LEAST_MATRIX_GAIN = 3.0
+"""Ratio of the peak of 16 bits to that of float32 which shows units for matrices; vector units
+that take two numbers at a time reach 2."""
 _FILE = resources.files("heterog.cluster") / "data" / "devices.yaml"
 _GIGA = 1e9
 _Positive = Annotated[float, Field(gt=0)]
@@ -64,6 +67,13 @@ class ListedType:
     def model(self) -> str:
         """The name without form and memory: ``"a100"``."""
         return _read(self.type.name).model
+
+    @property
+    def has_matrix_units(self) -> bool:
+        """Whether products of 16 bits have units of their own (tensor cores, matrix cores)."""
+        peaks = self.type.peak_flops_per_s
+        is_fast = peaks.get("float16", 0.0) > _LEAST_MATRIX_GAIN * peaks["float32"]
+        return is_fast or bool(self.tf32_flops_per_s or self.matrix_flops_per_s)
 
 
 class _Chip(Record):
@@ -272,6 +282,30 @@ def device_type(name: str) -> DeviceType:
             advice=f"it comes with different memory; write {' or '.join(names)}.",
         )
     raise UnknownNameError("device type", name, device_type_names(), advice=_advice(name))
+
+
+def listed_name(type_name: str) -> str:
+    """The catalogue's name of a type that a cluster file changes.
+
+    >>> listed_name("GH200-custom2"), listed_name("GH200")
+    ('GH200', 'GH200')
+    """
+    return re.sub(r"-custom\d*$", "", type_name)
+
+
+def product_peak(kind: DeviceType, dtype: str) -> float:
+    """Peak FLOP/s of matrix products of a dtype, which libraries sum in float32.
+
+    Without units for matrices those of 16 bits run at the rate of float32, whatever the sheet says
+    of arithmetic in 16 bits: on a P100 that is half of it, on a P40 64 times.
+
+    >>> [product_peak(device_type(name), "float16") / 1e12 for name in ("P40", "V100-16GB")]
+    [12.0, 125.0]
+    """
+    peaks, listed = kind.peak_flops_per_s, listed_type(listed_name(kind.name))
+    if dtype in ("float16", "bfloat16") and listed is not None and not listed.has_matrix_units:
+        return peaks["float32"]
+    return peaks.get(dtype, peaks["float32"])
 
 
 def _advice(name: str) -> str:

@@ -69,7 +69,7 @@ def compared(run: RecordedRun, case: Case) -> Compared:
         ),
         measured_s=run.seconds,
         predicted_s=found.step_time_s,
-        interval_s=evaluator.interval(found.step_time_s),
+        interval_s=evaluator.interval(found.step_time_s, case.strategy),
         measured_bytes=run.peak_bytes,
         predicted_bytes=predicted_bytes,
         interval_bytes=interval_bytes,

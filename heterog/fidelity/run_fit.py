@@ -59,7 +59,7 @@ class Case:
 
     def predicted_s(self, model: DeviceModels) -> float:
         """Seconds of a step by a cost model."""
-        evaluator = Evaluator(self.graph, self.cluster, model)
+        evaluator = Evaluator(self.graph, self.cluster, model.on(self.cluster))
         return evaluator.evaluate(self.strategy, Order.FIFO).step_time_s
 
 
@@ -89,6 +89,7 @@ def fit_runs(cases: Sequence[Case], start: DeviceModels, *, with_host: bool = Tr
         start: Device models before the fit.
         with_host: Whether the host's seconds to issue a kernel are fitted, too.
     """
+    start = start.on(cases[0].cluster)
     types = sorted({kind.name for case in cases for kind in case.cluster.device_types})
     begin = at = _parameters(start, types)
     spread = np.full(len(at), _FACTOR_SPREAD)

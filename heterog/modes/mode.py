@@ -108,19 +108,6 @@ class EncodedMode:
         """Bytes that the mode's tasks add to each device for the whole step."""
         return 0.0
 
-    def noisy_step_s(self, local_s: float, nominal_s: float) -> float:
-        """Seconds of a step whose speeds are not as predicted.
-
-        Where steps overlap they go with the speeds of their own tasks.
-
-        Args:
-            local_s: Seconds of the step without the mode at these speeds.
-            nominal_s: Seconds of the step with the mode as predicted.
-        """
-        if self.more_s < 0.0:
-            return local_s * (nominal_s / (nominal_s - self.more_s))
-        return local_s + self.more_s
-
 
 class Mode(ABC):
     """A way to train whose numbers are not those of one device.

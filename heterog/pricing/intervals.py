@@ -1,6 +1,7 @@
 """Intervals around predictions that hold four of five measurements."""
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -34,3 +35,32 @@ def interval_around(predicted: float, spread: float) -> Interval:
     """
     factor = math.exp(_DEVIATIONS * min(spread, _MOST_SPREAD))
     return Interval(predicted / factor, predicted * factor)
+
+
+def spread_of_interval(predicted: float, high: float) -> float:
+    """The spread of the interval of a prediction that ends at ``high``.
+
+    >>> round(spread_of_interval(1.0, interval_around(1.0, 0.1).high), 3)
+    0.1
+    """
+    return math.log(high / predicted) / _DEVIATIONS
+
+
+def conformal_spread(log_errors: Sequence[float], spreads: Sequence[float]) -> float:
+    """The least spread that, added in quadrature, lets intervals hold one more run.
+
+    Split conformal prediction (Vovk et al. 2005): of n runs and one more, all equally likely to
+    be the worst, four of five lie inside if ceil(0.8 (n + 1)) of the n do.
+
+    Args:
+        log_errors: log(measured / predicted) of runs that nothing was fitted to.
+        spreads: Spread of each prediction without what is looked for.
+
+    >>> round(conformal_spread([0.1, -0.2, 0.3, 0.1], [0.0] * 4) * 1.2816, 3)
+    0.3
+    """
+    lacking = sorted(
+        math.sqrt(max((error / _DEVIATIONS) ** 2 - spread**2, 0.0))
+        for error, spread in zip(log_errors, spreads, strict=True)
+    )
+    return lacking[min(math.ceil(COVERAGE * (len(lacking) + 1)), len(lacking)) - 1]

@@ -7,6 +7,7 @@ used for every strategy of a comparison, so that differences come from the strat
 the draws.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from heterog.cluster.topology import Cluster
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray
 from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.pricing.cost_model import Prices
+from heterog.pricing.regimes import MANY_HOSTS, regime_name, regime_spread
 
 SPREAD = 0.10
-"""Standard deviation of the logarithm of a link's speed."""
+"""Standard deviation of the logarithm of a link's speed, inside a host or between few."""
 _WITHIN_TYPE = 0.03
 """The same for devices of one type."""
 
@@ -46,6 +48,8 @@ def draw_noise(
 ) -> Noise:
     """Draw log-normal factors for every device and link, with median 1.
 
+    Links are less sure on more hosts than were measured; see ``regimes``.
+
     Args:
         cluster: The cluster with the devices and links.
         num_draws: Number of draws.
@@ -53,11 +57,13 @@ def draw_noise(
         seed: Seed of the draws.
     """
     rng = np.random.default_rng(seed)
+    is_measured = regime_name(cluster.num_hosts, is_mixed=False) != MANY_HOSTS
+    of_links = SPREAD if is_measured else math.hypot(SPREAD, regime_spread(MANY_HOSTS))
     of_type = rng.normal(0.0, of_types, (num_draws, len(cluster.device_types)))
     own = rng.normal(0.0, _WITHIN_TYPE, (num_draws, cluster.num_devices))
     return Noise(
         device=np.exp(of_type[:, list(cluster.type_index)] + own),
-        resource=np.exp(rng.normal(0.0, SPREAD, (num_draws, len(cluster.resources)))),
+        resource=np.exp(rng.normal(0.0, of_links, (num_draws, len(cluster.resources)))),
     )
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from heterog.cluster.catalog import product_peak
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
@@ -87,12 +88,11 @@ class Roofline:
 @lru_cache(maxsize=64)
 def attainable_flops_per_s(graph: OpGraph, device_type: DeviceType) -> FloatArray:
     """FLOP/s that a large kernel of each op reaches, for its dtype.  # [num_ops]"""
-    peaks = device_type.peak_flops_per_s
-    default = peaks["float32"]
     rates = [
-        peaks.get(graph.tensors[graph.output_start[index]].dtype, default)
-        if op.num_outputs
-        else default
+        product_peak(
+            device_type,
+            graph.tensors[graph.output_start[index]].dtype if op.num_outputs else "float32",
+        )
         for index, op in enumerate(graph.ops)
     ]
     return np.array(rates, np.float64) * device_type.compute_efficiency

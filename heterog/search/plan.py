@@ -62,7 +62,7 @@ from heterog.search.portfolio import (
 )
 from heterog.search.request import Request, Session
 from heterog.search.seeds import GIVEN
-from heterog.search.stability import Gain, gain, reference_of
+from heterog.search.stability import Gain, gain, reference_of, robust_rank
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
@@ -423,6 +423,10 @@ def make_plan(
         rows = [*rows, row]
     search_seconds = time.perf_counter() - begin
     rank = request.objective.rank(evaluator.cluster)
+    if request.is_robust:
+        drawing = _spending(evaluator, allotment.noise_s, allotment, session.stop)
+        rows = with_noise(evaluator, rows, drawing, rank, rivals=True)
+        rank = robust_rank(rows, rank)
     if rehearse is not None:
         session.progress("rehearsal", 0.0, math.inf)
         spending = _spending(evaluator, allotment.rehearsal_s, allotment)
@@ -554,7 +558,9 @@ def plan_from_rows(
         search_seconds=searched.seconds,
         num_evaluations=sum(each.num_evaluations for each in rows),
         shortage=row.shortage,
-        interval_s=None if row.step_time_s is None else evaluator.interval(row.step_time_s),
+        interval_s=None
+        if row.step_time_s is None
+        else evaluator.interval(row.step_time_s, strategy),
         peak_errors=shipped_peak_errors(),
     )
 

@@ -26,6 +26,7 @@ from heterog.methods.planner import (
     by_time,
 )
 from heterog.methods.registry import AUTO, Methods
+from heterog.pricing.intervals import Interval
 from heterog.search.allotment import Allotment
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.search.judging import Together, can_be_sent, under_noise
@@ -170,24 +171,45 @@ def with_noise(
     rows: Sequence[MethodRow],
     spending: Spending | None = None,
     rank: Rank = by_time,
+    *,
+    rivals: bool = False,
 ) -> list[MethodRow]:
     """The rows, with seconds under noise for those between which a gain is quoted.
 
     These are the winner, the row of ``reference_of`` and a given layout, as far as they fit. If
     the spending is over before all of them are done, none gets any: gains are then quoted without
     a range.
+
+    Args:
+        evaluator: Evaluator that judged the rows.
+        rows: Rows of methods.
+        spending: Limit of all draws together.
+        rank: Function that ranks the rows.
+        rivals: Whether rows whose intervals overlap that of the winner get them, too.
     """
-    quoted = [best_row(rows, rank), reference_of(rows)]
+    best = best_row(rows, rank)
+    quoted = [best, reference_of(rows)]
     quoted += [row for row in rows if row.method == GIVEN]
+    if rivals and (end := _interval(evaluator, best)) is not None:
+        ends = [(row, _interval(evaluator, row)) for row in rows]
+        quoted += [row for row, own in ends if own is not None and own.low <= end.high]
     wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
     result: list[MethodRow] = []
     with spending.limits() if spending is not None else nullcontext():
         for row in rows:
-            if row.method in wanted and row.candidate is not None:
+            is_drawn = bool(row.noisy_step_times_s)
+            if row.method in wanted and row.candidate is not None and not is_drawn:
                 seconds = under_noise(evaluator, row.candidate.strategy, row.candidate.orders[0])
                 row = replace(row, noisy_step_times_s=seconds)
             result.append(row)
     return result if len(result) == len(rows) else list(rows)
+
+
+def _interval(evaluator: Evaluator, row: MethodRow) -> Interval | None:
+    """Interval of a row's step; ``None`` if it does not fit."""
+    if row.step_time_s is None or row.candidate is None:
+        return None
+    return evaluator.interval(row.step_time_s, row.candidate.strategy)
 
 
 def best_row(rows: Sequence[MethodRow], rank: Rank = by_time) -> MethodRow:

@@ -32,6 +32,8 @@ class Request:
         step_barrier: Whether a step ends with all updates.
         orders: Orders that searching methods may choose from.
         objective: Aim of the plan; by default the shortest step.
+        is_robust: Whether, of the methods' strategies whose intervals overlap that of the best,
+            the one is taken that loses least where speeds are not as predicted.
         cost_model: Model of the seconds of tasks; see ``Evaluator`` for the default.
         given: A person's own strategy, a row beside the methods from which searches start, too;
             see ``search.seeds``.
@@ -49,6 +51,7 @@ class Request:
     step_barrier: bool = True
     orders: tuple[Order, ...] = tuple(Order)
     objective: Objective = FASTEST
+    is_robust: bool = False
     cost_model: CostModel | None = None
     given: Planner | None = None
     seeds: SeedPlanner | None = None

@@ -1,9 +1,10 @@
 """How stable a gain is: the same comparison when speeds are not as predicted."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from heterog.methods.planner import MethodRow
+from heterog.methods.planner import MethodRow, Rank
 
 BEST_DDP, TUNED_UNIFORM = "best_ddp", "tuned_uniform"
 REFERENCES = (BEST_DDP, TUNED_UNIFORM)
@@ -19,8 +20,8 @@ class Gain:
     Attributes:
         over: Name of the method that it is measured against.
         speedup: Predicted speed-up.
-        low: Least speed-up over all draws.
-        high: Largest speed-up over all draws.
+        low: Least speed-up over all draws and the prediction.
+        high: Largest one.
     """
 
     over: str
@@ -41,7 +42,7 @@ def gain(row: MethodRow, baseline: MethodRow) -> Gain:
     assert baseline.step_time_s is not None
     nominal = baseline.step_time_s / row.step_time_s
     pairs = zip(baseline.noisy_step_times_s, row.noisy_step_times_s, strict=True)
-    ratios = [slow / fast for slow, fast in pairs] or [nominal]
+    ratios = [nominal, *(slow / fast for slow, fast in pairs)]
     return Gain(over=baseline.method, speedup=nominal, low=min(ratios), high=max(ratios))
 
 
@@ -61,3 +62,22 @@ def fastest(rows: Sequence[MethodRow]) -> MethodRow | None:
     """The row with the shortest step, ``None`` if nothing can run."""
     timed = [(row.step_time_s, index) for index, row in enumerate(rows) if row.step_time_s]
     return rows[min(timed)[1]] if timed else None
+
+
+def robust_rank(rows: Sequence[MethodRow], rank: Rank) -> Rank:
+    """Rank rows that were compared under noise by their regret, the others after them.
+
+    The regret of a row in a draw is what its step takes longer than the shortest of all rows in
+    the same draw, as a share; its mean over draws counts.
+
+    Args:
+        rows: Rows, of which some have seconds under noise; all of these have as many draws.
+        rank: Rank of those without, and of rows of equal regret.
+    """
+    noisy = {row.method: row.noisy_step_times_s for row in rows if row.noisy_step_times_s}
+    least = [min(each) for each in zip(*noisy.values(), strict=True)]
+    regret = {
+        method: sum(own / best for own, best in zip(seconds, least, strict=True)) / len(least)
+        for method, seconds in noisy.items()
+    }
+    return lambda row: (regret.get(row.method, math.inf), *rank(row))

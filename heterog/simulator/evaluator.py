@@ -14,6 +14,7 @@ from heterog.lowering.program import FloatArray
 from heterog.lowering.tape import mark_channels
 from heterog.pricing.cost_model import CostModel
 from heterog.pricing.intervals import Interval, interval_around
+from heterog.pricing.regimes import ONE_HOST, regime_of, regime_spread
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome, given_up
 from heterog.simulator.feasibility import MEMORY_MARGIN, Feasibility
@@ -60,9 +61,16 @@ class Evaluator(Runner):
             self.cost_model.spread(self.graph, kind) for kind in self.cluster.device_types
         )
 
-    def interval(self, step_time_s: float) -> Interval:
-        """Range of a step's measured seconds, by the device type that is known least."""
-        return interval_around(step_time_s, max(self.spreads))
+    def interval(self, step_time_s: float, strategy: Strategy | None = None) -> Interval:
+        """Range of a step's measured seconds, by the type that is known least and the regime.
+
+        Args:
+            step_time_s: Predicted seconds.
+            strategy: Strategy that they were predicted for; by default one on one host.
+        """
+        regime = ONE_HOST if strategy is None else regime_of(strategy, self.cluster)
+        of_regime = regime_spread(regime)
+        return interval_around(step_time_s, math.hypot(max(self.spreads), of_regime))
 
     def warm_up(self) -> None:
         """Compile the kernels (once per installation, then they come from disk); not counted."""

@@ -254,7 +254,8 @@ class Runner:
         """Seconds per step by the referee when speeds are not as predicted.
 
         The order stays that of the undisturbed run, as it does when a plan is executed. Where
-        twins are folded away they share the factor of the device that stands for them.
+        twins are folded away they share the factor of the device that stands for them. What modes
+        add goes with the rest of the step.
 
         Returns:
             # [num_draws]
@@ -271,6 +272,4 @@ class Runner:
             seconds = noisy_seconds(tape, prices, noisy, nominal.seconds, factor[draw])
             end, _, _ = replay(tape, noisy, nominal._replace(seconds=seconds), num_devices)
             result[draw] = end / choice.num_steps
-            for mode in choice.modes:
-                result[draw] = mode.noisy_step_s(result[draw], whole_s)
-        return result
+        return result * whole_s / (whole_s - sum(mode.more_s for mode in choice.modes))

@@ -71,8 +71,9 @@ def test_parameters_that_made_the_runs_are_found_again() -> None:
     assert factors.products == pytest.approx(1.7, rel=0.1)
     assert factors.float32 == pytest.approx(1.3, rel=0.1)
     # No run has attention: nothing is learned of it, and nothing of types that did not run.
-    assert factors.fused_attention == DeviceModels().in_training("A100-80GB").fused_attention
-    assert found.models.in_training("H100") == DeviceModels().in_training("H100")
+    before = DeviceModels().on(cluster)
+    assert factors.fused_attention == before.in_training("A100-80GB").fused_attention
+    assert found.models.on(cluster).in_training("H100") == before.in_training("H100")
 
 
 @THOROUGH

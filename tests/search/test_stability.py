@@ -2,8 +2,8 @@
 
 import pytest
 
-from heterog.methods.planner import MethodRow
-from heterog.search.stability import gain, reference_of
+from heterog.methods.planner import MethodRow, by_time
+from heterog.search.stability import gain, reference_of, robust_rank
 
 
 def row(method: str, step_time_s: float | None, noisy: tuple[float, ...] = ()) -> MethodRow:
@@ -47,3 +47,18 @@ def test_gains_are_over_the_better_of_the_references() -> None:
     assert over(*plain, row("best_ddp", None)) == "cp_ps"  # or fits
     assert over(*plain, row("tuned_uniform", 0.8), row("best_ddp", 0.9)) == "tuned_uniform"
     assert over(*plain, row("tuned_uniform", 0.8), row("best_ddp", 0.5)) == "best_ddp"
+
+
+def test_the_row_that_loses_least_under_noise_is_robust() -> None:
+    """On its own day each is the best; the third is never far from it."""
+    rows = [
+        row("brittle", 1.0, (1.0, 2.0)),
+        row("slow", 1.3, (2.0, 1.0)),
+        row("robust", 1.1, (1.2, 1.2)),
+        row("not compared", 0.9, ()),
+    ]
+    rank = robust_rank(rows, by_time)
+    assert [each.method for each in sorted(rows, key=rank)] == [
+        "robust", "brittle", "slow", "not compared",
+    ]  # fmt: skip
+    assert robust_rank(rows[3:], by_time)(rows[3])[1:] == by_time(rows[3])

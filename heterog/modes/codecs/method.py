@@ -378,7 +378,8 @@ def with_codec(
         if any(each.noisy_step_times_s for each in plan.rows):  # gains are compared draw by draw
             noisy = under_noise(evaluator, candidate.strategy, candidate.orders[0])
             coded = replace(coded, noisy_step_times_s=noisy)
-        lossy = _with_row(plan, coded, issued, evaluator.interval(result.evaluation.step_time_s))
+        ends = evaluator.interval(result.evaluation.step_time_s, candidate.strategy)
+        lossy = _with_row(plan, coded, issued, ends)
         return lossy, _remark(result, plan, row.method, codec, target_s)
     why = "slower" if has_boundaries else "nothing travels that codecs are for"
     if faults:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from heterog.cluster.catalog import listed_type
+from heterog.cluster.catalog import listed_name, listed_type, product_peak
 from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster, Execution, Tf32
 from heterog.graph.op_graph import FloatArray, IntArray, OpGraph
@@ -38,7 +38,6 @@ from heterog.pricing.device_models.parameters import (
     families_of,
     host_of,
     in_training_of,
-    listed_name,
     multiplies_large,
 )
 from heterog.pricing.device_models.products import ProductModel
@@ -98,7 +97,7 @@ class DeviceModels(Roofline):
         self.name = name
         self.execution = execution
         self.tf32 = tf32
-        self.is_alone = False
+        self.is_alone = True
         self.host = host_of(execution)
         if host_s is not None:
             self.host = replace(self.host, issue_s=host_s)
@@ -525,6 +524,11 @@ class _Unit(NamedTuple):
     is_slowed: bool  # in runs, and by rows that are not aligned
 
 
+def product_unit(device_type: DeviceType, dtype: str) -> _Unit:
+    """Unit that makes plain products of a dtype without TF32."""
+    return _product_model(device_type, Factors(dtype, Use.MATRIX), Tf32.NONE)
+
+
 @lru_cache(maxsize=256)
 def _product_model(device_type: DeviceType, kind: Factors, tf32: Tf32) -> _Unit:
     """Unit that makes the products of factors of a kind."""
@@ -551,7 +555,7 @@ def _peak_flops_per_s(device_type: DeviceType, kind: Factors, tf32: Tf32) -> flo
     A cluster file that states another float32 peak than the sheet's has said what products reach.
     """
     peaks, listed = device_type.peak_flops_per_s, listed_type(listed_name(device_type.name))
-    peak, on_sheet, of_tf32 = peaks.get(kind.dtype, peaks["float32"]), peaks["float32"], None
+    peak, on_sheet, of_tf32 = product_peak(device_type, kind.dtype), peaks["float32"], None
     if listed is not None:
         on_sheet, of_tf32 = listed.type.peak_flops_per_s["float32"], listed.tf32_flops_per_s
     if kind.use == Use.FEW_CHANNELS or (kind.use == Use.ATTENTION and kind.dtype == "float32"):

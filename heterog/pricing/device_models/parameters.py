@@ -7,14 +7,13 @@ are read off its sheet. How far that is off was found by leaving out each measur
 """
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
 from typing import Any, NamedTuple, TypeVar
 
-from heterog.cluster.catalog import ListedType, listed_type
+from heterog.cluster.catalog import ListedType, listed_name, listed_type
 from heterog.cluster.hardware import DeviceType
 from heterog.pricing.device_models.chip import Chip
 from heterog.pricing.device_models.collectives import CollectiveModel
@@ -37,6 +36,13 @@ _MIB = 2.0**20
 _PROCESS_NM, _SHRINKING = 16.0, 0.8
 _LARGE_FLOPS_PER_S = 5e12
 """Peak of a multiprocessor above which its tensor cores multiply large matrices."""
+_AMPERE_NM, _ALL_SLOTS_FLOPS = 8.0, 0.3e12
+"""Largest process of Ampere and later, and least float32 peak of one of their multiprocessors that
+has two units for each scheduler."""
+_AT_HALF_RATE, _ALL_SLOTS = 1.095, 0.835
+"""Efficiency of products over that of any type, in 16 bits at half rate and in float32. Square
+roots of what an A10G has (1.199 and 0.698 in ``fitted.yaml``): it is one card of its kind, so half
+of the logarithm is taken to be its own."""
 _SAME_CHIP = 0.85
 """Least ratio of multiprocessors, and of their peaks, for types to count as one chip."""
 
@@ -148,15 +154,6 @@ class _Tables(NamedTuple):
     peaks: PeakErrors
 
 
-def listed_name(type_name: str) -> str:
-    """The catalogue's name of a type that a cluster file changes.
-
-    >>> listed_name("GH200-custom2"), listed_name("GH200")
-    ('GH200', 'GH200')
-    """
-    return re.sub(r"-custom\d*$", "", type_name)
-
-
 def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0) -> Chip:
     """Data sheet of a type, with the peak of the dtype at hand.
 
@@ -215,7 +212,42 @@ def families_of(type_name: str) -> Mapping[str, Family]:
     Siblings have the same chip: an A100 of 40 GB is predicted from one of 80 GB, a GH200 from an
     H100, on its own bandwidth and peaks.
     """
-    return {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
+    found = {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
+    listed = listed_type(listed_name(type_name))
+    return (
+        found if listed is None else {name: _of_kin(found[name], name, listed) for name in found}
+    )
+
+
+def _of_kin(family: Family, name: str, listed: ListedType) -> Family:
+    """A family that was not measured on a type, as a measured card of its kind has it."""
+    model = family.model
+    if family.measured_on != ANY_TYPE or not isinstance(model, ProductModel):
+        return family
+    gain = 1.0
+    if name == "16 bit" and _sums_at_half_rate(listed):
+        gain = _AT_HALF_RATE
+    if name == "float32" and _issues_all_slots(listed):
+        gain = _ALL_SLOTS
+    return replace(family, model=replace(model, efficiency=gain * model.efficiency))
+
+
+def _sums_at_half_rate(listed: ListedType) -> bool:
+    """Whether tensor cores sum in float32 at half of what they could: GeForce, A10G, L40."""
+    peaks = listed.type.peak_flops_per_s
+    gain = peaks.get("float16", 0.0) / peaks["float32"]
+    return listed.has_matrix_units and gain < (3.0 if listed.tf32_flops_per_s else 6.0)
+
+
+def _issues_all_slots(listed: ListedType) -> bool:
+    """Whether float32 has two units for each scheduler: Ampere and Ada but for the A100.
+
+    Then products use every slot of issue at their peak, which leaves none for loads.
+    """
+    of_each = listed.type.peak_flops_per_s["float32"] / max(listed.multiprocessors, 1)
+    is_recent = listed.vendor == "NVIDIA" and listed.process_nm <= _AMPERE_NM
+    is_large = _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
+    return is_recent and of_each > _ALL_SLOTS_FLOPS and not is_large
 
 
 def host_of(execution: str) -> Host:
@@ -262,15 +294,23 @@ def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
 def _is_same_chip(one: ListedType, other: ListedType) -> bool:
     """Whether caches are equal, and multiprocessors as fast and about as many.
 
-    Cards have a few multiprocessors less than modules, at a lower clock.
+    Cards have a few multiprocessors less than modules, at a lower clock. An A6000 is not an A10G,
+    whose tensor cores run at half the rate.
     """
     if not one.multiprocessors or one.cache_mib != other.cache_mib:
         return False
     few, many = sorted((one.multiprocessors, other.multiprocessors))
-    slow, fast = sorted(
-        each.type.peak_flops_per_s["float32"] / each.multiprocessors for each in (one, other)
+    return few >= _SAME_CHIP * many and all(
+        min(_of_each(one, dtype), _of_each(other, dtype))
+        >= _SAME_CHIP * max(_of_each(one, dtype), _of_each(other, dtype))
+        for dtype in ("float32", "float16")
     )
-    return few >= _SAME_CHIP * many and slow >= _SAME_CHIP * fast
+
+
+def _of_each(listed: ListedType, dtype: str) -> float:
+    """Peak of one multiprocessor."""
+    peaks = listed.type.peak_flops_per_s
+    return peaks.get(dtype, peaks["float32"]) / listed.multiprocessors
 
 
 @lru_cache(maxsize=1)

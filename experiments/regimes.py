@@ -1,0 +1,111 @@
+"""How unsure predictions are by regime of a run: conformal prediction over recorded runs.
+
+    python experiments/published_runs.py --data DIR --only ultrascale --split fit --json > 1B.json
+    python experiments/published_runs.py --data DIR --only ultrascale --split test --json > 3B.json
+    python experiments/regimes.py 1B.json --test 3B.json [--write]
+
+The first file's runs give each regime the spread that, beside that of devices, lets its intervals
+hold four of five runs and one more; see ``pricing.intervals.conformal_spread``. The other file's
+say what the intervals hold and how wide they are where no spread was fitted. ``--write`` puts the
+spreads into the package.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rows import finish, script_parser
+
+from heterog.pricing import regimes
+from heterog.pricing.intervals import conformal_spread, interval_around, spread_of_interval
+from heterog.pricing.regimes import ONE_HOST, regime_name
+
+_DEVICES_OF_A_HOST = 8
+
+
+class Run(NamedTuple):
+    """One recorded run and what was said of it."""
+
+    regime: str
+    log_error: float
+    spread: float
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Runs on one device type, whose own spread is that of the narrowest interval."""
+    runs = json.loads(path.read_text())["runs"]
+    of_devices = min(spread_of_interval(run["predicted_s"], run["interval_s"][1]) for run in runs)
+    found = []
+    for run in runs:
+        hosts = -(-int(run["choice"].split(" on ")[1]) // _DEVICES_OF_A_HOST)
+        tp, pp = (int(re.findall(rf"\b{word}=(\d+)", run["name"])[0]) for word in ("tp", "pp"))
+        regime = regime_name(hosts, is_mixed=tp > 1 and pp > 1)
+        error = math.log(run["measured_s"] / run["predicted_s"])
+        found.append(Run(regime, error, of_devices))
+    return found
+
+
+def fitted(runs: Sequence[Run]) -> dict[str, float]:
+    """Spread of each regime but that of one host, to three digits."""
+    by_regime: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        by_regime[run.regime].append(run)
+    found = {
+        regime: round(conformal_spread([r.log_error for r in own], [r.spread for r in own]), 3)
+        for regime, own in sorted(by_regime.items())
+        if regime != ONE_HOST
+    }
+    # What has stages beside teams is no surer than what has not.
+    return {
+        regime: max(spread, *(found[part] for part in found if regime.endswith(part)))
+        for regime, spread in found.items()
+    }
+
+
+def held(runs: Sequence[Run], spreads: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Share of runs inside their intervals, median half-width and error, by regime and in all."""
+    rows: dict[str, list[tuple[bool, float, float]]] = defaultdict(list)
+    for run in runs:
+        spread = math.hypot(run.spread, spreads.get(run.regime, 0.0))
+        low, high = interval_around(1.0, spread)
+        told = low <= math.exp(run.log_error) <= high, (high - low) / 2, abs(run.log_error)
+        for name in (run.regime, "all"):
+            rows[name].append(told)
+    return [
+        {"regime": name, "runs": len(each), "inside": float(np.mean([row[0] for row in each])),
+         "half_width": float(np.median([row[1] for row in each])),
+         "error": float(np.median([row[2] for row in each]))}
+        for name, each in rows.items()
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Fit, hold against the other file, and write if asked to."""
+    parser = script_parser(__doc__)
+    parser.add_argument("fit", type=Path)
+    parser.add_argument("--test", type=Path)
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    spreads = fitted(read_runs(asked.fit))
+    rows = held(read_runs(asked.test), spreads) if asked.test is not None else []
+    if asked.write:
+        path = Path(regimes.__file__).parent / "regimes.yaml"
+        head = path.read_text(encoding="utf-8").partition("spreads:\n")[0]
+        written = "".join(f"  {regime}: {spread}\n" for regime, spread in spreads.items())
+        path.write_text(f"{head}spreads:\n{written}", encoding="utf-8")
+    lines = [f"{regime}: {spread}" for regime, spread in spreads.items()]
+    lines += [
+        f"{row['regime']:36} {row['runs']:4} runs, {row['inside']:4.0%} inside, half-width "
+        f"{row['half_width']:6.1%}, error {row['error']:6.1%}"
+        for row in rows
+    ]
+    finish(asked, {"spreads": spreads, "rows": rows}, lines)
+
+
+if __name__ == "__main__":
+    main()
