@@ -30,6 +30,17 @@ NUM_GROUP_FEATURES = len(GROUP_FACTS) + 6 + 6 + len(_SYNCS)
 NUM_STATE_FEATURES = 20
 NUM_MOVE_FEATURES = len(MoveKind) + 2 * len(GROUP_FACTS) + 25 + 2 * (6 + len(_SYNCS))
 
+_FIRST_FACT = len(MoveKind)
+TIMELINE = {
+    "groups": tuple(range(len(GROUP_FACTS))),
+    "whole": (*range(8), 10, 11),
+    "moves": (
+        *range(_FIRST_FACT, _FIRST_FACT + 2 * len(GROUP_FACTS)),
+        _FIRST_FACT + 2 * len(GROUP_FACTS) + 6,
+    ),
+}
+"""Columns of features that only a simulation tells."""
+
 
 def _log(ratio: npt.ArrayLike) -> FloatArray:
     """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
