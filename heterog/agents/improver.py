@@ -42,6 +42,7 @@ POOL = (32, 128)
 """Least and most moves that are drawn at once: more where a simulation takes longer."""
 TASKS_PER_MOVE = 300
 """Simulated tasks that take about as long as a move that is drawn and scored."""
+_MOST_REPEATED = 12  # proposals in a row that lead to points that were proposed before
 DROPOUT = 0.15  # while it learns
 GAIN = 1e-3
 """Relative gain from which a move counts as one that gains."""
@@ -57,7 +58,7 @@ class ImproverConfig:
         sees_timeline: Whether facts of the timeline are read.
     """
 
-    width: int = 48
+    width: int = 32
     num_rounds: int = 2
     sees_timeline: bool = True
 
@@ -209,6 +210,7 @@ class LedMoves:
         self.view: View | None = None
         self._seen: list[Tensor] = []
         self._queue: list[Move] = []
+        self._proposed: set[StateKey] = set()
 
     def of(self, state: State) -> State:
         """A point to try from a point."""
@@ -216,11 +218,18 @@ class LedMoves:
             self._enter(state)
         if self.view is None:
             return self._search.neighbours.of(state)
-        if not self._queue:
-            self._queue = self._chosen(state, self.view)
-        return self._search.neighbours.after(self._queue.pop())
+        for _ in range(_MOST_REPEATED):
+            if not self._queue:
+                self._queue = self._chosen(state, self.view)
+            found = self._search.neighbours.after(self._queue.pop())
+            if found.key not in self._proposed:
+                break
+        self._proposed.add(found.key)
+        return found
 
     def _enter(self, state: State) -> None:
+        if state.key not in self._proposed:  # annealing begins from another point
+            self._proposed = {state.key}
         looked = self._search.looked_at(state)
         self._key, self._queue = state.key, []
         self.view = None if looked is None else self._features.view(state, *looked)
@@ -235,6 +244,7 @@ class LedMoves:
         """The moves to try, the best last."""
         pool = int(np.clip(self._search.evaluator.num_tasks / TASKS_PER_MOVE, *POOL))
         moves = [self._search.neighbours.move(state) for _ in range(pool)]
+        moves = [move for move in moves if move.state.key != state.key] or moves[:1]
         scores = self.scores(view, moves)
         noise = self._spread * self._rng.gumbel(size=len(moves))
         best = np.argsort(scores + noise)[-self._tried :]
