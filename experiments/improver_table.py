@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from rows import finish, geometric_mean, keep_row, progress, read_rows, script_parser
 
-from heterog.agents.improver import Improver, led_by, load_improver
+from heterog.agents.improver import SHIPPED, Improver, led_by, load_improver
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.methods.local_search.planner import Lead, LocalSearch
@@ -52,7 +52,7 @@ def lead_of(arm: str, seed: int) -> Lead | None:
         return None
     if arm == "untrained":
         return led_by(Improver.untrained(seed))
-    return led_by(load_improver(arm.partition("=")[2] or "improver"))
+    return led_by(load_improver(arm.partition("=")[2] or SHIPPED))
 
 
 def searched(

@@ -9,7 +9,7 @@
 - ``proposals`` are what a policy answers: ``ways`` draw rows, ``stages`` and ``segments`` make
   other rows of them, ``op_level`` scores the best at the op level, ``finishing`` adds teams and
   schedules.
-- ``improver`` scores the moves of a local search.
+- ``improver`` scores the moves of a local search, ``move_imitation`` teaches it.
 - ``planners`` are the methods ``agent`` and ``agent+search``; ``job_ppo`` learns for arriving
   jobs; ``conformance`` checks encoders.
 """

@@ -90,10 +90,10 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
         if not path.suffix and not path.exists():
             raise UnknownNameError("policy", str(source), shipped_policies())
         data = read_bytes(path, "policy", MAX_FILE_BYTES)
-    return _from_record(_unpacked(data, f"policy {source}"), f"policy {source}")
+    return _from_record(unpacked(data, f"policy {source}"), f"policy {source}")
 
 
-def _unpacked(data: bytes, where: str) -> Any:
+def unpacked(data: bytes, where: str) -> Any:
     """The values of a file of ``torch.save``, whose members must be as they were written.
 
     Raises:

@@ -2,29 +2,33 @@
 
 The network reads a point as the search sees it (``methods.local_search.move_features``): groups of
 ops with what the timeline says of them exchange messages along the edges of the graph, each move
-joins what it changes with the groups that it changes. It answers how likely it is to gain, and how
-much.
+joins what it changes with the groups that it changes. It answers how likely the move is to gain.
 ``LedMoves`` draws many of the search's own random moves at each point and tries the best scored.
 """
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import TransformerConv
+from torch_geometric.nn import SAGEConv
 
+from heterog.agents.checkpoint import unpacked
 from heterog.agents.encoder import mlp
-from heterog.files import read_bytes
+from heterog.errors import InputFileError
+from heterog.files import read_bytes, write_atomically
 from heterog.methods.local_search.move_features import (
     NUM_GROUP_FEATURES,
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
+    TIMELINE,
     MoveFeatures,
     View,
 )
@@ -32,7 +36,14 @@ from heterog.methods.local_search.neighbours import Move, State, StateKey
 from heterog.methods.local_search.planner import Lead, Search
 from heterog.units import GIB
 
-_SHIPPED = resources.files("heterog.agents") / "policies"
+SHIPPED = "default"
+_SHIPPED = resources.files("heterog.agents") / "improvers"
+POOL = (32, 128)
+"""Least and most moves that are drawn at once: more where a simulation takes longer."""
+TASKS_PER_MOVE = 300
+"""Simulated tasks that take about as long as a move that is drawn and scored."""
+_MOST_REPEATED = 12  # proposals in a row that lead to points that were proposed before
+DROPOUT = 0.15  # while it learns
 GAIN = 1e-3
 """Relative gain from which a move counts as one that gains."""
 
@@ -43,13 +54,11 @@ class ImproverConfig:
 
     Attributes:
         width: Width of all embeddings.
-        num_heads: Heads of attention.
         num_rounds: Rounds of messages between groups; 0 for none.
         sees_timeline: Whether facts of the timeline are read.
     """
 
-    width: int = 48
-    num_heads: int = 4
+    width: int = 32
     num_rounds: int = 2
     sees_timeline: bool = True
 
@@ -78,18 +87,18 @@ class Points:
 
 
 class _Round(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    """Messages along the edges and against them."""
+
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.ahead = TransformerConv(width, width // heads, heads, root_weight=False)
-        self.back = TransformerConv(width, width // heads, heads, root_weight=False)
-        self.out_norm = nn.LayerNorm(width)
-        self.feed_forward = mlp(width, width, width)
+        self.ahead = SAGEConv(width, width)
+        self.back = SAGEConv(width, width, root_weight=False)
 
     def forward(self, x: Tensor, edges: Tensor) -> Tensor:
         normed = self.norm(x)
-        x = x + self.ahead(normed, edges) + self.back(normed, edges.flip(0))
-        out: Tensor = x + self.feed_forward(self.out_norm(x))
+        told = self.ahead(normed, edges) + self.back(normed, edges.flip(0))
+        out: Tensor = x + nn.functional.gelu(told)
         return out
 
 
@@ -102,21 +111,33 @@ def _means(values: Tensor, index: Tensor, count: int) -> Tensor:
 class Improver(nn.Module):
     """Scores moves; see the module docstring."""
 
+    groups_seen: Tensor
+    whole_seen: Tensor
+    moves_seen: Tensor
+
     def __init__(self, config: ImproverConfig | None = None) -> None:
         super().__init__()
         self.config = config = config or ImproverConfig()
         width = config.width
+        for name, size in (
+            ("groups", NUM_GROUP_FEATURES),
+            ("whole", NUM_STATE_FEATURES),
+            ("moves", NUM_MOVE_FEATURES),
+        ):
+            mask = torch.ones(size)
+            mask[list(TIMELINE[name])] = float(config.sees_timeline)
+            self.register_buffer(f"{name}_seen", mask, persistent=False)
         self.groups = mlp(NUM_GROUP_FEATURES, width, width)
-        self.rounds = nn.ModuleList(
-            _Round(width, config.num_heads) for _ in range(config.num_rounds)
-        )
+        self.rounds = nn.ModuleList(_Round(width) for _ in range(config.num_rounds))
         self.whole = mlp(NUM_STATE_FEATURES + width, width, width)
         self.moves = nn.Sequential(
             nn.Linear(NUM_MOVE_FEATURES + 2 * width, 2 * width),
             nn.GELU(),
+            nn.Dropout(DROPOUT),
             nn.Linear(2 * width, 2 * width),
             nn.GELU(),
-            nn.Linear(2 * width, 2),
+            nn.Dropout(DROPOUT),
+            nn.Linear(2 * width, 1),
         )
 
     @staticmethod
@@ -130,19 +151,24 @@ class Improver(nn.Module):
         self, groups: Tensor, edges: Tensor, point: Tensor, whole: Tensor
     ) -> list[Tensor]:
         """Embeddings of groups and of points."""
-        x = self.groups(groups)
+        x = self.groups(groups * self.groups_seen)
         for each in self.rounds:
             x = each(x, edges)
         means = _means(x, point, len(whole))
-        return [x, self.whole(torch.cat([whole, means], dim=1))]
+        return [x, self.whole(torch.cat([whole * self.whole_seen, means], dim=1))]
 
     def forward(self, points: Points) -> Tensor:
-        """For each move, the logit that it gains, and the logarithm of its gain.  # [moves, 2]"""
+        """The logit that each move gains.  # [num_moves]"""
         x, whole = self.embedded(points.groups, points.edges, points.point, points.whole)
         move, group = points.changed
         places = _means(x[group], move, len(points.moves))
-        out: Tensor = self.moves(torch.cat([points.moves, places, whole[points.of]], dim=1))
-        return out
+        return self.scored(points.moves, places, whole[points.of])
+
+    def scored(self, moves: Tensor, places: Tensor, whole: Tensor) -> Tensor:
+        """Scores of moves, from embeddings of their places and points."""
+        seen = moves * self.moves_seen
+        out: Tensor = self.moves(torch.cat([seen, places, whole], dim=1))
+        return out.squeeze(1)
 
 
 def tensor(array: npt.NDArray[np.generic]) -> Tensor:
@@ -162,8 +188,7 @@ class LedMoves:
     Args:
         search: The search.
         policy: The network.
-        pool: Moves that are drawn at once.
-        tried: The best scored of them, which are tried until the point changes.
+        tried: Moves that are tried before others are drawn, the best scored of ``POOL``.
         spread: Scale of the noise on scores: with more, moves with low scores are tried, too.
     """
 
@@ -172,45 +197,54 @@ class LedMoves:
         search: Search,
         policy: Improver,
         *,
-        pool: int = 48,
-        tried: int = 8,
+        tried: int = 6,
         spread: float = 0.5,
     ) -> None:
         self._search, self._policy = search, policy
-        self._pool, self._tried, self._spread = pool, tried, spread
+        self._tried, self._spread = tried, spread
         self._rng = np.random.default_rng([search.problem.seed, 1])
         self._features = MoveFeatures(search.evaluator, search.space)
         edges = with_neighbours(self._features.edges, search.num_groups)
         self._edges = torch.from_numpy(edges)
         self._key: StateKey | None = None
-        self._view: View | None = None
+        self.view: View | None = None
         self._seen: list[Tensor] = []
         self._queue: list[Move] = []
+        self._proposed: set[StateKey] = set()
 
     def of(self, state: State) -> State:
         """A point to try from a point."""
         if state.key != self._key:
             self._enter(state)
-        if self._view is None:
+        if self.view is None:
             return self._search.neighbours.of(state)
-        if not self._queue:
-            self._queue = self._chosen(state, self._view)
-        return self._search.neighbours.after(self._queue.pop())
+        for _ in range(_MOST_REPEATED):
+            if not self._queue:
+                self._queue = self._chosen(state, self.view)
+            found = self._search.neighbours.after(self._queue.pop())
+            if found.key not in self._proposed:
+                break
+        self._proposed.add(found.key)
+        return found
 
     def _enter(self, state: State) -> None:
+        if state.key not in self._proposed:  # annealing begins from another point
+            self._proposed = {state.key}
         looked = self._search.looked_at(state)
         self._key, self._queue = state.key, []
-        self._view = None if looked is None else self._features.view(state, *looked)
-        if self._view is not None:
-            point = torch.zeros(len(self._view.groups), dtype=torch.long)
+        self.view = None if looked is None else self._features.view(state, *looked)
+        if self.view is not None:
+            point = torch.zeros(len(self.view.groups), dtype=torch.long)
             with torch.inference_mode():
                 self._seen = self._policy.embedded(
-                    tensor(self._view.groups), self._edges, point, tensor(self._view.whole)[None]
+                    tensor(self.view.groups), self._edges, point, tensor(self.view.whole)[None]
                 )
 
     def _chosen(self, state: State, view: View) -> list[Move]:
         """The moves to try, the best last."""
-        moves = [self._search.neighbours.move(state) for _ in range(self._pool)]
+        pool = int(np.clip(self._search.evaluator.num_tasks / TASKS_PER_MOVE, *POOL))
+        moves = [self._search.neighbours.move(state) for _ in range(pool)]
+        moves = [move for move in moves if move.state.key != state.key] or moves[:1]
         scores = self.scores(view, moves)
         noise = self._spread * self._rng.gumbel(size=len(moves))
         best = np.argsort(scores + noise)[-self._tried :]
@@ -224,9 +258,8 @@ class LedMoves:
         weight = changed / np.maximum(changed.sum(axis=1, keepdims=True), 1)
         with torch.inference_mode():
             places = tensor(weight.astype(np.float32)) @ groups
-            joined = [tensor(features), places, whole.expand(len(moves), -1)]
-            out = self._policy.moves(torch.cat(joined, dim=1))
-        return np.asarray(out[:, 0].numpy(), np.float64)
+            out = self._policy.scored(tensor(features), places, whole.expand(len(moves), -1))
+        return np.asarray(out.numpy(), np.float64)
 
 
 def led_by(policy: Improver) -> Lead:
@@ -234,16 +267,31 @@ def led_by(policy: Improver) -> Lead:
     return lambda search: LedMoves(search, policy)
 
 
-def load_improver(source: str | Path) -> Improver:
+def save_improver(path: Path, policy: Improver, card: Mapping[str, Any]) -> None:
+    """Write a policy and its card, whole or not at all."""
+    buffer = io.BytesIO()
+    record = {"config": asdict(policy.config), "weights": policy.state_dict(), "card": dict(card)}
+    torch.save(record, buffer)
+    write_atomically(path, buffer.getvalue())
+
+
+@cache
+def load_improver(source: str = SHIPPED) -> Improver:
     """Read a policy that improves plans.
 
     Args:
         source: Name of a shipped one, or a file.
+
+    Raises:
+        InputFileError: the file is missing, or is no such policy.
     """
     shipped = _SHIPPED / f"{source}.pt"
     data = shipped.read_bytes() if shipped.is_file() else read_bytes(Path(source), "policy", GIB)
-    record = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
-    policy = Improver(ImproverConfig(**record["config"]))
-    policy.load_state_dict(record["weights"])
-    policy.eval()
-    return policy
+    where = f"policy {source}"
+    record = unpacked(data, where)
+    try:
+        policy = Improver(ImproverConfig(**record["config"]))
+        policy.load_state_dict(record["weights"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise InputFileError(f"{where} improves no plans: {error}.") from error
+    return policy.eval()

@@ -49,8 +49,8 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     |---|---|---|
     | groups, group_mask | G x 31, G | each group of ops: timeline, costs, what is decided |
     | edges, edge_mask | 2 x E, E | groups that feed one another |
-    | whole | 20 | the critical path by purpose, memory, sizes |
-    | moves | K x 88 | each move: its kind, the timeline at its place, what it changes |
+    | whole | 24 | the critical path by purpose, memory, sizes |
+    | moves | K x 99 | each move: its kind, the timeline at its place, what it changes |
     | changed | K x G | the groups that each move changes |
     | action_mask | K | moves that lead elsewhere |
 

@@ -4,6 +4,6 @@
   types, ``calibration`` from your own ``measurements`` (``op_fits``, ``link_fits``,
   ``calibration_files``). ``collectives`` prices messages, ``sparse_work`` sparse products.
 - ``price_table`` and ``rule_sets`` keep what was priced.
-- ``intervals``, ``regimes`` and ``peak_errors`` say how sure predictions are, ``noise`` what unsure
-  speeds change.
+- ``intervals``, ``regimes`` and ``peak_errors`` say how sure predictions are, ``noise``
+  what unsure speeds change.
 """

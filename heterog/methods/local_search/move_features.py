@@ -15,6 +15,7 @@ import numpy.typing as npt
 from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.methods.local_search.neighbours import BUCKETS, Move, MoveKind, State
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.place_facts import DEVICE_FACTS, GROUP_FACTS, PlaceFacts
@@ -27,8 +28,21 @@ _SYNCS = tuple(Sync)
 _SCALARS = 8 + len(_SYNCS)
 _SIZE, _HOSTS, _TEAM, _RECOMPUTES, _KEEPS, _STATE, _RATE, _LATENCY = range(8)
 NUM_GROUP_FEATURES = len(GROUP_FACTS) + 6 + 6 + len(_SYNCS)
-NUM_STATE_FEATURES = 20
-NUM_MOVE_FEATURES = len(MoveKind) + 2 * len(GROUP_FACTS) + 25 + 2 * (6 + len(_SYNCS))
+NUM_STATE_FEATURES = 24
+NUM_MOVE_FEATURES = len(MoveKind) + 2 * len(GROUP_FACTS) + 25 + 11 + 2 * (6 + len(_SYNCS))
+
+_FIRST_FACT = len(MoveKind)
+_FIRST_FULL = NUM_MOVE_FEATURES - 19
+TIMELINE = {
+    "groups": tuple(range(len(GROUP_FACTS))),
+    "whole": (*range(8), 10, 11),
+    "moves": (
+        *range(_FIRST_FACT, _FIRST_FACT + 2 * len(GROUP_FACTS)),
+        _FIRST_FACT + 2 * len(GROUP_FACTS) + 6,
+        *(_FIRST_FULL + number for number in (0, 1, 3, 4)),
+    ),
+}
+"""Columns of features that only a simulation tells."""
 
 
 def _log(ratio: npt.ArrayLike) -> FloatArray:
@@ -273,6 +287,7 @@ class MoveFeatures:
             np.log2(cluster.num_devices) / 5.0, np.log(len(state.row)) / 4.0,
             (np.diff(state.row) != 0).sum() / 16.0, float(bool(state.rules)),
             float(state.schedule.splits_backward), float(any(map(any, state.schedule.in_flight))),
+            _bucket(state), *(float(state.order == order) for order in Order),
         ])  # fmt: skip
 
     # --- moves -----------------------------------------------------------------------------------
@@ -298,6 +313,7 @@ class MoveFeatures:
             self._changed_load(view, (which, group, of), (part, source, target), count),
             self._changed_cuts(view, rows, count),
             self._changed_decisions(view, (which, group, of), (part, source, target), count),
+            self._changed_devices(view, (part, source, target), count),
             self._changed_settings(view, moves),
         ]
         return np.concatenate(features, axis=1).astype(np.float32)
@@ -420,15 +436,34 @@ class MoveFeatures:
             np.clip(sync[1] - sync[0], -4, 4), _log((sync[1] + 1e-3) / (sync[0] + 1e-3)),
         ])  # fmt: skip
 
+    def _changed_devices(
+        self, view: View, pairs: tuple[Numbers, Numbers, Numbers], count: int
+    ) -> FloatArray:
+        """How full the devices of changed groups are, before and after each move.
+
+        The busiest link, the busiest stream and the fullest memory of any device.
+        """
+        part, source, target = pairs
+        column = [DEVICE_FACTS.index(name) for name in ("link", "compute")]
+        full = np.column_stack([view.facts.devices[:, column], np.minimum(view.memory, 4.0)])
+        found = np.zeros((count, 6))
+        for number, numbers in enumerate((source, target)):
+            member = self._decisions.member[numbers]
+            most = (member[:, :, None] * full).max(axis=1)
+            np.maximum.at(found[:, 3 * number : 3 * number + 3], part, most)
+        return found
+
     def _changed_settings(self, view: View, moves: Sequence[Move]) -> FloatArray:
-        found = np.zeros((len(moves), 8))
+        found = np.zeros((len(moves), 13))
         before = _settings(view.state)
         for row, move in zip(found, moves, strict=True):
             new, old = move.state, view.state
             if move.kind in _SETTINGS or new.rules is not old.rules:
-                row[:] = np.subtract(_settings(new), before)
+                row[:8] = np.subtract(_settings(new), before)
                 row[1] = new.micro_batches != old.micro_batches
                 row[4] = new.order != old.order
+                row[8:10] = before[0] / 4.0, before[2]
+                row[10 + int(old.order)] = 1.0
         return found
 
 
@@ -437,12 +472,16 @@ _SETTINGS = (
 )  # fmt: skip
 
 
+def _bucket(state: State) -> float:
+    return float(np.searchsorted(BUCKETS, state.bucket_bytes)) / 4.0
+
+
 def _settings(state: State) -> tuple[float, ...]:
     """What a point says of the whole step, as numbers."""
     micro = len(state.micro_batches[0]) if state.micro_batches else 1
     most = max(map(max, filter(None, state.schedule.in_flight)), default=0)
     return (
-        float(np.log2(micro)), 0.0, float(np.searchsorted(BUCKETS, state.bucket_bytes)) / 4.0,
+        float(np.log2(micro)), 0.0, _bucket(state),
         float(state.order), 0.0, float(state.schedule.splits_backward), most / micro,
         (len(state.rules) - state.rules.count(0)) / len(state.row),
     )  # fmt: skip

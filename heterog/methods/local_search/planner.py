@@ -398,6 +398,10 @@ class Search:
         self._simulated = (state.key, found) if is_whole else None
         return found
 
+    def evaluated(self, state: State, limit_s: float = math.inf) -> Evaluation:
+        """A point as the engine sees it, which the search does not keep."""
+        return self._ask(self.evaluator.evaluate, state, limit_s)
+
     def looked_at(
         self, state: State, *, by_referee: bool = False
     ) -> tuple[Evaluation, PlaceFacts] | None:

@@ -1,0 +1,141 @@
+"""The policy that improves plans: what it leads, learns, and writes."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from heterog.agents.improver import (
+    Improver,
+    ImproverConfig,
+    LedMoves,
+    led_by,
+    load_improver,
+    save_improver,
+)
+from heterog.agents.move_imitation import (
+    Recorded,
+    Recorder,
+    gaining_shares,
+    imitate,
+    loss_of,
+    points_of,
+)
+from heterog.cluster import Cluster
+from heterog.envs.toy import chain_graph
+from heterog.errors import InputFileError
+from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.planner import LocalSearch, Search
+from heterog.methods.planner import Budget, PlanResult, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+
+WALK = "5dd00bc8"
+"""Digest of a blind walk, as it was before moves had names."""
+
+
+def problem(num_evaluations: int = 200, seed: int = 0) -> Problem:
+    evaluator = Evaluator(chain_graph(num_layers=6), Cluster.load("paper_8gpu"))
+    return Problem(evaluator=evaluator, budget=Budget(evaluations=num_evaluations), seed=seed)
+
+
+def planned(policy: Improver | None, seed: int = 0) -> PlanResult:
+    lead = None if policy is None else led_by(policy)
+    return LocalSearch(lead).plan(problem(seed=seed))
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Recorded:
+    leads: list[Recorder] = []
+
+    def lead(search: Search) -> Recorder:
+        leads.append(Recorder(search, every=4, width=16))
+        return leads[-1]
+
+    LocalSearch(lead).plan(problem(900))
+    found = leads[0].recorded()
+    assert found is not None
+    return found
+
+
+def test_blind_moves_are_those_of_before() -> None:
+    search = Search(problem())
+    moves, digest = search.neighbours, hashlib.sha256()
+    moves.may_team = moves.may_shard = True
+    row = np.zeros(search.num_groups, np.int32)
+    state = start = State(row, DEFAULT_BUCKET_BYTES, Order.RANK)
+    for step in range(600):
+        state = start if step % 50 == 0 else moves.of(state)
+        digest.update(repr(state.key).encode())
+    assert digest.hexdigest()[:8] == WALK
+
+
+def test_a_led_search_is_repeated_at_a_seed_and_keeps_its_budget() -> None:
+    policy = Improver.untrained(0)
+    first, second = planned(policy), planned(policy)
+    assert first == second
+    assert first.candidates
+    assert first.num_evaluations <= 201
+    assert planned(policy, seed=1) != first
+
+
+def test_scores_in_a_search_are_those_of_a_batch() -> None:
+    search = Search(problem())
+    search.neighbours.may_team = True
+    policy = Improver.untrained(3)
+    led = LedMoves(search, policy)
+    recorder = Recorder(search, width=8)
+    state = search.everywhere(0)
+    led.of(state)
+    assert led.view is not None
+    state_before = search.neighbours.rng.bit_generator.state
+    moves = [search.neighbours.move(state) for _ in range(8)]
+    search.neighbours.rng.bit_generator.state = state_before
+    recorder._rng = search.neighbours.rng
+    recorder.of(state)
+    found = recorder.recorded()
+    assert found is not None
+    points, _ = points_of([(found, 0)])
+    with torch.inference_mode():
+        batch = policy(points).numpy()
+    np.testing.assert_allclose(led.scores(led.view, moves), batch, atol=1e-5)
+
+
+def test_learns_which_moves_gain(recorded: Recorded) -> None:
+    before = gaining_shares(Improver.untrained(0), [recorded])
+    after = gaining_shares(imitate([recorded], num_steps=60), [recorded])
+    assert after.blind == before.blind
+    assert after.best > max(2.0 * after.blind, before.best)
+    assert after.best <= after.possible
+
+
+def test_loss_is_lowest_where_the_best_move_comes_first() -> None:
+    gains, of = torch.tensor([0.0, 0.2, -0.1, 0.05]), torch.zeros(4, dtype=torch.long)
+    right = loss_of(torch.tensor([-3.0, 4.0, -3.0, 3.0]), gains, of)
+    assert right < loss_of(torch.tensor([-3.0, 3.0, -3.0, 4.0]), gains, of)
+    assert right < loss_of(torch.tensor([4.0, -3.0, 3.0, -3.0]), gains, of)
+
+
+def test_without_the_timeline_it_is_not_read(recorded: Recorded) -> None:
+    blind = Improver.untrained(0, ImproverConfig(sees_timeline=False, num_rounds=0))
+    points, _ = points_of([(recorded, 0)])
+    first = blind(points)
+    points.groups[:, 0] += 1.0  # seconds of compute
+    assert torch.equal(blind(points), first)
+    assert not torch.equal(Improver.untrained(0)(points), first)
+
+
+def test_what_is_written_is_read(tmp_path: Path, recorded: Recorded) -> None:
+    policy, path = Improver.untrained(7), tmp_path / "policy.pt"
+    save_improver(path, policy, {"name": "random"})
+    points, _ = points_of([(recorded, 0), (recorded, 1)])
+    assert torch.equal(load_improver(str(path))(points), policy(points))
+    recorded.save(tmp_path / "moves.npz")
+    again = Recorded.load(tmp_path / "moves.npz")
+    np.testing.assert_array_equal(again.gains, recorded.gains)
+    (tmp_path / "other.pt").write_text("no policy")
+    with pytest.raises(InputFileError, match="is no policy"):
+        load_improver(str(tmp_path / "other.pt"))
