@@ -10,6 +10,7 @@ The service:
   ``seeds`` and ``library`` hand over strategies that are known before, ``given`` a person's own.
 - ``compare`` puts methods side by side; ``stability`` asks how sure a gain is, ``history`` keeps
   how a search went.
+- ``dataset`` keeps solved pairs for others to learn from.
 - ``plan`` is the result, ``plan_file`` its file (``plan_checks``), ``issue_order`` the order of
   its tasks.
 - ``objective`` says which outcome is better; ``cheapest`` looks for cheap ``host_sets``
