@@ -23,8 +23,8 @@ from heterog.agents.graph_data import PairBatch
 from heterog.agents.planners import DEFAULT_POLICY, Agent, AgentSearch
 from heterog.agents.policy import Policy, Scores
 from heterog.envs.observation import PAIR_SLOWER
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Planner, Problem
+from heterog.methods.planner import Budget, Planner, Problem
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 
 ARMS = ("trained", "untrained", "no_messages", "thumb", "uniform")
