@@ -1,6 +1,6 @@
 """What does learning add? One machinery around scores of different origin.
 
-    python experiments/agent_ablation.py --pairs pairs/test.jsonl --seeds 3 --json
+    python experiments/agent_ablation.py --pairs experiments/pairs/test.jsonl --seeds 3 --json
 
 Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
 the seed draws its weights, too), ``no_messages`` (trained without messages, ``--no-messages``),
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from pair_tables import Arm, Found, run_table, table_parser
+from pair_tables import Arm, Found, add_table, run_table
+from rows import script_parser
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig
@@ -73,7 +74,8 @@ def ask(
 
 def main() -> None:
     """Make the table."""
-    parser = table_parser(__doc__, ARMS, 20.0)
+    parser = script_parser(__doc__)
+    add_table(parser, ARMS, 20.0)
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="the trained one")
     parser.add_argument("--no-messages", default="", help="file of one trained without messages")
     asked = parser.parse_args()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from pair_files import read_pairs
-from rows import finish, keep_row, progress, read_rows, script_parser
+from rows import finish, keep_row, progress, read_rows
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
@@ -34,11 +34,8 @@ Arm = Callable[[Evaluator, int, Budget], Found]
 """What an arm does with an evaluator whose kernels are loaded, a seed, and a budget."""
 
 
-def table_parser(
-    doc: str | None, arms: Sequence[str], cpu_seconds: float
-) -> argparse.ArgumentParser:
-    """The arguments of such a script."""
-    parser = script_parser(doc)
+def add_table(parser: argparse.ArgumentParser, arms: Sequence[str], cpu_seconds: float) -> None:
+    """Add the options of such a table."""
     parser.add_argument("--pairs", type=Path, required=True, help="a model and a cluster a line")
     parser.add_argument("--arms", default=",".join(arms), help="names with commas")
     parser.add_argument("--seeds", type=int, default=3)
@@ -47,7 +44,6 @@ def table_parser(
     parser.add_argument("--references", type=Path, help="best known step times; beside the list")
     parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
-    return parser
 
 
 def run_table(asked: argparse.Namespace, arms: Mapping[str, Arm]) -> None:

@@ -1,6 +1,6 @@
 """What does ``auto`` gain from its agents, and what from more time without them?
 
-    python experiments/portfolio_table.py --pairs pairs/test.jsonl --cpu-seconds 20 --json
+    python experiments/portfolio_table.py --pairs experiments/pairs/test.jsonl --json
 
 Arms: ``with`` and ``without`` agents, and ``without_5x``: without them for five times as long.
 Budgets are in seconds of this process, so that other work on the machine shortens no search.
@@ -10,7 +10,8 @@ import time
 from collections.abc import Collection
 from functools import partial
 
-from pair_tables import Arm, Found, run_table, table_parser
+from pair_tables import Arm, Found, add_table, run_table
+from rows import script_parser
 
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
 from heterog.methods.planner import Budget
@@ -40,7 +41,8 @@ def auto(
 
 def main() -> None:
     """Make the table."""
-    parser = table_parser(__doc__, ARMS, 20.0)
+    parser = script_parser(__doc__)
+    add_table(parser, ARMS, 20.0)
     parser.add_argument("--policy", default=DEFAULT_POLICY)
     asked = parser.parse_args()
     known = default_methods(asked.policy)

@@ -364,20 +364,6 @@ def _log_softmax(logits: FloatArray32) -> npt.NDArray[np.float64]:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True)))
 
 
-def masks_of(pair: Pair, rows: IntArray) -> npt.NDArray[np.bool_]:
-    """Candidates possible at each block of given rows.  # [num_rows, G, C]
-
-    The limit on the stages of a pipeline is the least that it satisfies; see ``RunningStages``.
-    """
-    is_piped = pair.num_micro > 1
-    running = RunningStages.of_rows(pair, rows) if is_piped else RunningMemory(pair, len(rows))
-    masks = np.empty((len(rows), pair.num_blocks, pair.num_candidates), np.bool_)
-    for block in range(pair.num_blocks):
-        masks[:, block] = running.fits()
-        running.add(rows[:, block])
-    return masks
-
-
 def rule_of_thumb(pair: Pair) -> PairScores:
     """Scores without a network, to start a search: analytic times, and a bonus for staying."""
     observation = pair.observation

@@ -6,7 +6,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 - Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
   ``objective``, past plans in ``library``, what is printed about a new one in ``found``.
 - Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
-- Agents and jobs: ``train``, ``evaluate``, ``schedule``. What there is: ``listing``, ``cluster``.
+- Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``schedule``. What there is: ``listing``,
+  ``cluster``.
 - Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for files and
   streams that commands write, and the spelling of settings in errors, ``completion`` for shells.
 """
@@ -26,6 +27,7 @@ from heterog.cli import (
     capture,
     cluster,
     compare,
+    dataset,
     evaluate,
     export,
     fidelity,
@@ -49,7 +51,8 @@ app = typer.Typer(
 )
 for _command in (
     *(listing.models, listing.clusters, listing.devices, listing.links, listing.methods),
-    *(capture.capture, plan.plan, compare.compare, train.train, evaluate.evaluate, run.run),
+    *(capture.capture, plan.plan, compare.compare, dataset.dataset, train.train),
+    *(evaluate.evaluate, run.run),
     *(schedule.schedule, profile.profile, calibrate.calibrate, fidelity.fidelity),
     *(report.report, export.export),
 ):

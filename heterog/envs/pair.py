@@ -415,7 +415,6 @@ class RunningStages:
     Attributes:
         is_late: Whether a row has a stage beyond the limit, as it had to take what was left.
             # [num_rows] bool
-        longest: Seconds of every row's longest stage so far.  # [num_rows]
     """
 
     def __init__(
@@ -450,31 +449,6 @@ class RunningStages:
         self._load = np.zeros(len(limits))
         self._block = 0
         self.is_late = np.zeros(len(limits), np.bool_)
-        self.longest = np.zeros(len(limits))
-
-    @classmethod
-    def of_rows(cls, pair: Pair, rows: IntArray) -> "RunningStages":
-        """The stages with the weight and the least limits under which rows were (nearly) drawn.
-
-        Args:
-            pair: Model and cluster.
-            rows: Candidates of all blocks.  # [num_rows, G]
-        """
-        num_rows, num_weights = len(rows), len(CUT_WEIGHTS)
-        blocks = np.tile(rows, (num_weights, 1)).T
-        weights = np.repeat(CUT_WEIGHTS, num_rows)
-        unlimited = cls(RunningMemory(pair, len(weights)), pair, 0.0 * weights + np.inf, weights)
-        for block in blocks:
-            unlimited.add(block)
-        limits = unlimited.longest / pair.observer.bound_s * (1.0 + 1e-9)
-        limited = cls(RunningMemory(pair, len(weights)), pair, limits, weights)
-        missed = np.zeros(len(weights), np.int64)
-        for block in blocks:
-            missed += ~limited.fits()[np.arange(len(weights)), block]
-            limited.add(block)
-        best = missed.reshape(num_weights, num_rows).argmin(axis=0) * num_rows
-        best += np.arange(num_rows)
-        return cls(RunningMemory(pair, num_rows), pair, limits[best], weights[best])
 
     def fits(self) -> npt.NDArray[np.bool_]:
         """Whether the next block may take each candidate; all if none may.  # [num_rows, C]"""
@@ -496,13 +470,12 @@ class RunningStages:
         stays = chosen == self._current
         if self._block > 0:
             ended = self._load + self._cuts[self._weight_of, self._block - 1]
-            self._note(np.where(stays, 0.0, ended))
+            self._check(np.where(stays, 0.0, ended))
         self._load = np.where(stays, self._load, 0.0) + self._seconds[self._block, candidates]
-        self._note(self._load)
+        self._check(self._load)
         self._is_taken |= self._shares_device[chosen]
         self._current = chosen
         self._block += 1
 
-    def _note(self, stage_s: FloatArray) -> None:
-        self.longest = np.maximum(self.longest, stage_s)
+    def _check(self, stage_s: FloatArray) -> None:
         self.is_late |= stage_s > self._limit[:, 0] * (1.0 + 1e-9)

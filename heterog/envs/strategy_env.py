@@ -104,8 +104,8 @@ class StrategyOneShotEnv(_StrategyEnv):
     | action_mask | G x C | rows that can hold a block if it were alone |
 
     ## Reward
-    Log of the speed-up over the best data-parallel baseline, scored op by op; below -1.5, graded
-    by the overrun, where memory does not suffice. See ``heterog.envs.reward``; the terms are in
+    Log of the speed-up over the best data-parallel baseline, scored op by op; where memory does
+    not suffice below -1.5, graded by the overrun. See ``heterog.envs.reward``; the terms are in
     ``info``.
 
     ## Episode

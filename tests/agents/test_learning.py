@@ -16,7 +16,7 @@ from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.elites import find_elites
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.learner import learner_of
-from heterog.agents.policy import Policy, draw, log_probabilities, masks_of, score_pairs
+from heterog.agents.policy import Policy, draw, log_probabilities, score_pairs
 from heterog.agents.reinforce import Reinforce, gains_of_best, steered
 from heterog.agents.sources import PairSource
 from heterog.agents.training import RunFiles, Trainer, TrainingResult
@@ -284,21 +284,20 @@ def test_what_stable_baselines_draws_is_what_the_policy_draws() -> None:
     trainer, model = sb3("sb3:A2C")
     seen = model.env.reset()
     pair = source().pair(int(seen["pair"][0, 0]))
-    row = np.array([1, 1, 3, 0])
+    with torch.no_grad():
+        scores = trainer.policy.eval()(PairBatch([pair.observation]))
+    drawn = draw(scores.of(0, pair), pair, 1, rng(), keep_masks=True)
+    row, masks = drawn.rows[0], torch.from_numpy(drawn.masks)
     total = 0.0
     for candidate in row:
         tensors, _ = model.policy.obs_to_tensor(seen)
         with torch.no_grad():
-            drawn = model.policy.get_distribution(tensors)
+            choices = model.policy.get_distribution(tensors)
             actions = torch.full((len(seen["pair"]),), int(candidate))
-            total += float(drawn.log_prob(actions)[0])
+            total += float(choices.log_prob(actions)[0])
         seen, _, _, _ = model.env.step(actions.numpy())
-    with torch.no_grad():
-        scores = trainer.policy.eval()(PairBatch([pair.observation]))
-        masks = torch.from_numpy(masks_of(pair, row[None].astype(np.int32)))
-        expected, _ = log_probabilities(
-            scores, torch.zeros(1).long(), torch.tensor(row[None]), masks
-        )
+    which, rows = torch.zeros(1).long(), torch.from_numpy(drawn.rows).long()
+    expected, _ = log_probabilities(scores, which, rows, masks)
     assert total == pytest.approx(float(expected[0]), abs=1e-4)
 
 

@@ -17,13 +17,11 @@ from heterog.agents.policy import (
     Variety,
     draw,
     log_probabilities,
-    masks_of,
     rule_of_thumb,
     score_pairs,
 )
-from heterog.envs.pair import RunningMemory
 from heterog.errors import InputFileError, UnknownNameError
-from tests.envs.cases import language_pair, pipelined_pair, toy_pair
+from tests.envs.cases import language_pair, toy_pair
 
 SMALL = PolicyConfig(width=16, num_heads=2, num_rounds=1, rank=4, stay_bias=1.0)
 KINDS = [SMALL, PolicyConfig(encoder="paper", width=16, num_heads=2, rank=0)]
@@ -122,27 +120,6 @@ def test_padding_does_not_change_scores() -> None:
     beside = score_pairs(policy, [language_pair(), pair])[1]
     np.testing.assert_allclose(alone.unary, beside.unary, atol=1e-4)
     np.testing.assert_allclose(alone.pair, beside.pair, atol=1e-5)
-
-
-def test_masks_of_rows_are_those_of_their_draw() -> None:
-    pair = language_pair()
-    scores = score_pairs(make_policy(SMALL), [pair])[0]
-    drawn = draw(scores, pair, 5, np.random.default_rng(0), keep_masks=True)
-    np.testing.assert_array_equal(masks_of(pair, drawn.rows), drawn.masks)
-    assert np.take_along_axis(drawn.masks, drawn.rows[:, :, None], axis=2).all()
-
-
-def test_masks_of_pipelines_are_those_of_their_draw() -> None:
-    """But for candidates of a stage that would make it longer than any of the row."""
-    pair = pipelined_pair()
-    scores = score_pairs(make_policy(SMALL), [pair])[0]
-    drawn = draw(scores, pair, 16, np.random.default_rng(0), keep_masks=True)
-    masks = masks_of(pair, drawn.rows)
-    chosen = np.take_along_axis(masks, drawn.rows[:, :, None].astype(np.int64), axis=2)
-    assert chosen.all()
-    assert (masks == drawn.masks).mean() > 0.95
-    by_memory = np.array([RunningMemory(pair, 1).fits()[0]])
-    assert masks.mean() < 0.5 * by_memory.mean()
 
 
 def test_a_masked_candidate_has_no_probability_unless_it_was_chosen() -> None:
