@@ -338,7 +338,7 @@ class Gradients:
     def total(self, row: int) -> Tensor:
         """The gradient summed over all devices, in the parameter's shape."""
         shape = self._parameter(row).shape
-        bucket = int(self._part.program.bucket[row])
+        bucket = self._part.bucket(row)
         if bucket >= 0 and any(self._part.rank in ring.devices for ring in self._part.rings(row)):
             return self._total_of_rings(row, bucket).view(shape)
         if row in self._sums:
@@ -363,7 +363,7 @@ class Gradients:
         """Drop the gradient of a whole parameter that has been updated."""
         for known in (self._own, self._sums, self._pushed):
             known.pop(row, None)
-        bucket = int(self._part.program.bucket[row])
+        bucket = self._part.bucket(row)
         if bucket < 0:
             return
         self._num_stepped[bucket] = self._num_stepped.get(bucket, 0) + 1
