@@ -6,8 +6,8 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor
 
-from heterog.runtime.executor import StepExecutor
-from heterog.runtime.rank_program import OP_KINDS
+from heterog.runtime.step.executor import StepExecutor
+from heterog.runtime.step.rank_program import OP_KINDS
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_updates import saved_plan
