@@ -89,8 +89,7 @@ def test_a_kernel_runs_once_for_alike_shapes(name: str) -> None:
             torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
             for meta in op.call.inputs
         ]
-        run = op.on_share(op.whole, is_first=True, is_first_member=True, first_unit=0)
-        for first, again in zip(run(inputs), run(inputs), strict=True):
+        for first, again in zip(op(inputs, op.whole), op(inputs, op.whole), strict=True):
             assert first is again
 
 

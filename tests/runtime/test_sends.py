@@ -18,7 +18,7 @@ from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
 from heterog.runtime.measure.op_profiler import peak_bytes
-from heterog.runtime.step.step_order import DueTask
+from heterog.runtime.step.recorder import TaskTimes
 from heterog.search.plan import Plan, load_plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.ranks import Ranks
@@ -44,16 +44,17 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
     """(measured, predicted) peak of this rank, and the sends it waited for; rank 0 is late."""
     step = deploy(workload(), load_plan(plan))
     executor: Any = step._executor
-    take = executor.take
 
-    def late(turn: DueTask) -> None:
-        if rank == 0 and turn.task >= 0 and executor._kind[turn.task] == TaskKind.COMPUTE:
-            op = executor._op[executor._subject[turn.task]]
-            if step.captured.graph.ops[op].phase == Phase.BACKWARD:
-                time.sleep(0.01)
-        take(turn)
+    class Late(TaskTimes):
+        def begin_task(self, task: int) -> None:
+            if executor._kind[task] == TaskKind.COMPUTE:
+                op = executor._op[executor._subject[task]]
+                if step.captured.graph.ops[op].phase == Phase.BACKWARD:
+                    time.sleep(0.01)
+            super().begin_task(task)
 
-    executor.take = late
+    if rank == 0:
+        step.notify(Late({}))
     batch = workload().make_batch()
     step(batch)
     waited: list[int] = []

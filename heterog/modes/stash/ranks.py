@@ -380,8 +380,7 @@ class StashedTraining(RankMode):
     def _play(self, moment: Moment, *, is_last: bool = False) -> None:
         about = self.enter(moment, is_last=is_last)
         if about is not None:
-            for turn in self._turns[about.number, moment]:
-                about.batch.executor.take(turn)
+            about.batch.executor.play(self._turns[about.number, moment])
         self.leave(moment, about)
 
     def _move_on(self) -> None:

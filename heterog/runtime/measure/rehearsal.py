@@ -330,9 +330,6 @@ class _RehearsedOp(LocalOp):
             made = self._known[key] = self._make(inputs, extent, enters)
         return list(made)
 
-    # The short ways to the kernel would pass by what is known.
-    on_share = LocalOp.called_on
-
     def _make(
         self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool, int]
     ) -> list[Tensor]:

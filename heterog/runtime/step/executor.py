@@ -2,12 +2,13 @@
 
 The program says what happens and the plan in which order; nothing here decides. A rank goes
 through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
-once and waited for where its result is needed. ``conversions`` moves values between divisions,
-``gradients`` and ``optimizer`` make new parameters.
+once and waited for where its result is needed. The first step is interpreted; in later ones the
+ops between two points of communication are one function (``segments``). ``conversions`` moves
+values between divisions, ``gradients`` and ``optimizer`` make new parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,33 +26,18 @@ from heterog.runtime.step.gradients import Gradients
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
 from heterog.runtime.step.losses import Losses
-from heterog.runtime.step.op_inputs import Need
 from heterog.runtime.step.optimizer import Masters, Push, StepUpdates, Updates
 from heterog.runtime.step.random_stream import RandomStream
-from heterog.runtime.step.rank_program import Near, RankProgram
-from heterog.runtime.step.recipes import Recipe
+from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.recorder import Recorder as Recorder
+from heterog.runtime.step.segments import NotedOp, Piece, Segments
 from heterog.runtime.step.slices import Slices
 from heterog.runtime.step.spans import Span, Spans
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
-from heterog.runtime.step.values import Held, Reader, Values
+from heterog.runtime.step.values import Held, Values
 from heterog.strategy.strategy import Strategy
 
 _COMPUTE = TaskKind.COMPUTE
-
-
-class _Call(NamedTuple):
-    """An op as this rank runs it, on its part of a micro-batch, and how its inputs are read."""
-
-    local_op: LocalOp
-    reader: Reader
-    near: Near
-    made: range
-    units: Span  # part of its outputs
-    draws_for: int | None
-    recipes: list[tuple[Need, Recipe | None]]
-    run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
-    is_plain: bool  # what it makes goes nowhere but into buffers
 
 
 class StepExecutor:
@@ -157,7 +143,8 @@ class StepExecutor:
         self._before: StepUpdates | None = None
         self._step: StepUpdates | None = None
         self._summed_loss: Pending | None = None
-        self._calls: dict[int, _Call] = {}
+        self._noted: dict[int, NotedOp] = {}
+        self._pieces: dict[tuple[DueTask, int, bool], list[Piece]] = {}
         self._counted: set[int] = set()  # counters that were already stepped in this step
         self._kind = part.kinds
         self._action = [_ACTIONS.get(kind) for kind in part.kinds]
@@ -165,6 +152,20 @@ class StepExecutor:
         self._subject: list[int] = self.program.subject.tolist()
         self._micro: list[int] = self.program.micro.tolist()
         self._op: list[int] = self._part.tables.op_id.tolist()
+        # With a barrier all parameters are there when a step begins.
+        is_late = not (self._is_alone and part.strategy.step_barrier)
+        self._segments = Segments(
+            part=part,
+            values=self._values,
+            parameters=parameters,
+            read_parameter=(read_parameter or self._updates.read) if is_late else None,
+            buffers=buffers,
+            updates=self._updates,
+            random=self._random,
+            communicator=communicator,
+            sent_before=self._sent_before,
+            noted=self._noted,
+        )
 
     @property
     def seen(self) -> RankProgram:
@@ -199,8 +200,7 @@ class StepExecutor:
         """
         with torch.no_grad():
             self.begin(batch)
-            for turn in self.turns:
-                self.take(turn)
+            self.play(self.turns)
             return self.end()
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
@@ -233,8 +233,40 @@ class StepExecutor:
         )
         self._summed_loss = None
 
+    def play(self, turns: Sequence[DueTask]) -> None:
+        """Run some turns that follow one another: one by one at first, then as segments."""
+        if not turns:
+            return
+        recorder = self._updates.recorder
+        key = turns[0], len(turns), recorder is not None
+        pieces = self._pieces.get(key)
+        if pieces is None:
+            if not self._is_noted(turns):
+                for turn in turns:
+                    self.take(turn)
+                return
+            pieces = self._segments.pieces(turns, apart=recorder is not None)
+            self._pieces[key] = pieces
+        values, step = self._values, self._step
+        assert step is not None
+        for turn, segment in pieces:
+            if segment is None:
+                self.take(turn)
+                continue
+            if recorder is not None:
+                recorder.begin_task(turn.task)
+            segment(values.held, values.batch, step, self.num_steps)
+            if recorder is not None:
+                recorder.end_task(turn.task)
+
+    def _is_noted(self, turns: Sequence[DueTask]) -> bool:
+        """Whether all ops among some turns have run before."""
+        return all(
+            task in self._noted for task, _ in turns if task >= 0 and self._kind[task] in OP_KINDS
+        )
+
     def take(self, turn: DueTask) -> None:
-        """Run one of ``turns``; call it in their order."""
+        """Run one of ``turns`` by itself; call it in their order."""
         assert self._step is not None
         task, of_step_before = turn
         step = self._before if of_step_before else self._step
@@ -384,16 +416,13 @@ class StepExecutor:
         for send in self._sent_before.get(task, ()):
             self._communicator.wait_for_send(send)
         values = self._values
-        call = self._calls.get(task)
-        if call is None:
-            call = self._calls[task] = self._call(task, row, micro)
-        elif call.is_plain:
-            self._compute_plain(call)
-            return
-        local_op, reader = call.local_op, call.reader
+        noted = self._noted.get(task)
+        if noted is None:
+            noted = self._noted[task] = self._first_call(task, row, micro)
+        local_op, reader = noted.local_op, noted.reader
         op, spans = local_op.index, reader.spans
         is_again = self._kind[task] is not _COMPUTE
-        inputs = self._inputs(call)
+        inputs = self._inputs(noted)
         if is_again:
             inputs = self._with_own_buffers(op, inputs)
         if local_op.counts_steps and spans is None:
@@ -401,14 +430,7 @@ class StepExecutor:
             if op in self._counted:
                 inputs = [inputs[0], inputs[0]]  # nothing changes
             self._counted.add(op)
-        if local_op.is_of_whole_batch:
-            outputs = [values.from_batch(tensor) for tensor in self.graph.outputs[op]]
-        elif local_op.is_random:
-            # Seeded by what identifies the op: run again, it draws the same numbers.
-            with self._random.drawing(self.num_steps, op, micro, rank=call.draws_for):
-                outputs = list(call.run(inputs))
-        else:
-            outputs = list(call.run(inputs))
+        outputs = self._outputs(noted, inputs)
         if op == self._begins_backward:
             outputs = [outputs[0] * step.loss_scale]
         if local_op.weighs_labels:
@@ -418,74 +440,73 @@ class StepExecutor:
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
                 outputs[1] = weight
-        made = call.made[: len(outputs)]  # a token may follow, which only orders tasks
+        made = noted.made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
-            values.held[buffer] = Held(output, reader.samples, call.units)
+            values.held[buffer] = Held(output, reader.samples, noted.units)
         if not is_again:
             for position in local_op.steps_buffers:
                 values.put_back(op, position, inputs[position], reader)
             if row in self._part.makes_gradients:
-                step.gradients.keep(task, spans, micro)
+                noted.gradients = step.gradients.keep(task, spans, micro)
             if op == self._losses.op:
                 self._losses.keep(task, spans, micro)
         for buffer in made:
-            if not values.is_read(buffer):
+            if not values.is_ever_read(buffer):
                 del values.held[buffer]
 
-    def _compute_plain(self, call: _Call) -> None:
-        """Run an op that was run before, and of which nothing more is asked."""
-        values, samples = self._values, call.reader.samples
-        for buffer, output in zip(call.made, call.run(self._inputs(call)), strict=False):
-            if values.is_read(buffer):
-                values.held[buffer] = Held(output, samples, call.units)
-
-    def _inputs(self, call: _Call) -> list[Tensor]:
-        """Read an op's inputs: as noted, and the first time with notes."""
-        values, near, reader = self._values, call.near, call.reader
-        if call.recipes:
-            return [
-                values.read(need, near, reader) if recipe is None else values.follow(recipe)
-                for need, recipe in call.recipes
-            ]
-        inputs = []
-        for need in self._part.needs[call.local_op.index]:
-            value, recipe = values.read_and_note(need, near, reader)
+    def _inputs(self, noted: NotedOp) -> list[Tensor]:
+        """Read an op's inputs, and note how."""
+        values, inputs = self._values, []
+        noted.inputs = []
+        for need in self._part.needs[noted.local_op.index]:
+            value, recipe = values.noted(partial(values.read, need, noted.near, noted.reader))
             inputs.append(value)
-            call.recipes.append((need, recipe))
+            noted.inputs.append(recipe)
         return inputs
 
-    def _call(self, task: int, row: int, micro: int) -> _Call:
-        """Constant parts of a task's call; looked up once."""
-        part = self._part
-        op = self._op[row]
-        spans, local_op = part.spans_of_task(task, op), self._ops[op]
-        reader = self._values.reader(spans, micro)
-        run = local_op.on_share(
+    def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What an op makes of its inputs."""
+        local_op, reader = noted.local_op, noted.reader
+        if local_op.is_of_whole_batch:
+            outputs = self.graph.outputs[local_op.index]
+            return [self._values.from_batch(tensor) for tensor in outputs]
+        run = partial(
+            local_op,
+            inputs,
             reader.extent or local_op.whole,
             is_first=reader.is_first,
             is_first_member=reader.is_first_member,
             first_unit=reader.units[0],
         )
-        is_plain = not (
-            self._kind[task] is not _COMPUTE
-            or local_op.counts_steps
-            or local_op.is_of_whole_batch
-            or local_op.is_random
-            or local_op.weighs_labels
-            or local_op.steps_buffers
-            or op in (self._begins_backward, self._losses.op)
-            or row in part.makes_gradients
-        )
-        return _Call(
+        if not local_op.is_random:
+            return run()
+        # Seeded by what identifies the op: run again, it draws the same numbers.
+        where = self.num_steps, local_op.index, noted.micro
+        with self._random.drawing(*where, rank=noted.draws_for):
+            return run()
+
+    def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
+        """What is known of a task before its op runs for the first time."""
+        part, op = self._part, self._op[row]
+        spans, local_op = part.spans_of_task(task, op), self._ops[op]
+        reader = self._values.reader(spans, micro)
+        steps_buffers = self._kind[task] is not _COMPUTE and self._reads_buffers(op)
+        return NotedOp(
             local_op=local_op,
             reader=reader,
             near=part.near(task),
             made=part.made(task),
+            micro=micro,
             units=self._units_made(row) if part.is_recut[row] else reader.units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
-            recipes=[],
-            run=run,
-            is_plain=is_plain,
+            is_special=bool(
+                steps_buffers
+                or local_op.counts_steps
+                or local_op.is_of_whole_batch
+                or local_op.weighs_labels
+                or local_op.steps_buffers
+                or op in (self._begins_backward, self._losses.op)
+            ),
         )
 
     def _units_made(self, row: int) -> Span:
@@ -505,13 +526,18 @@ class StepExecutor:
             return None  # the whole of it, on all devices
         return spans.speaker(micro, self.rank)
 
+    def _reads_buffers(self, op: int) -> bool:
+        """Whether an op reads buffers of the model, which it may change."""
+        return any(self._is_buffer(tensor) for tensor in self.graph.ops[op].inputs)
+
+    def _is_buffer(self, tensor: int) -> bool:
+        return bool(self.graph.tensors[self.graph.storage[tensor]].kind == TensorKind.BUFFER)
+
     def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
         """Copies of the inputs that are buffers: BatchNorm updates its statistics in them."""
-        graph = self.graph
-        kinds = [graph.tensors[graph.storage[tensor]].kind for tensor in graph.ops[op].inputs]
         return [
-            value.clone() if kind == TensorKind.BUFFER else value
-            for value, kind in zip(inputs, kinds, strict=True)
+            value.clone() if self._is_buffer(tensor) else value
+            for tensor, value in zip(self.graph.ops[op].inputs, inputs, strict=True)
         ]
 
 

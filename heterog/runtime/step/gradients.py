@@ -10,6 +10,7 @@ from heterog.modes.mode import MessageCodec
 from heterog.runtime.step.collectives import Communicator, Pending, add_in_place, slice_counts
 from heterog.runtime.step.feedback import ErrorFeedback
 from heterog.runtime.step.rank_program import Near, RankProgram
+from heterog.runtime.step.recipes import Recipe
 from heterog.runtime.step.slices import SlicedBucket, Slices
 from heterog.runtime.step.spans import Spans
 from heterog.runtime.step.values import Values
@@ -68,14 +69,16 @@ class Gradients:
         self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
 
-    def keep(self, task: int, spans: Spans | None, micro: int) -> None:
-        """Keep the gradients that an op has made."""
-        part = self._part
+    def keep(self, task: int, spans: Spans | None, micro: int) -> list[tuple[int, Recipe | None]]:
+        """Keep the gradients that an op has made; returns their rows, and how they were read."""
+        part, found = self._part, []
         for buffer in part.made(task):
             value, whole = part.value_in(buffer)
             for row in part.parameters_of_value.get(value, ()):
-                if not part.gradient_is_converted(row):
-                    self._keep(row, {(value, whole): buffer}, spans, micro)
+                if not part.gradient_is_converted(row) and part.gives(row, micro):
+                    recipe = self._keep(row, {(value, whole): buffer}, spans, micro)
+                    found.append((row, recipe))
+        return found
 
     def keep_gathered(self, task: int, slot: int, micro: int) -> None:
         """Keep the gradients that a gather has completed."""
@@ -86,14 +89,13 @@ class Gradients:
                 if (
                     int(part.tables.gradient_slot[row]) == slot
                     and part.program.buffer_device[buffer] == part.rank
+                    and part.gives(row, micro)
                 ):
                     spans = part.spans_of_op(part.maker(value))
                     self._keep(row, {part.value_in(buffer): buffer}, spans, micro)
 
-    def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> None:
+    def _keep(self, row: int, near: Near, spans: Spans | None, micro: int) -> Recipe | None:
         """Keep a gradient, or what will be one when the collective that makes it whole is done."""
-        if not self._part.gives(row, micro):
-            return
         values, tensor = self._values, self._part.graph.updates[row][2]
         reader = values.reader(spans, micro)
         ((_, buffer),) = near.items()
@@ -102,8 +104,15 @@ class Gradients:
         def gradient() -> Tensor:
             return values.gradient(tensor, near, held, reader)
 
-        is_coming = isinstance(held.value, Pending)
-        kept = Pending(None, gradient) if is_coming else gradient()
+        if isinstance(held.value, Pending):
+            self.keep_row(row, micro, Pending(None, gradient))
+            return None
+        value, recipe = values.noted(gradient)
+        self.keep_row(row, micro, value)
+        return recipe
+
+    def keep_row(self, row: int, micro: int, kept: Tensor | Pending) -> None:
+        """Keep a parameter's gradient, which may be under way."""
         if (row, micro) in self._part.given_to_replicas:
             # Sums over devices and micro-batches change it in place, maybe before it is sent.
             kept = _waited(kept)
@@ -329,7 +338,7 @@ class Gradients:
     def total(self, row: int) -> Tensor:
         """The gradient summed over all devices, in the parameter's shape."""
         shape = self._parameter(row).shape
-        bucket = int(self._part.program.bucket[row])
+        bucket = self._part.bucket(row)
         if bucket >= 0 and any(self._part.rank in ring.devices for ring in self._part.rings(row)):
             return self._total_of_rings(row, bucket).view(shape)
         if row in self._sums:
@@ -354,7 +363,7 @@ class Gradients:
         """Drop the gradient of a whole parameter that has been updated."""
         for known in (self._own, self._sums, self._pushed):
             known.pop(row, None)
-        bucket = int(self._part.program.bucket[row])
+        bucket = self._part.bucket(row)
         if bucket < 0:
             return
         self._num_stepped[bucket] = self._num_stepped.get(bucket, 0) + 1

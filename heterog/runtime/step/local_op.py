@@ -37,6 +37,8 @@ _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
+_AROUND = frozenset({Special.OWN_ROWS, Special.MEAN_TO_SUM})
+"""What is done before or after a kernel, on any share."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
@@ -52,6 +54,22 @@ class Extent(NamedTuple):
 
     samples: int
     units: int
+
+
+class Kernel(NamedTuple):
+    """A call of an op on a local share.
+
+    Attributes:
+        function: The function that is called.
+        positional: Its arguments; a ``TensorRef``, also inside of tuples, stands for an input.
+        keywords: Arguments by name.
+        kept: Which of the returned tensors are outputs; ``None`` if it returns a single tensor.
+    """
+
+    function: Callable[..., Any]
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Any] = _NOTHING
+    kept: tuple[int, ...] | None = None
 
 
 class LocalOp:
@@ -137,23 +155,9 @@ class LocalOp:
         self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         self._kept = self._kept[: len(self.call.outputs)]
         self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
-        self._find_out_once()
-
-    def _find_out_once(self) -> None:
-        """Find out what every step would ask again: it has thousands of calls."""
-        self._calls: dict[Extent, _KernelCall] = {}
         self._shapes: dict[Extent, tuple[int, ...]] = {}
         self._is_reshape = not self.has_windows and (
             self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials
-        )
-        self._adds_once = (
-            self.along_batch.special == Special.BIAS_ON_ONE_RANK,
-            self.along_axis.special == Special.BIAS_ON_ONE_RANK,
-        )
-        self._is_plain = not (
-            self._normalises
-            or self.has_windows
-            or self.specials & {Special.OWN_ROWS, Special.MEAN_TO_SUM, *_OF_POSITION}
         )
 
     def _steps_buffers(self, graph: OpGraph) -> tuple[int, ...]:
@@ -230,76 +234,50 @@ class LocalOp:
                 kept = [output * (share / whole) for output in kept]
         return kept
 
-    def on_share(
+    def kernel(
         self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
-    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """The call of one share, with all that can be found out before it; see ``__call__``."""
+    ) -> "Kernel":
+        """What a call on one share comes to, if an earlier one went well; see ``__call__``."""
         if self._is_reshape:
-            shape = self.reshaped(extent)
-            return lambda inputs: (inputs[0].reshape(shape),)
-        of_batch, of_team = self._adds_once
-        enters = (is_first or not of_batch) and (is_first_member or not of_team)
-        if self._is_plain and enters:
-            call = self._kernel_call(extent)
-            if call.is_flat and not self.weighs_labels:
-                return self._flat(call)
-            return partial(self._run, extent=extent)
-        return self.called_on(
-            extent, is_first=is_first, is_first_member=is_first_member, first_unit=first_unit
+            return Kernel(Tensor.reshape, (TensorRef(0), self.reshaped(extent)))
+        rules = (self.along_batch, is_first), (self.along_axis, is_first_member)
+        leaves_out = any(
+            rule.special == Special.BIAS_ON_ONE_RANK and not enters for rule, enters in rules
         )
-
-    def called_on(
-        self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
-    ) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """The call of one share with nothing found out before it."""
-        return partial(
-            self,
-            extent=extent,
-            is_first=is_first,
-            is_first_member=is_first_member,
-            first_unit=first_unit,
+        is_part = extent.units < self.whole.units and self.specials & _OF_POSITION
+        if self.has_windows or leaves_out or is_part or self.specials & _AROUND:
+            run = partial(
+                self,
+                extent=extent,
+                is_first=is_first,
+                is_first_member=is_first_member,
+                first_unit=first_unit,
+            )
+            inputs = tuple(TensorRef(place) for place in range(len(self.call.inputs)))
+            return Kernel(run, (inputs,), kept=tuple(range(len(self.call.outputs))))
+        template = self._template(extent)
+        function, returns = self._target, self._schema.returns
+        if isinstance(function, torch._ops.OpOverload):
+            function = function._op
+        is_single = self._kept == [0] and [str(each.type) for each in returns] == ["Tensor"]
+        return Kernel(
+            function,
+            tuple(value for _, value, is_keyword in template if not is_keyword),
+            {name: value for name, value, is_keyword in template if is_keyword},
+            None if is_single else tuple(self._kept),
         )
-
-    def _kernel_call(self, extent: Extent) -> "_KernelCall":
-        call = self._calls.get(extent)
-        if call is None:
-            call = self._calls[extent] = _KernelCall.of(self._template(extent))
-        return call
-
-    def _flat(self, call: "_KernelCall") -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-        """A kernel whose tensors are single arguments."""
-        target, given, keywords = self._target, call.positional, call.keywords
-        tensors, kept = call.tensors, self._kept
-
-        def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-            positional = given.copy()
-            for place, index in tensors:
-                positional[place] = inputs[index]
-            result = target(*positional, **keywords)
-            if type(result) is Tensor:
-                return (result,) if kept else ()
-            outputs = result if isinstance(result, tuple | list) else (result,)
-            return [outputs[position] for position in kept]
-
-        return run
 
     def _run(
         self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
     ) -> list[Tensor]:
         """Call the kernel; ``instead`` replaces some of the op's own arguments."""
-        call = self._kernel_call(extent)
-        if instead:
-            call = _KernelCall.of(self._template(extent), instead)
-        positional = call.positional.copy()
-        for place, index in call.tensors:
-            positional[place] = inputs[index]
-        for place, argument in call.nested:
-            positional[place] = _fill(argument, inputs)
-        keywords = call.keywords
-        if call.filled:
-            keywords = keywords | {name: _fill(each, inputs) for name, each in call.filled}
-        if self.weighs_labels:
-            positional[3] = _SUM_REDUCTION
+        positional, keywords = [], {}
+        for name, value, is_keyword in self._template(extent):
+            given = instead[name] if name in instead else _fill(value, inputs)
+            if is_keyword:
+                keywords[name] = given
+            else:
+                positional.append(given)
         result = self._target(*positional, **keywords)
         outputs = result if isinstance(result, tuple | list) else (result,)
         return [outputs[position] for position in self._kept]
@@ -348,10 +326,12 @@ class LocalOp:
         self, output: int, extent: Extent
     ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
         """A function of the op's only input, and its further arguments, that makes an output."""
-        if self._is_reshape:
-            return Tensor.reshape, (self.reshaped(extent),)
-        run = self.on_share(extent, is_first=True, is_first_member=True, first_unit=0)
-        return lambda value: run((value,))[output], ()
+        kernel = self.kernel(extent, is_first=True, is_first_member=True, first_unit=0)
+        first, *others = kernel.positional
+        is_method = first == TensorRef(0) and not any(map(_holds_tensor, others))
+        if is_method and kernel.kept is None and not kernel.keywords:
+            return kernel.function, tuple(others)
+        return lambda value: self([value], extent)[output], ()
 
     def reshaped(self, extent: Extent) -> tuple[int, ...]:
         """Shape of what the op, a reshape, makes of a local share."""
@@ -397,7 +377,9 @@ class LocalOp:
                 original = self._original[argument.name]
                 if not _holds_tensor(value) and value == self.call.args.get(name):
                     # Unchanged: dtypes and devices are text in the graph, objects here.
-                    value = _Constant(original)
+                    value = original
+                if self.weighs_labels and argument.name == "reduction":
+                    value = _SUM_REDUCTION
                 template.append((argument.name, value, bool(argument.kwarg_only)))
             self._templates[extent] = template
         return self._templates[extent]
@@ -492,65 +474,6 @@ def _row_index(call: OpCall, rule: RuleResult) -> int:
     return rows.index
 
 
-class _Constant:
-    """An argument that is passed on as it is."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-class _KernelCall(NamedTuple):
-    """Arguments of a kernel on a local share, all but its tensors in place.
-
-    Attributes:
-        positional: Arguments by place; those that are filled in are ``None``.
-        tensors: (place, index of the input) of tensors.
-        nested: (place, reference) of tuples that hold tensors.
-        keywords: Arguments by name, those filled in left out.
-        filled: (name, reference) of those.
-    """
-
-    positional: list[Any]
-    tensors: tuple[tuple[int, int], ...]
-    nested: tuple[tuple[int, Any], ...]
-    keywords: dict[str, Any]
-    filled: tuple[tuple[str, Any], ...]
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether tensors are single positional arguments."""
-        return not self.nested and not self.filled
-
-    @classmethod
-    def of(
-        cls, template: Sequence[tuple[str, Any, bool]], instead: Mapping[str, Any] = _NOTHING
-    ) -> "_KernelCall":
-        """The call of a template; ``instead`` replaces some arguments."""
-        template = [
-            (name, _Constant(instead[name]) if name in instead else argument, is_keyword)
-            for name, argument, is_keyword in template
-        ]
-        by_place = [(name, argument) for name, argument, is_keyword in template if not is_keyword]
-        by_name = [(name, argument) for name, argument, is_keyword in template if is_keyword]
-        given = [None if _holds_tensor(each) else _fill(each, ()) for _, each in by_place]
-        places = list(enumerate(argument for _, argument in by_place))
-        return cls(
-            positional=given,
-            tensors=tuple(
-                (place, each.index) for place, each in places if isinstance(each, TensorRef)
-            ),
-            nested=tuple(
-                (place, each)
-                for place, each in places
-                if _holds_tensor(each) and not isinstance(each, TensorRef)
-            ),
-            keywords={name: _fill(each, ()) for name, each in by_name if not _holds_tensor(each)},
-            filled=tuple((name, each) for name, each in by_name if _holds_tensor(each)),
-        )
-
-
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, tuple):
         return any(_holds_tensor(item) for item in value)
@@ -560,8 +483,6 @@ def _holds_tensor(value: Any) -> bool:
 def _fill(argument: Any, inputs: Sequence[Tensor]) -> Any:
     if isinstance(argument, TensorRef):
         return inputs[argument.index]
-    if isinstance(argument, _Constant):
-        return argument.value
     if isinstance(argument, tuple):
         return [_fill(item, inputs) for item in argument]
     return argument

@@ -169,6 +169,13 @@ class Updates:
             for row in range(len(part.graph.updates))
             if part.rank in part.owners(row) and not part.zero_stage(row)
         ]
+        # Those of which the optimizer gets a gradient in another dtype than it was summed in.
+        self._copied = {
+            row
+            for row, (_, tensor, _) in enumerate(part.graph.updates)
+            if tensor in parameters
+            and masters.of(parameters[tensor]).dtype != part.gradient_dtype(row)
+        }
         self._step: StepUpdates | None = None  # that all waiting parameters belong to
         self._waiting: dict[int, int] = {}  # row by tensor id
         self._arriving: dict[int, Pending] = {}  # by tensor id
@@ -324,7 +331,7 @@ class Updates:
         # One by one where gradients are copied into another dtype: the copies of all of them would
         # be there together.
         # So it is where state is widened for the step.
-        is_copied = is_narrow(self._optimizer) or any(map(self._is_copied, rows))
+        is_copied = is_narrow(self._optimizer) or not self._copied.isdisjoint(rows)
         one_by_one = is_copied and not self._together
         for part in [[row] for row in rows] if one_by_one else self._stepped_together(rows):
             tensors = [self._part.graph.updates[row][1] for row in part]
@@ -348,11 +355,6 @@ class Updates:
         updates = self._part.graph.updates
         sizes = [self._parameters[updates[row][1]].nbytes for row in rows]
         return in_parts(rows, sizes, _STEPPED_BYTES)
-
-    def _is_copied(self, row: int) -> bool:
-        """Whether the optimizer gets a gradient in another dtype than it was summed in."""
-        stepped = self._masters.of(self._parameters[self._part.graph.updates[row][1]])
-        return stepped.dtype != self._part.gradient_dtype(row)
 
     def _apply(
         self, step: StepUpdates, targets: list[tuple[nn.Parameter, Tensor]], rows: Sequence[int]

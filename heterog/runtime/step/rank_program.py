@@ -215,6 +215,7 @@ class RankProgram:
             self.parameters_of_value.setdefault(value, []).append(row)
         made = tables.parameter_gradient[tables.parameter_gradient >= 0]
         self.makes_gradients = frozenset(tables.value_op[made].tolist())
+        self._bucket: list[int] = program.bucket.tolist()
         self.bucket_members: dict[int, list[int]] = {}
         self._fill_buckets()
         self._rings = parameter_rings(graph, strategy)
@@ -280,7 +281,7 @@ class RankProgram:
 
     def _fill_buckets(self) -> None:
         for row in range(len(self.graph.updates)):
-            bucket = int(self.program.bucket[row])
+            bucket = self._bucket[row]
             if bucket >= 0:
                 self.bucket_members.setdefault(bucket, []).append(row)
 
@@ -336,14 +337,18 @@ class RankProgram:
 
     def zero_stage(self, row: int) -> int:
         """Stage of ZeRO in which a parameter is updated in slices, 0 if it is not."""
-        if int(self.program.bucket[row]) < 0:
+        if self._bucket[row] < 0:
             return 0
         group = int(self._group[self.graph.updates[row][0]])
         return int(self.strategy.decisions[group].sync.sharded)
 
+    def bucket(self, row: int) -> int:
+        """Number of the bucket of a parameter's gradient; -1 if it is in none."""
+        return self._bucket[row]
+
     def sliced_bucket(self, row: int) -> SlicedBucket | None:
         """The bucket in which this rank updates a slice of a parameter, if it does."""
-        return self.sliced.get(int(self.program.bucket[row]))
+        return self.sliced.get(self._bucket[row])
 
     def rings(self, row: int) -> tuple[Ring, ...]:
         """All rings that add up a parameter's gradients."""
@@ -359,7 +364,7 @@ class RankProgram:
         place = self._place_in_ring.get((row, ring.devices))
         if place is None:
             begin = 0
-            for each in self.bucket_members[int(self.program.bucket[row])]:
+            for each in self.bucket_members[self._bucket[row]]:
                 size = self.ring_size(each, ring)
                 self._place_in_ring[each, ring.devices] = begin, size
                 begin += size

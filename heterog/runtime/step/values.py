@@ -1,5 +1,6 @@
 """The values that a rank holds during a step, and how an op's inputs are read from them."""
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ class Values:
 
     Attributes:
         held: Contents of each buffer.
+        batch: The batch of the step, by tensor id.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Values:
         self._buffers = buffers
         self._device = device
         self._num_reads: dict[int, int] = {}
+        self._num_value_reads: dict[int, int] = {}  # by tasks that look for the value here
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
         self._position: dict[int, int] = {}
         kinds = part.kinds
@@ -129,6 +132,7 @@ class Values:
             for buffer in part.reads(task):
                 self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
                 if reads_values:
+                    self._num_value_reads[buffer] = self.num_value_reads(buffer) + 1
                     self._last_op[buffer] = position
         # Where parameters lie in their buckets.
         self._span: dict[int, slice] = {}
@@ -140,7 +144,7 @@ class Values:
                     self._span[tensor] = slice(begin, begin + size)
         self.held: dict[int, Held] = {}
         self._left: dict[int, int] = {}
-        self._batch: Mapping[int, Tensor] = {}
+        self.batch: Mapping[int, Tensor] = {}
         self._from_batch: dict[int, Tensor] = {}
         self._readers: dict[tuple[Spans | None, int], Reader] = {}
         self._notes: Notes | None = None  # of the reading under way, where it is noted
@@ -149,12 +153,12 @@ class Values:
         """Start a step with the global batch, by tensor id."""
         self.held = {}
         self._left = dict(self._num_reads)
-        self._batch = batch
+        self.batch = batch
         self._from_batch = {}
 
     def let_go(self) -> None:
         """Drop the batch at the end of a step, and what follows from it."""
-        self._batch, self._from_batch = {}, {}
+        self.batch, self._from_batch = {}, {}
 
     def reader(self, spans: Spans | None, micro: int) -> Reader:
         """This rank, as it reads for an op with these spans; looked up once."""
@@ -185,9 +189,13 @@ class Values:
             is_first_member=not is_ruled or spans.speaks(micro, rank),
         )
 
-    def is_read(self, buffer: int) -> bool:
-        """Whether a task on this rank still reads a buffer."""
-        return bool(self._left.get(buffer))
+    def is_ever_read(self, buffer: int) -> bool:
+        """Whether a task on this rank reads a buffer."""
+        return buffer in self._num_reads
+
+    def num_value_reads(self, buffer: int) -> int:
+        """Number of this rank's tasks that look for a buffer's value in ``held``."""
+        return self._num_value_reads.get(buffer, 0)
 
     def is_needed_after(self, task: int, buffer: int) -> bool:
         """Whether an op or conversion on this rank reads a buffer after a task.
@@ -198,20 +206,21 @@ class Values:
 
     def drop_read_by(self, task: int) -> None:
         """Drop the buffers that a task that has run was the last to read."""
-        num_left = self._left
         for buffer in self._part.reads(task):
-            num_left[buffer] -= 1
-            if num_left[buffer] == 0:
-                self.held.pop(buffer, None)
+            self.count_reads(buffer, 1)
+
+    def count_reads(self, buffer: int, number: int) -> None:
+        """Count a number of tasks that have read a buffer; it is dropped after the last one."""
+        left = self._left[buffer] = self._left[buffer] - number
+        if left == 0:
+            self.held.pop(buffer, None)
 
     def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
         """Zeros of a tensor's dtype on this rank's device."""
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def read_and_note(
-        self, need: Need, near: Near, reader: Reader
-    ) -> tuple[Tensor, Recipe | None]:
+    def noted(self, read: Callable[[], Tensor]) -> tuple[Tensor, Recipe | None]:
         """Read, and note how: all that decides about it is the same in every step.
 
         Returns:
@@ -219,25 +228,10 @@ class Values:
         """
         notes = self._notes = Notes()
         try:
-            value = self.read(need, near, reader)
+            value = read()
         finally:
             self._notes = None
         return value, notes.recipe()
-
-    def follow(self, recipe: Recipe) -> Tensor:
-        """Read as noted."""
-        begin, key, steps = recipe
-        if begin is Begin.HELD:
-            value = self.held[key].value
-            if isinstance(value, Pending):
-                value = value.wait()
-        elif begin is Begin.PARAMETER:
-            value = self._read_parameter(key)
-        else:
-            value = (self._batch if begin is Begin.BATCH else self._buffers)[key]
-        for function, arguments in steps:
-            value = function(value, *arguments)
-        return value
 
     def _begins(self, begin: Begin, key: int) -> None:
         if self._notes is not None:
@@ -248,11 +242,11 @@ class Values:
         if self._notes is not None:
             self._notes.fails = True
 
-    def _cut(self, value: Tensor, *arguments: Any) -> Tensor:
-        """Cut a value; see ``spans.cut``."""
+    def _then(self, function: Callable[..., Tensor], value: Tensor, *arguments: Any) -> Tensor:
+        """Apply a function, and note it."""
         if self._notes is not None:
-            self._notes.steps.append((cut, arguments))
-        return cut(value, *arguments)
+            self._notes.steps.append((function, arguments))
+        return function(value, *arguments)
 
     def read(self, need: Need, near: Near, reader: Reader) -> Tensor:
         """A tensor placed as an op on this rank needs it.
@@ -285,13 +279,10 @@ class Values:
                     is_ruled or seen.is_part_in_team or speaks
                 )
             if not enters:
-                self._fails()
-                return torch.zeros_like(seen.value)
+                return self._then(torch.zeros_like, seen.value)
         if is_ruled and need.on_axis.kind == "P" and not seen.is_part_in_team:
             if not reader.is_first_member:
-                self._fails()
-                return torch.zeros_like(seen.value)
-            return seen.value
+                return self._then(torch.zeros_like, seen.value)
         return seen.value
 
     def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
@@ -391,12 +382,12 @@ class Values:
             if not seen.has_samples and reader.samples != reader.all_samples:
                 total = reader.all_samples[1]
                 begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
-                seen.value = self._cut(seen.value, in_batch, total, begin, count)
+                seen.value = self._then(cut, seen.value, in_batch, total, begin, count)
             seen.has_samples = True
         if along_axis and need.is_ruled and on_axis.kind == "S" and not seen.has_units:
             if seen.has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
-            seen.value = self._cut(seen.value, on_axis, reader.all_units, *reader.units)
+            seen.value = self._then(cut, seen.value, on_axis, reader.all_units, *reader.units)
             seen.has_units = True
 
     def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
@@ -431,7 +422,7 @@ class Values:
         maker = int(graph.producer[tensor])
         if maker < 0:
             is_batch = graph.tensors[tensor].kind == TensorKind.BATCH
-            return (self._batch if is_batch else self._buffers)[tensor]
+            return (self.batch if is_batch else self._buffers)[tensor]
         local_op = self._ops[maker]
         inputs = [self.from_batch(each) for each in graph.ops[maker].inputs]
         made = local_op(inputs, local_op.whole)
@@ -450,24 +441,25 @@ class Values:
         part, source = self._part, self._sources[tensor]
         bucket = part.sliced_of_tensor.get(tensor)
         if bucket is not None and bucket.stage == 3:
-            self._fails()
-            flat = self.held[near[gathered(bucket.number)]].tensor()
-            value = flat[self._span[tensor]].view(self._read_parameter(tensor).shape)
-            return Seen(value, has_units=source.is_ruled)
+            buffer = near[gathered(bucket.number)]
+            self._begins(Begin.HELD, buffer)
+            flat = self._then(operator.getitem, self.held[buffer].tensor(), self._span[tensor])
+            shape = self._read_parameter(tensor).shape
+            return Seen(self._then(Tensor.view, flat, shape), has_units=source.is_ruled)
         if tensor in self._parameters:
             self._begins(Begin.PARAMETER, tensor)
             return Seen(self._read_parameter(tensor), has_units=source.is_ruled)
-        if tensor not in self._batch:
+        if tensor not in self.batch:
             self._begins(Begin.MODEL_BUFFER, tensor)
             return Seen(self._buffers[tensor])
         self._begins(Begin.BATCH, tensor)
-        value = self._batch[tensor]
+        value = self.batch[tensor]
         if whole == EVERYTHING or source.on_axis.kind != "S" or reader.spans is None:
             return Seen(value)
         begin, count = reader.samples
         total = reader.all_samples[1]
         return Seen(
-            self._cut(value, source.on_axis, total, begin + reader.first_sample, count),
+            self._then(cut, value, source.on_axis, total, begin + reader.first_sample, count),
             has_samples=True,
         )
 
@@ -492,14 +484,14 @@ class Values:
         has_samples = in_batch.kind == "S" and reader.spans is not None
         if has_samples and reader.samples != held.samples:
             (low, owned), (begin, count) = held.samples, reader.samples
-            result = self._cut(result, in_batch, owned, begin - low, count)
+            result = self._then(cut, result, in_batch, owned, begin - low, count)
         has_units = is_ruled and on_axis.kind == "S" and whole == AS_MADE
         if has_units and reader.units != held.units:
             if has_samples:
                 on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
             low, owned = (0, reader.all_units) if held.units == EVERY else held.units
             begin, count = reader.units
-            result = self._cut(result, on_axis, owned, begin - low, count)
+            result = self._then(cut, result, on_axis, owned, begin - low, count)
         is_converted = part.is_converted(buffer)
         is_part_in_team = on_axis.kind == "P" and (
             whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
