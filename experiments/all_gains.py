@@ -33,12 +33,12 @@ from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.compare import compare_methods
-from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.registry import AUTO
-from heterog.planners.request import Request
-from heterog.planners.stability import DATA_PARALLEL, REFERENCES
+from heterog.methods.planner import Budget, MethodRow
+from heterog.methods.registry import AUTO
+from heterog.search.compare import compare_methods
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request
+from heterog.search.stability import DATA_PARALLEL, REFERENCES
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 

@@ -21,15 +21,15 @@ from heterog.agents.job_ppo import play, train_jobs
 from heterog.cluster import Cluster
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.graph.capture import capture
-from heterog.planners.arrivals.evaluated import EvaluatedCluster, TrainingJob
-from heterog.planners.arrivals.profiled import (
+from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
+from heterog.search.arrivals.profiled import (
     DEADLINES,
     EPISODE_S,
     SPACING_S,
     RampCluster,
     draw_requests,
 )
-from heterog.planners.arrivals.queueing import (
+from heterog.search.arrivals.queueing import (
     RULES,
     JobCluster,
     JobRequest,

@@ -33,6 +33,7 @@ import heterog
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
+from heterog.methods.planner import Budget
 from heterog.modes.codecs.method import boundaries, with_codec
 from heterog.modes.codecs.tensors import add_decoded, decode, encode
 from heterog.modes.codecs.value import (
@@ -44,13 +45,12 @@ from heterog.modes.codecs.value import (
     parse_codec,
     with_rules,
 )
-from heterog.planners.plan import Plan, load_plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
-from heterog.runtime.testbed import load_testbed
-from heterog.runtime.watching import Limits
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.runtime.ranks.watching import Limits
+from heterog.search.plan import Plan, load_plan, make_plan
+from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import load_workload

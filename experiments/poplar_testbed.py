@@ -25,11 +25,11 @@ from testbeds import calibrated, on_rank, results_of_ranks, seconds_in_turn, wor
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
-from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan, Searched, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Planner, Problem
-from heterog.planners.poplar import STAGES, EvenZero, Poplar
+from heterog.methods.planner import Budget, Planner, Problem
+from heterog.methods.poplar import STAGES, EvenZero, Poplar
 from heterog.runtime.deploy import deploy
+from heterog.search.judging import run_method
+from heterog.search.plan import Plan, Searched, load_plan, plan_from_rows
 from heterog.simulator.evaluator import Evaluator
 
 CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))

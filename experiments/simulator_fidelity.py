@@ -27,11 +27,11 @@ from testbeds import (
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners.plan import load_plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.op_profiler import peak_bytes
+from heterog.runtime.measure.op_profiler import peak_bytes
+from heterog.search.plan import load_plan, make_plan
+from heterog.search.request import Request
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")

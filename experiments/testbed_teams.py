@@ -32,14 +32,15 @@ from testbeds import (
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners import hap, pipeline, teams
-from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.request import Request
+from heterog.methods import pipeline, teams
+from heterog.methods.hap import planner as hap
+from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.op_profiler import peak_bytes
+from heterog.runtime.measure.op_profiler import peak_bytes
+from heterog.search.judging import run_method
+from heterog.search.plan import Plan, load_plan, plan_from_rows
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly

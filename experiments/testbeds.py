@@ -17,17 +17,17 @@ import torch.distributed as dist
 
 import heterog
 from heterog.cluster import Cluster
-from heterog.planners.plan import Plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.methods.planner import Candidate, MethodRow
+from heterog.pricing.calibration import calibrate
+from heterog.pricing.measurements import Measurements
 from heterog.runtime.launch import run_commands
-from heterog.runtime.profiler import profile_cluster
+from heterog.runtime.measure.profiler import profile_cluster
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import Testbed, load_testbed
-from heterog.runtime.watching import Limits
-from heterog.simulator.calibration import calibrate
+from heterog.runtime.ranks.testbed import Testbed, load_testbed
+from heterog.runtime.ranks.watching import Limits
+from heterog.search.plan import Plan, plan_from_rows
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.measurements import Measurements
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload
 

@@ -30,29 +30,29 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict, load_graph, save_graph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import Plan, load_plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
-from heterog.report.html import report_html
-from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
-from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
-from heterog.runtime.checkpoint.held import Box, whole_box
-from heterog.runtime.profiler import Journal
-from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import Calibration, calibrate
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.parameters import InTraining
-from heterog.simulator.device_models.run_file import read_run_models, save_run_models
-from heterog.simulator.measurements import (
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelTable
+from heterog.methods.planner import Budget
+from heterog.pricing.calibration import Calibration, calibrate
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import InTraining
+from heterog.pricing.device_models.run_file import read_run_models, save_run_models
+from heterog.pricing.measurements import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
     op_kind,
     op_signature,
 )
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering import lower
+from heterog.pricing.roofline import Roofline
+from heterog.report.html import report_html
+from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
+from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
+from heterog.runtime.checkpoint.held import Box, whole_box
+from heterog.runtime.measure.profiler import Journal
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.search.plan import Plan, load_plan, make_plan
+from heterog.search.request import Request
 
 
 def _is_word(text: object) -> bool:

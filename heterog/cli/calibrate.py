@@ -26,7 +26,7 @@ from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
-    from heterog.simulator.measurements import Measurements
+    from heterog.pricing.measurements import Measurements
 
 _SLACK = 0.01
 """Mean error by which a fit may be worse on runs left out, which are known to first order."""
@@ -64,9 +64,9 @@ def calibrate(
         _calibrate_on_runs(runs, output, model=model, cluster=cluster, as_json=as_json)
         return
     assert measurements
-    from heterog.simulator.calibration import calibrate as fit
-    from heterog.simulator.calibration import link_error
-    from heterog.simulator.measurements import Measurements, merge
+    from heterog.pricing.calibration import calibrate as fit
+    from heterog.pricing.calibration import link_error
+    from heterog.pricing.measurements import Measurements, merge
 
     measured = merge([Measurements.load(path) for path in measurements])
     target = load_cluster(cluster) if cluster else _measured_cluster(measured)
@@ -126,9 +126,9 @@ def _calibrate_on_runs(
     from heterog.fidelity.predicting import cases_of
     from heterog.fidelity.recorded import read_runs
     from heterog.fidelity.run_fit import fit_runs
-    from heterog.simulator.calibration import cost_model_of
-    from heterog.simulator.device_models.model import DeviceModels
-    from heterog.simulator.device_models.run_file import save_run_models
+    from heterog.pricing.calibration import cost_model_of
+    from heterog.pricing.device_models.model import DeviceModels
+    from heterog.pricing.device_models.run_file import save_run_models
 
     rows = read_runs(runs, model=model, cluster=cluster)
     for path in {name for row in rows for name in (row.model, row.cluster)}:
@@ -264,14 +264,14 @@ def profile(
     _check_profile_options(testbed, cluster, device_type)
     named = load_cluster(cluster) if cluster else None
     if testbed:
-        from heterog.runtime.testbed import load_testbed
+        from heterog.runtime.ranks.testbed import load_testbed
 
         named = load_testbed(testbed)
     if named is not None:
         not_replaced(named.calibration, f"the calibration of {named.name}", output)
     for source in sources:
         _check_workload(source, batch_size)
-    from heterog.runtime import profiler
+    from heterog.runtime.measure import profiler
 
     as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
     rank = int(os.environ.get("RANK", "0")) if as_rank else 0
@@ -340,13 +340,13 @@ def _check_workload(source: str, batch_size: int | None) -> None:
 
 
 def _local_type_name() -> str:
-    from heterog.runtime.detect import local_type_name
+    from heterog.runtime.measure.detect import local_type_name
 
     return local_type_name()
 
 
 def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
-    from heterog.simulator.measurements import STEP
+    from heterog.pricing.measurements import STEP
 
     types = sorted({row.device_type for row in measured.ops})
     models = sorted({row.model for row in measured.ops})

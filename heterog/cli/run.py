@@ -29,9 +29,9 @@ from heterog.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from heterog.healing.options import HealOptions
     from heterog.healing.several import SeveralHosts
-    from heterog.planners.plan import Plan
-    from heterog.runtime.place import Place
+    from heterog.runtime.ranks.place import Place
     from heterog.runtime.request import RunRequest
+    from heterog.search.plan import Plan
 
 
 def heal_options(heal: bool, given: Mapping[str, Any]) -> "HealOptions | None":
@@ -255,8 +255,8 @@ def run(
 
     One process stands for each device of the plan.
     """
+    from heterog.runtime.ranks.watching import Limits
     from heterog.runtime.request import RunRequest
-    from heterog.runtime.watching import Limits
     from heterog.units import parse_seconds
 
     request = RunRequest(
@@ -313,8 +313,8 @@ def _run_in_place(
 ) -> dict[str, Any]:
     """The measurements of a job on this machine, or on a testbed if one is named."""
     from heterog.runtime.launch import run_ranks
-    from heterog.runtime.place import HERE
-    from heterog.runtime.testbed import Testbed, load_testbed
+    from heterog.runtime.ranks.place import HERE
+    from heterog.runtime.ranks.testbed import Testbed, load_testbed
 
     place: AbstractContextManager[Place] = nullcontext(HERE)
     if testbed:

@@ -21,14 +21,14 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.axis_plan import BATCH_AXIS, EVERYWHERE, AxisPlan, axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.channels import ChannelKind
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy.keeping import recomputed_words
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy
 from heterog.strategy.sync import TRAITS, Sync
-from heterog.strategy.tables import GraphTables, graph_tables
 
 SYNC_NAMES = {sync: traits.words for sync, traits in TRAITS.items()}
 IN_SLICES = "in slices"

@@ -20,12 +20,12 @@ from heterog.explain.what_if import (
     value_of_changes,
     with_idle_devices,
 )
-from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Problem, Progress, Spending, Stop
-from heterog.planners.registry import built_in_methods
-from heterog.planners.seeds import GIVEN
-from heterog.planners.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
+from heterog.methods.planner import Budget, MethodRow, Problem, Progress, Spending, Stop
+from heterog.methods.registry import built_in_methods
+from heterog.search.judging import run_method
+from heterog.search.plan import Plan
+from heterog.search.seeds import GIVEN
+from heterog.search.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

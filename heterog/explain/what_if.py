@@ -23,18 +23,18 @@ from heterog.explain.changed_cluster import (
     strategies_with,
 )
 from heterog.graph.axis_plan import axis_plan
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Budget, Problem, Progress, Spending
-from heterog.planners.recomputing import kinds_worth_trying
-from heterog.planners.registry import built_in_methods
-from heterog.planners.stability import TUNED_UNIFORM
-from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
+from heterog.lowering import Choice, encode
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.planner import Budget, Problem, Progress, Spending
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.methods.registry import built_in_methods
+from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
+from heterog.search.stability import TUNED_UNIFORM
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import Fit
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.lowering import Choice, encode
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy
 
 EVALUATIONS = 200

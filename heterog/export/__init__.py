@@ -15,7 +15,7 @@ from heterog.errors import UnknownNameError
 from heterog.export.folder import Export, ExportError, check_folder, export_torchrun, write_folder
 from heterog.export.slurm import export_kubernetes, export_slurm
 from heterog.export.uniform import export_ddp, export_deepspeed
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 
 TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
     "ddp": export_ddp,

@@ -28,7 +28,7 @@ from heterog.cluster import Cluster
 from heterog.cluster.overrides import is_cpu
 from heterog.errors import HeterogError
 from heterog.files import cannot_write, read_bytes, read_json, write_atomically
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.units import MIB, format_seconds
 from heterog.user_code import trusted_source
 

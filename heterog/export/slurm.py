@@ -21,7 +21,7 @@ from heterog.export.folder import (
     ranks_of,
     runtime_folder,
 )
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.units import format_bytes
 
 SLURM_TARGET = "slurm"

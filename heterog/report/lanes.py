@@ -23,9 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.files import write_json
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Lane, Timeline
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 
 CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (
     ("forward", frozenset({"forward"})),

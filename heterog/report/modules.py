@@ -13,10 +13,10 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.decided import IN_SLICES, MADE_WHOLE, Decided, Lowered, Range
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import Plan
+from heterog.lowering import lower
+from heterog.search.plan import Plan
 from heterog.simulator.critical_path import block_of, merge_blocks
 from heterog.strategy.division import split_in_proportion
-from heterog.strategy.lowering import lower
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import TRAITS
 

@@ -18,11 +18,11 @@ from heterog.cluster.catalog import ListedType
 from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
 from heterog.explain.explanation import Explanation
-from heterog.planners.arrivals.queueing import Verdict
-from heterog.planners.cost import cost_per_step
-from heterog.planners.methods import MethodNote
-from heterog.planners.planner import MethodRow
-from heterog.planners.stability import reference_of
+from heterog.methods.built_in import MethodNote
+from heterog.methods.planner import MethodRow
+from heterog.search.arrivals.queueing import Verdict
+from heterog.search.cost import cost_per_step
+from heterog.search.stability import reference_of
 from heterog.simulator.memory_breakdown import Fit, MemoryKind
 from heterog.units import GIB, format_bytes, format_seconds
 

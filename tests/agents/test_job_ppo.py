@@ -5,8 +5,8 @@ import pytest
 
 from heterog.agents.job_ppo import play, train_jobs
 from heterog.envs.job_partition import JobPartitionEnv
-from heterog.planners.arrivals.profiled import EPISODE_S, RampCluster, draw_requests
-from heterog.planners.arrivals.queueing import blocking_rate, most_devices, run_rule
+from heterog.search.arrivals.profiled import EPISODE_S, RampCluster, draw_requests
+from heterog.search.arrivals.queueing import blocking_rate, most_devices, run_rule
 from tests.thorough import THOROUGH
 
 CLUSTER = RampCluster()

@@ -8,7 +8,7 @@ import torch
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.placement import OpRules
-from heterog.planners.plan import load_plan
+from heterog.search.plan import load_plan
 from heterog.strategy.spatial_split import feature_rules, row_rules
 from heterog.strategy.strategy import Decision
 from tests.runtime.cases import Trained, assert_same

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from heterog.errors import StrategyError
+from heterog.lowering.program import FloatArray
 from heterog.modes.asynchronous.paces import TeamPace, push_seconds, steady_seconds, ticks_of
 from heterog.modes.asynchronous.value import (
     AsynchronousServer,
     PushOrder,
     ServerEvent,
 )
-from heterog.strategy.program import FloatArray
 from tests.thorough import cases
 
 

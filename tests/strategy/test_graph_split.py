@@ -16,12 +16,12 @@ from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules, neighbours
 from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of, rows_received
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.unit_search import Spatial
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
+from heterog.methods.planner import Budget, Problem
+from heterog.methods.unit_search import Spatial
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.spatial_split import feature_rules, feature_splits, row_rules, row_splits
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync

@@ -19,24 +19,24 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules, Window
-from heterog.strategy import remaking
-from heterog.strategy.division import micro_shares
-from heterog.strategy.layouts.experts import expert_rules
-from heterog.strategy.layouts.layout import parse_layout
-from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.layouts.tensor import team_rules
-from heterog.strategy.lowering import lower, lower_resized
-from heterog.strategy.program import (
+from heterog.lowering import lower, lower_resized
+from heterog.lowering.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
     LAST_OP_KIND,
     Program,
     TaskKind,
 )
+from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.strategy import remaking
+from heterog.strategy.division import micro_shares
+from heterog.strategy.layouts.experts import expert_rules
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.schedules import Pass, Turn, device_chunks
 from heterog.strategy.spatial_split import feature_splits, row_splits, spatial_splits
 from heterog.strategy.strategy import REPLICATED, Keeps, Strategy
-from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.zoo.translation import VOCABULARY, Transformer, token_workload
 from tests.runtime import graphs
 from tests.runtime.grids import grid_cluster

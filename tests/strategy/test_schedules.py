@@ -18,10 +18,10 @@ from heterog.cluster.hardware import Link
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
+from heterog.lowering import encode, lower
+from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import encode, lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.schedules import (
     Pass,
     PipelineSchedule,

@@ -34,6 +34,10 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import Choice
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.program import FloatArray, TaskKind
+from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.modes.asynchronous.value import (
     MOST_TICKS,
     AsynchronousServer,
@@ -45,10 +49,6 @@ from heterog.modes.asynchronous.value import (
 from heterog.modes.islands import islands
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.small_tape import TapeWriter
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape
-from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import Strategy
 
 SLOWEST_TICKS = 1000

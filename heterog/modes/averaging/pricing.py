@@ -7,6 +7,10 @@ the step before it has ended: T = T_local + T_average / H. Passes over memory ar
 
 from collections.abc import Sequence
 
+from heterog.lowering import Choice
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tape import Tape
 from heterog.modes.averaging.value import (
     AveragedBucket,
     Averaging,
@@ -18,10 +22,6 @@ from heterog.modes.averaging.value import (
 from heterog.modes.codecs.value import DECODE_BYTES, encode_bytes
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.small_tape import TapeWriter
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import Tape
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Strategy
 
 

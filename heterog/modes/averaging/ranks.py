@@ -32,13 +32,13 @@ from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import name_and_shape, stepped_values, whole_box
 from heterog.runtime.checkpoint.left_out import Kept
-from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.feedback import ErrorFeedback, Key
-from heterog.runtime.model_part import ModelPart
-from heterog.runtime.optimizer import Masters
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.rehearsal import AFTER, Stage
+from heterog.runtime.measure.rehearsal import AFTER, Stage
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.feedback import ErrorFeedback, Key
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.optimizer import Masters
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.strategy.strategy import Strategy
 
 

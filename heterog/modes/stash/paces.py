@@ -45,6 +45,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from heterog.lowering import Choice
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.modes.stash.phases import (
     BoolArray,
     encoded_stash,
@@ -55,13 +59,9 @@ from heterog.modes.stash.phases import (
     source_stages,
 )
 from heterog.modes.stash.value import WeightStash
-from heterog.simulator.cost_model import Prices
+from heterog.pricing.cost_model import Prices
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import NUM_READS, NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.strategy.tables import GraphTables
 
 Pair = tuple[int, int]
 """A stage that sends, and one that receives."""

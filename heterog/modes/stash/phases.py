@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from heterog.lowering.choice import Choice
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.lowering.resident import resident_bytes
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.modes.mode import EncodedMode
-from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.resident import resident_bytes
-from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
-from heterog.strategy.tables import GraphTables
 
 BoolArray = npt.NDArray[np.bool_]
 Stages = tuple[tuple[int, ...], ...]

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.slices import SlicedBucket, SliceRun
+from heterog.runtime.step.slices import SlicedBucket, SliceRun
 
 _MAX_CORNERS = 1 << 22
 """Most corners of boxes that ``check_tiling`` checks: a second or two. 512 slices of a tensor of

@@ -1,0 +1,481 @@
+"""Sends of boxes: a value comes from where it lies to where it is needed.
+
+Pieces of values: parts that one device holds, sent to another and joined there.
+
+Making a value where it is read: its ops run again instead of a transfer; see ``remaking``.
+"""
+
+from heterog.lowering.choice import Choice, is_first
+from heterog.lowering.kernels import helper
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import (
+    APART,
+    BY_MICRO_BATCH,
+    NUM_BUFFERS,
+    NUM_TASKS,
+    Scratch,
+    Tape,
+    set_units,
+    turn_of,
+    work_of,
+    write_buffer,
+    write_read,
+    write_task,
+)
+from heterog.strategy.schedules import Pass
+
+# Plain integers, because numba freezes enum members into slow objects.
+_SPLIT = int(TaskKind.SPLIT)
+_CONCAT = int(TaskKind.CONCAT)
+_SEND = int(TaskKind.SEND)
+_BACKWARD = int(Pass.BACKWARD)
+_WEIGHTS = int(Pass.WEIGHTS)
+
+
+@helper
+def box_of(choice: Choice, row: int, micro: int, device: int) -> tuple[int, int, int, int]:
+    """First sample, samples, first unit, and units (or -1 for all) of a device in a row."""
+    teams, division = choice.teams, row % len(choice.member)
+    share = choice.shares[row, micro, device]
+    if row == division:  # along the batch: its own samples, whole
+        return teams.own_begin[division, micro, device], share, 0, -1
+    samples = teams.samples[division, micro, device]
+    return teams.begin[division, micro, device], samples, teams.unit_begin[row, device], share
+
+
+@helper
+def bytes_of(tables: GraphTables, value: int, samples: int, units: int) -> float:
+    """Bytes of some samples and units of a value that is split along the batch.
+
+    Args:
+        tables: Tables of the graph.
+        value: The value.
+        samples: Number of samples of the batch.
+        units: Number of units of the axis of the rule that made it; -1 for all of them.
+    """
+    if tables.value_axis[value] == 0:
+        return float(samples * tables.value_bytes_per_unit[value])
+    per_unit = tables.value_bytes_per_unit[value]
+    if units < 0:
+        units = tables.axis_units[tables.value_axis[value]]
+    return float((tables.value_bytes[value] + units * per_unit) * samples / tables.batch_size)
+
+
+@helper
+def send_piece(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
+    other: int, device: int, micro: int, samples: int, units: int, size: float, is_cut: bool,
+) -> None:  # fmt: skip
+    """Send a piece of a device's value, which is first cut out if it is not contiguous.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        mine: Buffer of the device that sends.
+        other: Device that sends.
+        device: Device that receives.
+        micro: Number of the micro-batch.
+        samples: Number of samples of the piece.
+        units: Number of units of the piece, or of rows for a window; -1 if it is whole.
+        size: Bytes of the piece.
+        is_cut: Whether it is copied out before it is sent.
+    """
+    maker = tables.value_op[tables.slot_value[slot]]
+    turns = choice.turns
+    if is_cut:
+        write_task(tape, _SPLIT, slot, other, micro, samples, -1, 2.0 * size)
+        set_units(tape, max(units, 0))
+        if turns.rule != BY_MICRO_BATCH:  # it follows what it cuts
+            cut = tape.tasks[tape.counts[NUM_TASKS] - 1]
+            group, work = tables.op_group[maker], work_of(tables, turns, maker)
+            cut.turn = turn_of(turns, tape, group, work, other, micro)
+        write_read(tape, mine)
+        mine = write_buffer(tape, other, size)
+    channel = other * choice.member.shape[1] + device
+    write_task(tape, _SEND, slot, device, micro, samples, channel, size)
+    set_units(tape, max(units, 0))
+    write_read(tape, mine)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+@helper
+def join_pieces(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
+    micro: int, local: int, first_piece: int, samples: int, units: int, size: float,
+) -> None:  # fmt: skip
+    """Join a device's own piece of a value with the pieces that it has received.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        device: Device on which they are joined.
+        micro: Number of the micro-batch.
+        local: Buffer of the device's own piece; -1 if it has none.
+        first_piece: First buffer that was made for this join.
+        samples: Number of samples of all pieces.
+        units: Number of units of all pieces, or of rows for a window; -1 if they are whole.
+        size: Bytes of all pieces.
+    """
+    value = tables.slot_value[slot]
+    turns = choice.turns
+    pieces = tape.counts[NUM_BUFFERS]
+    write_task(tape, _CONCAT, slot, device, micro, samples, -1, 2.0 * size)
+    set_units(tape, max(units, 0))
+    if turns.rule != BY_MICRO_BATCH and work_of(tables, turns, tables.value_op[value]) != _WEIGHTS:
+        # The first reader may be of the weights, and others wait for it before those.
+        joined = tape.tasks[tape.counts[NUM_TASKS] - 1]
+        group = tables.slot_group[slot]
+        joined.turn = min(joined.turn, turn_of(turns, tape, group, _BACKWARD, device, micro))
+    write_read(tape, local)
+    for piece in range(first_piece, pieces):
+        if tape.buffers[piece].device == device:
+            write_read(tape, piece)
+    scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+# Plain integers, because numba freezes enum members into slow objects.
+
+
+ALL, FIRST, FIRST_TEAM, FIRSTS = 0, 1, 2, 3
+"""Devices that get a copy of a whole value: all, or those that count it in a partial sum: the
+first reader, those of the first team, or the first reader of each team."""
+OWN, TEAMS = 4, 5
+"""Samples that a target device gets: its own or those of its team; with ``FIRSTS`` the first
+reader of each team gets these."""
+
+
+@helper
+def bring(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """Bring each target device its box from the devices whose boxes overlap it.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        source: Row of the maker.
+        target: Row of the same axis in the division of the reader.
+        micro: Number of the micro-batch.
+    """
+    value = tables.slot_value[slot]
+    num_devices = choice.member.shape[1]
+    fraction = tables.value_moved_fraction[value]
+    for device in range(num_devices):
+        if choice.shares[target, micro, device] == 0:
+            continue
+        begin, count, unit_begin, units = box_of(choice, target, micro, device)
+        first_piece = tape.counts[NUM_BUFFERS]
+        parts = 0
+        missing = count * max(units, 1)
+        local = -1
+        for other in range(num_devices):
+            if choice.shares[source, micro, other] == 0:
+                continue
+            low, owned, other_begin, owned_units = box_of(choice, source, micro, other)
+            overlap = min(begin + count, low + owned) - max(begin, low)
+            overlap_units = -1
+            if units >= 0:
+                end = min(unit_begin + units, other_begin + owned_units)
+                overlap_units = end - max(unit_begin, other_begin)
+            if overlap <= 0 or (units >= 0 and overlap_units <= 0):
+                continue
+            parts += 1
+            missing -= overlap * max(overlap_units, 1)
+            mine = scratch.value_buffer[value, other]
+            if other == device:
+                local = mine
+                continue
+            _send(
+                tables, choice, scratch, tape, slot, mine, other, device, micro, overlap,
+                overlap_units, owned, owned_units, fraction,
+            )  # fmt: skip
+        if missing > 0:
+            tape.counts[APART] = 1
+        _join(
+            tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
+            units, fraction,
+        )  # fmt: skip
+
+
+@helper
+def bring_whole(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    reader: int, target: int, micro: int, wanted: int,
+) -> None:  # fmt: skip
+    """Bring each target device its samples of a value that all members of a source team hold.
+
+    From itself if it is one of them, otherwise from the member at its own position in the team.
+    """
+    value = tables.slot_value[slot]
+    num_devices = choice.member.shape[1]
+    axis = tables.value_axis[value]
+    from_division = source - axis * len(choice.member)
+    teams = choice.teams
+    fraction = tables.value_moved_fraction[value]
+    for device in range(num_devices):
+        scratch.holder_buffer[device] = scratch.slot_buffer[slot, device]
+    for device in range(num_devices):
+        if choice.shares[reader, micro, device] == 0:
+            continue
+        if wanted == OWN:
+            begin = teams.own_begin[target, micro, device]
+            count = choice.shares[target, micro, device]
+        else:
+            begin, count = teams.begin[target, micro, device], teams.samples[target, micro, device]
+        if wanted == FIRSTS and not is_first(choice, reader, micro, device):
+            scratch.slot_buffer[slot, device] = -1
+            continue
+        if count == 0:
+            continue
+        first_piece = tape.counts[NUM_BUFFERS]
+        parts = 0
+        missing = count
+        local = -1
+        for other in range(num_devices):
+            if scratch.holder_buffer[other] < 0:
+                continue
+            low = teams.begin[from_division, micro, other]
+            owned = teams.samples[from_division, micro, other]
+            overlap = min(begin + count, low + owned) - max(begin, low)
+            place = teams.position[target, device]
+            if overlap <= 0 or not _sends(choice, scratch, from_division, other, device, place):
+                continue
+            parts += 1
+            missing -= overlap
+            mine = scratch.holder_buffer[other]
+            if other == device:
+                local = mine
+                continue
+            _send(
+                tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, -1,
+                owned, -1, fraction,
+            )  # fmt: skip
+        if missing > 0:
+            tape.counts[APART] = 1
+        _join(
+            tables, choice, scratch, tape, slot, device, micro, parts, local, first_piece, count,
+            -1, fraction,
+        )  # fmt: skip
+
+
+@helper
+def _sends(
+    choice: Choice, scratch: Scratch, division: int, other: int, device: int, place: int
+) -> bool:
+    """Whether a device sends a value, which its whole team holds, to a device of another team.
+
+    The sender is the member at the receiver's position, or the first holder if that one holds
+    nothing.
+    """
+    teams = choice.teams
+    team = teams.number[division, other]
+    if teams.number[division, device] == team and scratch.holder_buffer[device] >= 0:
+        return other == device
+    wanted = max(place, 0) % teams.size[division, other]
+    first, sender = -1, -1
+    for member in range(choice.member.shape[1]):
+        if teams.number[division, member] == team and scratch.holder_buffer[member] >= 0:
+            position = teams.position[division, member]
+            if position == wanted:
+                sender = member
+            if first < 0 or position < teams.position[division, first]:
+                first = member
+    return other == (sender if sender >= 0 else first)
+
+
+@helper
+def _send(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, mine: int,
+    other: int, device: int, micro: int, overlap: int, units: int, owned: int, owned_units: int,
+    fraction: float,
+) -> None:  # fmt: skip
+    """Send a piece of a value, which is first cut out where it is not contiguous."""
+    value = tables.slot_value[slot]
+    size = bytes_of(tables, value, overlap, units) * fraction
+    if tables.value_axis[value] == 0:
+        contiguous = tables.value_is_outermost[value] == 1
+    elif units == owned_units:
+        contiguous = tables.value_batch_is_outermost[value] == 1
+    else:
+        contiguous = overlap == owned and tables.value_is_outermost[value] == 1
+    is_cut = (overlap < owned or units < owned_units) and not contiguous
+    send_piece(
+        tables, choice, scratch, tape, slot, mine, other, device, micro, overlap, units, size,
+        is_cut,
+    )  # fmt: skip
+
+
+@helper
+def _join(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, device: int,
+    micro: int, parts: int, local: int, first_piece: int, count: int, units: int, fraction: float,
+) -> None:  # fmt: skip
+    """Join the pieces of a value that a device has received, if there are several."""
+    if parts < 2:
+        return
+    size = bytes_of(tables, tables.slot_value[slot], count, units) * fraction
+    join_pieces(
+        tables, choice, scratch, tape, slot, device, micro, local, first_piece, count, units, size
+    )
+
+
+@helper
+def copy_whole(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int, who: int,
+) -> None:  # fmt: skip
+    """Convert R to R: send a copy to every target device that has none.
+
+    Unless ``who`` is ``ALL`` only some devices get it, and it counts as zero on the others: a
+    whole value seen as a partial sum.
+    """
+    value = tables.slot_value[slot]
+    axis = tables.value_axis[value]
+    size = tables.value_bytes[value] + (
+        tables.value_bytes_per_unit[value] * tables.axis_units[axis]
+    )
+    size *= tables.value_moved_fraction[value]
+    num_devices = choice.member.shape[1]
+    division = target % len(choice.member)
+    sender = -1
+    for device in range(num_devices):
+        if choice.shares[source, micro, device] > 0 and scratch.slot_buffer[slot, device] >= 0:
+            sender = device
+            break
+    sent = scratch.slot_buffer[slot, sender] if sender >= 0 else -1
+    first, first_team = -1, num_devices
+    for device in range(num_devices):
+        if choice.shares[target, micro, device] > 0:
+            first = device if first < 0 else first
+            first_team = min(first_team, choice.teams.number[division, device])
+    for device in range(num_devices):
+        if choice.shares[target, micro, device] == 0:
+            continue
+        if (
+            (who == FIRST and device != first)
+            or (who == FIRST_TEAM and choice.teams.number[division, device] != first_team)
+            or (who == FIRSTS and not is_first(choice, target, micro, device))
+        ):
+            scratch.slot_buffer[slot, device] = -1
+            continue
+        if scratch.slot_buffer[slot, device] < 0:
+            write_task(tape, _SEND, slot, device, micro, 0, sender * num_devices + device, size)
+            tape.counts[APART] = 1
+            write_read(tape, sent)  # the sender itself may count as zero
+            scratch.slot_buffer[slot, device] = write_buffer(tape, device, size)
+
+
+# Plain integers, because numba freezes enum members into slow objects.
+_REMAKE = int(TaskKind.REMAKE)
+_MAKES, _HAS, _READS_NOT = 1, 0, -1
+
+
+@helper
+def may_remake(tables: GraphTables, slot: int) -> bool:
+    """Whether there are ops that make what a slot needs where it is read."""
+    return bool(tables.remake_start[slot] < tables.remake_start[slot + 1])
+
+
+@helper
+def remake(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> bool:  # fmt: skip
+    """Make a slot's value on the devices that read it, if they have no part of it.
+
+    The first op waits for what ``wait_for_inputs`` has noted: a device would otherwise make the
+    values of all its micro-batches as soon as it has nothing else to do, and hold them.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``slot_buffer`` is written.
+        tape: Output.
+        slot: The slot to fill.
+        source: Division of the maker.
+        target: Division of the reader, another one.
+        micro: Number of the micro-batch.
+
+    Returns:
+        Whether it is made there; if not, nothing was written.
+    """
+    if not may_remake(tables, slot):
+        return False
+    value = tables.slot_value[slot]
+    axis = tables.value_axis[value]
+    row = target + len(choice.member) * axis
+    if not _is_lacking(tables, choice, scratch, slot, source, target, micro):
+        return False
+    for device in range(choice.member.shape[1]):
+        scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+        if scratch.holder_buffer[device] != _MAKES:
+            continue
+        _, samples, _, _ = box_of(choice, row, micro, device)
+        for entry in range(tables.remake_start[slot], tables.remake_start[slot + 1]):
+            op = tables.remake_op[entry]
+            write_task(tape, _REMAKE, op, device, micro, samples, -1, 0.0)
+            if axis > 0:
+                set_units(tape, choice.shares[row, micro, device])
+            if entry == tables.remake_start[slot]:
+                write_read(tape, scratch.awaited[device])
+                for end in range(2):
+                    write_read(tape, scratch.permit[end, device])
+            for read in range(tables.read_start[op], tables.read_start[op + 1]):
+                needed = tables.read_value[read]
+                if tables.op_group[tables.value_op[needed]] < 0:
+                    write_read(tape, scratch.value_buffer[needed, device])
+                else:
+                    write_read(tape, scratch.remade_buffer[needed, device])
+            for made in range(tables.value_start[op], tables.value_start[op + 1]):
+                size = bytes_of(tables, made, samples, -1)
+                scratch.remade_buffer[made, device] = write_buffer(tape, device, size)
+        scratch.slot_buffer[slot, device] = scratch.remade_buffer[value, device]
+    return True
+
+
+@helper
+def _is_lacking(
+    tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
+    micro: int,
+) -> bool:  # fmt: skip
+    """Note which readers have no part of a value, if all other readers have exactly theirs.
+
+    Where readers have a part, as where neighbouring groups have slightly other shares, the rest is
+    sent: to make all of it again would take longer, and memory twice.
+    """
+    value = tables.slot_value[slot]
+    axis = tables.value_axis[value]
+    row, made = target + len(choice.member) * axis, source + len(choice.member) * axis
+    reader = target + len(choice.member) * tables.slot_axis[slot]
+    is_lacking = False
+    for device in range(choice.member.shape[1]):
+        scratch.holder_buffer[device] = _READS_NOT
+        if choice.shares[reader, micro, device] == 0:
+            continue
+        if choice.shares[row, micro, device] == 0:
+            return False
+        begin, count, _, _ = box_of(choice, row, micro, device)
+        if choice.shares[made, micro, device] > 0:
+            low, owned, _, _ = box_of(choice, made, micro, device)
+            if low == begin and owned == count:
+                scratch.holder_buffer[device] = _HAS
+                continue
+            if min(begin + count, low + owned) > max(begin, low):
+                return False
+        size = bytes_of(tables, value, count, -1) * tables.value_moved_fraction[value]
+        if size < tables.slot_remade_from[slot]:
+            return False
+        scratch.holder_buffer[device] = _MAKES
+        is_lacking = True
+    return is_lacking

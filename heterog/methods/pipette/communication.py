@@ -1,0 +1,291 @@
+"""Seconds that a uniform pipeline communicates on an order of hosts, by measured rates.
+
+Hosts are laid out as d rows of p columns: a row is a pipeline, a column has one stage. With rates
+b[i, j] from host i to host j (b[i, i] inside host i), Pipette's objective is the sum of
+
+    pipeline   max over rows of the sum over neighbours (i, j) of 2 P / b[i, j]
+    between    2 (d - 1)/d D  x  max over the ring of the first column of 1 / b[i, j]
+    inside     2 (n - 1)/n D  x  max over the first column of 1 / b[i, i]
+
+That is ``Pricing.PUBLISHED``. What heterog runs differs in four ways, which ``Pricing.EXECUTED``
+follows: gradients of activations travel against the activations and take the rate of that
+direction; all replicas of a host send at the same time over one line, and so do the members of
+teams with their gradients; the rings of all stages count; and a ring goes through its hosts in
+the order of the cluster, so that an order decides who is in a ring and not who is next to whom.
+
+Seconds of a step of a uniform pipeline: Pipette's six models, and the exact time of 1F1B.
+
+Pipette (Yim et al., DATE 2024, arXiv 2405.18093) prices a layout of tp x pp x dp before anything
+runs. Its published code has six variants, each with one more of the paper's ideas. With p stages,
+m micro-batches, d_p replicas (n of them on a host, on d hosts), F and B seconds of one micro-batch
+on one stage, P bytes of an activation, D of a stage's gradients, E = p (F + B), k = floor(m / p)
+and C = 2 (p - 1) P / bandwidth:
+
+    variant      pipeline                               gradients
+    amp          (m - 1) 3F + p 3F + C                  2 (d_p - 1)/d_p D / slowest bandwidth
+    +path        k (E + C) + (p - 1)(F + B)             as amp
+    +split       (m - 1)(F + B) + E + C                 2 x 2 (n - 1)/n D / inside
+                                                          + 2 (d - 1)/d D / between
+    +measured    as +split, C of an order of hosts      of that order
+    path+split   as +path                               as +split
+    all          as +path, C of an order of hosts       of that order
+
+Where m < p, +path has E + C + (m - 1)(F + B). Four peculiarities are kept as published:
+
+- k drops the remainder of m / p, so that a model with m = 2p - 1 costs as much as with m = p.
+- The term inside hosts has a factor 2 under +split that it lacks where an order is measured.
+- Only the gradients of the first stage are priced.
+- amp takes a backward pass as twice a forward pass, whatever B is.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.lowering.program import FloatArray, IntArray
+
+
+def ring_payloads(members: int) -> float:
+    """Payloads that each member of a ring sends in an all-reduce: 2 (n - 1)/n."""
+    return 2.0 * (members - 1) / members
+
+
+class Pricing(StrEnum):
+    """The communication that is priced."""
+
+    PUBLISHED = "published"
+    """The communication in Pipette's objective."""
+    EXECUTED = "executed"
+    """The communication in heterog's runtime; see the module docstring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that a uniform pipeline sends.
+
+    Attributes:
+        num_stages: p, number of stages, and of hosts of a pipeline.
+        replicas_per_host: n, number of replicas that share each host.
+        message_bytes: P, bytes of one activation from stage to stage.
+        gradient_bytes: D, bytes of a stage's gradients on one member of a team.
+        team_size: Number of members of a team, which divide a stage's gradients.
+    """
+
+    num_stages: int
+    replicas_per_host: int
+    message_bytes: float
+    gradient_bytes: float
+    team_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """Seconds of communication on an order of hosts.
+
+    Attributes:
+        pipeline_s: Round trip of messages through the slowest pipeline.
+        between_s: All-reduce of gradients between hosts.
+        inside_s: All-reduce of gradients inside hosts.
+    """
+
+    pipeline_s: float
+    between_s: float
+    inside_s: float
+
+    @property
+    def gradients_s(self) -> float:
+        """All-reduce of gradients, between and inside hosts."""
+        return self.between_s + self.inside_s
+
+    @property
+    def total_s(self) -> float:
+        """The objective: all of these together."""
+        return self.pipeline_s + self.gradients_s
+
+
+class HostRates:
+    """Seconds per byte between hosts.
+
+    Args:
+        bytes_per_s: Rates from each host (row) to each other (column); inside hosts: the diagonal.
+    """
+
+    def __init__(self, bytes_per_s: FloatArray) -> None:
+        assert bytes_per_s.ndim == 2, "a matrix of hosts by hosts"
+        assert (bytes_per_s > 0.0).all(), "every pair of hosts has a rate"
+        self.s_per_byte: FloatArray = 1.0 / bytes_per_s
+
+    @staticmethod
+    def of_cluster(cluster: Cluster) -> "HostRates":
+        """Rates of a transfer that is alone, between and inside hosts."""
+        nics = np.array(
+            [host.nic_line_rate_bytes_per_s * cluster.efficiency for host in cluster.hosts]
+        )
+        rates = np.minimum.outer(nics, nics)
+        for limit in cluster.pairs:
+            ends = np.ix_(limit.sources, limit.targets)
+            rates[ends] = np.minimum(rates[ends], limit.bandwidth_bytes_per_s)
+        np.fill_diagonal(rates, [host.intra.bandwidth_bytes_per_s for host in cluster.hosts])
+        return HostRates(rates)
+
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts, which are the rows of the matrix."""
+        return len(self.s_per_byte)
+
+    @property
+    def differ(self) -> bool:
+        """Whether two pairs of hosts have different rates."""
+        apart = self.s_per_byte[~np.eye(self.num_hosts, dtype=np.bool_)]
+        return bool(len(apart) and apart.max() > apart.min() * (1.0 + 1e-9))
+
+    def among(self, hosts: IntArray) -> "HostRates":
+        """The rates of some hosts, renumbered."""
+        return HostRates(1.0 / self.s_per_byte[np.ix_(hosts, hosts)])
+
+    def communication(
+        self, order: IntArray, traffic: Traffic, pricing: Pricing = Pricing.PUBLISHED
+    ) -> Communication:
+        """Seconds of communication on an order of hosts.
+
+        Args:
+            order: Hosts, row by row; the pipelines are the rows.  # [num_hosts]
+            traffic: Traffic of the layout.
+            pricing: Communication that is priced.
+        """
+        rows = order.reshape(-1, traffic.num_stages)  # [num_rows, num_stages]
+        return (_executed if pricing == Pricing.EXECUTED else _published)(
+            self.s_per_byte, rows, traffic
+        )
+
+
+def _published(inverse: FloatArray, rows: IntArray, traffic: Traffic) -> Communication:
+    first = rows[:, 0]
+    hops = inverse[rows[:, :-1], rows[:, 1:]]
+    slowest = inverse[first, np.roll(first, -1)].max() if len(rows) > 1 else 0.0
+    return Communication(
+        pipeline_s=2.0 * traffic.message_bytes * float(hops.sum(axis=1).max(initial=0.0)),
+        between_s=ring_payloads(len(rows)) * traffic.gradient_bytes * float(slowest),
+        inside_s=ring_payloads(traffic.replicas_per_host)
+        * traffic.gradient_bytes
+        * float(inverse[first, first].max()),
+    )
+
+
+def _executed(inverse: FloatArray, rows: IntArray, traffic: Traffic) -> Communication:
+    hops = inverse[rows[:, :-1], rows[:, 1:]] + inverse[rows[:, 1:], rows[:, :-1]]
+    rings = np.sort(rows, axis=0)
+    slowest = inverse[rings, np.roll(rings, -1, axis=0)].max() if len(rows) > 1 else 0.0
+    message_bytes = traffic.message_bytes * traffic.replicas_per_host
+    return Communication(
+        pipeline_s=message_bytes * float(hops.sum(axis=1).max(initial=0.0)),
+        between_s=ring_payloads(len(rows))
+        * traffic.gradient_bytes
+        * traffic.team_size
+        * float(slowest),
+        inside_s=ring_payloads(traffic.replicas_per_host)
+        * traffic.gradient_bytes
+        * float(inverse[rows, rows].max()),
+    )
+
+
+class Variant(StrEnum):
+    """One of the six models, by its name in the paper's ablation."""
+
+    AMP = "amp"
+    PATH = "+path"
+    SPLIT = "+split"
+    MEASURED = "+measured"
+    PATH_SPLIT = "path+split"
+    ALL = "all"
+
+    @property
+    def needs_measured(self) -> bool:
+        """Whether it prices an order of hosts on measured rates."""
+        return self in (Variant.MEASURED, Variant.ALL)
+
+    @property
+    def follows_path(self) -> bool:
+        """Whether every p micro-batches pay for a round trip through the pipeline."""
+        return self in (Variant.PATH, Variant.PATH_SPLIT, Variant.ALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniformCosts:
+    """A layout in the terms of the models.
+
+    Attributes:
+        num_stages: p, number of stages of the pipeline.
+        num_replicas: Number of replicas of the model.
+        replicas_per_host: n, number of replicas that share a host.
+        num_micro: m, number of micro-batches of a replica.
+        forward_s: F, forward pass of one micro-batch on one stage, the team's sums included.
+        backward_s: B, backward pass, likewise.
+        message_bytes: P, bytes of one activation from stage to stage.
+        gradient_bytes: D, bytes of a stage's gradients on one member of a team.
+        inside_bytes_per_s: Bandwidth inside a host.
+        between_bytes_per_s: Bandwidth between hosts.
+    """
+
+    num_stages: int
+    num_replicas: int
+    replicas_per_host: int
+    num_micro: int
+    forward_s: float
+    backward_s: float
+    message_bytes: float
+    gradient_bytes: float
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+
+    @property
+    def hosts_per_stage(self) -> int:
+        """d, number of hosts that have the same stage."""
+        return self.num_replicas // self.replicas_per_host
+
+
+def latency_s(
+    variant: Variant, costs: UniformCosts, measured: Communication | None = None
+) -> float:
+    """Seconds of a step by one of the models.
+
+    Args:
+        variant: The model.
+        costs: Costs of the layout.
+        measured: Communication on an order of hosts; only for ``+measured`` and ``all``.
+    """
+    if variant.needs_measured:
+        assert measured is not None, f"variant {variant} prices an order of hosts"
+        return _pipeline_s(variant, costs, measured.pipeline_s) + measured.gradients_s
+    links = costs.num_stages - 1
+    messages_s = 2.0 * links * costs.message_bytes / costs.between_bytes_per_s
+    return _pipeline_s(variant, costs, messages_s) + _gradients_s(variant, costs)
+
+
+def _pipeline_s(variant: Variant, costs: UniformCosts, messages_s: float) -> float:
+    """Seconds of the pipeline.
+
+    Args:
+        variant: The model.
+        costs: Costs of the layout.
+        messages_s: C, round trip of messages through the pipeline.
+    """
+    stages, micro = costs.num_stages, costs.num_micro
+    if variant == Variant.AMP:
+        return (micro - 1 + stages) * 3.0 * costs.forward_s + messages_s
+    both_s = costs.forward_s + costs.backward_s
+    rounds = micro // stages
+    if variant.follows_path and rounds >= 1:
+        return rounds * (stages * both_s + messages_s) + (stages - 1) * both_s
+    return (micro - 1 + stages) * both_s + messages_s
+
+
+def _gradients_s(variant: Variant, costs: UniformCosts) -> float:
+    """Seconds of the gradients, at fixed bandwidths."""
+    inside, between = costs.inside_bytes_per_s, costs.between_bytes_per_s
+    if variant in (Variant.AMP, Variant.PATH):
+        return ring_payloads(costs.num_replicas) * costs.gradient_bytes / min(inside, between)
+    inside_s = 2.0 * ring_payloads(costs.replicas_per_host) * costs.gradient_bytes / inside
+    return inside_s + ring_payloads(costs.hosts_per_stage) * costs.gradient_bytes / between

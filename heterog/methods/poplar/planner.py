@@ -1,0 +1,475 @@
+"""Poplar: ZeRO on unequal devices (Zhang et al., AAAI 2025; arXiv 2408.12596).
+
+ZeRO gives every device the same batch; Poplar gives each what its speed and memory allow. For each
+stage of ZeRO:
+
+1. The most samples that fit each device at once, from the liveness of the step's values
+   (``samples_that_fit``).
+2. Seconds of each device over its micro-batch: measured if the cluster has a calibration, else the
+   roofline's. A few micro-batches are priced and interpolated. Unlike the paper's cubic splines
+   the interpolation is monotone (PCHIP, Fritsch and Carlson 1980), for it must be inverted.
+3. The allocation, exactly (``allocation``): under stages 0 and 1 devices meet once per step, so
+   each has its own micro-batches; under 2 and 3 once per micro-step, so the number is common.
+
+The paper's own code is not public: this follows its description, with an exact search in place of
+its heuristic. Collectives may hide behind compute or not; allocations for both are tried, beside
+even ones, and the simulator decides. Slices are equal, as in the paper, and where memory is short
+also such that the devices are left alike room for samples.
+
+Poplar's data about each device: the samples that fit, and seconds over samples.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.hardware import DeviceType
+from heterog.errors import StrategyError
+from heterog.graph.op_graph import FloatArray, Phase
+from heterog.lowering.channels import Channel
+from heterog.lowering.tables import GraphTables
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.poplar.allocation import (
+    STAGES,
+    Allocation,
+    common_steps,
+    even_allocation,
+    own_micro_batches,
+    zero_decision,
+    zero_strategy,
+)
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+
+_KNOTS_PER_OCTAVE = 2
+
+
+def seconds_over_samples(evaluator: Evaluator, device_type: DeviceType, most: int) -> FloatArray:
+    """Seconds of a forward and backward pass on 0 to ``most`` samples at once.
+
+    Priced at two micro-batches per octave and interpolated monotonically between them.
+    """
+    if most == 0:
+        return np.zeros(1)
+    graph = evaluator.graph
+    computes = np.array([op.phase != Phase.UPDATE for op in graph.ops], np.bool_)
+    octaves = np.arange(0.0, np.log2(most), 1.0 / _KNOTS_PER_OCTAVE)
+    knots = np.unique([*np.rint(2.0**octaves).astype(int), most])
+    priced = [
+        float(evaluator.cost_model.op_seconds(graph, device_type, int(knot))[computes].sum())
+        for knot in knots
+    ]
+    # More samples never take less: measurements may differ, but a device could pad.
+    priced = np.maximum.accumulate(priced).tolist()
+    samples = np.arange(1, most + 1)
+    if len(knots) == 1:
+        return np.array([0.0, priced[0]])
+    from scipy.interpolate import PchipInterpolator  # 0.3 s, which ranks need not wait for
+
+    between = PchipInterpolator(knots, priced)(samples)
+    return np.concatenate([[0.0], np.maximum.accumulate(between)])
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Bytes of values that are alive at once, over the samples that a device has at once.
+
+    While op r runs they are ``fixed[r] + samples x per_sample[r]`` bytes.
+    """
+
+    fixed: FloatArray
+    per_sample: FloatArray
+
+    def most_samples(self, room_bytes: float, limit: int) -> int:
+        """Most samples whose values fit into some room, at most ``limit``."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fits = np.where(
+                self.per_sample > 0.0,
+                (room_bytes - self.fixed) / self.per_sample,
+                np.where(self.fixed <= room_bytes, np.inf, -1.0),
+            )
+        return int(np.clip(np.floor(fits.min()), 0, limit))
+
+
+def liveness(tables: GraphTables) -> Liveness:
+    """Bytes alive from each value's maker to its last reader, without parameters' gradients."""
+    num_ops, num_values = len(tables.op_id), len(tables.value_op)
+    last = tables.value_op.astype(np.int64).copy()
+    reader = np.repeat(np.arange(num_ops), np.diff(tables.read_start))
+    np.maximum.at(last, tables.read_value, reader)
+    kept = np.ones(num_values, np.bool_)
+    kept[tables.parameter_gradient] = False
+    rows = []
+    for sizes in (tables.value_bytes, tables.value_bytes_per_unit):
+        change = np.zeros(num_ops + 1)
+        np.add.at(change, tables.value_op[kept], sizes[kept])
+        np.add.at(change, last[kept] + 1, -sizes[kept])
+        rows.append(np.cumsum(change)[:num_ops])
+    return Liveness(*rows)
+
+
+def samples_that_fit(
+    evaluator: Evaluator,
+    stage: int,
+    slices: Sequence[int] = (),
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> npt.NDArray[np.int64]:
+    """Most samples at once on each device, if all devices accumulate gradients.
+
+    Args:
+        evaluator: Evaluator of the graph and cluster.
+        stage: Stage of ZeRO.
+        slices: Relative slice of each device; empty for equal ones.
+        bucket_bytes: Bytes of a bucket of the collectives.
+    """
+    whole, divided = kept_bytes(evaluator, stage, bucket_bytes)
+    weights = np.array(slices or [1] * evaluator.cluster.num_devices, np.float64)
+    kept = whole + divided * weights / weights.sum()
+    alive = liveness(evaluator.tables)
+    return np.array(
+        [
+            alive.most_samples(room, evaluator.graph.batch_size)
+            for room in (_usable_bytes(evaluator) - kept).tolist()
+        ]
+    )
+
+
+def kept_bytes(evaluator: Evaluator, stage: int, bucket_bytes: int) -> tuple[float, float]:
+    """(bytes that every device keeps for the step, bytes that the devices divide into slices).
+
+    With P bytes of parameters and r bytes of optimizer state per byte, (2 + r) P are kept in all:
+    parameters, gradients and state (Rajbhandari et al. 2020, section 5, without mixed precision).
+    Divided are r P of them under stage 1, (1 + r) P under 2 and all under 3. The buckets that are
+    under way come on top.
+    """
+    tables, cluster = evaluator.tables, evaluator.cluster
+    size, state = float(tables.parameter_bytes.sum()), tables.state_ratio
+    largest = max(float(tables.parameter_bytes.max(initial=0.0)), float(bucket_bytes))
+    largest = min(largest, size)
+    divided = {0: 0.0, 1: state, 2: 1.0 + state, 3: 2.0 + state}[stage] * size
+    under_way = {0: 0.0, 1: 0.0, 2: 3.0, 3: 6.0}[stage] * largest
+    # Of the batch itself an even part; larger parts are corrected when they do not fit.
+    inputs = evaluator.graph.batch_size / cluster.num_devices * tables.input_bytes_per_sample
+    return (2.0 + state) * size - divided + under_way + tables.common_bytes + inputs, divided
+
+
+def slices_by_memory(evaluator: Evaluator, stage: int) -> tuple[int, ...]:
+    """Slices that leave all devices equal room for samples; empty if equal slices do.
+
+    The paper's slices are equal. Let device d have room m_d beside what it keeps whole and its
+    samples, shared out by speed. With D bytes to divide, the room L that is left solves
+    sum over d of max(m_d - L, 0) = D, and max(m_d - L, 0) is the slice of d. As long as L is
+    negative, there are twice as many micro-steps.
+    """
+    whole, divided = kept_bytes(evaluator, stage, DEFAULT_BUCKET_BYTES)
+    speeds = np.array(device_speeds(evaluator))
+    samples = evaluator.graph.batch_size * speeds / speeds.sum()
+    alive = liveness(evaluator.tables)
+    equal = divided / len(samples)
+    num_micro = 1
+    while True:
+        values = (alive.fixed[:, None] + alive.per_sample[:, None] * samples / num_micro).max(0)
+        room = _usable_bytes(evaluator) - whole - values
+        if not divided or (num_micro == 1 and room.min() >= equal):
+            return ()
+        parts = np.maximum(room - room_left(room, divided), 0.0)
+        if (room >= parts).all() or samples.max() <= num_micro:
+            break
+        num_micro *= 2
+    slices = np.rint(parts / parts.sum() * 1000.0 * len(parts)).astype(int).tolist()
+    return () if len(set(slices)) == 1 else tuple(slices)
+
+
+def room_left(room: FloatArray, divided: float) -> float:
+    """The L at which sum over d of max(room_d - L, 0) is ``divided``."""
+    ordered = np.sort(room)[::-1]
+    levels = (np.cumsum(ordered) - divided) / np.arange(1, len(ordered) + 1)
+    # With the k highest cut to one level, that level is the right one if the next is below it.
+    below = np.append(ordered[1:], -np.inf)
+    return float(levels[np.argmax(levels >= below)])
+
+
+def _usable_bytes(evaluator: Evaluator) -> FloatArray:
+    """Memory of each device, less the simulator's margin."""
+    usable = [device.usable_memory_bytes for device in evaluator.cluster.devices]
+    return np.array(usable, np.float64) / (1.0 + MEMORY_MARGIN)
+
+
+def micro_step_seconds(evaluator: Evaluator, decision: Decision, stage: int) -> float:
+    """Seconds of the collectives that each micro-step repeats, one after another."""
+    first, second = evaluator.channels.for_decision(decision)
+    size = float(evaluator.tables.parameter_bytes.sum())
+
+    def seconds(channel: Channel) -> float:
+        cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
+        return cost.latency(size) + size * cost.seconds_per_byte
+
+    if stage < 2 or first < 0:
+        return 0.0
+    channels = evaluator.channels
+    gathers = 2.0 * seconds(channels[second]) if stage == 3 else 0.0
+    return seconds(channels[first]) + gathers
+
+
+NUM_RETURNED = 4
+"""Number of strategies handed to the referee."""
+
+_MOST_CORRECTIONS = 4
+
+
+class Poplar(Planner):
+    """ZeRO with unequal batches; see the module docstring.
+
+    Args:
+        zero_stage: Stage 0 to 3; by default the planner chooses it.
+        name: Name in the registry and in tables.
+    """
+
+    stage = "search"
+
+    def __init__(self, zero_stage: int | None = None, name: str = "poplar") -> None:
+        if zero_stage is not None and zero_stage not in STAGES:
+            raise StrategyError(f"ZeRO has stages 0 to 3, not {zero_stage}.")
+        self.name = name
+        self._stages = STAGES if zero_stage is None else (zero_stage,)
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Allocate for each stage, and keep the fastest."""
+        search = _Search(problem)
+        elementwise = problem.evaluator.graph.updates_elementwise
+        stages = [stage for stage in self._stages if stage == 0 or elementwise]
+        with search.spending.limits():
+            for stage in stages:
+                search.try_stage(stage)
+            if self._stages == STAGES:  # a given stage is asked for as the paper has it
+                for stage in (stage for stage in stages if stage < 2):
+                    search.try_fewer(stage)
+        reason = ""
+        if not search.tried:
+            reason = (
+                f"{problem.evaluator.graph.optimizer} cannot update slices of parameters"
+                if not stages
+                else "no device can hold one sample under any of its stages of ZeRO"
+            )
+        return PlanResult(
+            candidates=search.best(),
+            num_evaluations=search.spending.evaluations,
+            reason=reason,
+        )
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.evaluator = problem.evaluator
+        self.spending = problem.spend()
+        self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
+        self._curves: dict[tuple[DeviceType, int], FloatArray] = {}
+        tables = self.evaluator.tables
+        # An op that needs the whole batch cannot be cut into micro-batches.
+        self._is_whole = bool(np.any(tables.slot_whole[tables.value_kind[tables.slot_value] == 1]))
+
+    def best(self) -> tuple[Candidate, ...]:
+        """The best few of those that were evaluated."""
+        judged = [(key, evaluation) for key, evaluation in self.tried.items() if evaluation]
+        judged.sort(key=lambda pair: pair[1].preference)
+        keys = [key for key, _ in judged] or list(self.tried)
+        return tuple(
+            Candidate(strategy=strategy, orders=(order,))
+            for strategy, order in keys[:NUM_RETURNED]
+        )
+
+    def try_stage(self, stage: int) -> None:
+        """Evaluate a stage's allocations: for equal slices, even ones, for uneven slices."""
+        equal: tuple[int, ...] = ()
+        tried = [(each, equal) for each in self._allocations(stage, equal)]
+        tried += [(each, equal) for each in self._even_that_fits(stage)]
+        slices = slices_by_memory(self.evaluator, stage)
+        if slices:
+            tried += [(each, slices) for each in self._allocations(stage, slices)]
+        for micro_batches, sliced in dict.fromkeys(tried):
+            for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                strategy = zero_strategy(
+                    self.problem, stage, micro_batches, sliced, bucket_bytes=bucket_bytes
+                )
+                for order in self.problem.orders:
+                    self._evaluate(strategy, order)
+
+    def try_fewer(self, stage: int) -> None:
+        """Evaluate a stage without the slowest types of devices, and with a copy on each host.
+
+        Beyond the paper: what a device computes may not pay for the sums that it joins, where
+        steps are as short as the host allows.
+        """
+        evaluator = self.evaluator
+        cluster, batch = evaluator.cluster, evaluator.graph.batch_size
+        each = max(1, batch // cluster.num_devices)
+        of_type = [
+            float(evaluator.prices.op_seconds(kind, each).sum())
+            for kind in range(len(cluster.device_types))
+        ]
+        seconds = [of_type[kind] for kind in cluster.type_index]
+        for limit in sorted(set(seconds)):
+            devices = tuple(d for d, taken in enumerate(seconds) if taken <= limit)
+            if len(devices) > batch:
+                break
+            shares = split_in_proportion(batch, [1.0 / seconds[device] for device in devices])
+            for groups in self._slice_groups(stage, devices):
+                decision = Decision(
+                    devices=devices,
+                    shares=shares,
+                    sync=Sync.of_stage(stage) if stage else Sync.RING,
+                    slice_groups=groups,
+                )
+                strategy = uniform_strategy(
+                    evaluator,
+                    decision,
+                    bucket_bytes=DEFAULT_BUCKET_BYTES,
+                    step_barrier=self.problem.step_barrier,
+                )
+                self._evaluate(strategy, self.problem.orders[0])
+
+    def _slice_groups(
+        self, stage: int, devices: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], ...]]:
+        """No slice groups; then one group for each host, if there are several of equal size."""
+        yield ()
+        host_of = self.evaluator.cluster.host_of
+        groups: dict[int, list[int]] = {}
+        for device in devices:
+            groups.setdefault(host_of[device], []).append(device)
+        sizes = {len(group) for group in groups.values()}
+        if stage and len(groups) > 1 and len(sizes) == 1 and max(sizes) > 1:
+            yield tuple(map(tuple, groups.values()))
+
+    def _evaluate(self, strategy: Strategy, order: Order) -> Evaluation | None:
+        key = (strategy, order)
+        if key not in self.tried:
+            if self.spending.is_over and self.tried:
+                self.spending.check()
+                return None
+            self.tried[key] = self.evaluator.evaluate(strategy, order)
+            self.problem.report(min(self.spending.fraction, 1.0), self._fastest())
+        return self.tried[key]
+
+    def _fastest(self) -> float:
+        return min(
+            (each.step_time_s for each in self.tried.values() if each and each.is_ok),
+            default=float("inf"),
+        )
+
+    def _allocations(self, stage: int, slices: tuple[int, ...]) -> Iterator[Allocation]:
+        """Allocations with the full time of collectives, and with collectives hidden."""
+        whole = zero_decision(self.evaluator, stage, self._even(1), slices)
+        full_s = micro_step_seconds(self.evaluator, whole, stage)
+        for step_s in dict.fromkeys((full_s, 0.0)):
+            allocation = self._fitting(stage, slices, step_s)
+            if allocation is not None:
+                yield allocation
+
+    def _fitting(self, stage: int, slices: tuple[int, ...], step_s: float) -> Allocation | None:
+        """An allocation that fits by the simulator, which sees more than the memory model.
+
+        Samples that overflow are taken off, and room left on devices at their limit is used.
+        """
+        evaluator = self.evaluator
+        most = samples_that_fit(evaluator, stage, slices)
+        slope = max(float(liveness(evaluator.tables).per_sample.max(initial=0.0)), 1.0)
+        usable = np.array([d.usable_memory_bytes for d in evaluator.cluster.devices], np.float64)
+        last: Allocation | None = None
+        fitting: Allocation | None = None
+        for _ in range(_MOST_CORRECTIONS):
+            found = self._solve(stage, most, step_s)
+            if found is None:
+                break
+            last = found
+            strategy = zero_strategy(self.problem, stage, found, slices)
+            evaluation = self._evaluate(strategy, self.problem.orders[0])
+            if evaluation is None or evaluation.outcome == Outcome.TOO_LARGE:
+                break
+            taken = np.array([max(sizes) for sizes in found])
+            room = (usable - np.array(evaluation.peak_memory_bytes)) / slope
+            if evaluation.is_ok:
+                fitting = found
+                more = np.where(taken >= most, np.maximum(np.floor(room), 0.0), 0.0)
+                if not more.any():
+                    break
+                most = np.minimum(most + more, evaluator.graph.batch_size).astype(int)
+            elif fitting is not None:
+                break
+            else:
+                fewer = np.maximum(np.minimum(most, taken) - np.ceil(-room), 0.0)
+                most = np.where(room < 0.0, fewer, most).astype(int)
+        return fitting or last
+
+    def _solve(self, stage: int, most: npt.NDArray[np.int64], step_s: float) -> Allocation | None:
+        self.spending.check()
+        evaluator, batch = self.evaluator, self.evaluator.graph.batch_size
+        kinds = [device.type for device in evaluator.cluster.devices]
+        curves = [self._curve(kind, int(limit)) for kind, limit in zip(kinds, most, strict=True)]
+        if stage < 2:
+            found = own_micro_batches(curves, batch)
+        else:
+            found = common_steps(curves, batch, step_s)
+        if found is None or (self._is_whole and len(found[1][0]) > 1):
+            return None
+        return found[1]
+
+    def _curve(self, kind: DeviceType, most: int) -> FloatArray:
+        """Seconds of a type of device over samples, priced once for all devices of the type."""
+        if (kind, most) not in self._curves:
+            self._curves[kind, most] = seconds_over_samples(self.evaluator, kind, most)
+        return self._curves[kind, most]
+
+    def _even(self, num_micro: int) -> Allocation:
+        return even_allocation(self.evaluator, num_micro)
+
+    def _even_that_fits(self, stage: int) -> Iterator[Allocation]:
+        """ZeRO without Poplar: equal shares, in as few micro-steps as fit."""
+        num_micro = 1
+        most = min(map(max, self._even(1)), default=1)
+        while True:
+            allocation = self._even(num_micro)
+            strategy = zero_strategy(self.problem, stage, allocation)
+            evaluation = self._evaluate(strategy, self.problem.orders[0])
+            if evaluation is None or evaluation.is_ok or self._is_whole or num_micro >= most:
+                yield allocation
+                return
+            num_micro = min(2 * num_micro, most)
+
+
+class EvenZero(Planner):
+    """ZeRO as it is used on equal devices: the baseline of Poplar's tables, not a built-in method.
+
+    Args:
+        zero_stage: Stage 0 to 3.
+        num_micro: Number of micro-steps; by default the fewest that fit.
+        name: Name in tables.
+    """
+
+    stage = "baseline"
+
+    def __init__(self, zero_stage: int, num_micro: int | None = None, name: str = "") -> None:
+        self.name = name or f"even_zero{zero_stage}"
+        self._stage = zero_stage
+        self._num_micro = num_micro
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try equal shares in micro-steps."""
+        search = _Search(replace(problem, orders=(Order.FIFO,)))
+        if self._num_micro is None:
+            (allocation,) = search._even_that_fits(self._stage)
+        else:
+            allocation = even_allocation(problem.evaluator, self._num_micro)
+        strategy = zero_strategy(problem, self._stage, allocation)
+        return PlanResult(
+            candidates=(Candidate(strategy=strategy, orders=(Order.FIFO,)),),
+            num_evaluations=search.spending.evaluations,
+        )

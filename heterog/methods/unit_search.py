@@ -1,0 +1,440 @@
+"""Samples cut among the devices of a team: rows, nodes, features or positions for each device.
+
+``spatial`` and ``sequences`` know how samples can be cut and try a few ways at first. Then units
+are moved from one device to another as long as the simulated step gets shorter.
+
+**Space**: for batches with fewer samples than devices, or samples too large.
+
+Data parallelism ends where there is one sample for each device, pipelines where there is one
+micro-batch for each stage. A convolutional network can then still be cut along the depth, height
+or width of its samples (Oyama et al. 2020, arXiv 2007.12856): each device of a team owns some rows
+of every activation, and neighbours send each other the rows that convolutions read across the cut.
+
+A full-batch graph network has one sample, too: nodes are cut, or features (``spatial_split``).
+
+Unlike the paper, rows are shared out by the devices' speeds, and then moved one unit at a time
+from one device to another as long as the simulated step gets shorter. Every dimension and every
+number of units is tried: fewer units are coarser, but go deeper into the network.
+
+**Sequences**: for long ones, of which there are few in a batch.
+
+Data parallelism ends where there is one sequence for each device, and one long sequence can fill a
+device. Here the devices of a team own runs of positions (``heterog.strategy.sequence_split``), the
+form of context parallelism in which keys and values are gathered (Grattafiori et al. 2024, arXiv
+2407.21783, section 3.3.2).
+
+Unlike there, where equal devices have an early and a late run each, a device has one run, as long
+as makes all devices take the same time: by their speeds, and by causal attention, whose later
+positions see more keys. Then units of positions are moved from one device to another as long as
+the simulated step gets shorter.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from heterog.cluster.hardware import DeviceType
+from heterog.cluster.topology import Cluster
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.sparse_pattern import entry_shares
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Tried
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.simulator.engine import Order
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.sequence_split import (
+    MOST_UNITS,
+    RunCost,
+    SequenceSplit,
+    balanced_runs,
+    lengths,
+    run_cost,
+    sequence_split,
+    unit_counts,
+)
+from heterog.strategy.spatial_split import (
+    SpatialSplit,
+    feature_splits,
+    row_splits,
+    spatial_splits,
+)
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy, Sync
+
+NUM_RETURNED = 3
+"""Number of strategies handed to the referee."""
+NUM_REFINED = 2
+"""Number of the best points whose units are moved."""
+MOST_MOVES = 48
+"""Most moves of units that are tried for a point: a few times the pairs of a host's devices."""
+LARGE_PART = 0.5
+"""Part of a device's memory from which on the activations of a sample make it a large one."""
+
+UNITS_PER_DEVICE = 4
+"""Least units for each device, if the length allows: shares are then off by at most an eighth."""
+LEAST_LENGTH = 512
+"""Positions from which on ``auto`` uses it: shorter sequences do not fill a device."""
+_SYNCS = (Sync.RING, Sync.HIERARCHICAL, Sync.ZERO1, Sync.ZERO3)
+
+Teams = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitPoint:
+    """A way to cut samples, and the units of each device.
+
+    Attributes:
+        split: The way and its units.
+        teams: Teams of devices, each with some samples.
+        units: Number of units of each device, in the order of the teams.
+        sync: Synchronisation of the gradients.
+        recompute: Whether activations are computed again in the backward pass.
+        keeps: Which of them are kept nevertheless.
+    """
+
+    split: SpatialSplit | SequenceSplit
+    teams: Teams
+    units: tuple[tuple[int, ...], ...]
+    sync: Sync
+    recompute: bool = False
+    keeps: Keeps = Keeps.NOTHING
+
+
+class UnitSearch(ABC):
+    """Points of a problem, with their evaluations and strategies.
+
+    Args:
+        problem: Problem to find a strategy for.
+        least_units: Least units that a device may be left with.
+    """
+
+    def __init__(self, problem: Problem, *, least_units: int) -> None:
+        self.problem = problem
+        self.spending = problem.spend()
+        self.graph = problem.evaluator.graph
+        self.cluster = problem.evaluator.cluster
+        self.speeds = device_speeds(problem.evaluator)
+        self.found = Tried[UnitPoint](problem.evaluator, self._strategy)
+        self._least_units = least_units
+
+    @abstractmethod
+    def points(self) -> Iterator[UnitPoint]:
+        """The first points, in the order in which they are tried."""
+
+    @abstractmethod
+    def in_words(self, point: UnitPoint) -> str:
+        """What a point does, for people."""
+
+    def run(self) -> None:
+        """Try the first points, then move units between the devices of the best."""
+        for point in self.points():
+            self.try_until_it_fits(point)
+            if self.found and self.spending.is_over:
+                return
+        for point in self.found.best(NUM_REFINED):
+            self.refine(point)
+
+    def result(self, why_nothing: str) -> PlanResult:
+        """Run within the limits; the best points, or the reason why there is none."""
+        with self.spending.limits():
+            self.run()
+        best = self.found.best(NUM_RETURNED)
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=self.found.strategies[point], orders=tuple(Order))
+                for point in best
+            ),
+            num_evaluations=self.spending.evaluations,
+            reason="" if best else why_nothing,
+            note=self.in_words(best[0]) if best else "",
+        )
+
+    def fast_teams(self) -> Iterator[Teams]:
+        """One team of all devices, then one of the fastest kinds alone."""
+        for least in sorted({round(speed, 9) for speed in self.speeds}):
+            fast = [d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least]
+            if len(fast) > 1:
+                yield (tuple(fast),)
+
+    def try_until_it_fits(self, point: UnitPoint) -> None:
+        """Simulate a point, and if it does not fit, with recomputation.
+
+        Two-level sums are left out if there is one host.
+        """
+        hosts = {self.cluster.host_of[device] for team in point.teams for device in team}
+        if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
+            return
+        found = self.found.evaluate(point)
+        if found is None or found.is_ok:
+            return
+        for keeps in reversed(kinds_worth_trying(self.graph)):
+            found = self.found.evaluate(replace(point, recompute=True, keeps=keeps))
+            if found is None or not found.is_ok:
+                return
+
+    def refine(self, start: UnitPoint) -> None:
+        """Move a unit from one device of a team to another while that helps."""
+        point, best, tried = start, self.found[start], 0
+        while tried < MOST_MOVES and not self.spending.is_over:
+            better = None
+            for moved in self._moves(point):
+                if tried >= MOST_MOVES or self.spending.is_over:
+                    break
+                tried += 1
+                found = self.found.evaluate(moved)
+                if found is not None and found.preference < best.preference:
+                    better, best = moved, found
+            if better is None:
+                return
+            point = better
+
+    def _strategy(self, point: UnitPoint) -> Strategy:
+        return replace(
+            uniform_strategy(
+                self.problem.evaluator,
+                self._decision(point),
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                step_barrier=self.problem.step_barrier,
+            ),
+            op_rules=point.split.op_rules,
+        )
+
+    def _decision(self, point: UnitPoint) -> Decision:
+        """A point's decision: samples by the teams' speeds, all with a team's first device."""
+        rates = [sum(self.speeds[device] for device in team) for team in point.teams]
+        samples = split_in_proportion(self.graph.batch_size, rates)
+        share: dict[int, int] = {}
+        part: dict[int, int] = {}
+        for team, count, units in zip(point.teams, samples, point.units, strict=True):
+            share |= dict.fromkeys(team, 0) | {team[0]: count}
+            part |= dict(zip(team, units, strict=True))
+        devices = tuple(sorted(share))
+        return Decision(
+            devices=devices,
+            shares=tuple(share[device] for device in devices),
+            teams=point.teams,
+            parts=tuple(part[device] for device in devices),
+            sync=point.sync,
+            recompute=point.recompute,
+            keeps=point.keeps,
+        )
+
+    def _moves(self, point: UnitPoint) -> Iterator[UnitPoint]:
+        """Moves of a unit from one device to another, from those with the most units first."""
+        for number, units in enumerate(point.units):
+            by_units = sorted(range(len(units)), key=lambda place: -units[place])
+            for giver in by_units:
+                for taker in reversed(by_units):
+                    if giver == taker or units[giver] <= self._least_units:
+                        continue
+                    moved = list(units)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    changed = (*point.units[:number], tuple(moved), *point.units[number + 1 :])
+                    yield replace(point, units=changed)
+
+
+class Spatial(Planner):
+    """Cuts samples along space; see the module docstring."""
+
+    name = "spatial"
+    stage = "baseline"
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether there are convolutions, or a graph, and samples that have to be cut."""
+        has_convolution = any(op.kind.startswith("convolution") for op in graph.ops)
+        return (has_convolution or bool(graph.patterns)) and not why_needless(graph, cluster)
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try every way to cut, then move rows between the devices of the best."""
+        graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
+        reason = why_needless(graph, cluster)
+        if reason:
+            return PlanResult(candidates=(), num_evaluations=0, reason=reason)
+        nothing = "no convolution of the network can be cut along space"
+        if graph.patterns:
+            nothing = "neither nodes nor features of the graph can be cut"
+        return _SpatialSearch(problem, least_units=0).result(nothing)
+
+
+def why_needless(graph: OpGraph, cluster: Cluster) -> str:
+    """Reason why samples need not be cut; empty if they should be."""
+    devices = cluster.devices
+    if len(devices) < 2:
+        return "there is one device only"
+    kept = sum(
+        int(graph.tensor_bytes[tensor])
+        for tensor in range(graph.num_inputs, len(graph.tensors))
+        if graph.storage[tensor] == tensor and graph.tensors[tensor].kind != TensorKind.PARAMETER
+    )
+    room = max(device.usable_memory_bytes for device in devices)
+    if graph.batch_size >= len(devices) and kept / graph.batch_size <= LARGE_PART * room:
+        return (
+            f"{graph.batch_size} samples are enough for {len(devices)} devices and a sample "
+            "fits; the batch is cut instead"
+        )
+    return ""
+
+
+class _SpatialSearch(UnitSearch):
+    def points(self) -> Iterator[UnitPoint]:
+        """All ways in proportion to speed."""
+        graph = self.graph
+        splits = (*spatial_splits(graph), *row_splits(graph), *feature_splits(graph))
+        ways = [(split, False) for split in splits]
+        ways += [(split, True) for split in splits if split.entries is not None]
+        for split, by_entries in ways:
+            for teams in self._teams():
+                units = self._proportional(split, teams, by_entries=by_entries)
+                if units is None:
+                    continue
+                for sync in (Sync.RING, Sync.HIERARCHICAL):
+                    yield UnitPoint(split=split, teams=teams, units=units, sync=sync)
+
+    def in_words(self, point: UnitPoint) -> str:
+        """See ``UnitSearch``."""
+        assert isinstance(point.split, SpatialSplit)
+        return f"dimension {point.split.dim} of the activations, rows {_shares(point)}"
+
+    def _teams(self) -> Iterator[Teams]:
+        """One team of all devices, one of the fastest kinds alone, and one on each host."""
+        yield from self.fast_teams()
+        hosts = [tuple(self.cluster.host_devices(h)) for h in range(self.cluster.num_hosts)]
+        if 1 < len(hosts) <= self.graph.batch_size:
+            yield tuple(hosts)
+
+    def _proportional(
+        self, split: SpatialSplit, teams: Teams, *, by_entries: bool
+    ) -> tuple[tuple[int, ...], ...] | None:
+        """Rows, or entries of a sparse matrix, by speed; ``None`` if units are too few."""
+        if any(len(team) > split.units for team in teams):
+            return None
+        speeds = [[self.speeds[device] for device in team] for team in teams]
+        if by_entries and split.entries is not None:
+            return tuple(entry_shares(split.entries, each, split.units) for each in speeds)
+        return tuple(_with_one_each(split_in_proportion(split.units, each)) for each in speeds)
+
+
+def _with_one_each(units: tuple[int, ...]) -> tuple[int, ...]:
+    """Units with at least one for every device: a device without rows would do nothing."""
+    found = list(units)
+    for place, count in enumerate(found):
+        if count == 0:
+            found[found.index(max(found))] -= 1
+            found[place] = 1
+    return tuple(found)
+
+
+def _shares(point: UnitPoint) -> str:
+    return " and ".join(":".join(map(str, units)) for units in point.units)
+
+
+class Sequences(Planner):
+    """Cuts sequences along their positions; see the module docstring."""
+
+    name = "sequences"
+    stage = "baseline"
+
+    @staticmethod
+    def joins_auto(graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether there are long sequences that have to be cut."""
+        is_long = max(lengths(graph), default=0) >= LEAST_LENGTH
+        return is_long and not why_needless(graph, cluster)
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try every kind of teams, then move units between the devices of the best."""
+        graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
+        reason = why_needless(graph, cluster)
+        split = None if reason else _split(graph, cluster)
+        if split is None:
+            reason = reason or _why_uncut(graph)
+            return PlanResult(candidates=(), num_evaluations=0, reason=reason)
+        nothing = "no team has enough units of positions for its devices"
+        return _SequenceSearch(problem, split).result(nothing)
+
+
+def _split(graph: OpGraph, cluster: Cluster) -> SequenceSplit | None:
+    """The cut with the most units that are worth distinguishing."""
+    most = max(MOST_UNITS, UNITS_PER_DEVICE * cluster.num_devices)
+    for units in unit_counts(graph, most):
+        found = sequence_split(graph, units)
+        if found is not None:
+            return found
+    return None
+
+
+def _why_uncut(graph: OpGraph) -> str:
+    known = lengths(graph)
+    if not known:
+        return "nothing in the batch is a sequence: [batch, positions] of whole numbers"
+    return f"sequences of {', '.join(map(str, known))} positions cannot be cut into equal units"
+
+
+class _SequenceSearch(UnitSearch):
+    def __init__(self, problem: Problem, split: SequenceSplit) -> None:
+        super().__init__(problem, least_units=1)
+        self.split = split
+        self.costs = _costs(problem, split)
+
+    def points(self) -> Iterator[UnitPoint]:
+        """All teams with balanced runs."""
+        for teams in dict.fromkeys(self._teams()):
+            units = self._balanced(teams)
+            if units is None:
+                continue
+            for sync in _SYNCS:
+                yield UnitPoint(split=self.split, teams=teams, units=units, sync=sync)
+
+    def in_words(self, point: UnitPoint) -> str:
+        """See ``UnitSearch``."""
+        again = f", {point.keeps.words} recomputed" if point.recompute else ""
+        return f"positions {_shares(point)} of each sequence{again}, {point.sync.name.lower()}"
+
+    def _teams(self) -> Iterator[Teams]:
+        """One team of all devices, or of the fastest kinds alone, or teams of some hosts each."""
+        yield from self.fast_teams()
+        hosts = [tuple(self.cluster.host_devices(h)) for h in range(self.cluster.num_hosts)]
+        yield from ((host,) for host in hosts if len(host) > 1)
+        count = 2
+        while count <= min(self.graph.batch_size, len(hosts)):
+            sizes = split_in_proportion(len(hosts), [1.0] * count)
+            ends = [sum(sizes[:place]) for place in range(count + 1)]
+            yield tuple(
+                tuple(device for host in hosts[begin:end] for device in host)
+                for begin, end in pairwise(ends)
+            )
+            count *= 2
+
+    def _balanced(self, teams: Teams) -> tuple[tuple[int, ...], ...] | None:
+        """Units that take equal times; ``None`` if a team has more devices than units."""
+        if any(len(team) > self.split.units for team in teams):
+            return None
+        return tuple(
+            balanced_runs([self.costs[d] for d in team], self.split.units) for team in teams
+        )
+
+
+def _costs(problem: Problem, split: SequenceSplit) -> list[RunCost]:
+    """Cost of runs of positions of the whole batch on each device."""
+    evaluator, units = problem.evaluator, split.units
+    graph, plan = evaluator.graph, axis_plan(evaluator.graph, split.op_rules)
+    computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
+
+    def seconds(kind: DeviceType, begin: int, end: int) -> float:
+        work = plan.work(end - begin, graph.batch_size, graph.batch_size, begin)
+        row = evaluator.cost_model.work_seconds(graph, kind, *work)
+        return float(row[computing].sum())
+
+    half = units // 2
+    by_type = [
+        run_cost(
+            2 * half,
+            seconds(kind, 0, half),
+            seconds(kind, half, 2 * half),
+            seconds(kind, 0, 2 * half),
+        )
+        for kind in evaluator.cluster.device_types
+    ]
+    return [by_type[index] for index in evaluator.cluster.type_index]

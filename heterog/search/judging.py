@@ -1,0 +1,502 @@
+"""Runs one method and judges what it found, in the same way for all methods.
+
+The referee scores each of a method's candidates again, a baseline's in the orders of its
+definition, a search's in all orders that are allowed, and the best counts.
+
+Methods that search at the same time, each on a seat of its own, and share their plans.
+
+A search has *turns*: in each, every seat runs a few methods one after another, which start from
+the best plans of all seats and resume from their state on that seat. With a budget in evaluations,
+what a turn gives does not depend on which seat was done first.
+
+Methods that draw at random (``is_random``) run on every seat with a seed of its own. All others
+would do the same work everywhere; they are dealt out.
+
+The division of the remaining time among methods once every one has had its part.
+
+Time goes where it pays, in rounds: to the method whose last rounds improved its own best plan most
+per second, as a bandit would; the farther that plan is behind the best of all by now, the less
+this counts. Every second round goes to a method that was starved, if there is one: to the one with
+the best plan (or nearest to fitting) before the others. Methods without gain are tried again when
+the others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one
+that ended before its part was over has nothing left to try, unless its answers are whole.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from heterog.methods.planner import (
+    Budget,
+    Candidate,
+    MethodRow,
+    Planner,
+    PlanResult,
+    Problem,
+    Spending,
+    Stop,
+)
+from heterog.pricing.noise import draw_noise
+from heterog.search.request import Request
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+from heterog.workers import Seats, is_asked_to_stop
+
+STARVED = 20
+"""A search that was cut before it had made this many evaluations was starved."""
+_MOST_STARVED, _MOST_BEHIND = 4, 2.0
+"""Rounds after which a method that still makes few evaluations is no longer preferred; half as
+many if its step is so many times the best one's."""
+_FIRST_GAIN = 0.1
+"""Gain that the first plan that fits counts as: more may follow."""
+FADES = 0.25
+"""Part of a method's gain that still counts after another round."""
+_BEHIND = 8.0
+"""Exponent for plans behind the best: one 1.5 times as long counts as 1.5^-8, a 25th."""
+_ENDED_EARLY = 0.8
+"""Part of the part given below which a method that stopped by itself has nothing left to try."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Contender:
+    """A method and the results of its rounds.
+
+    Attributes:
+        planner: The method.
+        memory: State that it resumes from; see ``Problem.memory``.
+        evaluations: Evaluations of all rounds.
+        seconds: Seconds of all rounds.
+        rounds: Number of its rounds.
+        step_time_s: Step time of its best plan; infinite if none fits.
+        overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
+        behind: Its step over the best of all methods; 1 where it has none yet.
+        gain_per_s: Relative improvements of that plan per second, as far as they count: those of
+            the last round, or what is left of those before (``FADES``), whichever is more.
+        is_done: Whether it has nothing left to try.
+    """
+
+    planner: Planner
+    memory: dict[str, object] = field(default_factory=dict)
+    evaluations: int = 0
+    seconds: float = 0.0
+    rounds: int = 0
+    step_time_s: float = math.inf
+    overflow_bytes: float = math.inf
+    behind: float = 1.0
+    gain_per_s: float = 0.0
+    is_done: bool = False
+
+    def tell(
+        self,
+        *,
+        given_s: float,
+        seconds: float,
+        evaluations: int,
+        step_time_s: float,
+        best_s: float,
+        known_s: float = math.inf,
+        overflow_bytes: float = math.inf,
+    ) -> None:
+        """Record the result of a round.
+
+        Args:
+            given_s: Seconds that it was allowed.
+            seconds: Seconds that it took.
+            evaluations: Number of its evaluations.
+            step_time_s: Step time of the best plan of all its rounds; infinite if none fits.
+            best_s: Step time of the best plan of all methods.
+            known_s: The same before the round: a search that starts from it has not gained it.
+            overflow_bytes: Bytes missing for the best plan of all its rounds.
+        """
+        gain = 0.0
+        if step_time_s < self.step_time_s and step_time_s != known_s:
+            is_first, before_s = math.isinf(self.step_time_s), self.step_time_s
+            if step_time_s < known_s:
+                before_s = min(before_s, known_s)
+            gain = _FIRST_GAIN if math.isinf(before_s) else math.log(before_s / step_time_s)
+            gain = max(gain, _FIRST_GAIN * is_first) * (best_s / step_time_s) ** _BEHIND
+        self.step_time_s = step_time_s
+        self.overflow_bytes = overflow_bytes
+        self.behind = 1.0 if math.isinf(step_time_s) else step_time_s / best_s
+        self.rounds += 1
+        self.seconds += seconds
+        self.evaluations += evaluations
+        self.gain_per_s = max(gain / max(seconds, 1e-9), FADES * self.gain_per_s)
+        # Whose answers are whole hands one over and may have another.
+        goes_on = evaluations > 0 and self.planner.answers_whole
+        self.is_done = seconds < _ENDED_EARLY * given_s and not goes_on
+
+    def gain_beside(self, best_s: float) -> float:
+        """Gain per second of its last part, measured against the best plan found by now."""
+        if math.isinf(self.step_time_s):
+            return 0.0
+        part: float = (self.behind * best_s / self.step_time_s) ** _BEHIND
+        return self.gain_per_s * part
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether it has had too little time to be judged."""
+        most = _MOST_STARVED if self.behind <= _MOST_BEHIND else _MOST_STARVED // 2
+        return self.evaluations < STARVED and self.rounds < most and not self.is_done
+
+
+def next_of(contenders: Sequence[Contender]) -> Contender | None:
+    """The contender whose turn it is; ``None`` if none can use more time.
+
+    Whose plan became the best has the first turn, then one that was starved:
+
+    >>> class Method(Planner):
+    ...     name, stage, resumes = "a", "search", True
+    >>> quick, slow = Contender(planner=Method()), Contender(planner=Method())
+    >>> of_round = {"given_s": 1.0, "seconds": 1.0, "best_s": 1.0}
+    >>> quick.tell(**of_round, evaluations=90, step_time_s=1.0)
+    >>> slow.tell(**of_round, evaluations=2, step_time_s=1.9)
+    >>> next_of([quick, slow]) is quick
+    True
+    >>> quick.tell(**of_round, evaluations=90, step_time_s=1.0)
+    >>> next_of([quick, slow]) is slow
+    True
+    >>> ahead = Contender(planner=Method())
+    >>> ahead.tell(**of_round, evaluations=3, step_time_s=1.5)
+    >>> next_of([quick, slow, ahead]) is ahead
+    True
+
+    Of those that were starved, one whose plan is far behind comes after all others:
+
+    >>> far = Contender(planner=Method())
+    >>> far.tell(**of_round, evaluations=3, step_time_s=9.0)
+    >>> next_of([quick, slow, far]) is slow
+    True
+    >>> next_of([quick, far]) is far
+    True
+
+    Who starts from the best plan and only hands it back has gained nothing:
+
+    >>> adopts = Contender(planner=Method())
+    >>> adopts.tell(**of_round, evaluations=9, step_time_s=1.0, known_s=1.0)
+    >>> adopts.gain_per_s
+    0.0
+    """
+    able = [each for each in contenders if not each.is_done]
+    if not able:
+        return None
+    best_s = min(each.step_time_s for each in contenders)
+    # Of those with equal gains, the one that had the least time.
+    chosen = max(able, key=lambda each: (each.gain_beside(best_s), -each.seconds))
+    starved = [each for each in able if each.is_starved]
+    # Rounds beyond the first of all, and of the starved: half of them at most while others gain.
+    of_all, of_starved = (sum(each.rounds - 1 for each in some) for some in (contenders, starved))
+    is_due = 2 * of_starved >= of_all and chosen.gain_beside(best_s) > 0.0
+    if not starved or is_due:
+        return chosen
+    near = [each for each in starved if each.behind <= _MOST_BEHIND]
+    return min(
+        near or starved,
+        key=lambda each: (each.step_time_s, each.overflow_bytes, each.evaluations),
+    )
+
+
+NUM_DRAWS = 20
+"""Number of draws of noise that every method's best strategy is simulated under."""
+EQUALLY_GOOD = 0.005
+"""Relative difference between two step times below which no simulator can rank them."""
+MOST_COMPARED, NUM_COMPARED = 3, 8
+"""Most candidates of one search that are simulated under noise, and the draws that tell which of
+equally good ones to take."""
+JUDGED_PART = 0.15
+"""Part of a method's budget in seconds for the referee to judge its candidates."""
+
+
+def run_method(planner: Planner, problem: Problem) -> MethodRow:
+    """Run one method and judge its candidates by the referee, all within its budget.
+
+    Of a search's candidates that are equally good, the one that stays good under noise is taken;
+    of a baseline's, by their definition, the fastest.
+    """
+    evaluator = problem.evaluator
+    spending = problem.spend()
+    result = PlanResult(candidates=(), num_evaluations=0)
+    # A method that ignores its limits is ended by these, a little later and without a result.
+    whole = problem.budget if problem.budget.seconds is None else problem.budget.part(1.1)
+    with replace(problem, budget=whole).spend().limits():
+        searching = problem.budget
+        if searching.seconds is not None:
+            searching = searching.part(1.0 - JUDGED_PART)
+        result = planner.plan(replace(problem, budget=searching))
+    searched_s = spending.seconds if result.search_seconds is None else result.search_seconds
+    is_cut = spending.seconds >= (1.0 - JUDGED_PART) * (problem.budget.seconds or math.inf)
+    judged = _judged(planner, problem, result, spending)
+    is_starved = is_cut and result.num_evaluations < STARVED
+    notes = [result.note] * bool(result.note)
+    if is_starved:
+        notes.append(
+            f"starved: {result.num_evaluations} evaluations in {spending.seconds:.1f} s; "
+            "a larger budget lets it search"
+        )
+    row = MethodRow(
+        method=planner.name,
+        stage=planner.stage,
+        outcome="not_applicable",
+        step_time_s=None,
+        order="",
+        peak_memory_bytes=(),
+        num_evaluations=result.num_evaluations,
+        search_seconds=spending.seconds if problem.budget.seconds else searched_s,
+        shortage=result.reason or _OUT_OF_TIME * is_cut,
+        note="; ".join(notes),
+        is_starved=is_starved,
+    )
+    if not judged:
+        return row
+    judged.sort(key=lambda pair: pair[0].preference)
+    chosen = 0
+    with spending.limits():
+        if planner.stage != "baseline":
+            chosen = _most_robust(evaluator, judged, _known_of(problem).noisy_s)
+    best, strategy = judged[chosen]
+    return replace(
+        row,
+        outcome=str(best.outcome),
+        step_time_s=best.step_time_s if best.is_ok else None,
+        order=best.order.name.lower(),
+        peak_memory_bytes=best.peak_memory_bytes,
+        shortage=best.shortage,
+        overflow_bytes=best.overflow_bytes,
+        candidate=Candidate(strategy=strategy, orders=(best.order,), judged=best),
+        search_seconds=spending.seconds if problem.budget.seconds else searched_s,
+    )
+
+
+_OUT_OF_TIME = "its part of the budget was over before it had a strategy"
+
+
+def _judged(
+    planner: Planner, problem: Problem, result: PlanResult, spending: Spending
+) -> list[tuple[Evaluation, Strategy]]:
+    """The referee's judgement of a method's candidates, at least of the first one.
+
+    Every candidate in its own first order, then in the others: a search may have tried one only.
+    """
+    evaluator = problem.evaluator
+    judged: list[tuple[Evaluation, Strategy]] = []
+    turns: list[tuple[Strategy, tuple[Order, ...]]] = []
+    for candidate in result.candidates:
+        if candidate.judged is not None:
+            judged.append((candidate.judged, candidate.strategy))
+        else:
+            turns.append((candidate.strategy, candidate.orders[:1]))
+    for candidate in result.candidates:
+        own = candidate.orders if planner.stage == "baseline" else problem.orders
+        done = candidate.judged.order if candidate.judged is not None else candidate.orders[0]
+        turns.append((candidate.strategy, tuple(order for order in own if order != done)))
+
+    known = _known_of(problem).evaluations
+
+    def take(strategy: Strategy, orders: tuple[Order, ...]) -> None:
+        # What is longer than the best so far is not compared with it any more.
+        fitting = [each.step_time_s for each, _ in judged if each.is_ok]
+        limit_s = min(fitting, default=math.inf) * (1.0 + EQUALLY_GOOD)
+        new = [order for order in orders if (strategy, order) not in known]
+        for each in evaluator.referee_orders(strategy, new, limit_s) if new else ():
+            if each.outcome == Outcome.TOO_LARGE:  # perhaps not in a longer round
+                judged.append((each, strategy))
+            else:
+                known[strategy, each.order] = each
+        found = [known[strategy, order] for order in orders if (strategy, order) in known]
+        judged.extend((each, strategy) for each in found if each.outcome != Outcome.GIVEN_UP)
+
+    if not judged and turns:
+        take(*turns.pop(0))
+    with spending.limits():
+        for strategy, orders in turns:
+            if orders:
+                take(strategy, orders)
+    return judged
+
+
+_KNOWN = "run_method"  # in a problem's memory, beside what the method keeps
+
+
+@dataclass(slots=True)
+class _Known:
+    """Verdicts of earlier rounds on the same candidates, which often do not change."""
+
+    evaluator: Evaluator
+    evaluations: dict[tuple[Strategy, Order], Evaluation] = field(default_factory=dict)
+    noisy_s: dict[tuple[Strategy, Order], float] = field(default_factory=dict)
+
+
+def _known_of(problem: Problem) -> _Known:
+    found = problem.memory.get(_KNOWN)
+    if found is None or found.evaluator is not problem.evaluator:
+        found = problem.memory[_KNOWN] = _Known(problem.evaluator)
+    known: _Known = found
+    return known
+
+
+def _most_robust(
+    evaluator: Evaluator,
+    judged: Sequence[tuple[Evaluation, Strategy]],
+    known: dict[tuple[Strategy, Order], float],
+) -> int:
+    """Index of the candidate to take, of candidates sorted best first.
+
+    Those within ``EQUALLY_GOOD`` of the shortest step are equal by what a simulator can know;
+    among them the shortest mean step under noise decides.
+    """
+    shortest = judged[0][0]
+    equal = [
+        index
+        for index, (evaluation, _) in enumerate(judged[:MOST_COMPARED])
+        if evaluation.overflow_bytes == shortest.overflow_bytes
+        and evaluation.step_time_s <= shortest.step_time_s * (1.0 + EQUALLY_GOOD)
+    ]
+    if len(equal) == 1:
+        return 0
+
+    def total(index: int) -> float:
+        evaluation, strategy = judged[index]
+        key = strategy, evaluation.order
+        if key not in known:
+            known[key] = sum(under_noise(evaluator, *key, NUM_COMPARED))
+        return known[key]
+
+    return min(equal, key=total)
+
+
+def under_noise(
+    evaluator: Evaluator, strategy: Strategy, order: Order, num_draws: int = NUM_DRAWS
+) -> tuple[float, ...]:
+    """Seconds per step in each draw; the draws are the same for all strategies."""
+    noise = draw_noise(evaluator.cluster, num_draws, evaluator.spreads)
+    choice = evaluator.encode(strategy)
+    return tuple(evaluator.seconds_under_noise(choice, order, noise).tolist())
+
+
+Ran = tuple[MethodRow, float]
+"""Row of a method, and the seconds that it took."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """The next work of one seat.
+
+    Attributes:
+        methods: Methods with their budgets, in the order in which they run.
+        seeds: Strategies to start from, beside those that the methods find.
+        seed: Seed of everything random on this seat.
+        most_tasks: Most tasks of a program that is simulated.
+    """
+
+    methods: tuple[tuple[Planner, Budget], ...]
+    seeds: tuple[Candidate, ...]
+    seed: int
+    most_tasks: float
+
+
+class Together:
+    """Seats that search the same graph and cluster.
+
+    Args:
+        seats: Workers that keep their state.
+        request: Request for all of them.
+    """
+
+    def __init__(self, seats: Seats, request: Request) -> None:
+        self._seats, self._request = seats, request
+
+    @property
+    def num_seats(self) -> int:
+        """Number of methods that run at a time."""
+        return len(self._seats)
+
+    def prepare(self, planners: Sequence[Planner]) -> None:
+        """Let all seats import, read and compile what methods need."""
+        self._seats.run(_prepare, self._request, [tuple(planners)] * len(self._seats))
+
+    def take(self, turns: Sequence[Turn]) -> list[list[Ran]]:
+        """Run one turn on each seat; return the results of its methods, in their order.
+
+        A seat that was asked to stop hands over what it has.
+        """
+        return [ran or [] for ran in self._seats.run(_take, self._request, turns)]
+
+    def stop(self) -> None:
+        """Ask all methods for their best so far."""
+        self._seats.stop()
+
+
+def deal(planners: Sequence[Planner], num_seats: int) -> list[list[Planner]]:
+    """Methods of each seat, in their order; those that draw at random are on every seat.
+
+    >>> class Method:
+    ...     def __init__(self, name, is_random=False): self.name, self.is_random = name, is_random
+    >>> asked = [Method("a"), Method("b"), Method("c"), Method("annealing", True)]
+    >>> [[each.name for each in seat] for seat in deal(asked, 2)]
+    [['a', 'c', 'annealing'], ['b', 'annealing']]
+    """
+    alone = [planner for planner in planners if not planner.is_random]
+    return [
+        [each for each in planners if each.is_random or alone.index(each) % num_seats == seat]
+        for seat in range(num_seats)
+    ]
+
+
+def can_be_sent(planner: Planner) -> bool:
+    """Whether a seat has the code of a method: it has this package, but no user's file."""
+    return type(planner).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seat:
+    """State of a seat between turns: an evaluator, and what its methods resume from."""
+
+    request: Request
+    evaluator: Evaluator
+    memories: dict[str, dict[str, object]] = field(default_factory=dict)
+
+
+_seat: _Seat | None = None
+
+
+def _seat_for(request: Request) -> _Seat:
+    global _seat
+    if _seat is None or _seat.request is not request:
+        evaluator = Evaluator(request.graph, request.cluster, request.cost_model)
+        _seat = _Seat(request=request, evaluator=evaluator)
+    return _seat
+
+
+def _prepare(request: Request, planners: tuple[Planner, ...]) -> None:
+    evaluator = _seat_for(request).evaluator
+    evaluator.warm_up()
+    for planner in planners:
+        planner.prepare(evaluator)
+
+
+def _take(request: Request, turn: Turn) -> list[Ran]:
+    seat = _seat_for(request)
+    seat.evaluator.most_tasks = turn.most_tasks
+    problem = Problem(
+        evaluator=seat.evaluator,
+        budget=turn.methods[0][1] if turn.methods else Budget(evaluations=1),
+        seed=turn.seed,
+        step_barrier=request.step_barrier,
+        orders=request.orders,
+    )
+    stop = Stop(is_asked_to_stop)
+    ran: list[Ran] = []
+    for planner, budget in turn.methods:
+        found = [row.candidate for row, _ in ran if row.candidate is not None]
+        seeds = (*turn.seeds, *found)
+        if stop.is_requested and seeds:
+            break
+        memory = seat.memories.setdefault(planner.name, {})
+        # There must be some strategy: until then nobody is stopped.
+        asked = stop if seeds else Stop()
+        part = replace(problem, budget=budget, seeds=seeds, memory=memory, stop=asked)
+        spending = part.spend()
+        ran.append((run_method(planner, part), spending.seconds))
+    return ran
