@@ -10,26 +10,61 @@ networks), ``large`` (HeteroG's six large settings), ``free`` (without a step ba
 ``presets`` (five models on four other clusters). Rows are kept pair by pair in one file for each
 section: a run that was stopped, or whose minutes are over, goes on where it ended. Budgets are in
 evaluations and the same for every method of a section, so that rows are the same on any machine.
+
+Rows are those of ``heterog compare --methods auto``: each search has the whole budget, all are
+judged by the referee. With ``--beside`` each number stands beside the one of another run
+(``now (then)``): of another commit, made by running this file with that commit's package.
+``CLUSTER@0.35`` is a cluster whose NICs reach that part of their line rate. ``--calibration
+roofline`` prices kernels from data sheets, as tables from before the device models did.
 """
 
 import argparse
-import json
+import math
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import gain_tables
-import order_gain
-from search_gain import LARGE
+from rows import geometric_mean, keep_row, read_rows
 
+from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
-from heterog.methods.planner import Budget
+from heterog.cluster import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.methods.planner import Budget, MethodRow
+from heterog.methods.registry import AUTO
+from heterog.search.compare import compare_methods
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request
+from heterog.search.stability import DATA_PARALLEL, REFERENCES
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 
+MODELS = (
+    "vgg19,resnet200,inception_v3,mobilenet_v2,nasnet_large,transformer_6l,bert_large_24l,"
+    "xlnet_large_24l"
+)
+LARGE = (
+    "resnet200:384,transformer_24l:120,bert_large_24l:96,xlnet_large_24l:96,bert_large_48l:24,"
+    "xlnet_large_48l:24"
+)
+PAPER = "paper_8gpu"
 PRESETS = "poplar_v100_t4,rtx_mixed,a100_v100_16,hap_v100_p100"
+FOUR = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")
+GAINS = ("over the four", "over reference")
+"""The reference is the better of ``best_ddp`` and ``tuned_uniform``."""
+SHOWN = (
+    "ddp", "best_ddp", "tuned_uniform", "megatron_grid", "model_parallel", "deeppool", "pipeline",
+    "poplar", "two_segment", "hap", "local_search", "agent", "agent+search",
+)  # fmt: skip
+FIXED = ("cp_ar", "tuned_uniform")
+SEARCHES = ("two_segment", "pipeline", "local_search")
+
+Row = dict[str, Any]
+Pair = tuple[str, str, int, bool]
+"""Model, cluster, batch, whether with a step barrier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +85,16 @@ class Section:
 
 
 SECTIONS = {
-    "paper": Section(models=gain_tables.MODELS, clusters=gain_tables.CLUSTERS, budget="200e"),
+    "paper": Section(models=MODELS, clusters=f"{PAPER},paper_8gpu_net035", budget="200e"),
     "large": Section(
-        models=",".join(f"{model}:{batch}" for model, batch in LARGE),
-        clusters="paper_8gpu",
+        models=LARGE,
+        clusters=PAPER,
         budget="300e",
     ),
-    "free": Section(
-        models=gain_tables.MODELS, clusters="paper_8gpu", budget="30e", step_barrier=False
-    ),
-    "order": Section(models=gain_tables.MODELS, clusters=order_gain.CLUSTER, budget="30e"),
+    "free": Section(models=MODELS, clusters=PAPER, budget="30e", step_barrier=False),
+    "order": Section(models=MODELS, clusters=PAPER, budget="30e"),
     "rates": Section(
-        models=gain_tables.MODELS.replace("nasnet_large,", ""),
+        models=MODELS.replace("nasnet_large,", ""),
         clusters="paper_8gpu@0.2,paper_8gpu@0.5,paper_8gpu@1.0",
         budget="200e",
     ),
@@ -71,59 +104,224 @@ SECTIONS = {
 }
 
 
-def asked(section: Section, rows: Path, graphs: Path, calibration: str | None) -> Namespace:
-    """A section as ``gain_tables`` is asked."""
-    return Namespace(
-        rows=rows,
-        graphs=graphs,
-        methods="auto",
-        budget=section.budget,
-        calibration=calibration,
-        no_step_barrier=not section.step_barrier,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Where the rows of a section are, and what they are made with.
+
+    Attributes:
+        rows: File of JSON lines.
+        graphs: Folder that keeps captured graphs.
+        calibration: What prices kernels, if not what the cluster says.
+    """
+
+    rows: Path
+    graphs: Path
+    calibration: str | None
+
+    def graph(self, name: str) -> OpGraph:
+        """The graph of a model or ``model:batch``, captured once."""
+        model, _, batch = name.partition(":")
+        return captured(model, self.graphs, int(batch) if batch else None)
+
+    def cluster(self, name: str) -> Cluster:
+        """A cluster by its name, maybe with ``@`` and the part of the line rate."""
+        plain, _, efficiency = name.partition("@")
+        cluster = Cluster.load(plain)
+        if self.calibration is not None:
+            cluster = replace(cluster, calibration=self.calibration)
+        return replace(cluster, efficiency=float(efficiency)) if efficiency else cluster
+
+
+def pairs_of(path: Path | None) -> dict[Pair, list[Row]]:
+    """Rows of a file by pair; nothing if there is no such file."""
+    pairs: dict[Pair, list[Row]] = {}
+    for row in read_rows(path):
+        key = row["model"], row["cluster"], row["batch_size"], row["step_barrier"]
+        pairs.setdefault(key, []).append(row)
+    return pairs
+
+
+def compare(model: str, cluster: str, section: Section, kept: Kept) -> None:
+    """Compare all methods on a pair, unless it is in the file."""
+    graph, barrier = kept.graph(model), section.step_barrier
+    if (graph.name, cluster, graph.batch_size, barrier) in pairs_of(kept.rows):
+        return
+    result = compare_methods(
+        Request(
+            graph=graph,
+            cluster=kept.cluster(cluster),
+            methods=(AUTO,),
+            known=default_methods(),
+            budget=Budget.parse(section.budget),
+            step_barrier=barrier,
+        )
     )
+    rows = [row | {"cluster": cluster, "step_barrier": barrier} for row in result.to_dicts()]
+    for row in rows:
+        keep_row(kept.rows, row)
+    best = best_seconds(rows, {row["method"] for row in rows})
+    print(f"{model} on {cluster}: {shown(best)} s", file=sys.stderr)
 
 
-def pieces(name: str, folder: Path, calibration: str | None) -> Iterator[None]:
+def order_rows(evaluator: Evaluator, budget: Budget, *, step_barrier: bool) -> list[Row]:
+    """What the order of tasks is worth: rows of each fixed strategy and of the search.
+
+    By the referee: two fixed strategies in all orders, and a search that may choose the order (or
+    takes the strategy of the other in its best order) against the same search that may not. A
+    searched strategy in an order that it was not made for would overstate the gain.
+    """
+
+    def found(methods: tuple[str, ...], orders: tuple[Order, ...]) -> list[MethodRow]:
+        return run_methods(
+            evaluator,
+            Request(
+                graph=evaluator.graph,
+                cluster=evaluator.cluster,
+                methods=methods,
+                budget=budget,
+                step_barrier=step_barrier,
+                orders=orders,
+            ),
+        )
+
+    rows = []
+    for row in found(FIXED, tuple(Order)):
+        assert row.candidate is not None
+        choice = evaluator.encode(replace(row.candidate.strategy, step_barrier=step_barrier))
+        seconds = [evaluator.referee(choice, order) for order in Order]
+        fits = seconds[0].is_ok
+        rows.append(
+            {
+                "strategy": row.method,
+                "fifo_s": seconds[0].step_time_s if fits else None,
+                "best_s": min(each.step_time_s for each in seconds) if fits else None,
+            }
+        )
+    fifo = best_row(found(SEARCHES, (Order.FIFO,)))
+    assert fifo.candidate is not None
+    free = best_row(found(SEARCHES, tuple(Order)))
+    # What the search with one order finds is there for the one with all orders, too: a gain below
+    # 1 would be the luck of the search.
+    choice = evaluator.encode(replace(fifo.candidate.strategy, step_barrier=step_barrier))
+    reordered = [evaluator.referee(choice, order) for order in Order]
+    best_s = min(each.step_time_s for each in reordered if each.is_ok)
+    rows.append(
+        {
+            "strategy": "searched",
+            "fifo_s": fifo.step_time_s,
+            "best_s": min(best_s, free.step_time_s or best_s),
+        }
+    )
+    return [row | {"model": evaluator.graph.name, "step_barrier": step_barrier} for row in rows]
+
+
+def compare_orders(model: str, section: Section, kept: Kept) -> None:
+    """What the order is worth to one model, with and without a barrier, unless it is there."""
+    if model in {row["model"] for row in read_rows(kept.rows)}:
+        return
+    evaluator = Evaluator(kept.graph(model), kept.cluster(PAPER))
+    budget = Budget.parse(section.budget)
+    for step_barrier in (True, False):
+        for row in order_rows(evaluator, budget, step_barrier=step_barrier):
+            keep_row(kept.rows, row)
+
+
+def pieces(name: str, kept: Kept) -> Iterator[None]:
     """Make a section, one pair at a time."""
-    section, rows, graphs = SECTIONS[name], folder / f"{name}.jsonl", folder / "graphs"
-    graphs.mkdir(parents=True, exist_ok=True)
+    section = SECTIONS[name]
+    kept.graphs.mkdir(parents=True, exist_ok=True)
     for model in section.models.split(","):
         if name == "order":
-            make_order(model, Budget.parse(section.budget), rows, graphs, calibration)
-            yield
+            yield compare_orders(model, section, kept)
             continue
         for cluster in section.clusters.split(","):
-            question = asked(section, rows, graphs, calibration)
-            gain_tables.make_rows([model], [cluster], question)
-            yield
+            yield compare(model, cluster, section, kept)
 
 
-def make_order(
-    model: str, budget: Budget, path: Path, graphs: Path, calibration: str | None
-) -> None:
-    """What the order is worth to one model, with and without a barrier, unless it is there."""
-    if model in {row["model"] for row in lines(path)}:
-        return
-    graph = captured(model, graphs, None)
-    rows = [
-        row
-        for step_barrier in (True, False)
-        for row in order_gain.measure(
-            graph, budget, step_barrier=step_barrier, calibration=calibration
-        )
-    ]
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+def best_seconds(rows: Iterable[Row], methods: Iterable[str]) -> float | None:
+    """The shortest step of some methods; ``None`` if none fits."""
+    wanted = set(methods)
+    times = [r["step_time_s"] for r in rows if r["method"] in wanted and r["step_time_s"]]
+    return min(times, default=None)
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none if it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def columns(rows: list[Row]) -> dict[str, float | None]:
+    """What a line of the table says about a pair."""
+    every = {row["method"] for row in rows}
+    auto = best_seconds(rows, every)
+    four, reference = best_seconds(rows, FOUR), best_seconds(rows, REFERENCES)
+    found = {"best of four": four}
+    found |= {name: best_seconds(rows, (name,)) for name in SHOWN if name in every}
+    found["auto"] = auto
+    found["over the four"] = four / auto if four and auto else None
+    found["over reference"] = reference / auto if reference and auto else None
+    found |= draws(rows)
+    found["bound"] = min(row["lower_bound_s"] for row in rows)
+    return found
+
+
+def draws(rows: list[Row]) -> dict[str, float | None]:
+    """Least and largest gain over what gains are quoted over when speeds are not as predicted."""
+    names = ("over it, worst draw", "over it, best draw")
+    parallel = [r for r in rows if r["method"] in REFERENCES and r["step_time_s"]]
+    parallel = parallel or [r for r in rows if r["method"] in DATA_PARALLEL and r["step_time_s"]]
+    auto = [row["noisy_step_times_s"] for row in rows if row["method"] == AUTO]
+    if not parallel or not auto:
+        return dict.fromkeys(names)
+    slow = min(parallel, key=lambda row: float(row["step_time_s"]))["noisy_step_times_s"]
+    gains = sorted(before / now for before, now in zip(slow, auto[0], strict=True))
+    return dict(zip(names, (gains[0], gains[-1]), strict=True)) if gains else dict.fromkeys(names)
+
+
+def shown(value: float | None) -> str:
+    """Three or four digits."""
+    if value is None:
+        return "OOM"
+    return f"{value:.4f}" if value < 1.0 else f"{value:.3f}"
+
+
+def cell(name: str, found: Mapping[str, float | None]) -> str:
+    """One number of a line; a gain over what does not fit is none."""
+    is_gain = name.startswith("over ")
+    return "-" if is_gain and found.get(name) is None else shown(found.get(name))
+
+
+def mean_of(values: Iterable[float | None]) -> float:
+    """The geometric mean of those that there are."""
+    found = [value for value in values if value]
+    return geometric_mean(found) if found else math.nan
+
+
+def table(
+    pairs: Mapping[Pair, list[Row]], beside: Mapping[Pair, list[Row]], cluster: str
+) -> Iterable[str]:
+    """Lines of one cluster in Markdown, and the means under them."""
+    lines = {key: columns(rows) for key, rows in pairs.items() if key[1] == cluster}
+    then = {key: columns(rows) for key, rows in beside.items() if key in lines}
+    names = list(next(iter(lines.values())))
+    yield f"### {cluster}\n"
+    yield "| model, batch | " + " | ".join(names) + " |"
+    yield "|---" * (len(names) + 1) + "|"
+    for key, found in lines.items():
+        cells = []
+        for name in names:
+            before = then.get(key)
+            old = f" ({cell(name, before)})" if before is not None else ""
+            cells.append(f"{cell(name, found)}{old}")
+        yield f"| {key[0]}, {key[2]} | " + " | ".join(cells) + " |"
+    for name in GAINS:
+        both = [key for key in lines if lines[key][name]]
+        now = mean_of(lines[key][name] for key in both)
+        text = f"Geometric mean {name}: **{now:.3f}x** ({len(both)} models)"
+        was = [then[key][name] for key in both if key in then]
+        if was:
+            text += f", before {mean_of(was):.3f}x ({len(was)})"
+        yield f"\n{text}."
 
 
 def order_table(path: Path) -> Iterator[str]:
     """Gains of the best order over first come, first served, in Markdown."""
-    rows = lines(path)
+    rows = read_rows(path)
     columns = list(dict.fromkeys((row["strategy"], row["step_barrier"]) for row in rows))
     names = [f"{name}{'' if barrier else ', no barrier'}" for name, barrier in columns]
     yield "| model | " + " | ".join(names) + " |"
@@ -138,7 +336,7 @@ def order_table(path: Path) -> Iterator[str]:
 
 
 def summary(folder: Path, beside: Path | None) -> Iterator[str]:
-    """Every section that is there, as ``gain_tables`` prints it."""
+    """Every section that is there, as tables in Markdown."""
     for name, section in SECTIONS.items():
         path = folder / f"{name}.jsonl"
         if not path.exists():
@@ -147,10 +345,10 @@ def summary(folder: Path, beside: Path | None) -> Iterator[str]:
         if name == "order":
             yield from order_table(path)
             continue
-        now = gain_tables.read_rows(path)
-        then = gain_tables.read_rows(beside / path.name if beside is not None else None)
+        now = pairs_of(path)
+        then = pairs_of(beside / path.name if beside is not None else None)
         for cluster in dict.fromkeys(key[1] for key in now):
-            yield from gain_tables.table(now, then, cluster)
+            yield from table(now, then, cluster)
             yield ""
 
 
@@ -169,7 +367,12 @@ def main() -> None:
         return
     end = time.monotonic() + 60.0 * arguments.minutes
     for name in arguments.sections.split(","):
-        for _ in pieces(name, arguments.folder, arguments.calibration):
+        kept = Kept(
+            rows=arguments.folder / f"{name}.jsonl",
+            graphs=arguments.folder / "graphs",
+            calibration=arguments.calibration,
+        )
+        for _ in pieces(name, kept):
             if time.monotonic() > end:
                 print(f"time is over in section {name}; call again to go on", file=sys.stderr)
                 return

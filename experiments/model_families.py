@@ -6,7 +6,7 @@
 Every family is captured, planned, and trained for three steps on three ranks with uneven shares,
 under parameter servers, a pipeline with micro-batches, ZeRO-3, op rules, and the plan that
 ``heterog plan`` finds for three unlike GPUs. Losses and all weights are compared with the same
-steps on one device; see ``families/reference.py`` for BatchNorm and random numbers.
+steps on one device; see ``families/running.py`` for BatchNorm and random numbers.
 """
 
 import argparse

@@ -19,8 +19,7 @@ from typing import Any
 
 from published_models import Model, graph_of
 from rows import finish, script_parser
-from sailor.inputs import Inputs, read_inputs
-from sailor.plan import read_plan
+from sailor.inputs import Inputs, read_inputs, read_plan
 from sailor.strategies import cluster_of, strategy_of
 from sailor_table import SETTINGS
 

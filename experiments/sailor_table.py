@@ -20,8 +20,7 @@ from typing import Any
 
 from rows import finish, progress, script_parser
 from sailor.even import best_even
-from sailor.inputs import ZONE, Inputs, read_inputs
-from sailor.plan import Plan, Replica, Stage, written
+from sailor.inputs import ZONE, Inputs, Plan, Replica, Stage, read_inputs, written
 from sailor.score import Score, score_of
 from sailor.search import Limit, Rules, search
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
-from sailor.plan import BATCH, Plan, Stage
+from sailor.inputs import BATCH, Plan, Stage
 from sailor.tables import Tables
 
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, permutations
 
 from heterog.errors import StrategyError
-from sailor.inputs import Inputs
-from sailor.plan import Plan, Replica, Stage
+from sailor.inputs import Inputs, Plan, Replica, Stage
 from sailor.score import Score, score_of
 from sailor.tables import NODE_GPUS
 

@@ -20,8 +20,7 @@ from heterog.strategy.division import split_evenly
 from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pipelines
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
-from sailor.inputs import Inputs, seconds_of
-from sailor.plan import Plan
+from sailor.inputs import Inputs, Plan, seconds_of
 from sailor.tables import NODE_GPUS
 
 TYPES = {

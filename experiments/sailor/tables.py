@@ -11,9 +11,16 @@ from itertools import accumulate
 from math import inf
 
 from heterog.errors import StrategyError
-from sailor.inputs import CAPACITY_BYTES, FLOAT_BYTES, Inputs, Polynomial, seconds_of
-from sailor.memory import CHECK_BYTES, SHARED_BYTES, STATE_BYTES, VALIDATION_BYTES
-from sailor.plan import Replica, Stage
+from sailor.inputs import (
+    CAPACITY_BYTES,
+    FLOAT_BYTES,
+    Inputs,
+    Polynomial,
+    Replica,
+    Stage,
+    seconds_of,
+)
+from sailor.score import CHECK_BYTES, SHARED_BYTES, STATE_BYTES, VALIDATION_BYTES
 from sailor.timing import MOST_SLICES, Clock, ring_s
 
 NODE_GPUS = {"A100-40": 4, "V100-16": 4, "Titan-RTX": 8, "RTX-2080": 8, "RTX-3090": 8}

@@ -21,8 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from heterog.errors import StrategyError
-from sailor.inputs import FLOAT_BYTES, Inputs, Polynomial, seconds_of
-from sailor.plan import Plan, Replica, Stage
+from sailor.inputs import FLOAT_BYTES, Inputs, Plan, Polynomial, Replica, Stage, seconds_of
 
 BUCKET_BYTES = 5e8
 """Gradients are reduced in buckets of this size and a rest."""

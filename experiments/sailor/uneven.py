@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from sailor.columns import Columns
-from sailor.plan import BATCH, Plan, Stage
+from sailor.inputs import BATCH, Plan, Stage
 from sailor.tables import Tables
 
 Group = tuple[int, int]

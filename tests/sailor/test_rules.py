@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sailor.inputs import Inputs, read_inputs, seconds_of
-from sailor.memory import memory_of
-from sailor.plan import Plan, Replica, Stage, read_plan
-from sailor.score import INTERPOLATED, LISTS, TIGHT, UNLIKE_COUNTS, ZERO1, sailors_own_s, score_of
+from sailor.inputs import Inputs, Plan, Replica, Stage, read_inputs, read_plan, seconds_of
+from sailor.score import (
+    INTERPOLATED,
+    LISTS,
+    TIGHT,
+    UNLIKE_COUNTS,
+    ZERO1,
+    memory_of,
+    sailors_own_s,
+    score_of,
+)
 from sailor.timing import ring_s, timing_of
 
 from heterog.errors import InputFileError, StrategyError

@@ -8,13 +8,11 @@ import pytest
 from sailor import columns, uneven
 from sailor.columns import Columns, Kind, Pace, time_for
 from sailor.even import best_even
-from sailor.inputs import Inputs
-from sailor.moves import Moves
-from sailor.plan import read_plan, written
+from sailor.inputs import Inputs, read_plan, written
+from sailor.moves import Moves, UnevenMoves
 from sailor.score import INTERPOLATED, UNLIKE_COUNTS, score_of
 from sailor.search import Found, Limit, Rules, search
 from sailor.tables import Tables
-from sailor.uneven_moves import UnevenMoves
 
 from heterog.errors import BudgetError, StrategyError
 from tests.thorough import THOROUGH, cases

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sailor.inputs import Inputs
-from sailor.plan import Plan, Replica, Stage
+from sailor.inputs import Inputs, Plan, Replica, Stage
 from sailor.strategies import cluster_of, rounds_of
 
 from heterog.errors import StrategyError
