@@ -8,10 +8,10 @@
   it. ``values`` holds what a rank has (``recipes``), ``conversions`` and ``collectives`` exchange
   it (``under_way``), ``gradients`` and ``losses`` sum up, ``optimizer`` updates
   (``grouped_optimizer``, ``masters``, ``kept_state``, ``loss_scale``).
-- One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``own_words``,
-  ``windows``, ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``,
-  ``halos``, ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``;
-  ``whole_model`` brings it together.
+- One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``windows``,
+  ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``, ``halos``,
+  ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``; ``whole_model``
+  brings it together.
 - ``alike`` compares ranks and ``replicas`` their weights, ``unchanged`` a model with what was
   captured. ``rehearsal`` plays all ranks on shapes (``rehearsed_wire``). ``checkpoint`` keeps a
   step under any plan.

@@ -231,7 +231,7 @@ class DeployedStep:
     ) -> StepExecutor:
         """Make the executor that runs a program on this rank's part of the model."""
         seen = RankProgram(captured.graph, strategy, program, self.rank)
-        self.communicator.open(device_sets(captured.graph, program, strategy))
+        self.communicator.open(device_sets(program, strategy))
         for mode in strategy.modes:
             if fault := mode.seen_fault(seen):
                 raise StrategyError(fault)

@@ -7,7 +7,6 @@ once and waited for where its result is needed. ``conversions`` moves values bet
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -15,11 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from heterog.errors import StrategyError
-from heterog.graph.axis_plan import BATCH_AXIS, axis_plan
+from heterog.graph.axis_plan import BATCH_AXIS
 from heterog.graph.batch_plan import micro_batches_refused
-from heterog.graph.grouping import group_ops
-from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.graph.sharding_rules import Special
+from heterog.graph.op_graph import TensorKind
 from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.conversions import Conversions
 from heterog.runtime.feedback import ErrorFeedback
@@ -30,7 +27,6 @@ from heterog.runtime.losses import Losses
 from heterog.runtime.masters import Masters
 from heterog.runtime.op_inputs import Need
 from heterog.runtime.optimizer import Push, StepUpdates, Updates
-from heterog.runtime.own_words import row_sums, with_row_sums
 from heterog.runtime.random_stream import RandomStream
 from heterog.runtime.rank_program import Near, RankProgram
 from heterog.runtime.recipes import Recipe
@@ -57,7 +53,6 @@ class _Call(NamedTuple):
     recipes: list[tuple[Need, Recipe | None]]
     run: Callable[[Sequence[Tensor]], Sequence[Tensor]]
     is_plain: bool  # what it makes goes nowhere but into buffers
-    team: tuple[int, ...] = ()  # members that add up rows
 
 
 class StepExecutor:
@@ -415,8 +410,6 @@ class StepExecutor:
                 outputs = list(call.run(inputs))
         else:
             outputs = list(call.run(inputs))
-        if local_op.sums_rows and len(call.team) > 1:
-            outputs = self._with_row_sums(call, inputs, outputs)
         if op == self._begins_backward:
             outputs = [outputs[0] * step.loss_scale]
         if local_op.weighs_labels:
@@ -439,18 +432,6 @@ class StepExecutor:
         for buffer in made:
             if not values.is_read(buffer):
                 del values.held[buffer]
-
-    def _with_row_sums(
-        self, call: _Call, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Outputs of an op for which a team adds up its rows."""
-        slot = call.team.index(self.rank), len(call.team)
-        own = row_sums(call.local_op.call, inputs, outputs, slot)
-        if own is None:
-            return list(outputs)
-        total = self._communicator.all_reduce(own.contiguous(), call.team).wait()
-        is_mean = not call.local_op.weighs_labels
-        return with_row_sums(call.local_op.call, inputs, outputs, total, is_mean=is_mean)
 
     def _compute_plain(self, call: _Call) -> None:
         """Run an op that was run before, and of which nothing more is asked."""
@@ -492,7 +473,6 @@ class StepExecutor:
             or local_op.is_of_whole_batch
             or local_op.is_random
             or local_op.weighs_labels
-            or local_op.sums_rows
             or local_op.steps_buffers
             or op in (self._begins_backward, self._losses.op)
             or row in part.makes_gradients
@@ -507,7 +487,6 @@ class StepExecutor:
             recipes=[],
             run=run,
             is_plain=is_plain,
-            team=spans.workers_of(part.rank) if local_op.sums_rows and spans else (),
         )
 
     def _units_made(self, row: int) -> Span:
@@ -580,17 +559,10 @@ def _check(part: RankProgram) -> None:
         raise StrategyError(refused)
 
 
-def device_sets(graph: OpGraph, program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
-    """Device sets of the collectives in a program, of ops that add up, and those of modes."""
+def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
+    """Device sets of the collectives in a program, and those that modes add."""
     used = {int(number) for number in program.channel if number >= 0}
     found = {
         program.channels[number].devices for number in used if program.channels[number].kind != 0
     }
-    plan = axis_plan(graph, strategy.op_rules)
-    for op, special in enumerate(plan.specials):
-        if special == Special.SUMS_OF_ROWS:
-            division = strategy.decisions[int(group_ops(graph).group[op])].division
-            units = division.units(plan.units(op))
-            for team, counts in zip(division.all_teams, units, strict=True):
-                found.add(tuple(compress(team, counts)))
     return found.union(*(mode.device_sets(program, strategy) for mode in strategy.modes))

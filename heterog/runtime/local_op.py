@@ -28,7 +28,6 @@ from heterog.graph.sharding_rules.halo import halo_dim
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.attention import ATTENTION
 from heterog.runtime.causal_rows import on_causal_rows, on_masked_rows
-from heterog.runtime.own_words import look_up_own_words, on_own_columns
 from heterog.runtime.placed import nested
 from heterog.runtime.row_sets import ProductOfRows
 from heterog.runtime.spans import Span, unit_rows, window_rows
@@ -37,7 +36,7 @@ from heterog.runtime.windows import Windows, run_on_windows
 _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
-_OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS, Special.SUMS_OF_ROWS})
+_OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 _INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
 
@@ -74,7 +73,6 @@ class LocalOp:
         along_axis: Rule along its axis inside a team; all whole if it has none.
         has_windows: Whether it reads rows that neighbours own.
         minds_position: Whether its result depends on where its units begin.
-        sums_rows: Whether its team adds up sums of rows while it runs.
         is_random: Whether it draws from torch's default generator.
         draws_own: Whether each share of it draws numbers of its own, along the batch and along its
             axis.
@@ -106,8 +104,6 @@ class LocalOp:
             self._of_rows = ProductOfRows(self.call, graph, self.whole.units)
         self.specials = frozenset({self.along_batch.special, self.along_axis.special})
         self.minds_position = self.has_windows or bool(self.specials & _OF_POSITION)
-        self.sums_rows = self.along_axis.special == Special.SUMS_OF_ROWS
-        self._columns = next(iter(positions(self.call, "self")), 0)
         self.is_random = bool(self.specials & _RANDOM)
         own_stream = Special.OWN_RANDOM_STREAM
         self.draws_own = (
@@ -227,13 +223,6 @@ class LocalOp:
             rows = self.call.inputs[table].shape[0] // self.whole.units
             run = partial(self._run, extent=extent)
             return look_up_own_words(self.call, run, inputs, first_unit * rows)
-        if self.sums_rows and extent.units < self.whole.units:
-            columns = self.call.inputs[self._columns].shape[1] // self.whole.units
-
-            def kernel(given: Sequence[Tensor], instead: Mapping[str, Any]) -> list[Tensor]:
-                return self._run(given, extent, instead)
-
-            return on_own_columns(self.call, kernel, inputs, first_unit * columns)
         kept = self._run(inputs, extent)
         parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
         for rule, share, whole in parts:
@@ -441,6 +430,30 @@ class LocalOp:
             inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
         )
         return local_args(call, rule, extent.units, self.whole.units)
+
+
+def look_up_own_words(
+    call: OpCall,
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    first: int,
+) -> list[Tensor]:
+    """Look words up in some rows of a table, with zeros for words of other rows.
+
+    Args:
+        call: The op.
+        run: Its kernel.
+        inputs: Tensor inputs of the op: those rows, and words of the whole table.
+        first: Number of the first row.
+    """
+    table, words = positions(call, "weight", "indices")
+    own = inputs[words] - first
+    elsewhere = (own < 0) | (own >= len(inputs[table]))
+    given = list(inputs)
+    given[words] = own.masked_fill(elsewhere, 0)
+    if not len(inputs[table]):
+        given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
+    return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given)]
 
 
 def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:

@@ -152,7 +152,7 @@ class Stage:
         self.batch = {
             tensor: _empty(graph, tensor) for tensor in graph.inputs_of_kind(TensorKind.BATCH)
         }
-        self.device_sets = device_sets(graph, program, strategy)
+        self.device_sets = device_sets(program, strategy)
         self.executors: list[StepExecutor] = []
         for rehearsal in self.modes:
             self.order = rehearsal.ordered(seen, self.order)

@@ -131,10 +131,6 @@ class Spans:
         """The team of a device, in order."""
         return self._teams[self._team[device]]
 
-    def workers_of(self, device: int) -> tuple[int, ...]:
-        """The members of the team of a device that have units."""
-        return tuple(each for each in self.team_of(device) if self.units_of(each)[1])
-
     def first_team(self) -> list[int]:
         """Members of the first team that holds values split along the axis.
 

@@ -1,6 +1,6 @@
 """Every rule, run in parts on uneven shares and put together again, must give the op's result."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,12 +36,7 @@ from heterog.graph.sharding_rules.table import axis, choose, shape_of
 from heterog.graph.sparse_pattern import pattern_of
 from heterog.graph.sparse_product import multiply
 from heterog.runtime.causal_rows import on_causal_rows
-from heterog.runtime.own_words import (
-    look_up_own_words,
-    on_own_columns,
-    row_sums,
-    with_row_sums,
-)
+from heterog.runtime.local_op import look_up_own_words
 
 aten = torch.ops.aten
 Op = Callable[..., Any]
@@ -226,8 +221,6 @@ def run_in_parts(
             first = sum(shares[:rank]) * shape_of(sample.call, "weight")[0] // units
             kernel = partial(sample.run, args)
             outputs = tuple(look_up_own_words(sample.call, kernel, tensors, first))
-        elif result.special == Special.SUMS_OF_ROWS:
-            outputs = _on_own_columns(sample, args, tensors, sum(shares[:rank]), units)
         elif result.special == Special.AS_RESHAPE:
             shape = tuple(sample.outputs[0].shape)
             outputs = (tensors[0].reshape(local_shape(shape, result.outputs[0], share, units)),)
@@ -239,39 +232,10 @@ def run_in_parts(
                 for output in outputs
             )
         ranks.append(outputs)
-    if result.special == Special.SUMS_OF_ROWS:
-        ranks = _with_row_sums(sample.call, pieces, ranks)
     if result.special == Special.NLL_GLOBAL_WEIGHT:
         weight = sum(outputs[1] for outputs in ranks)
         ranks = [(outputs[0] / weight, outputs[1]) for outputs in ranks]
     return ranks
-
-
-def _on_own_columns(
-    sample: Sample, args: dict[str, Any], tensors: list[Tensor], first: int, units: int
-) -> tuple[Tensor, ...]:
-    def kernel(given: Sequence[Tensor], instead: Mapping[str, Any]) -> Sequence[Tensor]:
-        return sample.run({**args, **instead}, list(given))
-
-    columns = shape_of(sample.call, "self")[1] // units if "target" in args else 0
-    return tuple(on_own_columns(sample.call, kernel, tensors, first * columns))
-
-
-def _with_row_sums(
-    call: OpCall, pieces: list[list[Tensor]], ranks: list[tuple[Tensor, ...]]
-) -> list[tuple[Tensor, ...]]:
-    given = [[piece[rank] for piece in pieces] for rank in range(len(ranks))]
-    own = [
-        row_sums(call, inputs, outputs, (rank, len(ranks)))
-        for rank, (inputs, outputs) in enumerate(zip(given, ranks, strict=True))
-    ]
-    if own[0] is None:
-        return ranks
-    total = torch.stack([each for each in own if each is not None]).sum(0)
-    return [
-        tuple(with_row_sums(call, inputs, outputs, total, is_mean=True))
-        for inputs, outputs in zip(given, ranks, strict=True)
-    ]
 
 
 def _on_causal_rows(
@@ -1235,7 +1199,7 @@ _KNOWN_DIFFERENCES = {
     "index_put": "DTensor does not use that accumulation is a sum over the values",
     "_index_put_impl_": "as index_put",
 }
-_SPECIALS_OF_OURS = (*(Special.BIAS_ON_ONE_RANK, Special.LOCAL_STATISTICS, Special.SUMS_OF_ROWS),)
+_SPECIALS_OF_OURS = (Special.BIAS_ON_ONE_RANK, Special.LOCAL_STATISTICS)
 """DTensor changes no op, so it cannot have these."""
 
 

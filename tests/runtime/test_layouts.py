@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from heterog.graph.axis_plan import axis_plan
-from heterog.graph.sharding_rules import Special
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
@@ -35,22 +34,6 @@ def test_a_team_shares_the_words_of_a_tied_table(
     logits = graph.batch_size * 5 * 13 * 4 / given.sizes.dp / given.sizes.num_micro
     assert logits not in gathered.tolist()
     trained_alike(four_ranks, tmp_path, "tied", given.strategy)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("gpt", "tp=2,sp=true,num_micro=2"), pytest.param("gpt", "tp=4,num_micro=2", marks=THOROUGH)],
-)
-def test_a_team_shares_the_words_of_a_cross_entropy(
-    four_ranks: Ranks, tmp_path: Path, name: str, text: str
-) -> None:
-    """Log-softmax and the choice of labels are by slices of words; rows are added up."""
-    graph, cluster = graph_of(name), grid_cluster(4)
-    given = place_layout(parse_layout(text), graph, cluster)
-    specials = axis_plan(graph, given.strategy.op_rules).specials
-    assert specials.count(Special.SUMS_OF_ROWS) == 4
-    trained_alike(four_ranks, tmp_path, name, given.strategy)
 
 
 @one_in(3)

@@ -68,8 +68,6 @@ def _nll(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Rul
         axis(call, (P, P) if reduction else (own, R), special, self=dim, target=own)
         for dim, own in _label_dims(call)
     ]
-    if reduction and _shares_words(call, placements):
-        axes.append(axis(call, (R, R), Special.SUMS_OF_ROWS, self=1, target=R))
     return choose(call, placements, axis_size, axes)
 
 
@@ -80,15 +78,7 @@ def _nll_backward(call: OpCall, placements: tuple[Placement, ...], axis_size: in
         axis(call, (dim,), grad_output=R if reduced else own, self=dim, target=own)
         for dim, own in _label_dims(call)
     ]
-    if reduced and _shares_words(call, placements):
-        axes.append(axis(call, (1,), Special.SUMS_OF_ROWS, self=1))
     return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
-
-
-def _shares_words(call: OpCall, placements: tuple[Placement, ...]) -> bool:
-    """Whether members of a team may have a run of classes each: rows without weights."""
-    is_run = all(placements[each].outer == 1 for each in positions(call, "self"))
-    return is_run and len(shape_of(call, "self")) > 1 and call.args.get("weight") is None
 
 
 def _label_dims(call: OpCall) -> list[tuple[int, int]]:

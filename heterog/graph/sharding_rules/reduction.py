@@ -72,8 +72,6 @@ _ALONG_LINEAR = (
     *("_softmax_backward_data.default", "_log_softmax_backward_data.default"),
 )
 """Linear in the first input; for a backward, the gradient."""
-_ADDED_UP = ("_log_softmax.default", "_log_softmax_backward_data.default")
-"""Teams that share the words of a vocabulary add up sums of each row."""
 
 
 @rule(*_ALONG, *_ALONG_LINEAR)
@@ -84,9 +82,6 @@ def _along(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     axes = [
         Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(rank) if d != along
     ]
-    if call.kind in _ADDED_UP:
-        every = (along,) * len(call.inputs), (along,) * len(call.outputs)
-        axes.append(Axis(*every, Special.SUMS_OF_ROWS))
     return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _ALONG_LINEAR else [])
 
 

@@ -40,8 +40,6 @@ class Special(StrEnum):
             those before the first of them, without a mask, and those from there on with it.
         OWN_WORDS: look-ups in some rows of a table. Words of other devices give zeros, so that
             the sum over devices has all.
-        SUMS_OF_ROWS: an op of a cross entropy on some columns of its logits. While it runs, the
-            members of a team add up what they have of each row (``runtime.own_words``).
         AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of
             it has size 1. Reshape to the local shape of the output instead.
         OWN_RANDOM_STREAM: random numbers of a split tensor. Each device draws from a generator of
@@ -60,7 +58,6 @@ class Special(StrEnum):
     OWN_ROWS = "own_rows"
     CAUSAL_ROWS = "causal_rows"
     OWN_WORDS = "own_words"
-    SUMS_OF_ROWS = "sums_of_rows"
     AS_RESHAPE = "as_reshape"
     OWN_RANDOM_STREAM = "own_random_stream"
     OF_WHOLE_BATCH = "of_whole_batch"

@@ -4,8 +4,8 @@ Inside a team the first weight of a feed-forward block is split by columns and t
 attention by heads (Shoeybi et al. 2019, section 3). What is between them is done by every member
 on all samples of the team, or on its own positions (``positions``). Which weights these are is
 found by following splits (``tensor_parallel.shardings``), not by the names of modules. The
-embedding is split by the columns of its table and gathered or, where it is tied to the head, by
-words and added up; the head and the cross entropy behind it are split by words.
+embedding is split by the columns of its table and gathered (Megatron-LM splits rows and sums,
+which a look-up has no rule for), the head by the vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
