@@ -228,7 +228,7 @@ PROGRAM = DeviceModels(
     per_member=0.56,
     in_training={
         "H100": InTraining(
-            products=1.23, fused_attention=1.92, streams=0.95, spread=0.083, measured_on="H100"
+            products=1.23, fused_attention=1.92, streams=0.95, spread=0.03, measured_on="H100"
         )
     },
 )

@@ -1,0 +1,82 @@
+"""Fit rings and trees between hosts to what NCCL was measured to reach, and say how far off it is.
+
+    python experiments/collectives_between_hosts.py --data DIR [--json]
+
+DIR holds ``nccl_h100_efa.csv`` (Hugging Face, Ultra-Scale Playbook, Apache-2): bus bandwidth of
+collectives of 256 MiB on hosts of 8 H100 behind EFA. ``ring`` and ``tree`` with their growths are
+those of ``heterog.pricing.collectives``; ``links.yaml`` has them for ``efa_p5``. Errors are
+of each number of hosts by a fit to the others.
+"""
+
+import csv
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from published_nanotron import cluster_of
+from rows import finish, script_parser
+
+RATE = cluster_of(16).nic_bandwidth_bytes_per_s(0)
+"""Bytes per second that a host sends through all of its NICs."""
+
+
+class Measured(NamedTuple):
+    """How many times as long an operation takes as a ring or a tree at the NICs' rate."""
+
+    collective: str
+    hosts: int
+    is_tree: bool
+    steps: float
+    times: float
+
+
+def measured(path: Path) -> list[Measured]:
+    """The rows between hosts."""
+    found = []
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            hosts, devices = int(row["nodes"]), int(row["gpus"])
+            if hosts == 1:
+                continue
+            times = RATE / (float(row["busbw_GBps_mean"]) * 1e9)
+            is_tree = row["collective"] == "AllReduce"
+            if is_tree:  # over the hosts, where a ring goes through all devices
+                times *= (1.0 - 1.0 / devices) / (1.0 - 1.0 / hosts)
+            steps = math.log2(hosts) if is_tree else float(hosts)
+            found.append(Measured(row["collective"], hosts, is_tree, steps, times))
+    return found
+
+
+def fitted(rows: Sequence[Measured]) -> tuple[float, float]:
+    """Factor and growth of rows of one kind."""
+    steps, times = np.log([row.steps for row in rows]), np.log([row.times for row in rows])
+    growth, factor = np.polyfit(steps, times, 1)
+    return math.exp(factor), float(growth)
+
+
+def main() -> None:
+    """Fit, and leave each number of hosts out in turn."""
+    parser = script_parser(__doc__)
+    parser.add_argument("--data", type=Path, required=True)
+    arguments = parser.parse_args()
+    rows = measured(arguments.data / "nccl_h100_efa.csv")
+    lines, errors = [], []
+    for is_tree in (False, True):
+        of_kind = [row for row in rows if row.is_tree == is_tree]
+        factor, growth = fitted(of_kind)
+        lines.append(f"{'tree' if is_tree else 'ring'}: {factor:.3f}, growth {growth:.3f}")
+        for row in of_kind:
+            factor, growth = fitted([other for other in of_kind if other.hosts != row.hosts])
+            error = factor * row.steps**growth / row.times - 1.0
+            errors.append(abs(error))
+            lines.append(f"{row.collective} on {row.hosts} hosts by the others: {error:+.1%}")
+    of_all = {"median": statistics.median(errors), "p90": float(np.quantile(errors, 0.9))}
+    lines.append("left out: median {median:.1%}, 90th percentile {p90:.1%}".format(**of_all))
+    finish(arguments, of_all, lines)
+
+
+if __name__ == "__main__":
+    main()
