@@ -43,8 +43,9 @@ _AT_HALF_RATE, _ALL_SLOTS = 1.095, 0.835
 """Efficiency of products over that of any type, in 16 bits at half rate and in float32. Square
 roots of what an A10G has (1.199 and 0.698 in ``fitted.yaml``): it is one card of its kind, so half
 of the logarithm is taken to be its own."""
-_SAME_CHIP = 0.85
-"""Least ratio of multiprocessors, and of their peaks, for types to count as one chip."""
+_SAME_CHIP, _SAME_UNITS = 0.85, 0.7
+"""Least ratio of multiprocessors and of their peaks in float32, and of these in 16 bits, for types
+to count as one chip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,11 +301,10 @@ def _is_same_chip(one: ListedType, other: ListedType) -> bool:
     if not one.multiprocessors or one.cache_mib != other.cache_mib:
         return False
     few, many = sorted((one.multiprocessors, other.multiprocessors))
-    return few >= _SAME_CHIP * many and all(
-        min(_of_each(one, dtype), _of_each(other, dtype))
-        >= _SAME_CHIP * max(_of_each(one, dtype), _of_each(other, dtype))
-        for dtype in ("float32", "float16")
-    )
+    slow, fast = sorted((_of_each(one, "float32"), _of_each(other, "float32")))
+    low, high = sorted((_of_each(one, "float16"), _of_each(other, "float16")))
+    is_alike = few >= _SAME_CHIP * many and slow >= _SAME_CHIP * fast
+    return is_alike and low >= _SAME_UNITS * high
 
 
 def _of_each(listed: ListedType, dtype: str) -> float:
