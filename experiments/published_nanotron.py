@@ -451,7 +451,7 @@ def swept(
                 name=row.name,
                 measured_s=row.measured_s,
                 predicted_s=found.step_time_s,
-                interval_s=evaluator.interval(found.step_time_s, placed.strategy),
+                interval_s=evaluator.interval(found.step_time_s),
                 measured_bytes=row.measured_bytes,
                 predicted_bytes=round(peak_bytes),
                 choice=f"{row.model} on {row.num_gpus}",
