@@ -55,7 +55,7 @@ def layer_of(name: str, sequence: int, dtype: str, *, is_eager: bool) -> Layer |
     """The layer of a name in the program, ``None`` if it is not known.
 
     Args:
-        name: As in ``"deepspeedllama_7b"``.
+        name: Of the model in the program, with its prefix or without.
         sequence: Tokens of a sample; images have their own.
         dtype: ``"float32"``, or ``"float16"`` for autocast.
         is_eager: Whether the program writes Llama's attention out, as on a P40.

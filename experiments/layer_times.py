@@ -5,6 +5,7 @@ Rows have the columns of benson-guo/zorse (MIT): ``model, gpu, seq, dtype, phase
 matrix products take, by parameters at hand, and what everything else takes.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -47,8 +48,8 @@ def card_of(gpu: str) -> DeviceType | None:
     ['A100-40GB', 'RTX-3090', 'V100-PCIe-32GB', 'H100-NVL']
     """
     name = _SPELLED.get(gpu.lower(), gpu.lower().replace("_", " "))
-    head, found, memory = name.rpartition("x")
-    name = f"{head} {memory}gb" if found and memory.isdigit() and head else name
+    name = re.sub(r"(?<=\d)x(\d\d)$", r" \1gb", name)
+    name = re.sub(r"(?<=pcie)x(\d\d)$", r" \1gb", name)
     try:
         return device_type(name)
     except UnknownNameError:

@@ -686,6 +686,8 @@ def test_fitted_parameters_have_errors_and_every_family_serves_any_type() -> Non
     assert families_of("RTX-3090")["float32"].measured_on == "A10G"
     # An A10G's chip, whose tensor cores sum at full rate.
     assert families_of("RTX-A6000")["16 bit"].measured_on == ANY_TYPE
+    assert families_of("L40")["16 bit"].measured_on == ANY_TYPE
+    assert families_of("H100-NVL")["16 bit"].measured_on == "H100"
 
 
 def test_cards_of_a_kind_take_half_of_what_one_measured_card_of_it_showed() -> None:

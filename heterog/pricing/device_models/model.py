@@ -157,9 +157,14 @@ class DeviceModels(Roofline):
         )
 
     def spread(self, graph: OpGraph, device_type: DeviceType) -> float:
-        """Spread of predictions, by the errors of runs, of the longest kernels and of the host."""
+        """Spread of predictions, by the errors of runs, of the longest kernels and of the host.
+
+        Of a type with own runs it is theirs alone: they ran these kernels, and on that host.
+        """
         if not _is_modelled(device_type):
             return super().spread(graph, device_type)
+        if (own := self._own(device_type.name)) is not None:
+            return own.spread
         factors = self.in_training(device_type.name)
         work = graph.flops, graph.bytes_moved
         alone = _kernel_seconds(graph, device_type, factors, self._program, *work)
@@ -169,9 +174,7 @@ class DeviceModels(Roofline):
         of_host = self.host.issue_spread * (
             1.0 - float(alone.sum()) / max(float(issued.sum()), 1e-12)
         )
-        # Own runs have shown what this program does on the type: their spread holds it.
-        of_program = 0.0 if self._own(device_type.name) else self.host.spread
-        return math.hypot(factors.spread, of_program, of_kernels, of_host)
+        return math.hypot(factors.spread, self.host.spread, of_kernels, of_host)
 
     def copy_seconds(self, device_type: DeviceType) -> tuple[float, float]:
         """Launch, and seconds per byte moved through device memory."""

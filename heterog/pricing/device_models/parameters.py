@@ -39,12 +39,14 @@ _LARGE_FLOPS_PER_S = 5e12
 _AMPERE_NM, _ALL_SLOTS_FLOPS = 8.0, 0.3e12
 """Largest process of Ampere and later, and least float32 peak of one of their multiprocessors that
 has two units for each scheduler."""
-_AT_HALF_RATE, _ALL_SLOTS = 1.095, 0.835
-"""Efficiency of products over that of any type, in 16 bits at half rate and in float32. Square
-roots of what an A10G has (1.199 and 0.698 in ``fitted.yaml``): it is one card of its kind, so half
-of the logarithm is taken to be its own."""
-_SAME_CHIP = 0.85
-"""Least ratio of multiprocessors, and of their peaks, for types to count as one chip."""
+_AT_HALF_RATE, _ALL_SLOTS, _HALF_SLOTS = 1.095, 0.835, 1.055
+"""Efficiency of products over that of any type: in 16 bits at half rate, in float32, and in the
+latter with one unit for each scheduler, as in Volta, Turing and the A100. They are square roots of
+what an A10G has (1.199 and 0.698 in ``fitted.yaml``), and V100 and A100 (1.13 and 1.09): few cards
+of their kinds, so half of the logarithm is taken to be their own."""
+_SAME_CHIP, _SAME_UNITS = 0.85, 0.7
+"""Least ratio of multiprocessors and of their peaks in float32, and of these in 16 bits, for types
+to count as one chip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,8 +229,8 @@ def _of_kin(family: Family, name: str, listed: ListedType) -> Family:
     gain = 1.0
     if name == "16 bit" and _sums_at_half_rate(listed):
         gain = _AT_HALF_RATE
-    if name == "float32" and _issues_all_slots(listed):
-        gain = _ALL_SLOTS
+    if name == "float32" and listed.vendor == "NVIDIA" and listed.has_matrix_units:
+        gain = _ALL_SLOTS if _issues_all_slots(listed) else _HALF_SLOTS
     return replace(family, model=replace(model, efficiency=gain * model.efficiency))
 
 
@@ -245,9 +247,7 @@ def _issues_all_slots(listed: ListedType) -> bool:
     Then products use every slot of issue at their peak, which leaves none for loads.
     """
     of_each = listed.type.peak_flops_per_s["float32"] / max(listed.multiprocessors, 1)
-    is_recent = listed.vendor == "NVIDIA" and listed.process_nm <= _AMPERE_NM
-    is_large = _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
-    return is_recent and of_each > _ALL_SLOTS_FLOPS and not is_large
+    return listed.process_nm <= _AMPERE_NM and of_each > _ALL_SLOTS_FLOPS
 
 
 def host_of(execution: str) -> Host:
@@ -300,11 +300,10 @@ def _is_same_chip(one: ListedType, other: ListedType) -> bool:
     if not one.multiprocessors or one.cache_mib != other.cache_mib:
         return False
     few, many = sorted((one.multiprocessors, other.multiprocessors))
-    return few >= _SAME_CHIP * many and all(
-        min(_of_each(one, dtype), _of_each(other, dtype))
-        >= _SAME_CHIP * max(_of_each(one, dtype), _of_each(other, dtype))
-        for dtype in ("float32", "float16")
-    )
+    slow, fast = sorted((_of_each(one, "float32"), _of_each(other, "float32")))
+    low, high = sorted((_of_each(one, "float16"), _of_each(other, "float16")))
+    is_alike = few >= _SAME_CHIP * many and slow >= _SAME_CHIP * fast
+    return is_alike and low >= _SAME_UNITS * high
 
 
 def _of_each(listed: ListedType, dtype: str) -> float:
