@@ -3,7 +3,8 @@
     python experiments/agent_ablation.py --pairs experiments/pairs/test.jsonl --seeds 3 --json
 
 Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analytic prior alone;
-the seed draws its weights, too), ``no_messages`` (trained without messages, ``--no-messages``),
+the seed draws its weights, too), ``no_messages`` (trained in the same way, but with the encoder
+``NoMessages``: ``heterog train --encoder experiments/agent_ablation.py:NoMessages``),
 ``thumb`` (a rule of thumb) and ``uniform`` (all that fits is alike). An arm ``NAME+search``
 leads a local search for the CPU seconds; without, it answers once: 64 draws, stages, segments,
 finishing and refining.
@@ -12,17 +13,24 @@ finishing and refining.
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from pair_tables import Arm, Found, add_table, run_table
-from rows import script_parser
+from rows import progress, script_parser
+from torch_geometric.utils import to_dense_batch
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig
+from heterog.agents.encoder import ENCODERS, mlp
 from heterog.agents.graph_data import PairBatch
 from heterog.agents.planners import DEFAULT_POLICY, Agent, AgentSearch
 from heterog.agents.policy import Policy, Scores
-from heterog.envs.observation import PAIR_SLOWER
+from heterog.envs.observation import (
+    NUM_BLOCK_FEATURES,
+    NUM_CANDIDATE_FEATURES,
+    PAIR_SLOWER,
+)
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
@@ -30,6 +38,24 @@ from heterog.simulator.evaluator import Evaluator
 ARMS = ("trained", "untrained", "no_messages", "thumb", "uniform")
 MASKED = -1e9
 SMALLEST = PolicyConfig(width=4, num_heads=1, num_rounds=1)
+
+
+class NoMessages(torch.nn.Module):
+    """An encoder in which nothing hears of anything else: what features alone can do."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.blocks = mlp(NUM_BLOCK_FEATURES, width, width)
+        self.candidates = mlp(NUM_CANDIDATE_FEATURES, width, width)
+
+    def forward(self, graphs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings of blocks and candidates, padded."""
+        block, candidate = graphs["block"], graphs["candidate"]
+        return (
+            to_dense_batch(self.blocks(block.x), block.batch)[0],
+            to_dense_batch(self.candidates(candidate.x), candidate.batch)[0],
+        )
 
 
 class Fixed(Policy):
@@ -79,6 +105,7 @@ def main() -> None:
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="the trained one")
     parser.add_argument("--no-messages", default="", help="file of one trained without messages")
     asked = parser.parse_args()
+    ENCODERS[NoMessages.__name__] = NoMessages
     trained = load_checkpoint(asked.policy).policy
     policies: dict[str, Callable[[int], Policy]] = {
         "trained": lambda seed: trained,
@@ -89,6 +116,9 @@ def main() -> None:
     if asked.no_messages:
         without = load_checkpoint(asked.no_messages).policy
         policies["no_messages"] = lambda seed: without
+    elif "no_messages" in asked.arms.split(","):
+        progress("no_messages is left out: give a policy that is trained so by --no-messages FILE")
+        asked.arms = ",".join(arm for arm in asked.arms.split(",") if arm != "no_messages")
     arms: dict[str, Arm] = {name: partial(ask, each, Agent) for name, each in policies.items()}
     arms |= {f"{name}+search": partial(ask, each, AgentSearch) for name, each in policies.items()}
     run_table(asked, arms)

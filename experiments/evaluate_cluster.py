@@ -1,14 +1,10 @@
 """How good is a policy on models and clusters that it has not seen?
 
     python experiments/evaluate_cluster.py --budget 300s --finetune 60s -o held_out.jsonl
-    python experiments/evaluate_cluster.py --paired 200,600,5000 --longer 1500,15000 --seeds 5 \
-        --policy heldout,seed1.pt,seed2.pt -o paired.jsonl
 
-By default the held-out models on the held-out clusters. The first asks, for each pair, for the
-best of 1, 16 and 64 draws, how many draws do not fit, fine-tuning, ``agent+search`` and the four
-baselines of the paper, over ``auto`` without the policy. The second compares searches at equal
-evaluations (``paired_runs``), and is best given evaluations, so that a busy machine does
-not matter.
+By default the held-out models on the held-out clusters: for each pair, the best of 1, 16 and 64
+draws, how many draws do not fit, fine-tuning, ``agent+search`` and the four baselines of the
+paper, over ``auto`` without the policy.
 
 Every row is appended to the file when it is there, and one that is there is not made again, so a
 run that was stopped goes on. ``--summary`` only prints what a file holds; ``--json`` prints the
@@ -23,15 +19,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from paired_runs import (
-    ENUMERATION,
-    LED,
-    PLAIN,
-    Run,
-    against,
-    evaluations_needed,
-    paired_runs,
-)
 from rows import geometric_mean, keep_row, progress, read_rows, script_parser, teller
 
 from heterog.agents.checkpoint import load_checkpoint
@@ -178,70 +165,6 @@ def print_pairs(rows: list[dict[str, Any]]) -> None:
                 )
 
 
-def summarise_paired(runs: list[Run]) -> dict[str, Any]:
-    """By policy and budget: beside both rivals, and the evaluations that plain search needs."""
-    budgets = sorted({run.budget for run in runs if run.method == LED})
-    return {
-        policy: {
-            f"{budget}e": {
-                PLAIN: against(runs, budget, policy, PLAIN),
-                ENUMERATION: against(runs, budget, policy, ENUMERATION),
-                "plain_search_needs": evaluations_needed(runs, budget, policy),
-            }
-            for budget in budgets
-        }
-        for policy in dict.fromkeys(run.policy for run in runs if run.method == LED)
-    }
-
-
-def print_paired(runs: list[Run]) -> None:
-    """One line per policy, budget and rival."""
-    for policy, budgets in summarise_paired(runs).items():
-        for budget, found in budgets.items():
-            for rival in (PLAIN, ENUMERATION):
-                row = found[rival]
-                if "ratio" in row:
-                    print(
-                        f"{policy:8} {budget:>6} over {rival:25} {row['ratio']:.4f} "
-                        f"[{row['low']:.4f}, {row['high']:.4f}], {row['better']:.0f} better and "
-                        f"{row['worse']:.0f} worse by more than 0.5 % of {row['count']:.0f}"
-                    )
-            need = found["plain_search_needs"]
-            if need["count"]:
-                many = need["evaluations"]
-                said = f"more than {need['longest']:.0f}" if many is None else f"{many:.0f}"
-                print(
-                    f"{policy:8} {budget:>6} local_search needs {said} evaluations for the same "
-                    f"({need['count']} pairs and seeds with every budget)"
-                )
-
-
-def run_paired(arguments: argparse.Namespace) -> list[Run]:
-    """The paired table: runs of the file and new ones."""
-    runs = [Run(**row) for row in read_rows(arguments.output)]
-    if arguments.summary:
-        return runs
-    budgets = [int(text.removesuffix("e")) for text in arguments.paired.split(",")]
-    longer = [int(text.removesuffix("e")) for text in arguments.longer.split(",") if text]
-    begin = time.perf_counter()
-    new = paired_runs(
-        list(chosen(arguments)),
-        arguments.policy.split(","),
-        budgets=budgets,
-        longer=longer,
-        seeds=range(arguments.seed, arguments.seed + arguments.seeds),
-        done={run.key for run in runs},
-    )
-    for run in new:
-        runs.append(run)
-        keep_row(arguments.output, run.to_dict())
-        progress(
-            f"{time.perf_counter() - begin:8.1f} s seed {run.seed} {run.budget:>5}e {run.model} "
-            f"on {run.cluster}: {run.method} {run.policy} {shown(run.step_time_s)} s"
-        )
-    return runs
-
-
 def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The table of pairs: rows of the file and new ones."""
     rows = read_rows(arguments.output)
@@ -270,7 +193,7 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Evaluate, or compare searches, and print."""
+    """Evaluate, and print."""
     parser = script_parser(__doc__)
     parser.add_argument("--policy", default="heldout", help="names or files with commas")
     parser.add_argument("--models", default=",".join(HELD_OUT_MODELS))
@@ -281,22 +204,11 @@ def main() -> None:
     )
     parser.add_argument("--finetune", default="", help="60s, say; none if empty")
     parser.add_argument("--no-search", action="store_true", help="leaves agent+search out")
-    parser.add_argument("--paired", default="", help="evaluations: 200,600,5000")
-    parser.add_argument("--longer", default="", help="more evaluations of plain search")
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--seeds", type=int, default=3, help="of the paired table")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
     parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
     parser.add_argument("--summary", action="store_true", help="only print what the file holds")
     arguments = parser.parse_args()
-    holds_runs = any("method" in row for row in read_rows(arguments.output))
-    if arguments.paired or (arguments.summary and holds_runs):
-        runs = run_paired(arguments)
-        if arguments.json:
-            print(json.dumps(summarise_paired(runs), indent=1))
-        else:
-            print_paired(runs)
-        return
     rows = run_pairs(arguments)
     if arguments.json:
         print(json.dumps(summarise(rows), indent=1))

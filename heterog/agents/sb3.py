@@ -295,7 +295,8 @@ def sb3_learner(library: str, name: str) -> MakeLearner:
         algorithm(_POLICY, DummyVecEnv([_Probe]), _init_setup_model=False)
     except (AssertionError, TypeError, ValueError) as error:
         raise HeterogError(
-            f"{library}:{name} cannot learn here: a step chooses one of some candidates, of which "
-            f"it sees a dictionary of arrays ({' '.join(str(error).split())[:120]})."
+            f"{library}:{name} cannot learn here, where a step chooses one of some candidates and "
+            f"sees a dictionary of arrays: {' '.join(str(error).split())[:120]}. Take sb3:PPO, "
+            "sb3:A2C, sb3:DQN or sb3_contrib:MaskablePPO."
         ) from error
     return partial(Sb3Learner, algorithm=algorithm)

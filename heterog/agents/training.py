@@ -196,18 +196,13 @@ class Trainer:
                 self.step += 1
                 if self.step % _LOG_EVERY == 0 or self.config.num_steps < 10 * _LOG_EVERY:
                     self._log(terms, begin)
-                if self.step in (self.config.num_steps, self._next_check):
+                if self.step % self.config.check_every == 0 or self.step == self.config.num_steps:
                     self._validate(validation)
                     self._save()
         except KeyboardInterrupt:
             self.report("interrupted", self.step / self.config.num_steps, "the best is kept")
             return False
         return True
-
-    @property
-    def _next_check(self) -> int:
-        """The first multiple of ``check_every`` that is not below the step."""
-        return -(-self.step // self.config.check_every) * self.config.check_every
 
     def _log(self, terms: Mapping[str, float], begin: float) -> None:
         """Log the results of a step."""
