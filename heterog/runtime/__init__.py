@@ -5,9 +5,10 @@
   links (``emulated_network``); ``rank`` is what one does. ``accelerators`` knows kinds of devices.
 - A step: ``deploy`` makes it of a plan and a workload (``deploy_checks``), ``rank_program`` is a
   rank's part of the program, ``step_order`` the sequence that all ranks follow, ``executor`` runs
-  it, most of it as generated code (``segments``). ``values`` holds what a rank has (``recipes``),
-  ``conversions`` and ``collectives`` exchange it (``under_way``), ``gradients`` and ``losses`` sum
-  up, ``optimizer`` updates (``grouped_optimizer``, ``masters``, ``kept_state``, ``loss_scale``).
+  it, most of it as generated code (``segments``, ``compiled``). ``values`` holds what a rank has
+  (``recipes``), ``conversions`` and ``collectives`` exchange it (``under_way``), ``gradients`` and
+  ``losses`` sum up, ``optimizer`` updates (``grouped_optimizer``, ``masters``, ``kept_state``,
+  ``loss_scale``).
 - One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``windows``,
   ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``, ``halos``,
   ``resized``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``; ``whole_model``
