@@ -224,7 +224,7 @@ def swept(
                 name=row.name,
                 measured_s=row.measured_s,
                 predicted_s=predicted_s,
-                interval_s=evaluator.interval(predicted_s),
+                interval_s=evaluator.interval(predicted_s, strategy),
                 measured_bytes=row.measured_bytes,
                 predicted_bytes=round(peak_bytes),
                 choice=f"{row.model} on {row.num_gpus}",

@@ -347,6 +347,8 @@ def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> No
         f"{format_seconds(measured['step_time_max_s'])}), predicted for {plan.cluster.name} "
         f"{format_seconds(plan.step_time_s)}; loss {first:.4f} -> {last:.4f}"
     )
+    if measured.get("compile_s"):
+        out.print(f"compiling took {format_seconds(measured['compile_s'])} before the second step")
     if "background" not in measured:
         return
     done = measured["background"]

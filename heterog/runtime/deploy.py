@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from heterog.cluster.execution import Execution
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
@@ -36,6 +37,7 @@ from heterog.runtime.step.alike import (
 )
 from heterog.runtime.step.buffer_owners import buffers_of
 from heterog.runtime.step.collectives import Communicator
+from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.deploy_checks import (
     as_planned,
     check_masters,
@@ -87,6 +89,7 @@ class DeployedStep:
             was called. Its state is up to date after ``flush``.
         loss_scale: Scale of the loss, if it is scaled.
         communicator: Communicator with the other ranks.
+        compiler: Compiler of the step, where the plan's cluster says ``execution: compiled``.
         modes: What each mode of the plan does on this rank; empty in exact training.
     """
 
@@ -138,6 +141,8 @@ class DeployedStep:
         self._replicas: tuple[Replicas, int] | None = None  # and the step of the first sight
         self._workload, self._seed, self._program = workload, seed, program
         self.communicator = Communicator(self.rank, ())
+        is_compiled = plan.cluster.execution == Execution.COMPILED
+        self.compiler = Compiler() if is_compiled else None
         self.modes: tuple[RankMode, ...] = ()
         self._planned = planned_signature(graph)
         self._executor = self._make_executor(
@@ -280,6 +285,7 @@ class DeployedStep:
             loss_scale=self.loss_scale,
             seed=self._seed,
             device=self.device,
+            compiler=self.compiler,
         )
 
     def _take_up(self, batch: Any) -> None:

@@ -278,6 +278,7 @@ class Training:
             "throughput_samples_per_s": plan.graph.batch_size / step_s,
             "tasks": self._tasks,
             "background_steps": background_steps,
+            "compile_s": self._step.compiler.seconds if self._step.compiler else 0.0,
         }
 
 

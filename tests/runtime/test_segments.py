@@ -1,18 +1,35 @@
 """Segments make the numbers that single turns make, to the last bit, and drop what those drop."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor
 
+from heterog.runtime.step.compiled import Compiler, Kernels, _inductor, as_compiled
 from heterog.runtime.step.executor import StepExecutor
 from heterog.runtime.step.rank_program import OP_KINDS
+from heterog.runtime.step.recipes import Like
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_updates import saved_plan
+from tests.thorough import few_of
 
 CASES = ("ring", "hybrid", "uneven slices", "one device")
+
+
+def traced(function: Kernels, likes: Sequence[Like]) -> Kernels:
+    """In place of inductor, which takes many seconds: what it would compile, as it is traced."""
+    return as_compiled(function, likes, lambda module, given: module)
+
+
+def refused(function: Kernels, likes: Sequence[Like]) -> Kernels:
+    """A compiler that can do nothing."""
+    raise RuntimeError("no such kernel\nfor this")
 
 
 class Played(NamedTuple):
@@ -28,16 +45,27 @@ class Played(NamedTuple):
     num_texts: int
 
 
-def played(rank: int, name: str, plan_path: str, is_single: bool) -> Played:
+def compiled(rank: int, name: str, plan_path: str, how: str) -> tuple[Played, int]:
+    """Three steps with compiled segments; number of functions that were compiled."""
+    compiler = Compiler()
+    inductor = {"traced": traced, "refused": refused, "inductor": _inductor}[how]
+    with mock.patch("heterog.runtime.step.compiled._inductor", inductor):
+        return played(rank, name, plan_path, False, compiler), compiler.num_compiled
+
+
+def played(
+    rank: int, name: str, plan_path: str, is_single: bool, compiler: Compiler | None = None
+) -> Played:
     """Three steps, in segments or turn by turn."""
     step = deployed(name, plan_path, SGD)
     executor: StepExecutor = step._executor
+    executor._segments = replace(executor._segments, compiler=compiler)
     losses = []
     for number in range(3):
+        losses.append(float(step(batch_of(name, number))))
         if is_single:
             executor._pieces.clear()
-            executor._noted.clear()  # as in a first step
-        losses.append(float(step(batch_of(name, number))))
+            executor._noted.clear()  # as before a first step
     left = len(executor._values.held)
     pieces = [piece for run in executor._pieces.values() for piece in run]
     kinds = executor.seen.kinds
@@ -68,3 +96,21 @@ def test_segments_do_what_single_turns_do(ranks: Ranks, tmp_path: Path, case: st
         assert one.left <= other.left
         assert one.in_segments >= 0.9
         assert one.num_texts <= one.num_segments
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("case", "how"),
+    few_of([("hybrid", "traced"), ("ring", "refused"), ("ring", "inductor")], 2),
+)
+def test_compiled_segments_do_the_same(ranks: Ranks, tmp_path: Path, case: str, how: str) -> None:
+    path = saved_plan(tmp_path, "gpt", case, step_barrier=True)
+    plain = ranks.run(played, "gpt", path, False)
+    found = ranks.run(compiled, "gpt", path, how)
+    assert any(number > 0 for _, number in found) == (how != "refused")
+    for one, (other, number) in zip(plain, found, strict=True):
+        assert number <= other.num_segments
+        # Inductor sums in another order: sqrt(n) roundings of a sum of some hundred numbers.
+        rtol = 1e-5 if how == "inductor" else 0.0
+        torch.testing.assert_close(one.losses, other.losses, rtol=rtol, atol=rtol)
+        torch.testing.assert_close(one.parameters, other.parameters, rtol=rtol, atol=rtol)

@@ -5,10 +5,15 @@ Compiled code is kept by torch's own cache, across runs and ranks.
 
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from heterog.runtime.step.recipes import Like
 
 _LOG = logging.getLogger(__name__)
 
@@ -17,7 +22,7 @@ Kernels = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Compiler:
-    """Compiles functions of tensors when they are first called.
+    """Compiles functions of tensors.
 
     Attributes:
         seconds: Seconds that compiling has taken so far.
@@ -27,51 +32,60 @@ class Compiler:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.num_compiled = 0
-        self._known: dict[Hashable, Kernels] = {}
+        self._known: dict[tuple[Hashable, tuple[Like, ...]], Kernels] = {}
 
-    def compiled(self, key: Hashable, function: Kernels) -> Kernels:
-        """A function that does the same as another one; compiled when it is called first.
+    def compiled(self, key: Hashable, function: Kernels, likes: tuple[Like, ...]) -> Kernels:
+        """Compile a function, unless one that does the same has been compiled.
 
         Args:
             key: Functions with equal keys do the same with equal inputs.
             function: The function.
+            likes: What its inputs are like.
+
+        Returns:
+            The compiled function, or the given one if it cannot be compiled.
         """
-        found: Kernels | None = None
-
-        def run(given: list[Tensor]) -> list[Tensor]:
-            nonlocal found
-            if found is None:
-                shapes = [(x.shape, x.stride(), x.dtype, x.device) for x in given]
-                whole = key, *shapes
-                if whole not in self._known:
-                    self._known[whole] = self._compile(function, given)
-                found = self._known[whole]
-            return found(given)
-
-        return run
-
-    def _compile(self, function: Kernels, given: list[Tensor]) -> Kernels:
-        begin = time.perf_counter()
-        try:
-            made = _inductor(function, [value.detach() for value in given])
-            self.num_compiled += 1
-        except Exception as error:  # whatever the compiler or g++ does not like
-            first = str(error).strip().partition("\n")[0]
-            _LOG.warning("not compiled, run as generated Python instead: %s", first[:200])
-            made = function
-        self.seconds += time.perf_counter() - begin
-        return made
+        if (key, likes) not in self._known:
+            begin = time.perf_counter()
+            try:
+                made = _inductor(function, likes)
+                self.num_compiled += 1
+            except Exception as error:  # whatever the compiler or g++ does not like
+                first = str(error).strip().partition("\n")[0]
+                _LOG.warning("not compiled, run as generated Python instead: %s", first[:200])
+                made = function
+            self._known[key, likes] = made
+            self.seconds += time.perf_counter() - begin
+        return self._known[key, likes]
 
 
-def _inductor(function: Kernels, given: list[Tensor]) -> Kernels:
-    """Compile a function for inputs of these shapes."""
+def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
     # Seconds to import, and only needed here.
     from torch._inductor.compile_fx import compile_fx
-    from torch.fx.experimental.proxy_tensor import make_fx
 
+    return as_compiled(function, likes, compile_fx)
+
+
+def as_compiled(
+    function: Kernels,
+    likes: Sequence[Like],
+    backend: Callable[[fx.GraphModule, list[Tensor]], Any],
+) -> Kernels:
+    """Trace a function with inputs of some shapes, and give the graph to a compiler.
+
+    Args:
+        function: The function.
+        likes: What its inputs are like.
+        backend: Makes a function of single tensors of the graph and inputs without memory.
+    """
     with torch.no_grad():
-        traced = make_fx(lambda *inputs: function(list(inputs)), tracing_mode="fake")(*given)
-        made = compile_fx(traced, given)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            given = [
+                torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
+                for each in likes
+            ]
+        traced = make_fx(lambda *inputs: function(list(inputs)))(*given)
+        made = backend(traced, given)
 
     def run(inputs: list[Tensor]) -> list[Tensor]:
         taken = tuple(inputs)

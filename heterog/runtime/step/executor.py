@@ -20,6 +20,7 @@ from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import TensorKind
 from heterog.lowering.program import Program, TaskKind
 from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.compiled import Compiler
 from heterog.runtime.step.conversions import Conversions
 from heterog.runtime.step.feedback import ErrorFeedback
 from heterog.runtime.step.gradients import Gradients
@@ -61,6 +62,7 @@ class StepExecutor:
         loss_scale: Scale of the loss, if it is scaled.
         seed: Seed of random ops; the same on all ranks.
         device: Device where this rank computes; all tensors it is given are there.
+        compiler: Compiles what is run from the second step on; ``None`` runs it as it is.
 
     Attributes:
         turns: This rank's tasks in a step, in order.
@@ -87,6 +89,7 @@ class StepExecutor:
         loss_scale: LossScale | None = None,
         seed: int = 0,
         device: torch.device | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self.graph = part.graph
         self.program = part.program
@@ -165,6 +168,7 @@ class StepExecutor:
             communicator=communicator,
             sent_before=self._sent_before,
             noted=self._noted,
+            compiler=compiler,
         )
 
     @property
@@ -201,7 +205,9 @@ class StepExecutor:
         with torch.no_grad():
             self.begin(batch)
             self.play(self.turns)
-            return self.end()
+            loss = self.end()
+            self._pieces_of(self.turns)  # after the first step, so that the second is like others
+            return loss
 
     def begin(self, batch: Mapping[int, Tensor]) -> None:
         """Begin a step: the first part of a call, which ``rehearsal`` goes through part by part.
@@ -237,19 +243,10 @@ class StepExecutor:
         """Run some turns that follow one another: one by one at first, then as segments."""
         if not turns:
             return
-        recorder = self._updates.recorder
-        key = turns[0], len(turns), recorder is not None
-        pieces = self._pieces.get(key)
-        if pieces is None:
-            if not self._is_noted(turns):
-                for turn in turns:
-                    self.take(turn)
-                return
-            pieces = self._segments.pieces(turns, apart=recorder is not None)
-            self._pieces[key] = pieces
-        values, step = self._values, self._step
+        recorder, step, values = self._updates.recorder, self._step, self._values
         assert step is not None
-        for turn, segment in pieces:
+        pieces = self._pieces_of(turns)
+        for turn, segment in pieces or [Piece(turn, None) for turn in turns]:
             if segment is None:
                 self.take(turn)
                 continue
@@ -259,11 +256,16 @@ class StepExecutor:
             if recorder is not None:
                 recorder.end_task(turn.task)
 
-    def _is_noted(self, turns: Sequence[DueTask]) -> bool:
-        """Whether all ops among some turns have run before."""
-        return all(
-            task in self._noted for task, _ in turns if task >= 0 and self._kind[task] in OP_KINDS
-        )
+    def _pieces_of(self, turns: Sequence[DueTask]) -> list[Piece] | None:
+        """Turns cut into segments; ``None`` before all their ops have run once."""
+        is_recorded = self._updates.recorder is not None
+        key = turns[0], len(turns), is_recorded
+        if key not in self._pieces:
+            ops = (task for task, _ in turns if task >= 0 and self._kind[task] in OP_KINDS)
+            if not all(task in self._noted for task in ops):
+                return None
+            self._pieces[key] = self._segments.pieces(turns, apart=is_recorded)
+        return self._pieces[key]
 
     def take(self, turn: DueTask) -> None:
         """Run one of ``turns`` by itself; call it in their order."""

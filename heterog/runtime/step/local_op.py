@@ -99,6 +99,7 @@ class LocalOp:
         steps_buffers: Positions of the running statistics that it updates in a copy of their
             units.
         counts_steps: Whether it counts a step in a buffer.
+        steps_statistics: Whether it normalises a batch, and steps running statistics as it runs.
 
     Raises:
         StrategyError: the op cannot be executed on a part of the batch.
@@ -133,7 +134,7 @@ class LocalOp:
         self.steps_buffers = self._steps_buffers(graph)
         self.counts_steps = self.call.kind == "copy_.default"
         where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
-        self._normalises = graph.ops[index].phase == Phase.FORWARD and (
+        self.steps_statistics = graph.ops[index].phase == Phase.FORWARD and (
             Special.LOCAL_STATISTICS in self.specials
         )
         if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
@@ -201,7 +202,7 @@ class LocalOp:
         if self._is_reshape:
             # After a gather or a cut the strides may not allow a view.
             return [inputs[0].reshape(self.reshaped(extent))]
-        if self._normalises and values_per_channel(inputs[0].shape) == 1:
+        if self.steps_statistics and values_per_channel(inputs[0].shape) == 1:
             raise StrategyError(
                 f"it would have one value per channel of {tuple(inputs[0].shape)}, and torch "
                 "trains BatchNorm on more than one; give the device more samples, or none."

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,20 @@ class Begin(Enum):
     MODEL_BUFFER = 3
 
 
+class Like(NamedTuple):
+    """What tensors have in common that kernels can be compiled for."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, value: Tensor) -> "Like":
+        """What a tensor is like."""
+        return cls(value.shape, value.stride(), value.dtype, value.device)
+
+
 class Recipe(NamedTuple):
     """How an op's input is read in every step, noted in the first.
 
@@ -23,11 +38,13 @@ class Recipe(NamedTuple):
         begin: Whether it begins with a buffer, a parameter, a tensor of the batch, or a buffer of
             the model.
         key: Number of the buffer, or the tensor's id.
+        like: What the tensor is like that it begins with.
         steps: Functions of a tensor and their further arguments, in order: views and cuts.
     """
 
     begin: Begin
     key: int
+    like: Like
     steps: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...]
 
 
@@ -35,7 +52,7 @@ class Notes:
     """Notes of one reading; ``fails`` if it does something else than views and cuts."""
 
     def __init__(self) -> None:
-        self.begin: tuple[Begin, int] | None = None
+        self.begin: tuple[Begin, int, Like] | None = None
         self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
         self.fails = False
 

@@ -26,7 +26,7 @@ from heterog.runtime.step.rank_program import (
     gathered,
     nearest,
 )
-from heterog.runtime.step.recipes import Begin, Notes, Recipe
+from heterog.runtime.step.recipes import Begin, Like, Notes, Recipe
 from heterog.runtime.step.row_sets import (
     RowSet,
     count,
@@ -233,10 +233,12 @@ class Values:
             self._notes = None
         return value, notes.recipe()
 
-    def _begins(self, begin: Begin, key: int) -> None:
+    def _begins(self, begin: Begin, key: int, value: Tensor) -> Tensor:
+        """Begin with a tensor, and note it."""
         if self._notes is not None:
             self._notes.fails |= self._notes.begin is not None
-            self._notes.begin = begin, key
+            self._notes.begin = begin, key, Like.of(value)
+        return value
 
     def _fails(self) -> None:
         if self._notes is not None:
@@ -442,18 +444,16 @@ class Values:
         bucket = part.sliced_of_tensor.get(tensor)
         if bucket is not None and bucket.stage == 3:
             buffer = near[gathered(bucket.number)]
-            self._begins(Begin.HELD, buffer)
-            flat = self._then(operator.getitem, self.held[buffer].tensor(), self._span[tensor])
+            flat = self._begins(Begin.HELD, buffer, self.held[buffer].tensor())
+            value = self._then(operator.getitem, flat, self._span[tensor])
             shape = self._read_parameter(tensor).shape
-            return Seen(self._then(Tensor.view, flat, shape), has_units=source.is_ruled)
+            return Seen(self._then(Tensor.view, value, shape), has_units=source.is_ruled)
         if tensor in self._parameters:
-            self._begins(Begin.PARAMETER, tensor)
-            return Seen(self._read_parameter(tensor), has_units=source.is_ruled)
+            value = self._begins(Begin.PARAMETER, tensor, self._read_parameter(tensor))
+            return Seen(value, has_units=source.is_ruled)
         if tensor not in self.batch:
-            self._begins(Begin.MODEL_BUFFER, tensor)
-            return Seen(self._buffers[tensor])
-        self._begins(Begin.BATCH, tensor)
-        value = self.batch[tensor]
+            return Seen(self._begins(Begin.MODEL_BUFFER, tensor, self._buffers[tensor]))
+        value = self._begins(Begin.BATCH, tensor, self.batch[tensor])
         if whole == EVERYTHING or source.on_axis.kind != "S" or reader.spans is None:
             return Seen(value)
         begin, count = reader.samples
@@ -476,9 +476,8 @@ class Values:
             assert is_part, f"tensor {tensor} is not here"
             # A whole value seen as a partial sum: it is on another device, and zero on this one.
             return self._nothing(tensor, reader)
-        self._begins(Begin.HELD, buffer)
         held = self.held[buffer]
-        result = held.tensor()
+        result = self._begins(Begin.HELD, buffer, held.tensor())
         if whole == EVERYTHING:
             return Seen(result)
         has_samples = in_batch.kind == "S" and reader.spans is not None
