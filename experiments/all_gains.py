@@ -232,10 +232,12 @@ def pieces(name: str, kept: Kept) -> Iterator[None]:
     kept.graphs.mkdir(parents=True, exist_ok=True)
     for model in section.models.split(","):
         if name == "order":
-            yield compare_orders(model, section, kept)
+            compare_orders(model, section, kept)
+            yield
             continue
         for cluster in section.clusters.split(","):
-            yield compare(model, cluster, section, kept)
+            compare(model, cluster, section, kept)
+            yield
 
 
 def best_seconds(rows: Iterable[Row], methods: Iterable[str]) -> float | None:

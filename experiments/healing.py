@@ -168,9 +168,7 @@ def run_trial(folder: Path, chance: random.Random, wait: bool) -> Trial:
     left, num_steps = folder / "left.json", last - resumed - 1
     then = run_ranks(RunRequest(plan=left, num_steps=num_steps, resume=saved))
     healed = dict(zip(measured["steps"], measured["losses"], strict=True))
-    # A run says nothing of the step that warms it up.
-    expected = dict(zip(range(2, resumed + 1), first["losses"], strict=True))
-    expected |= dict(zip(range(resumed + 2, last + 1), then["losses"], strict=True))
+    expected = dict(enumerate([*first["losses"], *then["losses"]], start=1))
     return Trial(
         victim=victim,
         killed_in_step=step,

@@ -3,7 +3,7 @@
     python experiments/model_families.py --json
     python experiments/model_families.py --only gpt2,clip
 
-Every family is captured, planned, and trained for three steps on three ranks with uneven shares,
+Every family is captured, planned, and trained for five steps on three ranks with uneven shares,
 under parameter servers, a pipeline with micro-batches, ZeRO-3, op rules, and the plan that
 ``heterog plan`` finds for three unlike GPUs. Losses and all weights are compared with the same
 steps on one device; see ``families/running.py`` for BatchNorm and random numbers.

@@ -141,7 +141,7 @@ class _Search:
         return self.seen[key]
 
     def _cost(self, row: IntArray) -> float:
-        """Seconds, and a charge for missing memory; infinite for rows that cannot be drawn."""
+        """Seconds, and a charge for missing memory; infinite for what is not drawn or refused."""
         key = row.tobytes()
         if key not in self.cost:
             if self.pair.num_micro > 1 and not self._is_pipeline(row):
@@ -149,7 +149,7 @@ class _Search:
             score = self._score(row)
             charge = 1.0 if score.overflow == 0.0 else 10.0 * (1.0 + score.overflow)
             self.cost[key] = cost = score.step_time_s * charge
-            if len(self.best) < 4 * NUM_ELITES or cost < self.best[-1][0]:
+            if cost < (self.best[-1][0] if len(self.best) == 4 * NUM_ELITES else math.inf):
                 self.best.append((cost, key))
                 self.best.sort()
                 del self.best[4 * NUM_ELITES :]

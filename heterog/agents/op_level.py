@@ -204,6 +204,9 @@ class Scorer:
             preferences.append(_WORST)
         for found in evaluations:
             preferences.append(self._preference(found, whole))
+        if any(found.outcome == Outcome.CANNOT_RUN for found in evaluations):
+            self._scored[key] = _WORST  # and nothing was simulated
+            return _WORST
         self._scored[key] = min(preferences)
         self._num_evaluations += len(orders)
         self._num_tasks += len(orders) * problem.evaluator.num_tasks
@@ -341,9 +344,9 @@ class Scorer:
         return [(np.frombuffer(row, np.int32), whole) for row, whole in keys[:count]]
 
     def best_rows(self, count: int) -> list[tuple[IntArray, StepSettings]]:
-        """The best different rows so far, each in its best way, best first."""
+        """The best different rows that can run, each in its best way, best first."""
         first: dict[object, tuple[IntArray, StepSettings]] = {}
-        for row, whole in self.best(len(self._scored)):
+        for row, whole in self.best(sum(score < _WORST for score in self._scored.values())):
             first.setdefault(self._kind(row), (row, whole))
             if len(first) == count:
                 break

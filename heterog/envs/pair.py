@@ -1,6 +1,7 @@
 """A pair of model and cluster, ready for decisions: table, observation, scores, reward."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from heterog.methods.planner import Budget, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.pricing.cost_model import CostModel
 from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
@@ -38,7 +40,7 @@ BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """The coarse evaluator's result for a row.
+    """The coarse evaluator's result for a row; infinite in both if it cannot run.
 
     Attributes:
         step_time_s: Seconds per step, also if it does not fit into memory.
@@ -273,8 +275,12 @@ class Pair:
             )
             evaluation = evaluator.evaluate(choice, order_of(self.num_micro))
             over = np.array(evaluation.peak_memory_bytes) / self.memory.usable_bytes - 1.0
-            self._scores[key] = Score(
-                step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)
+            self._scores[key] = (
+                Score(step_time_s=math.inf, overflow=math.inf)
+                if evaluation.outcome == Outcome.CANNOT_RUN
+                else Score(
+                    step_time_s=evaluation.step_time_s, overflow=max(float(over.max()), 0.0)
+                )
             )
         return self._scores[key]
 

@@ -108,11 +108,11 @@ class HealingJob:
         self.options = options or HealOptions()
         self.trained = Trained()
         self._plan, self._path = request.load(), request.plan.resolve()
-        apart = [mode for mode in self._plan.strategy.modes if not mode.keeps_copies_equal]
-        if apart:
+        if modes := self._plan.strategy.modes:
             raise HeterogError(
-                f"{request.plan} has {apart[0].words}, and jobs that heal keep "
-                "copies of one model only; run it without `heal`, with `save`."
+                f"{request.plan} has {modes[0].words}, and jobs that heal keep copies of one "
+                "model only, and train what is left of a cluster exactly; run it "
+                "without `heal`, with `save`."
             )
         self._whole = self._plan.cluster
         self._source = request.model or trusted_source(

@@ -13,6 +13,7 @@ from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, PlanResult, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 
@@ -39,8 +40,7 @@ class Enumeration(ABC, Generic[Point]):
         speeds: Speed of each device.
         space: Space of the decisions that rows refer to.
         cost: Preference of every point that was tried; the least is the best.
-        fault: Why the optimizer would not train right at the last point that was passed over for
-            it; empty if there was none.
+        fault: Why the last point that cannot run was passed over; empty if there was none.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -123,12 +123,11 @@ class Enumeration(ABC, Generic[Point]):
             if point in self.cost or not self.is_possible(point):
                 continue
             choice = self._choice(point)
-            if fault := self.problem.evaluator.feasibility.scope_fault(choice):
-                self.fault = fault
-                self.spending.check()
-                continue
             evaluation = self.problem.evaluator.evaluate(choice, self.order(point))
-            self.cost[point] = evaluation.preference
+            if evaluation.outcome == Outcome.CANNOT_RUN:
+                self.fault = evaluation.shortage
+            else:
+                self.cost[point] = evaluation.preference
 
     def _choice(self, point: Point) -> Choice:
         evaluator = self.problem.evaluator

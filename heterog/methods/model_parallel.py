@@ -6,7 +6,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
-from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
@@ -169,14 +169,19 @@ def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """The best few strategies, best first."""
     spending = problem.spend()
     found: list[tuple[Evaluation, Candidate]] = []
+    fault = ""
     with spending.limits():
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
             tried = [problem.evaluator.evaluate(choice, order) for order in problem.orders]
             best = min(tried, key=lambda each: each.preference)
+            if best.outcome == Outcome.CANNOT_RUN:
+                fault = best.shortage
+                continue
             found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
     found.sort(key=lambda pair: pair[0].preference)
     return PlanResult(
         candidates=tuple(candidate for _, candidate in found[:3]),
         num_evaluations=spending.evaluations,
+        reason="" if found else fault,
     )

@@ -473,7 +473,8 @@ class Tried(dict[Point, Evaluation], Generic[Point]):
 
     Args:
         evaluator: Evaluator of their strategies.
-        make: Makes the strategy of a point; a ``LayoutError`` or ``StrategyError`` refuses it.
+        make: Makes the strategy of a point; a ``LayoutError`` or ``StrategyError`` refuses it, as
+            does an evaluation by which it cannot run.
 
     Attributes:
         strategies: Strategies of the points.
@@ -492,12 +493,15 @@ class Tried(dict[Point, Evaluation], Generic[Point]):
             return self.get(point)
         try:
             strategy = self._make(point)
-            self[point] = self._evaluator.evaluate(strategy, order)
+            evaluation = self._evaluator.evaluate(strategy, order)
         except (LayoutError, StrategyError) as error:
             self.refused[point] = str(error)
             return None
-        self.strategies[point] = strategy
-        return self[point]
+        if evaluation.outcome == Outcome.CANNOT_RUN:
+            self.refused[point] = evaluation.shortage
+            return None
+        self[point], self.strategies[point] = evaluation, strategy
+        return evaluation
 
     def best(self, count: int) -> list[Point]:
         """The best points, best first."""

@@ -226,8 +226,8 @@ class _Repair:
         return False
 
     def _peak(self, found: Evaluation) -> FloatArray:
-        """Peak bytes of each device; infinite where the program is too large to be simulated."""
-        if found.outcome == Outcome.TOO_LARGE:
+        """Peak bytes of each device; infinite for what is too large to simulate or cannot run."""
+        if found.outcome in (Outcome.TOO_LARGE, Outcome.CANNOT_RUN):
             return np.full(len(self.limits), np.inf)
         return np.array(found.peak_memory_bytes, np.float64)
 

@@ -125,9 +125,6 @@ class Mode(ABC):
     """Word by which a person asks for it, and name of its row; empty without a method."""
     goes_with: ClassVar[tuple[str, ...]] = ()
     """Keys of the modes that a strategy may have beside it."""
-    keeps_copies_equal: ClassVar[bool] = False
-    """Whether all copies of a parameter have the same value after every step, and nothing else
-    is kept from step to step: jobs that lose ranks go on from one copy."""
     trains_apart: ClassVar[bool] = False
     """Whether gradients are summed inside teams only."""
     overlaps_steps: ClassVar[bool] = False

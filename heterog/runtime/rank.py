@@ -194,7 +194,7 @@ class Training:
             tell(f"step {number} of {last}")
             if number == self._first + WARM_UP_STEPS:
                 measured_from = _all_at_once(step)
-                _late_losses(step)
+                self._losses += _late_losses(step)
                 self._since = 0
             elif not step.is_free_running:
                 dist.barrier()
@@ -241,9 +241,9 @@ class Training:
             from heterog.runtime.checkpoint.state import check_can_save
 
             check_can_save(step)
+        self._losses += [loss] * has_loss
         if is_measured:
             self._seconds.append(elapsed_s)
-            self._losses += [loss] * has_loss
 
     def _measured(self, together_s: float) -> dict[str, Any]:
         """The measurements.

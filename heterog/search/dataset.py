@@ -49,7 +49,17 @@ class _SolvedRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A plan of a pair, and how it was found; see the module docstring."""
+    """A plan of a pair, and how it was found; see the module docstring.
+
+    Attributes:
+        method: Name of the method.
+        seed: Seed of its random numbers.
+        budget: What it was given, as one types it.
+        step_time_s: Seconds of a step by the referee.
+        search_seconds: Seconds that the method took.
+        order: Order of the tasks.
+        strategy: What it found.
+    """
 
     method: str
     seed: int
@@ -62,7 +72,13 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolvedPair:
-    """A model, a cluster, and the plans that are known for them, fastest first."""
+    """A model, a cluster, and the plans that are known for them.
+
+    Attributes:
+        graph: One training step of the model.
+        cluster: Devices and links.
+        plans: What methods found, fastest first.
+    """
 
     graph: OpGraph
     cluster: Cluster

@@ -228,10 +228,18 @@ class Evaluator(Runner):
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
     def _begun(self, choice: Choice, orders: Sequence[Order]) -> Lowered | list[Evaluation]:
-        """A choice lowered, or for each order the reason why it is not simulated."""
+        """A choice lowered, or for each order the reason why it is not simulated.
+
+        What cannot run is not counted either. Its seconds and bytes are lower bounds.
+        """
         self._ran = None
-        if (kept := self._overfull(choice)) is not None:
-            return [self._hopeless(choice, kept, order) for order in orders]
+        if self.feasibility.refused(choice):
+            self.poll()
+            kept: FloatArray | None = resident_bytes(self.tables_of(choice), choice)
+        else:
+            kept = self._overfull(choice)
+        if kept is not None:
+            return [self._unsimulated(choice, kept, order) for order in orders]
         return self._ready(choice) or [self._too_large(choice, order) for order in orders]
 
     def _overfull(self, choice: Choice) -> FloatArray | None:
@@ -253,7 +261,7 @@ class Evaluator(Runner):
         self.num_evaluations += 1
         return kept
 
-    def _hopeless(self, choice: Choice, kept: FloatArray, order: Order) -> Evaluation:
+    def _unsimulated(self, choice: Choice, kept: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a strategy that was not simulated, from lower bounds."""
         found = self.feasibility.judge(choice, floor_s(self.prices, choice), kept, order)
         return replace(found, shortage=found.shortage.replace(" needs ", " needs at least ", 1))

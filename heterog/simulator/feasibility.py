@@ -35,12 +35,7 @@ class Feasibility:
     def judge(self, choice: Choice, seconds: float, peak: FloatArray, order: Order) -> Evaluation:
         """Evaluation of a predicted step time and memory."""
         peak = np.rint(peak * (1.0 + MEMORY_MARGIN))
-        refused = (
-            micro_batches_refused(self._graph, choice.num_micro)
-            or self._lone_norm(choice)
-            or self.scope_fault(choice)
-        )
-        if refused:
+        if refused := self.refused(choice):
             return Evaluation(
                 outcome=Outcome.CANNOT_RUN,
                 step_time_s=seconds,
@@ -68,7 +63,15 @@ class Feasibility:
             overflow_bytes=max(missing, 0.0),
         )
 
-    def scope_fault(self, choice: Choice) -> str:
+    def refused(self, choice: Choice) -> str:
+        """Why its training would not be that of one device; empty if it would."""
+        return (
+            micro_batches_refused(self._graph, choice.num_micro)
+            or self._lone_norm(choice)
+            or self._scope_fault(choice)
+        )
+
+    def _scope_fault(self, choice: Choice) -> str:
         """Why an optimizer that looks at all parameters would not see all, or empty."""
         if self._graph.scope != UpdateScope.MODEL or not self._graph.updates:
             return ""

@@ -35,7 +35,13 @@ class Pass(IntEnum):
 
 
 class Turn(NamedTuple):
-    """One pass of a micro-batch on a chunk, as a unit of a device's work."""
+    """One pass of a micro-batch on a chunk, as a unit of a device's work.
+
+    Attributes:
+        micro: Number of the micro-batch.
+        chunk: Number of the chunk on the device.
+        work: The pass.
+    """
 
     micro: int
     chunk: int

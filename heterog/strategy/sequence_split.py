@@ -284,7 +284,7 @@ def balanced_runs(costs: Sequence[RunCost], units: int) -> tuple[int, ...]:
         costs: Cost of each device.
         units: Units of the sequence; at least as many as there are devices.
 
-    >>> from heterog.strategy.balanced_runs import RunCost
+    >>> from heterog.strategy.sequence_split import RunCost
     >>> linear = [RunCost(fixed_s=0.0, unit_s=each, rising_s=0.0) for each in (1.0, 1.0, 2.0)]
     >>> balanced_runs(linear, 10)
     (4, 4, 2)

@@ -12,7 +12,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import heterog.envs
-from heterog.envs.registration import JOB_PARTITION, ONE_SHOT, STEP_BY_STEP
+from heterog.envs.registration import IMPROVE, JOB_PARTITION, ONE_SHOT, STEP_BY_STEP
 from heterog.envs.spaces import Padding
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.errors import HeterogError
@@ -49,7 +49,7 @@ def test_importing_the_package_registers_its_environments() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARN" not in done.stderr
-    names = " ".join(sorted([JOB_PARTITION, ONE_SHOT, STEP_BY_STEP]))
+    names = " ".join(sorted([IMPROVE, JOB_PARTITION, ONE_SHOT, STEP_BY_STEP]))
     assert done.stdout.splitlines() == [names] * len(WAYS)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, UpdateScope
@@ -23,13 +24,13 @@ from heterog.methods.data_parallel import (
     uniform_strategy,
 )
 from heterog.methods.planner import Budget, Problem
-from heterog.methods.two_segment import TwoSegment
 from heterog.search.allotment import Allotment
 from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.runs import Lowered
 from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Decision, Sync
 from tests.search.asking import run_methods
 from tests.search.test_budget import clocked
@@ -131,21 +132,25 @@ def test_it_takes_a_twentieth_of_a_budget_that_methods_share() -> None:
     assert 0.0 < row.search_seconds <= 0.05 * 20.0 * 1.2
 
 
-def test_enumerations_pass_over_what_the_optimizer_forbids(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two segments on different devices would each step a part of the parameters."""
+@pytest.mark.parametrize(
+    "name", ["two_segment", "islands", "megatron_grid", "model_parallel", "agent"]
+)
+def test_searches_pass_over_what_the_optimizer_forbids(name: str) -> None:
+    """What is cut among devices is neither simulated nor handed over."""
     evaluator = Evaluator(replace(model(64, 32), seen_scope=UpdateScope.MODEL), CLUSTER)
-    outcomes: list[Outcome] = []
-    evaluate = evaluator.evaluate
+    simulated: list[Choice] = []
+    lower = evaluator.lower
 
-    def noted(choice: Choice, order: Order) -> Evaluation:
-        evaluation = evaluate(choice, order)
-        outcomes.append(evaluation.outcome)
-        return evaluation
+    def noted(choice: Choice) -> Lowered:
+        simulated.append(choice)
+        return lower(choice)
 
-    monkeypatch.setattr(evaluator, "evaluate", noted)
-    result = TwoSegment().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=60)))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(evaluator, "lower", noted)
+        problem = Problem(evaluator=evaluator, budget=Budget(evaluations=12))
+        result = default_methods()[name].plan(problem)
+    assert simulated
+    assert not any(evaluator.feasibility.refused(choice) for choice in simulated)
     assert result.candidates
-    assert len(outcomes) >= 20
-    assert outcomes.count(Outcome.CANNOT_RUN) == 0
+    for candidate in result.candidates:
+        assert scope_fault(evaluator.graph, candidate.strategy, UpdateScope.MODEL) == ""

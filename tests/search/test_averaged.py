@@ -378,5 +378,5 @@ def test_what_cannot_average_refuses_the_plan(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="averaged every 8 steps by samples; export to"):
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(HeterogError, match="copies of one model only; run it without `heal`"):
+    with pytest.raises(HeterogError, match="exactly; run it without `heal`"):
         HealingJob(RunRequest(plan=tmp_path / "plan.json"))

@@ -1,12 +1,15 @@
 """Codecs on finished plans: which of them are tried, what is said, what is not done."""
 
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
-from heterog.errors import StrategyError
+from heterog.errors import HeterogError, StrategyError
+from heterog.healing.job import HealingJob
 from heterog.modes.codecs.method import with_codec
 from heterog.modes.codecs.value import parse_codec
+from heterog.runtime.request import RunRequest
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -64,3 +67,11 @@ def test_codecs_are_put_on_exact_plans_only() -> None:
     lossy, _ = with_codec(plan(), evaluator(), parse_codec("int8"))
     with pytest.raises(StrategyError, match="codecs already"):
         with_codec(lossy, evaluator(), parse_codec("fp16"))
+
+
+def test_healing_refuses_them(tmp_path: Path) -> None:
+    """What is left of a cluster is planned anew, and would train exactly without a word."""
+    lossy, _ = with_codec(plan(), evaluator(), parse_codec("int8"))
+    lossy.save(tmp_path / "plan.json")
+    with pytest.raises(HeterogError, match="train what is left of a cluster exactly; run it with"):
+        HealingJob(RunRequest(plan=tmp_path / "plan.json"))

@@ -243,5 +243,5 @@ def test_what_cannot_serve_refuses_the_plan(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="pushed to a server on device 0 in a planned order"):
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(HeterogError, match="copies of one model only; run it without `heal`"):
+    with pytest.raises(HeterogError, match="exactly; run it without `heal`"):
         HealingJob(RunRequest(plan=tmp_path / "plan.json"))

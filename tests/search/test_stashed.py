@@ -170,7 +170,7 @@ def test_what_cannot_wait_refuses_the_plan_and_memory_says_what_is_kept(tmp_path
     with pytest.raises(ExportError, match="stages that do not wait"):
         uniform_micro_batches(plan, "ddp")
     plan.save(tmp_path / "plan.json")
-    with pytest.raises(HeterogError, match="copies of one model only; run it without `heal`"):
+    with pytest.raises(HeterogError, match="exactly; run it without `heal`"):
         HealingJob(RunRequest(plan=tmp_path / "plan.json"))
     evaluator = Evaluator(graph_of("mlp"), cluster())
     with pytest.raises(StrategyError, match="where codecs are not planned; plan with a codec or"):

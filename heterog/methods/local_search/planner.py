@@ -474,8 +474,7 @@ class Search:
 
 
 _NOT_SIMULATED = 1e15
-_CANNOT_RUN_CHARGE = 1e6
-"""Charge above any overflow of memory; finite, because differences of costs decide."""
+"""Above any overflow of memory; finite, because differences of costs decide."""
 
 
 def _judged_cost(candidate: Candidate) -> float:
@@ -485,10 +484,8 @@ def _judged_cost(candidate: Candidate) -> float:
 
 def cost_of(evaluation: Evaluation) -> float:
     """Seconds, plus a charge for memory overflow that always outweighs speed."""
-    if evaluation.outcome == Outcome.TOO_LARGE:
+    if evaluation.outcome in (Outcome.TOO_LARGE, Outcome.CANNOT_RUN):
         return _NOT_SIMULATED
-    if evaluation.outcome == Outcome.CANNOT_RUN:
-        return evaluation.step_time_s * _CANNOT_RUN_CHARGE
     if evaluation.outcome != Outcome.OUT_OF_MEMORY:
         return evaluation.step_time_s
     overflow_gib = evaluation.overflow_bytes / 2**30

@@ -244,7 +244,6 @@ class Codecs(Mode):
     key = "codecs"
     record = Many[CodecRecord]
     goes_with = ("averaging",)
-    keeps_copies_equal = True
     takes_clipping = True
 
     rules: CodecRules

@@ -233,8 +233,8 @@ def provenance(device_types: Sequence[DeviceType]) -> str:
 
     >>> from heterog.cluster.catalog import device_type
     >>> provenance([device_type("L40S"), device_type("RTX-3090"), device_type("CPU")])
-    'L40S: 16 bit, 8 bit products as measured, the rest as on other types; RTX-3090: as on other \
-types; CPU: roofline'
+    'L40S: 16 bit, 8 bit products as measured, the rest as on other types; RTX-3090: \
+float32, 16 bit products as measured, the rest as on other types; CPU: roofline'
     """
     return "; ".join(f"{each.name}: {_source_of(each)}" for each in device_types)
 
