@@ -2,9 +2,8 @@
 
     python experiments/improver_table.py --pairs FILE --cpu-seconds 20 --json
 
-A line of FILE is a model (a name of the zoo, FILE.py:FUNCTION or a saved graph) and a cluster (a
-name or a file). For each pair, the baselines make starts in a quarter of the seconds; from these,
-each arm and seed searches for the seconds of its own. Arms: ``learned`` (the shipped policy),
+FILE is a list as ``pair_files`` reads it. For each pair, the baselines make starts in a quarter of
+the seconds; from these, each arm and seed searches. Arms: ``learned`` (the shipped policy),
 ``blind`` (local search as it is without one), ``untrained`` (the same network, random weights) and
 ``NAME=FILE`` for a policy of your own. Rows in the file of ``-o`` are not made again.
 """
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pair_files import read_pairs
 from rows import finish, geometric_mean, keep_row, progress, read_rows, script_parser
 
 from heterog.agents.improver import SHIPPED, Improver, led_by, load_improver
-from heterog.agents.sources import captured
-from heterog.cluster import Cluster
 from heterog.methods.local_search.planner import Lead, LocalSearch
 from heterog.methods.planner import Budget, Candidate, Problem
 from heterog.methods.registry import built_in_methods
@@ -121,11 +119,9 @@ def main() -> None:
 
 def made(asked: argparse.Namespace) -> None:
     """Make the rows that are missing."""
-    lines = [line.split() for line in asked.pairs.read_text().splitlines() if line.strip()]
-    for model, where in lines:
-        pair = f"{Path(model).name} on {Path(where).name}"
+    for line in read_pairs(asked.pairs):
         wanted = [
-            (pair, arm.partition("=")[0], seed, asked.cpu_seconds, arm)
+            (line.pair, arm.partition("=")[0], seed, asked.cpu_seconds, arm)
             for seed in range(asked.seeds)
             for arm in asked.arms.split(",")
         ]
@@ -133,7 +129,7 @@ def made(asked: argparse.Namespace) -> None:
         missing = [each for each in wanted if each[:4] not in known]
         if not missing:
             continue
-        evaluator = Evaluator(captured(model, asked.graphs), Cluster.load(where))
+        evaluator = Evaluator(*line.load(asked.graphs))
         evaluator.warm_up()
         starts = starts_of(evaluator, START_PART * asked.cpu_seconds)
         for *key, arm in missing:

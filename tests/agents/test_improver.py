@@ -1,6 +1,7 @@
 """The policy that improves plans: what it leads, learns, and writes."""
 
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
+ROOT = Path(__file__).parents[2]
 WALK = "5dd00bc8"
 """Digest of a blind walk, as it was before moves had names."""
 
@@ -126,6 +128,15 @@ def test_without_the_timeline_it_is_not_read(recorded: Recorded) -> None:
     points.groups[:, 0] += 1.0  # seconds of compute
     assert torch.equal(blind(points), first)
     assert not torch.equal(Improver.untrained(0)(points), first)
+
+
+def test_the_shipped_policy_is_small_and_says_how_it_was_made() -> None:
+    folder = ROOT / "heterog" / "agents" / "improvers"
+    assert (folder / "default.pt").stat().st_size < 5e6
+    card = json.loads((folder / "default.json").read_text())
+    assert card["command"].startswith("python experiments/train_improver.py")
+    assert not set(card["learned_from"]) & set(card["validated_on"])
+    assert load_improver().config.width == card["config"]["width"]
 
 
 def test_what_is_written_is_read(tmp_path: Path, recorded: Recorded) -> None:
