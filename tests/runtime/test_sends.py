@@ -56,7 +56,6 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
     if rank == 0:
         step.notify(Late({}))
     batch = workload().make_batch()
-    step(batch)
     waited: list[int] = []
     communicator: Any = executor._communicator
     wait_for_send = communicator.wait_for_send
@@ -67,6 +66,8 @@ def peak_beside_a_late_rank(rank: int, plan: str) -> tuple[int, int, list[int]]:
         wait_for_send(send)
 
     communicator.wait_for_send = waits
+    step(batch)
+    waited.clear()
     return peak_bytes(step, batch), step.plan.peak_memory_bytes[rank], waited
 
 
