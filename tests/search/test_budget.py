@@ -235,7 +235,7 @@ def test_a_search_that_takes_too_many_steps_is_given_up_for_a_narrow_one(
         evaluator = Evaluator(unrolled_lstm(), cluster)
         problem = Problem(evaluator=evaluator, budget=Budget(evaluations=40))
         result = Hap().plan(problem)
-        assert "given up after 20,000 steps" in result.note
+        assert "narrow searches after 20,000 steps" in result.note
         found.append([each.strategy for each in result.candidates])
     assert found[0] == found[1]
     assert any(strategy.op_rules for strategy in found[0])

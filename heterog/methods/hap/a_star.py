@@ -98,6 +98,10 @@ class Search:
         most_extensions: Extensions of a state by a triple, and comparisons at boundaries, after
             which the search gives up without a program: a bound where there is none on time.
         most_at_cut: States that are followed from each boundary of segments; others are cut.
+
+    Attributes:
+        extensions_left: What is left of ``most_extensions``.
+        is_exact: Whether no state was cut so far.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Search:
     ) -> None:
         self._most_at_cut = most_at_cut
         self._check = check
-        self._extensions_left = most_extensions
+        self.extensions_left = most_extensions
         self.segments = segments
         self.prices = prices
         self.width = width
@@ -154,7 +158,7 @@ class Search:
         seen: dict[tuple[int, Codes], float] = {}
         counter = 0  # orders nodes of equal estimates, so that entries are not compared
         programs: list[SpmdProgram] = []
-        while heap and len(programs) < num_programs and self._extensions_left > 0:
+        while heap and len(programs) < num_programs and self.extensions_left > 0:
             _, _, cost, number, codes, path = heapq.heappop(heap)
             if number == len(segments):
                 programs.append(self._program(path, cost))
@@ -163,7 +167,7 @@ class Search:
             if len(popped[number]) >= self._most_at_cut:
                 self.is_exact = False
                 continue
-            self._extensions_left -= len(popped[number])
+            self.extensions_left -= len(popped[number])
             if self._is_dominated(cost, codes, popped[number], kinds[number - 1]):
                 continue
             popped[number].append((cost, codes))
@@ -183,7 +187,7 @@ class Search:
                 estimate = total + remaining[number + 1]
                 route: Route = (path, choices)
                 heapq.heappush(heap, (estimate, counter, total, number + 1, after, route))
-        is_over = self._extensions_left <= 0
+        is_over = self.extensions_left <= 0
         return SearchResult(tuple(programs), self.is_exact and not is_over, is_over)
 
     def heuristic(self) -> list[float]:
@@ -221,7 +225,7 @@ class Search:
         states: dict[Codes, tuple[float, Path]] = {codes: (0.0, None)}
         for step in segment.steps:
             self._check()
-            if self._extensions_left <= 0:
+            if self.extensions_left <= 0:
                 return []
             moves = self._moves[step.action]
             grown: dict[Codes, tuple[float, Path]] = {}
@@ -232,7 +236,7 @@ class Search:
                 if offers is None:
                     offers = moves[touched] = self._offers(step.action, touched)
                 rest = tuple(state[place] for place in kept)
-                self._extensions_left -= len(offers)
+                self.extensions_left -= len(offers)
                 for made, extra, choice in offers:
                     after = rest + made
                     total = cost + extra

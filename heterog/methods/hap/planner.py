@@ -52,9 +52,9 @@ _TEAM_MICRO = (2, 4)  # micro-batches of teams inside hosts
 _NARROW = 2  # states kept everywhere by the quick search before that of a large graph
 _LARGE = 3000  # rows from which on it runs: the full search of fewer takes seconds
 _MOST_EXTENSIONS = 2_500_000
-"""Most steps of a search, some ten seconds; BERT-large on 8 devices takes 17,000, an unrolled RWKV
-on two 2.2 million. It bounds budgets in evaluations, which no time cuts. Once one is given up, the
-plan's others are narrow."""
+"""Most steps of all full searches of a plan, some ten seconds; each for BERT-large on 8 devices
+takes 17,000, for an unrolled RWKV on two 2.2 million. It bounds budgets in evaluations, which no
+time cuts. Once they are spent, the plan's other searches are narrow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +119,7 @@ class Synthesis:
         self.ingredients = ingredients or Ingredients()
         self.is_exact = True
         self.is_given_up = False
+        self._extensions_left: float = _MOST_EXTENSIONS
         self._check = check
         self.theory = build_theory(evaluator.graph, check)
         if not self.ingredients.sufficient_factors:
@@ -132,7 +133,9 @@ class Synthesis:
     def note(self) -> str:
         """Whether the programs are optimal at their prices, in words."""
         if self.is_given_up:
-            return f"a search was given up after {_MOST_EXTENSIONS:,} steps: narrow ones instead"
+            return (
+                f"narrow searches after {_MOST_EXTENSIONS:,} steps of others, which were given up"
+            )
         if self.is_exact:
             return "every program is the optimum at its prices"
         return f"a beam of {self.ingredients.width} states cut the search: no proof of optimality"
@@ -146,9 +149,10 @@ class Synthesis:
             prices,
             self.ingredients.width,
             check=self._check,
-            most_extensions=_MOST_EXTENSIONS,
+            most_extensions=self._extensions_left,
         )
         result = search.run(self.ingredients.num_programs)
+        self._extensions_left = search.extensions_left
         self.is_exact = self.is_exact and result.is_exact
         self.is_given_up = result.is_given_up
         return result.programs or self.narrow_search(prices)
