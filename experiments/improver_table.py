@@ -19,10 +19,10 @@ from pair_files import read_pairs
 from rows import finish, geometric_mean, keep_row, progress, read_rows, script_parser
 
 from heterog.agents.improver import SHIPPED, Improver, led_by, load_improver
-from heterog.planners.judging import run_method
-from heterog.planners.local_search import Lead, LocalSearch
-from heterog.planners.planner import Budget, Candidate, Problem
-from heterog.planners.registry import built_in_methods
+from heterog.methods.local_search.planner import Lead, LocalSearch
+from heterog.methods.planner import Budget, Candidate, Problem
+from heterog.methods.registry import built_in_methods
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 
 START_PART = 0.25

@@ -23,8 +23,8 @@ from heterog.cluster import Cluster
 from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.files import check_writable, write_json
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, Problem
+from heterog.methods.local_search.planner import LocalSearch
+from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
 
 MODELS_FILE = Path(__file__).with_name("training_models.py")

@@ -1,6 +1,6 @@
 """A policy that improves plans: it scores the moves of a local search from where they are made.
 
-The network reads a point as the search sees it (``planners.move_features``): groups of ops with
+The network reads a point as the search sees it (``methods.local_search.move_features``): groups of ops with
 what the timeline says of them exchange messages along the edges of the graph, each move joins what
 it changes with the groups that it changes. It answers how likely the move is to gain.
 ``LedMoves`` draws many of the search's own random moves at each point and tries the best scored.
@@ -24,8 +24,7 @@ from heterog.agents.checkpoint import unpacked
 from heterog.agents.encoder import mlp
 from heterog.errors import InputFileError
 from heterog.files import read_bytes, write_atomically
-from heterog.planners.local_search import Lead, Search
-from heterog.planners.move_features import (
+from heterog.methods.local_search.move_features import (
     NUM_GROUP_FEATURES,
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
@@ -33,7 +32,8 @@ from heterog.planners.move_features import (
     MoveFeatures,
     View,
 )
-from heterog.planners.neighbours import Move, State, StateKey
+from heterog.methods.local_search.neighbours import Move, State, StateKey
+from heterog.methods.local_search.planner import Lead, Search
 from heterog.units import GIB
 
 SHIPPED = "default"

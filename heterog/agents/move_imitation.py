@@ -30,9 +30,9 @@ from heterog.agents.improver import (
     with_neighbours,
 )
 from heterog.files import write_atomically
-from heterog.planners.local_search import Search, cost_of
-from heterog.planners.move_features import Array, MoveFeatures
-from heterog.planners.neighbours import State
+from heterog.methods.local_search.move_features import Array, MoveFeatures
+from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.planner import Search, cost_of
 
 LIMIT = 1.02
 """Times the step before a move: seconds above which nobody asks how slow the step becomes."""

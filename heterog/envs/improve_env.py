@@ -12,15 +12,15 @@ from heterog.cluster.topology import Cluster
 from heterog.envs.spaces import LIMIT, Padded
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.local_search import Search, cost_of
-from heterog.planners.move_features import (
+from heterog.methods.local_search.move_features import (
     NUM_GROUP_FEATURES,
     NUM_MOVE_FEATURES,
     NUM_STATE_FEATURES,
     MoveFeatures,
 )
-from heterog.planners.neighbours import State
-from heterog.planners.planner import Budget, Problem
+from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.planner import Search, cost_of
+from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
 
 _ENDLESS = Budget(evaluations=2**62)
@@ -42,7 +42,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     ``Discrete(num_moves)``. A masked one (``action_mask`` is 0) changes nothing.
 
     ## Observation space
-    A ``Dict`` of arrays, padded to the largest pair, all ratios (``planners.move_features``):
+    A ``Dict`` of arrays, padded to the largest pair, all ratios (``methods.local_search.move_features``):
 
     | key | shape | what |
     |---|---|---|

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heterog.simulator.cost_model import Prices
+from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, TaskKind
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import NUM_TASKS, Tape
+from heterog.pricing.cost_model import Prices
 from heterog.simulator.timings import Timings
-from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, TaskKind
-from heterog.strategy.tables import GraphTables
 
 GROUP_FACTS = (
     "compute", "gradients", "values_made", "values_read",

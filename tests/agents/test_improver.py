@@ -27,9 +27,9 @@ from heterog.agents.move_imitation import (
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.errors import InputFileError
-from heterog.planners.local_search import LocalSearch, Search
-from heterog.planners.neighbours import State
-from heterog.planners.planner import Budget, PlanResult, Problem
+from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.planner import LocalSearch, Search
+from heterog.methods.planner import Budget, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster
+from heterog.lowering.program import FIRST_LINK_KIND, TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.place_facts import DEVICE_FACTS, GROUP_FACTS
 from heterog.simulator.timeline import Timeline
-from heterog.strategy.program import FIRST_LINK_KIND, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.simulator.builders import linear_chain, random_case
 

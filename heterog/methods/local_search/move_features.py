@@ -1,0 +1,487 @@
+"""What a policy sees of the moves of a local search: numbers of each, without a simulation.
+
+All are ratios: parts of the step's seconds, of a device's memory, of the batch, or logarithms, so
+that one policy serves models and clusters of any size. A *view* is what is seen of a point before
+a move (``View``); ``MoveFeatures.of`` then describes many moves from there at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.space import StrategySpace
+from heterog.methods.local_search.neighbours import BUCKETS, Move, MoveKind, State
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.place_facts import DEVICE_FACTS, GROUP_FACTS, PlaceFacts
+from heterog.strategy.strategy import Decision, Sync
+
+Array = npt.NDArray[np.float32]
+Numbers = npt.NDArray[np.integer[Any]]
+
+_SYNCS = tuple(Sync)
+_SCALARS = 8 + len(_SYNCS)
+_SIZE, _HOSTS, _TEAM, _RECOMPUTES, _KEEPS, _STATE, _RATE, _LATENCY = range(8)
+NUM_GROUP_FEATURES = len(GROUP_FACTS) + 6 + 6 + len(_SYNCS)
+NUM_STATE_FEATURES = 24
+NUM_MOVE_FEATURES = len(MoveKind) + 2 * len(GROUP_FACTS) + 25 + 11 + 2 * (6 + len(_SYNCS))
+
+_FIRST_FACT = len(MoveKind)
+_FIRST_FULL = NUM_MOVE_FEATURES - 19
+TIMELINE = {
+    "groups": tuple(range(len(GROUP_FACTS))),
+    "whole": (*range(8), 10, 11),
+    "moves": (
+        *range(_FIRST_FACT, _FIRST_FACT + 2 * len(GROUP_FACTS)),
+        _FIRST_FACT + 2 * len(GROUP_FACTS) + 6,
+        *(_FIRST_FULL + number for number in (0, 1, 3, 4)),
+    ),
+}
+"""Columns of features that only a simulation tells."""
+
+
+def _log(ratio: npt.ArrayLike) -> FloatArray:
+    """Half the logarithm of a ratio, clipped at 1/20,000 and 20,000."""
+    return np.asarray(0.5 * np.log(np.clip(np.asarray(ratio, np.float64), 5e-5, 2e4)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class View:
+    """What is seen of a point.
+
+    Attributes:
+        state: The point.
+        step_s: Seconds of its step.
+        facts: Where they are spent.
+        groups: Features of each group of ops.  # [num_groups, NUM_GROUP_FEATURES]
+        whole: Features of the whole step.  # [NUM_STATE_FEATURES]
+        load_s: Seconds of compute on each device, by shares alone.  # [num_devices]
+        memory: Peak of each device's memory as a part of what is usable.  # [num_devices]
+    """
+
+    state: State
+    step_s: float
+    facts: PlaceFacts
+    groups: Array
+    whole: Array
+    load_s: FloatArray
+    memory: FloatArray
+
+
+class _Decisions:
+    """What is known of each candidate, in arrays that grow with the space."""
+
+    def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
+        self._evaluator, self._space = evaluator, space
+        devices = evaluator.cluster.num_devices
+        self.shares = np.zeros((0, devices))
+        self.member = np.zeros((0, devices), np.bool_)
+        self.scalars = np.zeros((0, _SCALARS))
+        self._host = np.array(evaluator.cluster.host_of)
+        self._priced: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._size = 0
+
+    def up_to_date(self) -> None:
+        """Add what the space has been given since."""
+        count = len(self._space.candidates)
+        if count > len(self.shares):
+            more = max(2 * count, 256) - len(self.shares)
+            self.shares = np.pad(self.shares, ((0, more), (0, 0)))
+            self.member = np.pad(self.member, ((0, more), (0, 0)))
+            self.scalars = np.pad(self.scalars, ((0, more), (0, 0)))
+        for number in range(self._size, count):
+            self._fill(number, self._space.candidates[number])
+        self._size = count
+
+    def _fill(self, number: int, decision: Decision) -> None:
+        devices, size = list(decision.devices), len(decision.devices)
+        part = np.array(decision.shares, np.float64) / max(sum(decision.shares), 1)
+        shares = self.shares[number]
+        shares[devices] = part
+        team = 1.0
+        for members in decision.teams:
+            shares[list(members)] = shares[list(members)].sum() / len(members)
+            team = max(team, float(len(members)))
+        self.member[number, devices] = True
+        rate, latency = self._sync(decision) if size > 1 else (0.0, 0.0)
+        sync = decision.sync
+        state = 1.0 / size if sync.is_sharded or sync.is_served else 1.0
+        row = self.scalars[number]
+        row[:8] = (
+            np.log2(size), len(np.unique(self._host[devices])), np.log2(team),
+            decision.recompute, int(decision.keeps) / 2.0 if decision.recompute else 0.0,
+            state / team, rate, latency,
+        )  # fmt: skip
+        row[8 + _SYNCS.index(sync)] = size > 1
+
+    def _sync(self, decision: Decision) -> tuple[float, float]:
+        """Seconds per byte of gradients and of latency of a decision's synchronisation."""
+        key = decision.devices, decision.sync, decision.slices, decision.teams
+        if key not in self._priced:
+            evaluator, rate, latency = self._evaluator, 0.0, 0.0
+            if decision.sync.is_served:
+                hosts = self._host[list(decision.devices)]
+                counts = np.bincount(hosts)
+                used = np.flatnonzero(counts)
+                nic = [evaluator.cluster.nic_bandwidth_bytes_per_s(host) for host in used.tolist()]
+                each = counts[used] * (len(hosts) - counts[used]) / len(hosts)
+                rate = float((2.0 * each / np.array(nic)).max())
+                if len(used) == 1:
+                    inner = evaluator.cluster.hosts[used[0]].intra.bandwidth_bytes_per_s
+                    rate = 2.0 * (len(hosts) - 1) / len(hosts) / inner
+            else:
+                for channel in evaluator.channels.for_decision(decision):
+                    if channel >= 0:
+                        cost = evaluator.prices.pricer.seconds(evaluator.channels[channel])
+                        rate += cost.seconds_per_byte
+                        latency += cost.latency_s + cost.fill_s
+            self._priced[key] = rate, latency
+        return self._priced[key]
+
+
+class MoveFeatures:
+    """Makes views of points and describes moves.
+
+    Args:
+        evaluator: Evaluator of the graph on the cluster.
+        space: Space of the search's rows.
+    """
+
+    def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
+        self._evaluator, self._space = evaluator, space
+        self._decisions = _Decisions(evaluator, space)
+        tables, cluster = evaluator.tables, evaluator.cluster
+        self._types = evaluator.prices.types
+        num_groups, batch = tables.num_groups, evaluator.graph.batch_size
+        self._batch = batch
+        seconds = np.stack([
+            evaluator.prices.op_seconds(kind, batch) for kind in range(len(cluster.device_types))
+        ])  # fmt: skip
+        real = tables.op_group >= 0
+        self._seconds = np.stack([
+            np.bincount(tables.op_group[real], row[real], num_groups) for row in seconds
+        ])  # [num_types, num_groups]  # fmt: skip
+        forward = real & (tables.op_is_backward == 0)
+        self._again = np.stack([
+            np.bincount(tables.op_group[forward], row[forward], num_groups) for row in seconds
+        ])  # fmt: skip
+        speed = 1.0 / self._seconds.sum(axis=1)[self._types]
+        self._bound_s = 1.0 / speed.sum()
+        whole = self._seconds[self._types].mean(axis=0)
+        self._compute = whole / max(whole.sum(), 1e-30)
+        self._gradient = np.bincount(tables.parameter_group, tables.gradient_bytes, num_groups)
+        self._state = (1.0 + tables.state_ratio) * np.bincount(
+            tables.parameter_group, tables.parameter_bytes, num_groups
+        )
+        self._saved = self._saved_bytes()
+        self._usable = np.array([each.usable_memory_bytes for each in cluster.devices], float)
+        nic = [cluster.nic_bandwidth_bytes_per_s(host) for host in range(cluster.num_hosts)]
+        if cluster.num_hosts == 1:
+            nic = [cluster.hosts[0].intra.bandwidth_bytes_per_s]
+        self._nic = float(np.exp(np.log(nic).mean()))
+        self.edges, self._edge_bytes = self._edges()
+
+    def _saved_bytes(self) -> FloatArray:
+        """Bytes that each group keeps for its backward pass, for the whole batch."""
+        tables = self._evaluator.tables
+        reader = np.repeat(np.arange(len(tables.op_id)), np.diff(tables.read_start))
+        late = tables.read_value[tables.op_is_backward[reader] > 0]
+        kept = np.zeros(len(tables.value_op), np.bool_)
+        kept[late[late >= 0]] = True
+        kept &= (tables.op_is_backward[tables.value_op] == 0) & (tables.value_axis == 0)
+        kept &= tables.op_group[tables.value_op] >= 0
+        group = tables.op_group[tables.value_op[kept]]
+        size = tables.value_bytes_per_unit[kept] * self._batch
+        return np.bincount(group, size, tables.num_groups).astype(np.float64)
+
+    def _edges(self) -> tuple[IntArray, FloatArray]:
+        """Pairs of groups of which one feeds the other, and the bytes of the whole batch."""
+        tables = self._evaluator.tables
+        maker = tables.op_group[tables.value_op[tables.slot_value]]
+        size = tables.value_bytes + self._batch * tables.value_bytes_per_unit
+        moved = (size * tables.value_moved_fraction)[tables.slot_value]
+        real = (maker >= 0) & (tables.slot_group >= 0) & (maker != tables.slot_group)
+        key = maker[real].astype(np.int64) * tables.num_groups + tables.slot_group[real]
+        unique, inverse = np.unique(key, return_inverse=True)
+        pairs = np.stack([unique // tables.num_groups, unique % tables.num_groups])
+        size = np.bincount(inverse, moved[real], len(unique)).astype(np.float64)
+        return pairs.astype(np.int32), size
+
+    # --- views -----------------------------------------------------------------------------------
+
+    def view(self, state: State, found: Evaluation, facts: PlaceFacts) -> View:
+        """What is seen of a point that was simulated."""
+        self._decisions.up_to_date()
+        row = state.row
+        load = self._load(row, np.arange(len(row)))
+        peak = np.array(found.peak_memory_bytes or (0,) * len(self._usable), np.float64)
+        memory = peak / self._usable
+        groups = np.column_stack([
+            _log(1e2 * facts.groups + 1e-2),
+            self._static(),
+            self._described(row),
+        ])  # fmt: skip
+        return View(
+            state=state,
+            step_s=found.step_time_s,
+            facts=facts,
+            groups=groups.astype(np.float32),
+            whole=self._whole(state, found.step_time_s, facts, memory, load).astype(np.float32),
+            load_s=load,
+            memory=memory,
+        )
+
+    def _static(self) -> FloatArray:
+        num = len(self._compute)
+        saved, gradient = self._saved, self._gradient
+        return np.column_stack([
+            _log(self._compute * num),
+            _log(gradient / max(gradient.sum(), 1.0) * num),
+            _log(saved / max(saved.sum(), 1.0) * num),
+            _log(gradient / self._nic * num / self._bound_s),
+            np.arange(num) / max(num - 1, 1),
+            np.full(num, np.log(num) / 4.0),
+        ])  # fmt: skip
+
+    def _described(self, row: Numbers) -> FloatArray:
+        """What the decision of each group is.  # [len(row), 6 + syncs]"""
+        found = self._decisions.scalars[row]
+        devices, hosts = self._evaluator.cluster.num_devices, self._evaluator.cluster.num_hosts
+        return np.column_stack([
+            found[:, _SIZE] / max(np.log2(devices), 1.0),
+            found[:, _HOSTS] / hosts,
+            found[:, _TEAM] / 3.0,
+            found[:, _RECOMPUTES],
+            found[:, _KEEPS],
+            found[:, _STATE],
+            found[:, 8:],
+        ])  # fmt: skip
+
+    def _load(self, row: Numbers, groups: Numbers) -> FloatArray:
+        """Seconds of compute of some groups on each device, by their shares."""
+        numbers, of = np.unique(row[groups], return_inverse=True)
+        load = np.zeros(len(self._types))
+        for index, number in enumerate(numbers.tolist()):
+            inside = groups[of == index]
+            seconds = self._seconds[:, inside].sum(axis=1)
+            if self._decisions.scalars[number, _RECOMPUTES]:
+                seconds = seconds + self._again[:, inside].sum(axis=1)
+            load += self._decisions.shares[number] * seconds[self._types]
+        return load
+
+    def _whole(
+        self, state: State, step_s: float, facts: PlaceFacts, memory: FloatArray, load: FloatArray
+    ) -> FloatArray:
+        cluster, by_column = self._evaluator.cluster, facts.groups.sum(axis=0)
+        micro = len(state.micro_batches[0]) if state.micro_batches else 1
+        busy = facts.devices[:, DEVICE_FACTS.index("compute")]
+        return np.array([
+            *by_column[4:],
+            _log(step_s / self._bound_s), load.max() / step_s, busy.mean(),
+            facts.devices[:, -1].max(), min(memory.max(), 4.0), np.log2(micro) / 4.0,
+            np.log2(cluster.num_devices) / 5.0, np.log(len(state.row)) / 4.0,
+            (np.diff(state.row) != 0).sum() / 16.0, float(bool(state.rules)),
+            float(state.schedule.splits_backward), float(any(map(any, state.schedule.in_flight))),
+            _bucket(state), *(float(state.order == order) for order in Order),
+        ])  # fmt: skip
+
+    # --- moves -----------------------------------------------------------------------------------
+
+    def of(self, view: View, moves: Sequence[Move]) -> Array:
+        """Features of moves from a point.  # [num_moves, NUM_MOVE_FEATURES]"""
+        self._decisions.up_to_date()
+        old = view.state.row
+        rows = np.stack([move.state.row for move in moves])
+        changed = rows != old
+        count = len(rows)
+        which, group = np.nonzero(changed)
+        # Groups of a move that go from one decision to another are looked at together.
+        before, after = old[group].astype(np.int64), rows[which, group].astype(np.int64)
+        most = len(self._space.candidates)
+        key = (which * most + before) * most + after
+        unique, of = np.unique(key, return_inverse=True)
+        part, pair = np.divmod(unique, most * most)
+        source, target = np.divmod(pair, most)
+        features = [
+            np.eye(len(MoveKind))[[move.kind for move in moves]],
+            self._changed_facts(view, which, group, count),
+            self._changed_load(view, (which, group, of), (part, source, target), count),
+            self._changed_cuts(view, rows, count),
+            self._changed_decisions(view, (which, group, of), (part, source, target), count),
+            self._changed_devices(view, (part, source, target), count),
+            self._changed_settings(view, moves),
+        ]
+        return np.concatenate(features, axis=1).astype(np.float32)
+
+    def _changed_facts(self, view: View, which: Numbers, group: Numbers, count: int) -> FloatArray:
+        """The facts at the place of each move, and the mean of its groups'."""
+        facts = view.facts.groups[group]
+        total = np.zeros((count, facts.shape[1]))
+        np.add.at(total, which, facts)
+        number = np.bincount(which, minlength=count)
+        every = view.facts.groups.sum(axis=0) + 1e-9
+        size = np.column_stack([
+            number / len(view.state.row),
+            np.bincount(which, self._compute[group], count),
+            np.bincount(which, self._gradient[group], count) / max(self._gradient.sum(), 1.0),
+            number == 0,
+        ])  # fmt: skip
+        return np.concatenate([total, total / every, size], axis=1)
+
+    def _changed_load(
+        self,
+        view: View,
+        places: tuple[Numbers, Numbers, Numbers],
+        pairs: tuple[Numbers, Numbers, Numbers],
+        count: int,
+    ) -> FloatArray:
+        """Compute and memory of devices after each move, by shares alone."""
+        (_, group, of), (part, source, target) = places, pairs
+        known = self._decisions
+        by_type = np.stack([np.bincount(of, row[group], len(part)) for row in self._seconds])
+        again = np.stack([np.bincount(of, row[group], len(part)) for row in self._again])
+        new = (
+            known.shares[target]
+            * (by_type + again * known.scalars[target, _RECOMPUTES])[self._types].T
+        )
+        new -= (
+            known.shares[source]
+            * (by_type + again * known.scalars[source, _RECOMPUTES])[self._types].T
+        )
+        delta = np.zeros((count, len(self._types)))
+        np.add.at(delta, part, new)
+        load = view.load_s + delta
+        state = np.bincount(of, self._state[group], len(part))[:, None]
+        saved = np.bincount(of, self._saved[group], len(part))[:, None]
+
+        def held(numbers: Numbers) -> FloatArray:
+            own = known.scalars[numbers]
+            kept = np.where(own[:, _RECOMPUTES] > 0, 0.2, 1.0)[:, None]
+            return np.asarray(
+                state * known.member[numbers] * own[:, _STATE, None]
+                + saved * kept * known.shares[numbers]
+            )
+
+        more = np.zeros((count, len(self._types)))
+        np.add.at(more, part, held(target) - held(source))
+        more /= self._usable
+        memory = view.memory + more
+        path = view.facts.devices[:, 1]
+        busiest = view.load_s.max()
+        cost = view.step_s
+        return np.column_stack([
+            np.clip((load.max(axis=1) - busiest) / cost, -2, 2),
+            np.clip(load.max(axis=1) / cost, 0, 4),
+            np.clip(delta @ path / max(path.sum(), 1e-9) / cost, -2, 2),
+            np.clip(delta.sum(axis=1) / len(self._types) / cost, -2, 2),
+            np.clip((np.maximum(delta, 0.0)).max(axis=1) / cost, 0, 4),
+            np.clip(memory.max(axis=1), 0, 4),
+            np.clip(memory.max(axis=1) - view.memory.max(), -2, 2),
+            memory.max(axis=1) > 1.0,
+        ])  # fmt: skip
+
+    def _changed_cuts(self, view: View, rows: Numbers, count: int) -> FloatArray:
+        """Seconds of values between groups that lie differently, before and after each move."""
+        first, second = self.edges
+        old = view.state.row
+        changed = (rows[:, first] != old[first]) | (rows[:, second] != old[second])
+        which, edge = np.nonzero(changed)
+        most = len(self._space.candidates)
+        pairs = [
+            old[first[edge]].astype(np.int64) * most + old[second[edge]],
+            rows[which, first[edge]].astype(np.int64) * most + rows[which, second[edge]],
+        ]
+        unique, of = np.unique(np.concatenate(pairs), return_inverse=True)
+        left, right = np.divmod(unique, most)
+        shares = self._decisions.shares
+        apart = 1.0 - np.minimum(shares[left], shares[right]).sum(axis=1)
+        moved = (apart[of] * np.tile(self._edge_bytes[edge], 2)).reshape(2, -1) / self._nic
+        before, after = (np.bincount(which, row, count) / view.step_s for row in moved)
+        cuts = [(np.diff(row) != 0).sum(axis=-1) for row in (old, rows)]
+        return np.column_stack([
+            np.clip(after - before, -4, 4), _log((after + 1e-3) / (before + 1e-3)),
+            (cuts[1] - cuts[0]) / 4.0,
+        ])  # fmt: skip
+
+    def _changed_decisions(
+        self,
+        view: View,
+        places: tuple[Numbers, Numbers, Numbers],
+        pairs: tuple[Numbers, Numbers, Numbers],
+        count: int,
+    ) -> FloatArray:
+        """Decisions before and after, weighted by compute, and the change of synchronisation."""
+        (_, group, of), (part, source, target) = places, pairs
+        weight = np.bincount(of, self._compute[group] + 1e-6, len(part))
+        total = np.maximum(np.bincount(part, weight, count), 1e-12)[:, None]
+        described = []
+        for numbers in (source, target):
+            mean = np.zeros((count, 6 + len(_SYNCS)))
+            np.add.at(mean, part, self._described(numbers) * weight[:, None])
+            described.append(mean / total)
+        known, size = self._decisions.scalars, np.bincount(of, self._gradient[group], len(part))
+        has = np.bincount(of, self._gradient[group] > 0.0, len(part))
+        sync = [
+            np.bincount(part, size * known[n, _RATE] + has * known[n, _LATENCY], count)
+            / view.step_s
+            for n in (source, target)
+        ]
+        return np.column_stack([
+            described[0], described[1] - described[0],
+            np.clip(sync[1] - sync[0], -4, 4), _log((sync[1] + 1e-3) / (sync[0] + 1e-3)),
+        ])  # fmt: skip
+
+    def _changed_devices(
+        self, view: View, pairs: tuple[Numbers, Numbers, Numbers], count: int
+    ) -> FloatArray:
+        """How full the devices of changed groups are, before and after each move.
+
+        The busiest link, the busiest stream and the fullest memory of any device.
+        """
+        part, source, target = pairs
+        column = [DEVICE_FACTS.index(name) for name in ("link", "compute")]
+        full = np.column_stack([view.facts.devices[:, column], np.minimum(view.memory, 4.0)])
+        found = np.zeros((count, 6))
+        for number, numbers in enumerate((source, target)):
+            member = self._decisions.member[numbers]
+            most = (member[:, :, None] * full).max(axis=1)
+            np.maximum.at(found[:, 3 * number : 3 * number + 3], part, most)
+        return found
+
+    def _changed_settings(self, view: View, moves: Sequence[Move]) -> FloatArray:
+        found = np.zeros((len(moves), 13))
+        before = _settings(view.state)
+        for row, move in zip(found, moves, strict=True):
+            new, old = move.state, view.state
+            if move.kind in _SETTINGS or new.rules is not old.rules:
+                row[:8] = np.subtract(_settings(new), before)
+                row[1] = new.micro_batches != old.micro_batches
+                row[4] = new.order != old.order
+                row[8:10] = before[0] / 4.0, before[2]
+                row[10 + int(old.order)] = 1.0
+        return found
+
+
+_SETTINGS = (
+    MoveKind.TEAMS, MoveKind.RULES, MoveKind.BUCKETS, MoveKind.ORDER, MoveKind.MICRO_BATCHES,
+)  # fmt: skip
+
+
+def _bucket(state: State) -> float:
+    return float(np.searchsorted(BUCKETS, state.bucket_bytes)) / 4.0
+
+
+def _settings(state: State) -> tuple[float, ...]:
+    """What a point says of the whole step, as numbers."""
+    micro = len(state.micro_batches[0]) if state.micro_batches else 1
+    most = max(map(max, filter(None, state.schedule.in_flight)), default=0)
+    return (
+        float(np.log2(micro)), 0.0, _bucket(state),
+        float(state.order), 0.0, float(state.schedule.splits_backward), most / micro,
+        (len(state.rules) - state.rules.count(0)) / len(state.row),
+    )  # fmt: skip
