@@ -22,11 +22,11 @@ from heterog.cluster.hardware import DeviceType
 from heterog.errors import UnknownNameError
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
-from heterog.simulator.device_models.chip import Chip
-from heterog.simulator.device_models.kernels import Use, local_sizes, products_of
-from heterog.simulator.device_models.model import DeviceModels, product_unit
-from heterog.simulator.device_models.parameters import chip_of
-from heterog.simulator.device_models.products import ProductModel
+from heterog.pricing.device_models.chip import Chip
+from heterog.pricing.device_models.kernels import Use, local_sizes, products_of
+from heterog.pricing.device_models.model import DeviceModels, product_unit
+from heterog.pricing.device_models.parameters import chip_of
+from heterog.pricing.device_models.products import ProductModel
 
 Row = Mapping[str, str]
 

@@ -5,7 +5,7 @@
     python experiments/regimes.py 1B.json --test 3B.json [--write]
 
 The first file's runs give each regime the spread that, beside that of devices, lets its intervals
-hold four of five runs and one more; see ``simulator.intervals.conformal_spread``. The other file's
+hold four of five runs and one more; see ``pricing.intervals.conformal_spread``. The other file's
 say what the intervals hold and how wide they are where no spread was fitted. ``--write`` puts the
 spreads into the package.
 """
@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from rows import finish, script_parser
 
-from heterog.simulator import regimes
-from heterog.simulator.intervals import conformal_spread, interval_around, spread_of_interval
-from heterog.simulator.regimes import ONE_HOST, regime_name
+from heterog.pricing import regimes
+from heterog.pricing.intervals import conformal_spread, interval_around, spread_of_interval
+from heterog.pricing.regimes import ONE_HOST, regime_name
 
 _DEVICES_OF_A_HOST = 8
 

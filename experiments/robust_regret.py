@@ -19,14 +19,14 @@ from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.judging import NUM_DRAWS
-from heterog.planners.planner import Budget, MethodRow, by_time
-from heterog.planners.portfolio import best_row, run_methods, with_noise
-from heterog.planners.request import Request
-from heterog.planners.stability import robust_rank
+from heterog.methods.planner import Budget, MethodRow, by_time
+from heterog.pricing.noise import draw_noise
+from heterog.search.judging import NUM_DRAWS
+from heterog.search.portfolio import best_row, run_methods, with_noise
+from heterog.search.request import Request
+from heterog.search.stability import robust_rank
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.noise import draw_noise
 from heterog.zoo import build
 
 _UNSEEN_SEED = 1

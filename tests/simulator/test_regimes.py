@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from heterog.simulator.intervals import conformal_spread, interval_around
-from heterog.simulator.regimes import ONE_HOST, regime_name, regime_spread
+from heterog.pricing.intervals import conformal_spread, interval_around
+from heterog.pricing.regimes import ONE_HOST, regime_name, regime_spread
 
 
 def test_more_hosts_and_stages_beside_teams_are_less_sure() -> None:
