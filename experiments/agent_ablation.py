@@ -31,8 +31,8 @@ from heterog.envs.observation import (
     NUM_CANDIDATE_FEATURES,
     PAIR_SLOWER,
 )
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Planner, Problem
+from heterog.methods.planner import Budget, Planner, Problem
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 
 ARMS = ("trained", "untrained", "no_messages", "thumb", "uniform")

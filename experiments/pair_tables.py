@@ -20,7 +20,7 @@ from rows import finish, keep_row, progress, read_rows
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget
+from heterog.methods.planner import Budget
 from heterog.simulator.evaluator import Evaluator
 
 NO_FIT = 3.0

@@ -14,10 +14,10 @@ from pair_tables import Arm, Found, add_table, run_table
 from rows import script_parser
 
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
-from heterog.planners.planner import Budget
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.registry import Methods
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget
+from heterog.methods.registry import Methods
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 
 ARMS = ("with", "without", "without_5x")

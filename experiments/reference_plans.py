@@ -17,9 +17,9 @@ from rows import progress, script_parser
 
 from heterog.agents.planners import default_methods
 from heterog.files import write_json
-from heterog.planners.planner import Budget
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 
 

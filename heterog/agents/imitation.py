@@ -25,7 +25,7 @@ from heterog.agents.reinforce import value_loss
 from heterog.agents.sources import PairSource
 from heterog.envs.observation import Observation
 from heterog.envs.pair import Pair
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 from heterog.workers import HERE, Workers
 
 _NUM_STARTS = 12

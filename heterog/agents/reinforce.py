@@ -24,7 +24,7 @@ from torch import Tensor
 from heterog.agents.policy import Samples, Scores, draw, log_probabilities
 from heterog.envs.pair import Pair
 from heterog.envs.reward import Reward, RewardFunction, reward_of
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.lowering.program import FloatArray, IntArray
 
 BEST_OF = 4
 """K, the number of draws of which the best counts: of all draws, only the best two would tell."""

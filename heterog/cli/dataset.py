@@ -32,10 +32,10 @@ def dataset(
     as_json: JsonOption = False,
 ) -> None:
     """Solve models on clusters and keep every method's plan, a file for each pair."""
-    from heterog.planners.dataset import SolvedPair, solved_before
-    from heterog.planners.planner import Budget
-    from heterog.planners.portfolio import run_methods
-    from heterog.planners.request import Request, Session
+    from heterog.methods.planner import Budget
+    from heterog.search.dataset import SolvedPair, solved_before
+    from heterog.search.portfolio import run_methods
+    from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
     names, known = load_methods(methods)

@@ -26,7 +26,7 @@ from tests.envs.cases import (
     pipelined_pair,
     toy_pair,
 )
-from tests.planners.asking import run_methods
+from tests.search.asking import run_methods
 
 
 def test_every_candidate_is_legal_and_different() -> None:
@@ -270,7 +270,7 @@ def test_a_judged_pair_scores_op_by_op() -> None:
 
 
 def test_baseline_is_the_best_data_parallel_plan() -> None:
-    from heterog.planners.planner import Budget
+    from heterog.methods.planner import Budget
     from heterog.simulator.evaluator import Evaluator
 
     pair = language_pair()
