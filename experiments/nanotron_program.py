@@ -22,9 +22,9 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.parameters import InTraining
-from heterog.strategy.channels import ChannelTable
+from heterog.lowering.channels import ChannelTable
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import InTraining
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.strategy import Strategy

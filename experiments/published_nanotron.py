@@ -31,7 +31,7 @@ from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
 from heterog.fidelity.comparison import Compared, FamilyErrors, family_errors
 from heterog.fidelity.run_fit import Case, fit_runs
-from heterog.simulator.device_models.model import DeviceModels
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from heterog.runtime.op_inputs import Need
-from heterog.runtime.values import Reader, Values
+from heterog.runtime.step.op_inputs import Need
+from heterog.runtime.step.values import Reader, Values
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_updates import saved_plan
