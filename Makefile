@@ -36,7 +36,7 @@ $(STAMP): pyproject.toml
 bytecode: $(STAMP)
 	$(COMPILE) $(VENV)/lib || true
 
-# Compiled here, on time; otherwise the first plan would do it (heterog/strategy/kernels.py).
+# Compiled here, on time; otherwise the first plan would do it (heterog/lowering/kernels.py).
 $(KERNELS): $(STAMP) $(shell find heterog/strategy heterog/simulator -name "*.py")
 	$(COMPILE_KERNELS)
 	touch $@

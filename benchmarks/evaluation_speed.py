@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.data_parallel import balanced_homes, even_shares, uniform_strategy
+from heterog.methods.data_parallel import balanced_homes, even_shares, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync

@@ -18,9 +18,9 @@ from typing import Any
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import run_methods
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget, MethodRow
+from heterog.search.portfolio import run_methods
+from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import open_seats
 from heterog.zoo import build

@@ -32,11 +32,11 @@ from torch.nn.parallel import DistributedDataParallel
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together
+from heterog.search.plan import load_plan, make_plan
+from heterog.search.request import Request
 from heterog.zoo import load_workload
 
 WORKLOADS = Path(__file__).parents[1] / "experiments" / "testbed_workloads.py"

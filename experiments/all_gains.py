@@ -27,7 +27,7 @@ import order_gain
 from search_gain import LARGE
 
 from heterog.agents.sources import captured
-from heterog.planners.planner import Budget
+from heterog.methods.planner import Budget
 
 PRESETS = "poplar_v100_t4,rtx_mixed,a100_v100_16,hap_v100_p100"
 

@@ -21,10 +21,10 @@ from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget, Problem
+from heterog.search.judging import run_method
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 
 MODELS = "xlnet_large_24l,llama_1b,nasnet_large"

@@ -32,19 +32,19 @@ from torch import Tensor
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.planner import Budget
 from heterog.modes.averaging.pricing import averaging_seconds
 from heterog.modes.averaging.value import Averaging
 from heterog.modes.built_in import method_of
 from heterog.modes.codecs.method import with_codec
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.modes.search import island_decisions
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import load_testbed
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.search.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
+from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import elastic_schedule
 from heterog.zoo import load_workload

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from heterog import Workload
 from heterog.graph.capture import capture
+from heterog.methods.data_parallel import uniform_strategy
+from heterog.methods.planner import Candidate, MethodRow
 from heterog.modes.asynchronous.method import ServedTeams, served_strategy
 from heterog.modes.averaging.method import AveragedReplicas
 from heterog.modes.built_in import method_of
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.modes.stash.method import StashedPipelines
-from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.plan import load_plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
 from heterog.runtime.deploy import deploy
-from heterog.runtime.testbed import load_testbed
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.search.plan import load_plan, plan_from_rows
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy

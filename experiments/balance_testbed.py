@@ -33,9 +33,9 @@ from rows import finish, progress, script_parser
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
 from heterog.runtime.launch import run_commands
-from heterog.runtime.place import Place
-from heterog.runtime.testbed import Testbed, load_testbed
-from heterog.runtime.watching import Limits
+from heterog.runtime.ranks.place import Place
+from heterog.runtime.ranks.testbed import Testbed, load_testbed
+from heterog.runtime.ranks.watching import Limits
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ("plain_ddp", "fsdp2", "hf_accelerate", "hf_trainer", "lightning_ddp")

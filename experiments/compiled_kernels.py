@@ -27,8 +27,8 @@ from heterog.cluster.execution import Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.simulator.device_models.fusion.fused import fused_kernels
-from heterog.simulator.device_models.model import DeviceModels
+from heterog.pricing.device_models.fusion.fused import fused_kernels
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.zoo import build
 
 SPEED_MODELS = ("resnet50", "vit_base", "bert_base", "gpt2")

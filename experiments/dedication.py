@@ -32,18 +32,18 @@ from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph
-from heterog.planners.dedication import Dedication
-from heterog.planners.host_order import on_hosts
-from heterog.planners.judging import run_method
-from heterog.planners.pipette import HostRates, Pricing, anneal
-from heterog.planners.pipette.annealing import COOLED
-from heterog.planners.pipette.layouts import LayoutCosts, Point, stage_by_stage
-from heterog.planners.planner import Budget, Candidate, Problem
+from heterog.lowering.program import FloatArray, IntArray
+from heterog.methods.dedication import Dedication
+from heterog.methods.host_order import on_hosts
+from heterog.methods.pipette import HostRates, Pricing, anneal
+from heterog.methods.pipette.annealing import COOLED
+from heterog.methods.pipette.layouts import LayoutCosts, Point, stage_by_stage
+from heterog.methods.planner import Budget, Candidate, Problem
+from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.program import FloatArray, IntArray
 from heterog.strategy.strategy import Strategy
 
 LAYOUTS = (

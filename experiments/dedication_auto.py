@@ -20,11 +20,11 @@ from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.registry import built_in_methods
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget, Problem
+from heterog.methods.registry import built_in_methods
+from heterog.search.judging import run_method
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from deeppool_models import MODELS, Layer, chain_of_keys
 
 from heterog.errors import InputFileError
-from heterog.planners.burst import Place
+from heterog.methods.deeppool import Place
 
 BYTES_PER_NUMBER = 4
 NO_CHANGE = 1000.0

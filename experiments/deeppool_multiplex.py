@@ -33,12 +33,12 @@ from heterog.cli.common import load_model_graph
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import FloatArray
-from heterog.planners.background import DEFAULT_SLOW_DOWN, best_allowance, plan_background
-from heterog.planners.burst import BurstPlan, Chain, fork_join, layers_of, search
-from heterog.planners.deeppool import GroupCosts, plan_places
-from heterog.planners.planner import Budget
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.request import Request
+from heterog.methods.deeppool import BurstPlan, Chain, fork_join, layers_of, search
+from heterog.methods.deeppool.planner import GroupCosts, plan_places
+from heterog.methods.planner import Budget
+from heterog.search.background import DEFAULT_SLOW_DOWN, best_allowance, plan_background
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.multiplex import Foreground, make_foreground

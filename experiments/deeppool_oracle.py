@@ -21,7 +21,7 @@ from deeppool_models import Layer
 from deeppool_original import search_as_published
 
 from heterog.errors import HeterogError
-from heterog.planners.burst import fork_join, search
+from heterog.methods.deeppool import fork_join, search
 
 A100_BYTES_PER_US = 2.66e5
 A100_LATENCY_US = 240.0

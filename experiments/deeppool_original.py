@@ -1,4 +1,4 @@
-"""DeepPool's dynamic program as published, with its defects; ``heterog.planners.burst`` is ours.
+"""DeepPool's dynamic program as published, with its defects; ``heterog.methods.deeppool`` is ours.
 
 Source: ``searchBestSplitsV3`` of seojinpark/DeepPool (MIT), the one behind Park et al., "Efficient
 Strong Scaling Through Burst Parallel Training" (MLSys 2022). What differs from ours:
@@ -14,8 +14,8 @@ Strong Scaling Through Burst Parallel Training" (MLSys 2022). What differs from 
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from heterog.planners.burst.search import LayerCosts
-from heterog.planners.burst.structure import Block, Chain, last_layer
+from heterog.methods.deeppool.search import LayerCosts
+from heterog.methods.deeppool.structure import Block, Chain, last_layer
 
 _NEVER = 99999999999.0
 

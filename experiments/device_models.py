@@ -38,9 +38,9 @@ from kernel_fitting import (
 from rows import progress, script_parser
 
 from heterog.cluster.catalog import device_type
-from heterog.simulator.device_models import parameters
-from heterog.simulator.device_models.parameters import ANY_TYPE, chip_of
-from heterog.simulator.device_models.products import product_bytes
+from heterog.pricing.device_models import parameters
+from heterog.pricing.device_models.parameters import ANY_TYPE, chip_of
+from heterog.pricing.device_models.products import product_bytes
 
 TENSORS_MOVED = {
     "add": 3, "mul": 3, "div": 3, "pow": 3, "addu": 2, "mulu": 2, "divu": 2, "powu": 2, "relu": 2,

@@ -42,8 +42,8 @@ from heterog.agents.shipped import HELD_OUT_CLUSTERS, HELD_OUT_MODELS
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow, Problem
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget, MethodRow, Problem
+from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
 
 PAPER_BASELINES = ("ev_ps", "ev_ar", "cp_ps", "cp_ar")

@@ -28,13 +28,13 @@ from typing import Any
 from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
-from heterog.planners.compare import compare_methods
-from heterog.planners.planner import Budget
-from heterog.planners.registry import AUTO
+from heterog.methods.planner import Budget
+from heterog.methods.registry import AUTO
+from heterog.search.compare import compare_methods
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-from heterog.planners.request import Request
-from heterog.planners.stability import DATA_PARALLEL, REFERENCES
+from heterog.search.request import Request
+from heterog.search.stability import DATA_PARALLEL, REFERENCES
 
 MODELS = (
     "vgg19,resnet200,inception_v3,mobilenet_v2,nasnet_large,transformer_6l,bert_large_24l,"

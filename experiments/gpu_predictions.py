@@ -25,7 +25,7 @@ from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.device_models.model import DeviceModels
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout

@@ -24,13 +24,13 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.sparse_pattern import entry_shares, rows_received
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.graph_split import feature_rules, row_rules
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 from heterog.zoo.graphs import Edges, GraphConvolutions, full_batch, skewed_graph
 

@@ -16,11 +16,11 @@ from rows import finish, progress, script_parser
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.hap import Hap, Ingredients
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Planner, Problem
-from heterog.planners.registry import built_in_methods
-from heterog.planners.spmd.prices import PADDED_ONLY
+from heterog.methods.hap.planner import Hap, Ingredients
+from heterog.methods.hap.prices import PADDED_ONLY
+from heterog.methods.planner import Budget, MethodRow, Planner, Problem
+from heterog.methods.registry import built_in_methods
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

@@ -26,11 +26,11 @@ from heterog.cluster import Cluster, Device, Host, Link, device_type
 from heterog.graph.capture import capture
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
-from heterog.planners.plan import make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget
 from heterog.runtime.launch import parent_of, ranks_of_this_process, run_ranks
 from heterog.runtime.request import RunRequest
+from heterog.search.plan import make_plan
+from heterog.search.request import Request
 from heterog.zoo import load_workload
 
 MODEL = Path(__file__).with_name("healing_model.py")

@@ -21,11 +21,11 @@ from heterog.agents.job_ppo import play, train_jobs
 from heterog.cluster import Cluster
 from heterog.envs.job_partition import JobPartitionEnv
 from heterog.graph.capture import capture
-from heterog.planners.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
-from heterog.planners.arrivals.evaluated import EvaluatedCluster, TrainingJob
-from heterog.planners.arrivals.profiled import RampCluster
-from heterog.planners.arrivals.queueing import JobCluster, JobRequest, blocking_rate
-from heterog.planners.arrivals.rules import RULES, Rule, at_most, rule_named, run_rule
+from heterog.search.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
+from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
+from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.queueing import JobCluster, JobRequest, blocking_rate
+from heterog.search.arrivals.rules import RULES, Rule, at_most, rule_named, run_rule
 from heterog.zoo import load_workload
 
 # Mean of three seeds, deadlines A to D: notebooks of cwfparsonson/ddls, commit 9e0b5ba.

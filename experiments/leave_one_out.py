@@ -25,8 +25,8 @@ from heterog.agents.sources import PIPELINED_PART, PairSource, captured
 from heterog.agents.training import Report, Trainer
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Problem
+from heterog.methods.planner import Budget, MethodRow, Problem
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.workers import Workers, open_workers
 

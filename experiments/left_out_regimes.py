@@ -57,8 +57,8 @@ from scipy.optimize import least_squares
 
 from heterog.cluster.execution import Execution
 from heterog.fidelity.run_fit import Case
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.parameters import host_of, in_training_of
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import host_of, in_training_of
 from heterog.strategy.layouts.layout import parse_layout
 
 Row = dict[str, str]

@@ -34,6 +34,7 @@ import heterog
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
+from heterog.methods.planner import Budget, Candidate, MethodRow
 from heterog.modes.codecs.method import boundaries, with_codec
 from heterog.modes.codecs.tensors import add_decoded, decode, encode
 from heterog.modes.codecs.value import (
@@ -45,14 +46,13 @@ from heterog.modes.codecs.value import (
     parse_codec,
     with_rules,
 )
-from heterog.planners.plan import Plan, load_plan, make_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow
-from heterog.planners.request import Request
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
 from heterog.runtime.rank import end_together, join
-from heterog.runtime.testbed import load_testbed
-from heterog.runtime.watching import Limits
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.runtime.ranks.watching import Limits
+from heterog.search.plan import Plan, load_plan, make_plan, plan_from_rows
+from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync

@@ -20,15 +20,15 @@ from typing import Any
 
 from rows import geometric_mean, progress, script_parser
 
-import heterog.planners.portfolio as portfolio
+import heterog.search.portfolio as portfolio
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Problem
-from heterog.planners.registry import AUTO, built_in_methods
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget, MethodRow, Problem
+from heterog.methods.registry import AUTO, built_in_methods
+from heterog.search.judging import run_method
+from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build
 

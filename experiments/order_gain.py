@@ -19,9 +19,9 @@ from rows import finish, progress, script_parser
 
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget, MethodRow
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget, MethodRow
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import build

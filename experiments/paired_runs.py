@@ -15,10 +15,10 @@ import numpy as np
 from heterog.agents.planners import AgentSearch
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.judging import run_method
-from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, Planner, PlanResult, Problem
-from heterog.planners.two_segment import TwoSegment
+from heterog.methods.local_search.planner import LocalSearch
+from heterog.methods.planner import Budget, Planner, PlanResult, Problem
+from heterog.methods.two_segment import TwoSegment
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 
 PLAIN = "local_search"

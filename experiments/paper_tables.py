@@ -22,10 +22,10 @@ from heterog.agents.planners import default_methods
 from heterog.agents.sources import captured
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.planner import Budget
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.registry import AUTO, Methods
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget
+from heterog.methods.registry import AUTO, Methods
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request, Session
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s

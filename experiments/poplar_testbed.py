@@ -27,12 +27,12 @@ from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
-from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan, Searched, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Planner, Problem
-from heterog.planners.poplar import STAGES, EvenZero, Poplar
+from heterog.methods.planner import Budget, Planner, Problem
+from heterog.methods.poplar import STAGES, EvenZero, Poplar
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together, join
+from heterog.search.judging import run_method
+from heterog.search.plan import Plan, Searched, load_plan, plan_from_rows
 from heterog.simulator.evaluator import Evaluator
 from heterog.zoo import load_workload
 

@@ -27,12 +27,12 @@ from rows import finish, progress, script_parser
 from heterog.cluster.execution import Sends
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.channels import ChannelKind
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
-from heterog.strategy.tables import graph_tables
 
 TOLERANCE = 0.01
 PRODUCTS = frozenset({"mm.default", "addmm.default", "bmm.default", "baddbmm.default"})

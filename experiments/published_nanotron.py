@@ -36,7 +36,7 @@ from heterog.fidelity.run_fit import Case, fit_runs
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.simulator.device_models.model import DeviceModels
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout

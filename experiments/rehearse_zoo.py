@@ -3,7 +3,7 @@
     python experiments/rehearse_zoo.py [--models vit_base,gpt2] [--cluster paper_8gpu] [--json]
 
 Each method searches with a small budget; its strategy is then played through on all ranks without
-data (``heterog.runtime.rehearsal``). ``rows``: model, method, outcome, reason, num_tasks and
+data (``heterog.runtime.measure.rehearsal``). ``rows``: model, method, outcome, reason, num_tasks and
 rehearsal_cpu_s, the seconds of CPU that one rehearsal takes (0 where another method's strategy was
 the same), beside capture_cpu_s, those that the model's capture took in the same run.
 """
@@ -18,11 +18,11 @@ from rows import finish, progress, script_parser
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture_step
-from heterog.planners.compare import compare_methods
-from heterog.planners.issue_order import IssuedStep
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
-from heterog.runtime.rehearsal import rehearsal_of
+from heterog.methods.planner import Budget
+from heterog.runtime.measure.rehearsal import rehearsal_of
+from heterog.search.compare import compare_methods
+from heterog.search.issue_order import IssuedStep
+from heterog.search.request import Request
 from heterog.strategy.strategy import Strategy
 from heterog.zoo import load_workload, names
 

@@ -16,11 +16,11 @@ from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.compare import compare_methods
-from heterog.planners.planner import Budget
+from heterog.methods.planner import Budget
+from heterog.search.compare import compare_methods
 
 # Registers ``agent`` and ``agent+search``, which ``auto`` asks, too.
-from heterog.planners.request import Request
+from heterog.search.request import Request
 from heterog.zoo import build
 
 CLUSTER = "paper_8gpu"

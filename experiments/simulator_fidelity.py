@@ -22,12 +22,12 @@ from testbed_rounds import report, results_of_ranks, seconds_in_turn
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners.plan import load_plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.measure.peak_memory import peak_bytes
 from heterog.runtime.rank import end_together, join
+from heterog.search.plan import load_plan, make_plan
+from heterog.search.request import Request
 from heterog.zoo import load_workload
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")

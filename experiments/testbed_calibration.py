@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from heterog.cluster import Cluster
-from heterog.runtime.profiler import profile_cluster
-from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import calibrate
-from heterog.simulator.measurements import Measurements
+from heterog.pricing.calibration import calibrate
+from heterog.pricing.measurements import Measurements
+from heterog.runtime.measure.profiler import profile_cluster
+from heterog.runtime.ranks.testbed import load_testbed
 
 WORKLOADS = Path(__file__).with_name("calibration_workloads.py")
 CALIBRATED_ON = ("mlp_small", "mlp_wide", "vgg_narrow", "vgg_wide", "text_small", "text_wide")

@@ -10,10 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from heterog.cluster import Cluster
-from heterog.planners.plan import Plan
 from heterog.runtime.launch import run_commands
-from heterog.runtime.testbed import Testbed
-from heterog.runtime.watching import Limits
+from heterog.runtime.ranks.testbed import Testbed
+from heterog.runtime.ranks.watching import Limits
+from heterog.search.plan import Plan
 
 WARM_UP = 1
 

@@ -25,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.plan import load_plan, make_plan
 
 # Registers ``agent`` and ``agent+search``.
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together, join
+from heterog.search.plan import load_plan, make_plan
+from heterog.search.request import Request
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.zoo import load_workload
 

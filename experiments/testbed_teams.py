@@ -27,17 +27,18 @@ from testbed_rounds import report, results_of_ranks, seconds_in_turn
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture, capture_step
-from heterog.planners import hap, pipeline, teams
-from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan, load_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
-from heterog.planners.portfolio import best_row, run_methods
+from heterog.methods import pipeline, teams
+from heterog.methods.hap import planner as hap
+from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
+from heterog.runtime.deploy import DeployedStep
+from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.runtime.rank import end_together, join
+from heterog.search.judging import run_method
+from heterog.search.plan import Plan, load_plan, plan_from_rows
+from heterog.search.portfolio import best_row, run_methods
 
 # Registers ``agent`` and ``agent+search``.
-from heterog.planners.request import Request
-from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.peak_memory import peak_bytes
-from heterog.runtime.rank import end_together, join
+from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly

@@ -17,8 +17,8 @@ import published_mpt as mpt
 from rows import progress, script_parser
 
 from heterog.fidelity.run_fit import Case, fit_runs
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.parameters import InTraining
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import InTraining
 from heterog.strategy.layouts.placed import place_layout
 
 TOGETHER = (("A100-40GB", "A100-80GB"), ("H100",))

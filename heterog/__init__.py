@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from heterog.graph.capture import capture
     from heterog.graph.workload import Workload
     from heterog.local_losses import local_blocks
-    from heterog.planners.plan import Plan, load_plan
     from heterog.runtime.deploy import deploy
-    from heterog.runtime.loss_scale import LossScale
+    from heterog.runtime.step.loss_scale import LossScale
+    from heterog.search.plan import Plan, load_plan
     from heterog.strategy.strategy import Strategy
 
 __version__ = "0.2.0"
@@ -55,14 +55,14 @@ __all__ = [
 _HOME = {
     "Balancer": "heterog.balance.balancer",
     "Cluster": "heterog.cluster",
-    "LossScale": "heterog.runtime.loss_scale",
-    "Plan": "heterog.planners.plan",
+    "LossScale": "heterog.runtime.step.loss_scale",
+    "Plan": "heterog.search.plan",
     "Strategy": "heterog.strategy.strategy",
     "Workload": "heterog.graph.workload",
     "capture": "heterog.graph.capture",
     "deploy": "heterog.runtime.deploy",
     "layout": "heterog.api",
-    "load_plan": "heterog.planners.plan",
+    "load_plan": "heterog.search.plan",
     "local_blocks": "heterog.local_losses",
     "plan": "heterog.api",
 }

@@ -9,14 +9,14 @@ from heterog.errors import HeterogWarning
 from heterog.graph.capture import capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.given import GivenLayout
-from heterog.planners.issue_order import Rehearse
-from heterog.planners.objective import FASTEST, Objective
-from heterog.planners.plan import BEST, Plan, make_plan, parse_orders
-from heterog.planners.planner import Budget
-from heterog.planners.registry import AUTO
-from heterog.planners.request import Request
-from heterog.runtime.rehearsal import rehearsal_of
+from heterog.methods.given import GivenLayout
+from heterog.methods.planner import Budget
+from heterog.methods.registry import AUTO
+from heterog.runtime.measure.rehearsal import rehearsal_of
+from heterog.search.issue_order import Rehearse
+from heterog.search.objective import FASTEST, Objective
+from heterog.search.plan import BEST, Plan, make_plan, parse_orders
+from heterog.search.request import Request
 from heterog.strategy.layouts.layout import Layout, Recompute
 
 
@@ -46,7 +46,7 @@ def plan(
         policy: Trained network for ``agent`` and ``agent+search``: ``"default"``, ``"heldout"`` or
             the path of a file.
         objective: What the plan should be best at: the shortest step, or the least money before a
-            deadline; see ``heterog.planners.objective``.
+            deadline; see ``heterog.search.objective``.
 
     Returns:
         The best plan; ``plan.outcome`` says whether it fits and runs. That of a workload has been

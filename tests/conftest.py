@@ -15,7 +15,7 @@ os.environ["HETEROG_LIBRARY"] = "off"
 import pytest
 from hypothesis import settings
 
-from heterog.runtime.forks import rank_forks
+from heterog.runtime.ranks.forks import rank_forks
 from tests.thorough import cases, leave_out
 
 # Tests of what experiments share; theirs come last, as some are called like packages.

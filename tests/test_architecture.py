@@ -97,11 +97,11 @@ ROOMS = {
         "cluster/",
         "graph/graph_records.py",
         "strategy/serialize.py",
-        "simulator/calibration_files.py",
-        "simulator/device_models/run_file.py",
+        "pricing/calibration_files.py",
+        "pricing/device_models/run_file.py",
         "fidelity/recorded.py",
-        "planners/plan_file.py",
-        "planners/library/entry.py",
+        "search/plan_file.py",
+        "search/library/entry.py",
         "agents/checkpoint.py",
         "runtime/checkpoint/contents.py",
     ),
@@ -375,8 +375,8 @@ def test_only_the_command_line_parses_options() -> None:
 def test_importing_a_method_adds_it_nowhere() -> None:
     """What ``auto`` runs does not depend on imports: ``Methods`` is a value."""
     code = (
-        "import heterog.planners.plan\n"
-        "from heterog.planners.registry import built_in_methods\n"
+        "import heterog.search.plan\n"
+        "from heterog.methods.registry import built_in_methods\n"
         "before = built_in_methods().names\n"
         "import heterog.api, heterog.agents.planners\n"
         "assert built_in_methods().names == before\n"

@@ -16,7 +16,7 @@ from heterog.errors import InputFileError
 from heterog.files import read_json, write_json
 from heterog.graph.capture import capture
 from heterog.zoo import load_workload
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.thorough import THOROUGH, one_in
 
 MODEL = """
@@ -443,7 +443,7 @@ def test_run_refuses_a_missing_plan(run: Run, tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    from heterog.runtime import op_profiler, profiler
+    from heterog.runtime.measure import op_profiler, profiler
 
     monkeypatch.setattr(op_profiler, "_LEAST_SECONDS", 0.02)
     monkeypatch.setattr(profiler, "SHARES", (1.0, 0.5))
@@ -504,7 +504,7 @@ def test_a_roofline_plan_says_nothing_about_extrapolation(run: Run, model: str) 
 def test_an_interrupted_profile_goes_on(
     run: Run, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from heterog.runtime import op_profiler, profiler
+    from heterog.runtime.measure import op_profiler, profiler
 
     real, samples = op_profiler.profile_ops, list[int]()
 
@@ -531,8 +531,8 @@ def test_an_interrupted_profile_goes_on(
 
 def linked(folder: Path, *, cluster: bool) -> Path:
     """A file of measurements between the devices of a testbed."""
-    from heterog.runtime.testbed import load_testbed
-    from heterog.simulator.measurements import LinkMeasurement, Measurements, OpMeasurement
+    from heterog.pricing.measurements import LinkMeasurement, Measurements, OpMeasurement
+    from heterog.runtime.ranks.testbed import load_testbed
 
     lab = load_testbed("skew_both")
     ops = tuple(
@@ -576,7 +576,7 @@ def test_calibrate_fits_links_of_the_cluster_that_was_measured(run: Run, tmp_pat
 def test_detect_writes_a_cluster_that_loads(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("heterog.runtime.detect._MEASURE_S", 0.02)
+    monkeypatch.setattr("heterog.runtime.measure.detect._MEASURE_S", 0.02)
     path = tmp_path / "cluster.yaml"
     result = run("cluster", "detect", "-o", path, "--json")
     assert result.code == 0, result.err

@@ -18,9 +18,9 @@ from heterog.cli import completion
 from heterog.cluster import Cluster, device_type_names, preset_names
 from heterog.cluster.links import intra_link, network_kind
 from heterog.export import TARGETS
-from heterog.planners.methods import METHODS
-from heterog.planners.plan import BEST
-from heterog.runtime.testbed import shipped_testbeds
+from heterog.methods.built_in import METHODS
+from heterog.runtime.ranks.testbed import shipped_testbeds
+from heterog.search.plan import BEST
 from heterog.simulator.engine import Order
 from heterog.zoo import names
 

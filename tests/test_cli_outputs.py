@@ -15,7 +15,7 @@ from heterog.cli.outputs import Written
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 
 INPUTS = ("plan", "plans", "measurements", "runs", "jobs", "resume")
 """Parameters that are paths and no outputs."""

@@ -44,13 +44,13 @@ from heterog.export import TARGETS
 from heterog.graph import serialize
 from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
 from heterog.modes.averaging.value import Averaging
-from heterog.planners.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
+from heterog.pricing.noise import SPREAD
 from heterog.runtime.launch import ALONE_STEPS
-from heterog.runtime.profiler import SHARES
-from heterog.runtime.testbed import shipped_testbeds
+from heterog.runtime.measure.profiler import SHARES
+from heterog.runtime.ranks.testbed import shipped_testbeds
+from heterog.search.judging import EQUALLY_GOOD, NUM_COMPARED, NUM_DRAWS
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.simulator.feasibility import MEMORY_MARGIN
-from heterog.simulator.noise import SPREAD
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 from heterog.units import GIB, MIB
 from heterog.zoo import names as zoo_names

@@ -14,7 +14,7 @@ import pytest
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.graph.serialize import save_graph
-from heterog.planners.plan import load_plan
+from heterog.search.plan import load_plan
 from heterog.simulator.compile_kernels import smallest_graph
 from tests.envs.cases import language_graph
 from tests.thorough import THOROUGH, few_of, one_in
@@ -99,7 +99,7 @@ def method_file(folder: Path, name: str, work: str) -> str:
     """A method of one's own that says when it has begun, and then works for ever."""
     (folder / f"{name}.py").write_text(
         "import sys, time\n"
-        "from heterog.planners.planner import PlanResult\n"
+        "from heterog.methods.planner import PlanResult\n"
         f"class Own:\n    name, stage = '{name}', 'search'\n"
         "    def plan(self, problem):\n"
         # One write: print makes two, between which another worker can write its line.

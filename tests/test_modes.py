@@ -8,13 +8,13 @@ import pytest
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import Choice
+from heterog.lowering.tables import GraphTables
 from heterog.modes.built_in import built_in_modes, method_of
 from heterog.modes.mode import EncodedMode, Mode
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import Choice
 from heterog.strategy.strategy import Decision, Strategy
-from heterog.strategy.tables import GraphTables
 from tests.runtime.strategies import graph_of, strategy_of
 from tests.simulator.builders import cluster_of
 

@@ -5,8 +5,8 @@ import numpy as np
 from heterog.agents.policy import draw, rule_of_thumb
 from heterog.agents.proposals import rescore
 from heterog.envs.pair import Pair
-from heterog.planners.conformance import check_planner
-from heterog.planners.planner import PlanResult, Problem
+from heterog.methods.planner import PlanResult, Problem
+from heterog.search.conformance import check_planner
 
 
 class Lucky:

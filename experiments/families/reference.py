@@ -14,13 +14,13 @@ from heterog.graph.capture import CapturedStep
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import Special
-from heterog.planners.plan import Plan
-from heterog.runtime.local_op import Extent, LocalOp
-from heterog.runtime.placed import cut, join
-from heterog.runtime.random_stream import RandomStream
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.spans import Spans
-from heterog.strategy.lowering import lower
+from heterog.lowering import lower
+from heterog.runtime.step.local_op import Extent, LocalOp
+from heterog.runtime.step.placed import cut, join
+from heterog.runtime.step.random_stream import RandomStream
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.spans import Spans
+from heterog.search.plan import Plan
 
 STEPS = 5
 

@@ -28,8 +28,8 @@ from families.strategies import NUM_RANKS, strategies
 from heterog.errors import HeterogError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import Plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import Plan
 
 _FORK = multiprocessing.get_context("fork")
 _END_S = 20

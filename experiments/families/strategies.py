@@ -17,10 +17,10 @@ from heterog.graph.batch_plan import (
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import Special
-from heterog.planners.model_parallel import balanced_chain
-from heterog.planners.plan import Plan, make_plan, plan_from_rows
-from heterog.planners.planner import Budget, Candidate, MethodRow
-from heterog.planners.request import Request
+from heterog.methods.model_parallel import balanced_chain
+from heterog.methods.planner import Budget, Candidate, MethodRow
+from heterog.search.plan import Plan, make_plan, plan_from_rows
+from heterog.search.request import Request
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly

@@ -18,15 +18,15 @@ from heterog.fidelity.recorded import RecordedRun
 from heterog.graph import serialize
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict
-from heterog.planners.plan import Plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelTable
+from heterog.methods.planner import Budget
+from heterog.pricing.calibration import Calibration
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.report.html import report_html
-from heterog.runtime.profiler import Journal
-from heterog.simulator.calibration import Calibration
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering import lower
+from heterog.runtime.measure.profiler import Journal
+from heterog.search.plan import Plan, make_plan
+from heterog.search.request import Request
 
 
 def _is_word(text: object) -> bool:

@@ -22,26 +22,26 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import load_graph, save_graph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan, make_plan
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
-from heterog.runtime.checkpoint.boxes import Box, whole_box
-from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
-from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
-from heterog.runtime.profiler import Journal
-from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import Calibration, calibrate
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.parameters import InTraining
-from heterog.simulator.device_models.run_file import read_run_models, save_run_models
-from heterog.simulator.measurements import (
+from heterog.methods.planner import Budget
+from heterog.pricing.calibration import Calibration, calibrate
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import InTraining
+from heterog.pricing.device_models.run_file import read_run_models, save_run_models
+from heterog.pricing.measurements import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
     op_kind,
     op_signature,
 )
-from heterog.simulator.roofline import Roofline
+from heterog.pricing.roofline import Roofline
+from heterog.runtime.checkpoint.boxes import Box, whole_box
+from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, read_contents
+from heterog.runtime.checkpoint.files import Entry, publish, read_tensors, write_tensors
+from heterog.runtime.measure.profiler import Journal
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.search.plan import load_plan, make_plan
+from heterog.search.request import Request
 
 
 class _Model(nn.Module):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 # Registers the baselines that rewards are relative to.
-import heterog.planners.portfolio  # noqa: F401
+import heterog.search.portfolio  # noqa: F401
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import BUILT_IN, ENCODERS
 from heterog.agents.graph_data import PairBatch

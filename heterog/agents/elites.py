@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from heterog.envs.observation import WHOLE_OVERFLOWS, WHOLE_SLOWER, WHOLE_SUM
 from heterog.envs.pair import Pair, RunningMemory, Score
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 
 NUM_ELITES = 6
 _HALVINGS = 12

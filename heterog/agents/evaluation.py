@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from heterog.agents.finetune import FineTuned
 from heterog.agents.planners import Agent, AgentSearch
-from heterog.planners.compare import Comparison
-from heterog.planners.given import GIVEN
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, MethodRow, Planner, Problem
-from heterog.planners.portfolio import best_row, run_methods
-from heterog.planners.request import Request, Session
+from heterog.methods.given import GIVEN
+from heterog.methods.planner import Budget, MethodRow, Planner, Problem
+from heterog.search.compare import Comparison
+from heterog.search.judging import run_method
+from heterog.search.portfolio import best_row, run_methods
+from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 

@@ -21,8 +21,8 @@ from heterog.agents.proposals import propose, rescore
 from heterog.agents.reinforce import Reinforce
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.planners.planner import Budget, Planner, PlanResult, Problem, Spending
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
+from heterog.methods.planner import Budget, Planner, PlanResult, Problem, Spending
 
 _NUM_SAMPLES = 24
 _SEARCH_EVERY = 8

@@ -18,14 +18,14 @@ import numpy.typing as npt
 
 from heterog.errors import StrategyError
 from heterog.graph.op_rule import OpRules
-from heterog.planners.data_parallel import device_speeds
-from heterog.planners.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
+from heterog.lowering.program import IntArray
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
-from heterog.strategy.program import IntArray
 from heterog.strategy.schedules import caps_of_stages, stated_turns
-from heterog.strategy.space import StrategySpace
 
 
 class Scheduled(StrEnum):

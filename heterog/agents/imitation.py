@@ -20,7 +20,7 @@ from heterog.agents.policy import Policy, Scores, draw, log_probabilities, rule_
 from heterog.agents.sources import PairSource
 from heterog.envs.observation import Observation
 from heterog.envs.pair import Pair
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 from heterog.workers import HERE, Workers
 
 _NUM_STARTS = 12

@@ -19,7 +19,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 from torch import Tensor
 
 from heterog.envs.job_partition import JobPartitionEnv
-from heterog.planners.arrivals.queueing import blocking_rate, causes
+from heterog.search.arrivals.queueing import blocking_rate, causes
 
 NUM_ENVS = 8
 STEPS_PER_ROLLOUT = 256

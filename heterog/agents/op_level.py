@@ -24,16 +24,16 @@ from heterog.agents.finishing import (
 )
 from heterog.agents.stages import kind_of
 from heterog.errors import StrategyError
-from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Candidate, Problem
-from heterog.planners.recomputing import kinds_worth_trying
-from heterog.planners.teams import without_needless_rules
+from heterog.lowering import Choice
+from heterog.lowering.program import IntArray
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.planner import Candidate, Problem
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import UNROLLED_STEPS
-from heterog.strategy.lowering import Choice
-from heterog.strategy.program import IntArray
-from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Keeps
 
 if TYPE_CHECKING:

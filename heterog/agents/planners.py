@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from heterog.agents.proposals import NUM_SAMPLES, Proposals, Proposed
-from heterog.planners.local_search import LocalSearch
-from heterog.planners.planner import Budget, Planner, PlanResult, Problem
-from heterog.planners.registry import Methods, built_in_methods
+from heterog.methods.local_search.planner import LocalSearch
+from heterog.methods.planner import Budget, Planner, PlanResult, Problem
+from heterog.methods.registry import Methods, built_in_methods
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 

@@ -24,7 +24,7 @@ from heterog.agents.encoder import make_encoder, mlp
 from heterog.agents.graph_data import PairBatch
 from heterog.envs.observation import NUM_PAIR_FEATURES, PAIR_SLOWER
 from heterog.envs.pair import CUT_WEIGHTS, Pair, RunningMemory, RunningStages
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 
 FloatArray32 = npt.NDArray[np.float32]
 STAGE_LIMITS = 1.0, 8.0

@@ -19,8 +19,8 @@ from heterog.agents.finishing import (
 )
 from heterog.agents.op_level import NUM_RESCORED, NUM_RETURNED, Scored, Scorer, StepSettings
 from heterog.agents.stages import of_each_length
-from heterog.planners.planner import Candidate, Problem, Spending
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
+from heterog.methods.planner import Candidate, Problem, Spending
 
 if TYPE_CHECKING:
     from heterog.agents.policy import PairScores, Policy

@@ -23,7 +23,7 @@ from torch import Tensor
 from heterog.agents.policy import Samples, Scores, draw, log_probabilities, masks_of
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 
 POOL_SIZE = 8
 ScoreAhead = Callable[[Sequence[int], Sequence[Pair], Sequence[IntArray]], None]

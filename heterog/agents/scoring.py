@@ -5,7 +5,7 @@ from functools import lru_cache
 
 from heterog.agents.sources import PairSource
 from heterog.envs.pair import Pair, Score
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 from heterog.workers import Here, Workers
 
 _MOST_KEPT = 256

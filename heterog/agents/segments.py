@@ -9,7 +9,7 @@ import numpy as np
 
 from heterog.agents.stages import kind_of
 from heterog.envs.pair import Pair
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.lowering.program import FloatArray, IntArray
 
 NUM_MAIN = 8
 """Number of candidates, the best ones alone, that a row may begin or end with."""

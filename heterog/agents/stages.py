@@ -12,7 +12,7 @@ from itertools import groupby, zip_longest
 import numpy as np
 
 from heterog.envs.pair import CUT_WEIGHTS, Pair
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 
 Sequence = tuple[int, ...]
 """Candidate of each stage."""

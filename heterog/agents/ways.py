@@ -24,7 +24,7 @@ from heterog.agents.segments import rows_in_segments
 from heterog.agents.stages import rows_near
 from heterog.envs.observation import WHOLE_OVERFLOWS
 from heterog.envs.pair import Pair, Score
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 
 TIGHT = 0.5
 """Part of the candidates too small for the whole model from which memory counts as scarce."""

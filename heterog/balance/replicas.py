@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
-from heterog.runtime.replicas import Drift, Replicas, compared_after, drift
+from heterog.runtime.step.replicas import Drift, Replicas, compared_after, drift
 
 
 class ReplicaCheck:

@@ -78,7 +78,7 @@ def shares_of_plan(plan: str | Path) -> list[float]:
     """
     # Reading plans takes the simulator's compiled kernels, which most loops never need.
     from heterog.export.uniform import uniform_micro_batches
-    from heterog.planners.plan import load_plan
+    from heterog.search.plan import load_plan
 
     loaded = load_plan(plan)
     samples = uniform_micro_batches(loaded, "a balancer")

@@ -12,7 +12,7 @@ from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
-    from heterog.simulator.measurements import Measurements
+    from heterog.pricing.measurements import Measurements
 
 
 _SLACK = 0.01
@@ -51,9 +51,9 @@ def calibrate(
         _calibrate_on_runs(runs, output, model=model, cluster=cluster, as_json=as_json)
         return
     assert measurements
-    from heterog.simulator.calibration import calibrate as fit
-    from heterog.simulator.calibration import link_error
-    from heterog.simulator.measurements import Measurements, merge
+    from heterog.pricing.calibration import calibrate as fit
+    from heterog.pricing.calibration import link_error
+    from heterog.pricing.measurements import Measurements, merge
 
     measured = merge([Measurements.load(path) for path in measurements])
     target = load_cluster(cluster) if cluster else _measured_cluster(measured)
@@ -113,9 +113,9 @@ def _calibrate_on_runs(
     from heterog.fidelity.predicting import cases_of
     from heterog.fidelity.recorded import read_runs
     from heterog.fidelity.run_fit import fit_runs
-    from heterog.simulator.calibration import cost_model_of
-    from heterog.simulator.device_models.model import DeviceModels
-    from heterog.simulator.device_models.run_file import save_run_models
+    from heterog.pricing.calibration import cost_model_of
+    from heterog.pricing.device_models.model import DeviceModels
+    from heterog.pricing.device_models.run_file import save_run_models
 
     rows = read_runs(runs, model=model, cluster=cluster)
     for path in {name for row in rows for name in (row.model, row.cluster)}:

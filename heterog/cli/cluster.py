@@ -16,8 +16,8 @@ def detect(
     """Write a first cluster file of this machine; its comments say what to check."""
     from heterog.cluster.spec import parse_cluster
     from heterog.files import write_atomically
-    from heterog.runtime.detect import cluster_yaml
-    from heterog.runtime.detect import detect as detect_machine
+    from heterog.runtime.measure.detect import cluster_yaml
+    from heterog.runtime.measure.detect import detect as detect_machine
 
     text = cluster_yaml(detect_machine())
     found = parse_cluster(text, output)

@@ -20,10 +20,10 @@ from heterog.user_code import is_from_file
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.planners.given import GivenLayout
-    from heterog.planners.issue_order import Rehearse
-    from heterog.planners.planner import Planner
-    from heterog.planners.registry import Methods
+    from heterog.methods.given import GivenLayout
+    from heterog.methods.planner import Planner
+    from heterog.methods.registry import Methods
+    from heterog.search.issue_order import Rehearse
 
 out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100)
 err = Console(stderr=True)
@@ -154,7 +154,7 @@ def load_model(model: str, batch_size: int | None) -> "tuple[OpGraph, Rehearse |
     workload = load_workload(model, batch_size)
     # Only now, so that a wrong name is reported without waiting for torch.
     from heterog.graph import capture as capturing
-    from heterog.runtime.rehearsal import rehearsal_of
+    from heterog.runtime.measure.rehearsal import rehearsal_of
 
     captured = capturing.capture_step(workload)
     return captured.graph, rehearsal_of(captured)
@@ -197,7 +197,7 @@ def model_graphs(models: str, quiet: bool) -> Iterator["OpGraph"]:
 def load_cluster(source: str) -> "Cluster":
     """A preset, a YAML file, or a shipped testbed."""
     from heterog.cluster import Cluster, preset_names
-    from heterog.runtime.testbed import load_testbed, shipped_testbeds
+    from heterog.runtime.ranks.testbed import load_testbed, shipped_testbeds
 
     if source in shipped_testbeds():
         return load_testbed(source)
@@ -228,7 +228,7 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
     """
     if not source:
         return None
-    from heterog.planners.given import GivenLayout
+    from heterog.methods.given import GivenLayout
     from heterog.strategy.layouts.files import is_layout_file, read_layout
     from heterog.strategy.layouts.layout import parse_layout
 
@@ -264,8 +264,8 @@ def load_methods(text: str, policy: str = "", encoder: str = "") -> "tuple[list[
         HeterogError: a policy is given, but no method that asks it.
     """
     from heterog.agents.planners import LEARNED, default_methods, policy_methods
-    from heterog.planners.conformance import load_planner
-    from heterog.planners.registry import AUTO
+    from heterog.methods.registry import AUTO
+    from heterog.search.conformance import load_planner
 
     known, names = default_methods(), []
     for name in split_names(text):

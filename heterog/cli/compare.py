@@ -41,10 +41,10 @@ from heterog.workers import HERE, Workers, is_asked_to_stop, open_workers
 if TYPE_CHECKING:
     from heterog.cluster import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.planners.compare import Comparison
-    from heterog.planners.issue_order import Rehearse
-    from heterog.planners.planner import Stop
-    from heterog.planners.request import Request
+    from heterog.methods.planner import Stop
+    from heterog.search.compare import Comparison
+    from heterog.search.issue_order import Rehearse
+    from heterog.search.request import Request
 
 
 def compare(
@@ -75,12 +75,12 @@ def compare(
     seconds is each worker's own time.
     """
     from heterog.files import write_atomically
-    from heterog.planners.compare import compare_methods
-    from heterog.planners.plan import parse_orders
-    from heterog.planners.planner import Budget
-    from heterog.planners.registry import Methods
-    from heterog.planners.request import Request, Session
+    from heterog.methods.planner import Budget
+    from heterog.methods.registry import Methods
     from heterog.report.tables import methods_table
+    from heterog.search.compare import compare_methods
+    from heterog.search.plan import parse_orders
+    from heterog.search.request import Request, Session
 
     names, known = load_methods(methods)
     asked_orders, parsed = parse_orders(order), Budget.parse(budget)
@@ -164,9 +164,9 @@ def _rehearsed(found: "Comparison", rehearse: "Rehearse | None", stop: "Stop") -
 
 
 def _compare(methods: str, request: "Request") -> "Comparison":
-    from heterog.planners.compare import compare_methods
-    from heterog.planners.planner import Stop
-    from heterog.planners.request import Session
+    from heterog.methods.planner import Stop
+    from heterog.search.compare import compare_methods
+    from heterog.search.request import Session
 
     known = load_methods(methods)[1]
     return compare_methods(replace(request, known=known), Session(stop=Stop(is_asked_to_stop)))

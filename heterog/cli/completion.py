@@ -22,7 +22,7 @@ def models(incomplete: str) -> list[str]:
 def clusters(incomplete: str) -> list[str]:
     """Presets, testbeds and YAML files."""
     from heterog.cluster import preset_names
-    from heterog.runtime.testbed import shipped_testbeds
+    from heterog.runtime.ranks.testbed import shipped_testbeds
 
     names = (*preset_names(), *shipped_testbeds())
     return _starting(names, incomplete) + _files(incomplete, (".yaml", ".yml"))
@@ -30,14 +30,14 @@ def clusters(incomplete: str) -> list[str]:
 
 def testbeds(incomplete: str) -> list[str]:
     """Testbeds and YAML files."""
-    from heterog.runtime.testbed import shipped_testbeds
+    from heterog.runtime.ranks.testbed import shipped_testbeds
 
     return _starting(shipped_testbeds(), incomplete) + _files(incomplete, (".yaml", ".yml"))
 
 
 def methods(incomplete: str) -> list[str]:
     """Methods, and Python files that hold one."""
-    from heterog.planners.methods import METHODS
+    from heterog.methods.built_in import METHODS
 
     names = _starting((method.name for method in METHODS), incomplete)
     return names + (_files(incomplete, (".py",)) if incomplete else [])

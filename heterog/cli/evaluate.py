@@ -44,7 +44,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Compare a policy with baselines and searches."""
-    from heterog.planners.planner import Budget
+    from heterog.methods.planner import Budget
 
     parsed = Budget.parse(budget)
     tuning = Budget.parse(finetune) if finetune else None
@@ -54,8 +54,8 @@ def evaluate(
     from heterog.agents.checkpoint import load_checkpoint
     from heterog.agents.evaluation import evaluate_policy, summary
     from heterog.agents.finetune import FineTuned
-    from heterog.planners.request import Request
     from heterog.report.tables import methods_table
+    from heterog.search.request import Request
 
     if encoder:
         use_encoder(encoder)

@@ -29,7 +29,7 @@ def export(
 ) -> None:
     """Write a plan as a folder for other launchers."""
     from heterog.export import check_folder, check_target, make_export, write_folder
-    from heterog.planners.plan import load_plan
+    from heterog.search.plan import load_plan
 
     check_target(target)
     check_folder(output, target, overwrite=overwrite)

@@ -8,15 +8,15 @@ from heterog.cli.objective import money_remarks, offers_lines
 from heterog.cluster.topology import Cluster
 from heterog.explain.explanation import Explanation
 from heterog.modes.built_in import method_names
-from heterog.planners.background import BackgroundPlan
-from heterog.planners.plan import Plan
-from heterog.planners.portfolio import UNPLAYED
-from heterog.planners.stability import DATA_PARALLEL, REFERENCES
+from heterog.pricing.calibration import Calibration, cost_model_of, extrapolated_by
+from heterog.pricing.device_models.model import DeviceModels, provenance
 from heterog.report.answer import answer, brief_answer
 from heterog.report.tables import methods_table
 from heterog.report.words import explanation_text, memory_table
-from heterog.simulator.calibration import Calibration, cost_model_of, extrapolated_by
-from heterog.simulator.device_models.model import DeviceModels, provenance
+from heterog.search.background import BackgroundPlan
+from heterog.search.plan import Plan
+from heterog.search.portfolio import UNPLAYED
+from heterog.search.stability import DATA_PARALLEL, REFERENCES
 from heterog.units import format_seconds
 
 

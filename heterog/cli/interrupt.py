@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from heterog.planners.planner import Stop
+    from heterog.methods.planner import Stop
 
 INTERRUPTED = 130
 """Exit code of an interrupted command, as in shells: 128 and SIGINT's number."""
@@ -23,7 +23,7 @@ def stop_when_interrupted(also: Callable[[], None] = lambda: None) -> "Iterator[
     Args:
         also: Function that stops other workers.
     """
-    from heterog.planners.planner import Stop
+    from heterog.methods.planner import Stop
 
     stop = Stop()
 

@@ -10,9 +10,9 @@ import typer
 from heterog.units import format_seconds
 
 if TYPE_CHECKING:
-    from heterog.planners.library.store import Lookup
-    from heterog.planners.plan import Plan
-    from heterog.planners.seeds import SeedPlanner
+    from heterog.search.library.store import Lookup
+    from heterog.search.plan import Plan
+    from heterog.search.seeds import SeedPlanner
     from heterog.simulator.evaluator import Evaluator
 
 VARIABLE = "HETEROG_LIBRARY"
@@ -54,7 +54,7 @@ class Shelf:
     """
 
     def __init__(self, evaluator: "Evaluator", *, is_off: bool, step_barrier: bool) -> None:
-        from heterog.planners.library.store import PlanLibrary
+        from heterog.search.library.store import PlanLibrary
 
         folder = None if is_off else library_folder()
         self._evaluator = evaluator
@@ -86,8 +86,8 @@ def _remark(found: "Plan", lookup: "Lookup") -> str:
 
     Without the library, a search begins with the best of the methods that do not search.
     """
-    from heterog.planners.given import GIVEN
-    from heterog.planners.library.store import LIBRARY
+    from heterog.methods.given import GIVEN
+    from heterog.search.library.store import LIBRARY
 
     steps = {
         row.method: row.step_time_s

@@ -35,7 +35,7 @@ def clusters(as_json: JsonOption = False) -> None:
     """List the built-in clusters and testbeds."""
     from heterog.cluster import Cluster, preset_names
     from heterog.report.tables import clusters_table
-    from heterog.runtime.testbed import load_testbed, shipped_testbeds
+    from heterog.runtime.ranks.testbed import load_testbed, shipped_testbeds
 
     presets = [Cluster.load(name) for name in preset_names()]
     testbeds = [load_testbed(name) for name in shipped_testbeds()]
@@ -111,7 +111,7 @@ def links(as_json: JsonOption = False) -> None:
 
 def methods(as_json: JsonOption = False) -> None:
     """List the methods: what each does and needs."""
-    from heterog.planners.methods import METHODS
+    from heterog.methods.built_in import METHODS
     from heterog.report.tables import planners_table
 
     if as_json:

@@ -8,9 +8,9 @@ from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
     from heterog.graph.op_graph import OpGraph
-    from heterog.planners.cost import Cost
-    from heterog.planners.objective import Aim, Objective
-    from heterog.planners.plan import Plan
+    from heterog.search.cost import Cost
+    from heterog.search.objective import Aim, Objective
+    from heterog.search.plan import Plan
 
 ObjectiveOption = Annotated[
     str,
@@ -35,7 +35,7 @@ DeadlineOption = Annotated[
 def parse_aim(objective: str) -> "Aim":
     """The aim for a word, checked before any slow work."""
     from heterog.errors import UnknownNameError
-    from heterog.planners.objective import Aim
+    from heterog.search.objective import Aim
 
     try:
         return Aim(objective)
@@ -51,7 +51,7 @@ def check_amounts(
     Raises:
         HeterogError: two amounts, one below 1, or a deadline or cost without any.
     """
-    from heterog.planners.objective import Objective, parse_duration
+    from heterog.search.objective import Objective, parse_duration
 
     amounts = {"--steps": steps, "--samples": samples, "--tokens": tokens}
     given = {name: value for name, value in amounts.items() if value is not None}
@@ -80,7 +80,7 @@ def objective_for(
     Raises:
         HeterogError: tokens of a model whose samples have none.
     """
-    from heterog.planners.objective import Objective, steps_for, tokens_per_sample
+    from heterog.search.objective import Objective, steps_for, tokens_per_sample
 
     if samples is not None:
         steps = steps_for(samples, graph.batch_size)

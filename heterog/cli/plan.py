@@ -50,10 +50,10 @@ from heterog.workers import open_seats
 
 if TYPE_CHECKING:
     from heterog.explain.explanation import Explanation
+    from heterog.methods.planner import Planner
     from heterog.modes.codecs.value import Codec
-    from heterog.planners.plan import Plan
-    from heterog.planners.planner import Planner
-    from heterog.planners.request import Request, Session
+    from heterog.search.plan import Plan
+    from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
 
@@ -133,11 +133,11 @@ def plan(
     Prints the answer in at most 15 lines; --explain prints everything there is to say.
     """
     from heterog.cli.found import Found
-    from heterog.planners.allotment import Allotment
-    from heterog.planners.objective import Objective
-    from heterog.planners.plan import make_plan, parse_orders
-    from heterog.planners.planner import Budget
-    from heterog.planners.request import Request, Session
+    from heterog.methods.planner import Budget
+    from heterog.search.allotment import Allotment
+    from heterog.search.objective import Objective
+    from heterog.search.plan import make_plan, parse_orders
+    from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
     limit = _slow_down_limit(slow_down, background, background_batch)

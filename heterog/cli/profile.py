@@ -21,7 +21,7 @@ from heterog.errors import HeterogError
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from heterog.simulator.measurements import Measurements
+    from heterog.pricing.measurements import Measurements
 
 
 def profile(
@@ -75,14 +75,14 @@ def profile(
     _check_profile_options(testbed, cluster, device_type)
     named = load_cluster(cluster) if cluster else None
     if testbed:
-        from heterog.runtime.testbed import load_testbed
+        from heterog.runtime.ranks.testbed import load_testbed
 
         named = load_testbed(testbed)
     if named is not None:
         not_replaced(named.calibration, f"the calibration of {named.name}", output)
     for source in sources:
         _check_workload(source, batch_size)
-    from heterog.runtime import profiler
+    from heterog.runtime.measure import profiler
 
     as_rank = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not testbed
     rank = int(os.environ.get("RANK", "0")) if as_rank else 0
@@ -151,13 +151,13 @@ def _check_workload(source: str, batch_size: int | None) -> None:
 
 
 def _local_type_name() -> str:
-    from heterog.runtime.detect import local_type_name
+    from heterog.runtime.measure.detect import local_type_name
 
     return local_type_name()
 
 
 def _print_measured(measured: "Measurements", output: Path, *, as_json: bool) -> None:
-    from heterog.simulator.measurements import STEP
+    from heterog.pricing.measurements import STEP
 
     types = sorted({row.device_type for row in measured.ops})
     models = sorted({row.model for row in measured.ops})

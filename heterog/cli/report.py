@@ -29,7 +29,7 @@ def report(
 
     The page explains the plan and needs no network.
     """
-    from heterog.planners.plan import load_plan
+    from heterog.search.plan import load_plan
 
     if len(plans) == 1:
         load_plan(plans[0]).report(output)
@@ -45,8 +45,8 @@ def report(
 
 def _named(paths: list[Path]) -> "list[NamedPlan]":
     """The plans with the names of their files, or their paths if names are the same."""
-    from heterog.planners.plan import load_plan
     from heterog.report.side_by_side import NamedPlan
+    from heterog.search.plan import load_plan
 
     stems = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
     names = stems if len(set(stems)) == len(stems) else [str(path) for path in paths]

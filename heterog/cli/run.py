@@ -25,9 +25,9 @@ from heterog.errors import HeterogError
 from heterog.units import format_seconds
 
 if TYPE_CHECKING:
-    from heterog.planners.plan import Plan
-    from heterog.runtime.place import Place
+    from heterog.runtime.ranks.place import Place
     from heterog.runtime.request import RunRequest
+    from heterog.search.plan import Plan
 
 
 def run(
@@ -129,8 +129,8 @@ def run(
 
     One process stands for each device of the plan.
     """
+    from heterog.runtime.ranks.watching import Limits
     from heterog.runtime.request import RunRequest
-    from heterog.runtime.watching import Limits
     from heterog.units import parse_seconds
 
     request = RunRequest(
@@ -187,8 +187,8 @@ def _run_in_place(
 ) -> dict[str, Any]:
     """The measurements of a job on this machine, or on a testbed if one is named."""
     from heterog.runtime.launch import run_ranks
-    from heterog.runtime.place import HERE
-    from heterog.runtime.testbed import Testbed, load_testbed
+    from heterog.runtime.ranks.place import HERE
+    from heterog.runtime.ranks.testbed import Testbed, load_testbed
 
     place: AbstractContextManager[Place] = nullcontext(HERE)
     if testbed:

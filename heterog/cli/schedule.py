@@ -18,9 +18,9 @@ from heterog.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from heterog.planners.arrivals.evaluated import EvaluatedCluster, TrainingJob
-    from heterog.planners.arrivals.jobs_file import JobRecord
-    from heterog.planners.arrivals.queueing import Verdict
+    from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
+    from heterog.search.arrivals.jobs_file import JobRecord
+    from heterog.search.arrivals.queueing import Verdict
 
 
 def schedule(
@@ -55,10 +55,10 @@ def schedule(
     Each job is planned on the devices that it would get, so its time there is the evaluator's. A
     job holds its devices from start to end; it is blocked if none are free or it would be late.
     """
-    from heterog.planners.arrivals.evaluated import METHODS, EvaluatedCluster
-    from heterog.planners.arrivals.jobs_file import read_jobs, requests_of
-    from heterog.planners.arrivals.queueing import JobQueueing
-    from heterog.planners.arrivals.rules import rule_named
+    from heterog.search.arrivals.evaluated import METHODS, EvaluatedCluster
+    from heterog.search.arrivals.jobs_file import read_jobs, requests_of
+    from heterog.search.arrivals.queueing import JobQueueing
+    from heterog.search.arrivals.rules import rule_named
 
     chosen = rule_named(rule, seed)
     records = read_jobs(jobs)
@@ -80,7 +80,7 @@ def schedule(
 
 def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJob]":
     """The jobs' training by kind, each model and batch captured once."""
-    from heterog.planners.arrivals.evaluated import TrainingJob
+    from heterog.search.arrivals.evaluated import TrainingJob
 
     graphs: dict[tuple[str, int | None], Any] = {}
     found: dict[str, TrainingJob] = {}
@@ -94,14 +94,14 @@ def _captured(records: "list[JobRecord]", begin: "Any") -> "dict[str, TrainingJo
 
 
 def _check_methods(names: list[str]) -> None:
-    from heterog.planners.registry import built_in_methods
+    from heterog.methods.registry import built_in_methods
 
     for name in names:
         built_in_methods()[name]
 
 
 def _tell(verdicts: "list[Verdict]", where: "EvaluatedCluster", as_json: bool) -> None:
-    from heterog.planners.arrivals.queueing import blocking_rate, causes
+    from heterog.search.arrivals.queueing import blocking_rate, causes
 
     devices = where.cluster.devices
     blocked = blocking_rate(verdicts)

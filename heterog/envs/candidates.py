@@ -1,6 +1,6 @@
 """The table of candidate decisions that a policy chooses from: device set x shares x sync.
 
-Device sets come from ``strategy.space.device_sets`` (singles, hosts, types, unions of hosts,
+Device sets come from ``lowering.space.device_sets`` (singles, hosts, types, unions of hosts,
 all; at most 256). On each set the batch is shared out by three rules, gradients are synchronised
 in four ways, and rows with the same meaning are kept once. In a second table, for models whose
 parameters and optimizer state fill most devices alone, the devices of a set divide that state
@@ -18,11 +18,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from heterog.envs.coarse import CoarseEvaluator
-from heterog.planners.data_parallel import device_speeds
-from heterog.strategy.channels import balanced_slices
+from heterog.lowering.channels import balanced_slices
+from heterog.lowering.program import FloatArray
+from heterog.lowering.space import device_sets
+from heterog.methods.data_parallel import device_speeds
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.program import FloatArray
-from heterog.strategy.space import device_sets
 from heterog.strategy.strategy import Decision, Sync
 
 MAX_CANDIDATES = 256

@@ -13,7 +13,7 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, DeviceType, Host, Link
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.simulator.roofline import Roofline
+from heterog.pricing.roofline import Roofline
 from heterog.units import GIB
 
 # Not the whole catalogue: what is drawn, and so what policies learn from, must not change when a

@@ -10,11 +10,11 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.envs.merging import CoarseTables, merge_tables, sums
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.cost_model import CostModel
+from heterog.lowering.program import FloatArray
+from heterog.lowering.tape import make_tape
+from heterog.pricing.cost_model import CostModel
+from heterog.pricing.price_table import PriceTable
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.price_table import PriceTable
-from heterog.strategy.lowering.tape import make_tape
-from heterog.strategy.program import FloatArray
 
 
 class CoarseEvaluator(Evaluator):

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 # Registers the baselines that rewards are relative to.
-import heterog.planners.portfolio  # noqa: F401
+import heterog.search.portfolio  # noqa: F401
 from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, RewardFunction
 from heterog.envs.toy import chain_graph, toy_cluster

@@ -8,9 +8,9 @@ import numpy.typing as npt
 
 from heterog.envs.spaces import Padded
 from heterog.errors import HeterogError
-from heterog.planners.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
-from heterog.planners.arrivals.profiled import RampCluster
-from heterog.planners.arrivals.queueing import (
+from heterog.search.arrivals.deadlines import DEADLINES, EPISODE_S, SPACING_S, draw_requests
+from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.queueing import (
     JobCluster,
     JobFeatures,
     JobQueueing,
@@ -33,7 +33,7 @@ class JobPartitionEnv(gym.Env[Padded, Any]):
     room for it, or it would end after the time that its user accepts. An episode by default is the
     paper's: five profiled models in equal numbers, 1001 arrivals at a spacing of 1000 s, on 32
     workers of a RAMP network, with perfect splits. With perfect splits the question is one of
-    queueing; with ``heterog.planners.arrivals.evaluated.EvaluatedCluster`` a job is as fast as
+    queueing; with ``heterog.search.arrivals.evaluated.EvaluatedCluster`` a job is as fast as
     heterog's evaluator predicts for the devices that it gets.
 
     ## Action space

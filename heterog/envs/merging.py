@@ -19,8 +19,8 @@ import numpy.typing as npt
 from heterog.graph.axis_plan import EVERYTHING
 from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.strategy.program import FloatArray, IntArray
-from heterog.strategy.tables import KIND_NUMBER, GraphTables, graph_tables
+from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.tables import KIND_NUMBER, GraphTables, graph_tables
 
 MAX_BLOCKS = 48
 """Most blocks of a graph: a chain of decisions that is quick to sample and to score."""

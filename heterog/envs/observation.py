@@ -16,7 +16,7 @@ from heterog.cluster.topology import Cluster
 from heterog.envs.candidates import ModelMemory
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.merging import sums
-from heterog.strategy.channels import ChannelKind
+from heterog.lowering.channels import ChannelKind
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import Decision, Sync
 

@@ -14,14 +14,14 @@ from heterog.envs.candidates import ModelMemory, candidate_table
 from heterog.envs.coarse import CoarseEvaluator
 from heterog.envs.observation import Observation, Observer
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.data_parallel import device_speeds
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.registry import built_in_methods
-from heterog.simulator.cost_model import CostModel
+from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.planner import Budget, Problem
+from heterog.methods.registry import built_in_methods
+from heterog.pricing.cost_model import CostModel
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import FloatArray, IntArray
-from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 PIPELINED = 8

@@ -16,7 +16,7 @@ from heterog.envs.observation import (
 )
 from heterog.envs.pair import Pair
 from heterog.errors import HeterogError
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 
 LIMIT = 12.0
 """Features are clipped to this, both ways."""

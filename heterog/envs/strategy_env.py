@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Registers the baselines that rewards are relative to.
-import heterog.planners.portfolio  # noqa: F401
+import heterog.search.portfolio  # noqa: F401
 from heterog.envs.pair import Pair, RunningMemory
 from heterog.envs.reward import RewardFunction, reward_of
 from heterog.envs.spaces import LIMIT, Padded, Padding, pad_pair, pair_space, read_action

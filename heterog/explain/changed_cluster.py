@@ -10,8 +10,8 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import StrategyError
 from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
+from heterog.lowering.channels import proportional_slices
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.channels import proportional_slices
 from heterog.strategy.division import micro_sizes, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 

@@ -11,8 +11,8 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.lowered import SAMPLES, SYNC_NAMES, WHOLE, Aggregation, Lowered, Split
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import lower
 from heterog.strategy.keeping import recomputed_words
-from heterog.strategy.lowering import lower
 from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy
 

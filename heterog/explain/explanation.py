@@ -14,12 +14,12 @@ from heterog.explain.decided import Decided, what_was_decided
 from heterog.explain.differences import Difference, differences
 from heterog.explain.fit import Remedy, remedies
 from heterog.explain.what_if import EVALUATIONS, Change, value_of_changes, with_idle_devices
-from heterog.planners.given import GIVEN
-from heterog.planners.judging import run_method
-from heterog.planners.plan import Plan
-from heterog.planners.planner import Budget, MethodRow, Problem, Progress, Spending, Stop
-from heterog.planners.registry import built_in_methods
-from heterog.planners.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
+from heterog.methods.given import GIVEN
+from heterog.methods.planner import Budget, MethodRow, Problem, Progress, Spending, Stop
+from heterog.methods.registry import built_in_methods
+from heterog.search.judging import run_method
+from heterog.search.plan import Plan
+from heterog.search.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

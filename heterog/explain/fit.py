@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from heterog.graph.axis_plan import axis_plan
-from heterog.planners.planner import Spending
-from heterog.planners.recomputing import kinds_worth_trying
+from heterog.lowering import Choice, encode
+from heterog.methods.planner import Spending
+from heterog.methods.recomputing import kinds_worth_trying
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import Fit
 from heterog.strategy.division import split_evenly, split_in_proportion
-from heterog.strategy.lowering import Choice, encode
 from heterog.strategy.strategy import Decision, Keeps, Strategy
 
 

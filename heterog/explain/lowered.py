@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 from heterog.graph.axis_plan import BATCH_AXIS, EVERYWHERE, AxisPlan, axis_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.channels import ChannelKind
-from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.sync import TRAITS, Sync
-from heterog.strategy.tables import GraphTables, graph_tables
 
 SYNC_NAMES = {sync: traits.words for sync, traits in TRAITS.items()}
 IN_SLICES = "in slices"

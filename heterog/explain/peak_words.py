@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from heterog.simulator.peak_errors import PeakErrors
+from heterog.pricing.peak_errors import PeakErrors
 from heterog.units import format_bytes, format_bytes_range
 
 

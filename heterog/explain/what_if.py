@@ -19,11 +19,11 @@ from heterog.explain.changed_cluster import (
     possible_changes,
     strategies_with,
 )
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Budget, Problem, Progress, Spending
-from heterog.planners.registry import built_in_methods
-from heterog.planners.stability import TUNED_UNIFORM
-from heterog.planners.tuned_uniform import machine_subsets, tuned_decision
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.planner import Budget, Problem, Progress, Spending
+from heterog.methods.registry import built_in_methods
+from heterog.methods.tuned_uniform import machine_subsets, tuned_decision
+from heterog.search.stability import TUNED_UNIFORM
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator

@@ -18,7 +18,7 @@ from heterog.export.folder import Export, ExportError, check_folder, write_folde
 from heterog.export.kubernetes import export_kubernetes
 from heterog.export.slurm import export_slurm
 from heterog.export.torchrun import export_torchrun
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 
 TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
     "ddp": export_ddp,

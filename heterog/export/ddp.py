@@ -11,7 +11,7 @@ from heterog.export.ranks import (
 from heterog.export.readme import launch_command, readme
 from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 
 TARGET = "ddp"
 _WHAT = (

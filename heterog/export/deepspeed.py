@@ -14,7 +14,7 @@ from heterog.export.ranks import (
 from heterog.export.readme import readme
 from heterog.export.stock import stock_user
 from heterog.export.uniform import uniform_micro_batches, uniform_remarks
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.strategy.strategy import Sync
 
 TARGET = "deepspeed"

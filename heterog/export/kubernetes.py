@@ -9,7 +9,7 @@ import yaml
 from heterog.export.folder import Export, ExportError
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.units import format_bytes
 
 TARGET = "kubernetes"

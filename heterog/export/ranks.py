@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from heterog.cluster import Cluster
 from heterog.cluster.overrides import is_cpu
 from heterog.export.folder import fill
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 
 SCHEMA_VERSION = 1
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from heterog.export.folder import fill, in_markdown
 from heterog.export.ranks import RankEntry, by_host
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.units import format_seconds
 
 _WIDTH = 100

@@ -7,7 +7,7 @@ from heterog.cluster import Cluster
 from heterog.export.folder import Export, fill
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 
 TARGET = "slurm"
 _WHAT = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from heterog.export.folder import fill, in_docstring
 from heterog.export.torchrun import MODEL_FILE, workload_code
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
 _FROM_ZOO = """\

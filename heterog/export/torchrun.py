@@ -20,7 +20,7 @@ from heterog.export.folder import (
 from heterog.export.ranks import RankEntry, launch_script, ranks_document, ranks_of
 from heterog.export.readme import launch_command, readme
 from heterog.files import read_bytes
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.units import MIB
 from heterog.user_code import trusted_source
 

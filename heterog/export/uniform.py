@@ -6,7 +6,7 @@ from heterog.export.folder import ExportError
 from heterog.graph.batch_plan import batch_plan, reads_across_samples
 from heterog.graph.grouping import group_ops
 from heterog.graph.sharding_rules import Special
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.strategy.division import micro_shares
 from heterog.strategy.strategy import Decision
 from heterog.strategy.sync import TRAITS, Aggregation, Sync

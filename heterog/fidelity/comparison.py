@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import binomtest, spearmanr
 
-from heterog.simulator.intervals import COVERAGE, Interval
+from heterog.pricing.intervals import COVERAGE, Interval
 
 _DIFFERENT = 0.05
 """Relative difference of step times below which two runs count as equally good."""

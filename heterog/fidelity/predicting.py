@@ -10,10 +10,10 @@ from heterog.fidelity.comparison import Compared
 from heterog.fidelity.recorded import RecordedRun
 from heterog.fidelity.run_fit import Case
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.device_models.parameters import shipped_peak_errors
+from heterog.pricing.device_models.parameters import shipped_peak_errors
+from heterog.pricing.intervals import Interval
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.intervals import Interval
 from heterog.strategy.layouts.layout import Layout, parse_layout
 from heterog.strategy.layouts.placed import place_layout
 

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import FloatArray, OpGraph
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.parameters import InTraining
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.parameters import InTraining
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy

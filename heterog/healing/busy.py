@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, Program
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, Program
 
 
 def device_seconds(program: Program, start_s: FloatArray, finish_s: FloatArray) -> list[float]:

@@ -13,7 +13,7 @@ from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event, JournalReader
 from heterog.healing.keepers import KeeperPlace, start_keeper
 from heterog.runtime.launch import run_commands
-from heterog.runtime.place import HERE, Place
+from heterog.runtime.ranks.place import HERE, Place
 from heterog.runtime.request import RunRequest
 
 RANK_MODULE = "heterog.healing.rank"

@@ -32,7 +32,6 @@ from heterog.healing.wire import (
     send_message,
 )
 from heterog.records import parse_dataclass
-from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     HEARTBEAT,
     PORT_FILE,
@@ -43,6 +42,7 @@ from heterog.runtime.launch import (
     start_rank,
     temporary_folder,
 )
+from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.request import RunRequest
 
 _GONE_S = 30.0

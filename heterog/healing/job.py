@@ -25,7 +25,6 @@ from heterog.healing.service import Service
 from heterog.healing.snapshots import Moment
 from heterog.healing.steering import Going, Running, Steering
 from heterog.healing.wire import new_token
-from heterog.runtime.forks import rank_forks
 from heterog.runtime.launch import (
     CHECKPOINT_INDEX,
     RANKS_OWN,
@@ -33,9 +32,10 @@ from heterog.runtime.launch import (
     signals_as_exit,
     temporary_folder,
 )
-from heterog.runtime.place import HERE, Place
+from heterog.runtime.ranks.forks import rank_forks
+from heterog.runtime.ranks.place import HERE, Place
+from heterog.runtime.ranks.watching import LaunchError
 from heterog.runtime.request import RunRequest
-from heterog.runtime.watching import LaunchError
 from heterog.user_code import trusted_source
 
 _FIRST_PLAN_S = 300.0

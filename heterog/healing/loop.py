@@ -41,8 +41,8 @@ from heterog.healing.snapshots import Moment
 from heterog.runtime.checkpoint.boxes import whole_box
 from heterog.runtime.checkpoint.contents import Contents, read_contents
 from heterog.runtime.checkpoint.files import Entry, read_tensors
-from heterog.runtime.collectives import gather_texts
 from heterog.runtime.launch import CHECKPOINT_INDEX
+from heterog.runtime.step.collectives import gather_texts
 
 
 class Stateful(Protocol):

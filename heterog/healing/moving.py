@@ -17,7 +17,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.program import FloatArray
+from heterog.lowering.program import FloatArray
 from heterog.strategy.strategy import Strategy
 from heterog.strategy.sync import Sharded
 

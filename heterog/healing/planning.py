@@ -16,15 +16,15 @@ from heterog.healing.moving import total_s, transfer_s
 from heterog.healing.question import Question
 from heterog.healing.remaining import Remaining, SlowedCosts, remaining, slowed
 from heterog.healing.service import Message, answer_requests
-from heterog.planners.issue_order import IssuedSteps, Rehearse
-from heterog.planners.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
-from heterog.planners.planner import Budget, MethodRow, Stop
-from heterog.planners.portfolio import rehearsed
-from heterog.planners.request import Request, Session
+from heterog.methods.planner import Budget, MethodRow, Stop
+from heterog.pricing.calibration import cost_model_of
+from heterog.pricing.cost_model import CostModel
 from heterog.records import parse_dataclass
-from heterog.runtime.rehearsal import rehearsal_of
-from heterog.simulator.calibration import cost_model_of
-from heterog.simulator.cost_model import CostModel
+from heterog.runtime.measure.rehearsal import rehearsal_of
+from heterog.search.issue_order import IssuedSteps, Rehearse
+from heterog.search.plan import Plan, Searched, load_plan, make_plan, plan_from_rows
+from heterog.search.portfolio import rehearsed
+from heterog.search.request import Request, Session
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy

@@ -27,13 +27,13 @@ from heterog.healing.keepers import Keepers
 from heterog.healing.restoring import Snapshot, restore
 from heterog.healing.sending import Sender, about, entries_of
 from heterog.healing.snapshots import Moment
-from heterog.planners.plan import load_plan
+from heterog.lowering import lower
 from heterog.runtime.accelerators import is_accelerated
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.checkpoint.state import check_can_save
 from heterog.runtime.rank import as_rank, check_loss, end_together, set_up, tell
 from heterog.runtime.request import RunRequest, read_request
-from heterog.strategy.lowering import lower
+from heterog.search.plan import load_plan
 
 LOOK_STEPS = 16
 """Number of steps between reports of which rank is slow. On an accelerator one step of them is

@@ -8,9 +8,9 @@ from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.errors import ClusterError
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.cost_model import ChannelSeconds, CostModel
-from heterog.strategy.channels import Channel
-from heterog.strategy.program import FloatArray
+from heterog.lowering.channels import Channel
+from heterog.lowering.program import FloatArray
+from heterog.pricing.cost_model import ChannelSeconds, CostModel
 
 _SLOW = "_slow_"
 

@@ -32,8 +32,8 @@ from heterog.healing.wire import (
     receive_message,
     send_message,
 )
+from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
-from heterog.runtime.watching import wait_for_ranks
 
 SILENT_S = 6.0
 """Seconds without a word after which a machine counts as lost; each says something twice a second.

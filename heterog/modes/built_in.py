@@ -7,7 +7,7 @@ from heterog.errors import UnknownNameError
 from heterog.modes.mode import Mode
 
 if TYPE_CHECKING:
-    from heterog.planners.planner import Planner
+    from heterog.methods.planner import Planner
 
 
 @cache

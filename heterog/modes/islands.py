@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from heterog.errors import StrategyError
+from heterog.lowering.program import FIRST_LINK_KIND, Program
 from heterog.strategy.division import batch_shares
-from heterog.strategy.program import FIRST_LINK_KIND, Program
 
 if TYPE_CHECKING:
     from heterog.strategy.strategy import Decision, Strategy

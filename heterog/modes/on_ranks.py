@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from heterog.runtime.checkpoint.contents import Contents
     from heterog.runtime.checkpoint.files import Entry
     from heterog.runtime.checkpoint.left_out import Kept
-    from heterog.runtime.collectives import Communicator
     from heterog.runtime.deploy import DeployedStep
-    from heterog.runtime.executor import StepExecutor
-    from heterog.runtime.model_part import ModelPart
-    from heterog.runtime.rank_program import RankProgram
-    from heterog.runtime.recorder import Recorder
-    from heterog.runtime.step_order import StepOrder
+    from heterog.runtime.step.collectives import Communicator
+    from heterog.runtime.step.executor import StepExecutor
+    from heterog.runtime.step.model_part import ModelPart
+    from heterog.runtime.step.rank_program import RankProgram
+    from heterog.runtime.step.recorder import Recorder
+    from heterog.runtime.step.step_order import StepOrder
 
 MakeExecutor = Callable[["Callable[[int], Tensor] | None"], "StepExecutor"]
 """Makes an executor that reads parameters, by tensor id, by a function if one is given."""

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from heterog.cluster.topology import Cluster
-from heterog.planners.data_parallel import even_shares, proportional_shares
-from heterog.planners.planner import Candidate, PlanResult, Problem, Spending
+from heterog.methods.data_parallel import even_shares, proportional_shares
+from heterog.methods.planner import Candidate, PlanResult, Problem, Spending
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator

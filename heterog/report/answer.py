@@ -11,8 +11,8 @@ from rich.text import Text
 from heterog.explain.decided import what_was_decided
 from heterog.explain.explanation import Explanation
 from heterog.explain.peak_words import near_limit, size_with_interval
-from heterog.planners.plan import Plan
 from heterog.report.placement_table import placement_lines
+from heterog.search.plan import Plan
 from heterog.simulator.critical_path import Limit
 from heterog.units import format_bytes, format_range, format_seconds
 

@@ -7,6 +7,7 @@ from heterog.explain.decided import Range
 from heterog.explain.explanation import Explanation
 from heterog.explain.fit import RemedyKind
 from heterog.explain.peak_words import near_limit, provenance
+from heterog.pricing.peak_errors import PeakErrors
 from heterog.report.markup import (
     NUM_COLOURS,
     chip,
@@ -20,7 +21,6 @@ from heterog.report.markup import (
 from heterog.report.placement_table import amounts, range_names, split_name
 from heterog.simulator.critical_path import Limit, Purpose
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
-from heterog.simulator.peak_errors import PeakErrors
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 
 _MOST_RANGES = 40

@@ -17,9 +17,7 @@ import heterog
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.peak_words import chance_to_fit
 from heterog.files import write_atomically
-from heterog.planners.plan import Plan
-from heterog.planners.planner import MethodRow
-from heterog.planners.stability import Gain, reference_of
+from heterog.methods.planner import MethodRow
 from heterog.report.facts import (
     changes_section,
     comparison_table,
@@ -33,6 +31,8 @@ from heterog.report.lanes import view_data
 from heterog.report.markup import beside_each_other, section
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import cluster_picture, history_picture, stages_picture
+from heterog.search.plan import Plan
+from heterog.search.stability import Gain, reference_of
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.units import format_bytes, format_bytes_range, format_seconds
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Timeline
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
 
 CATEGORIES: tuple[tuple[str, frozenset[str]], ...] = (
     ("forward", frozenset({"forward"})),

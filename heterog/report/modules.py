@@ -7,7 +7,7 @@ from heterog.cluster.topology import Cluster
 from heterog.explain.lowered import IN_SLICES, MADE_WHOLE, Lowered
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.strategy.lowering import lower
+from heterog.lowering import lower
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from heterog.strategy.sync import TRAITS
 

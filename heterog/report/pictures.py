@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.explain.explanation import Explanation
-from heterog.planners.history import MethodHistory
+from heterog.lowering.program import IntArray
 from heterog.report.facts import coloured
 from heterog.report.lanes import CATEGORIES, task_categories, view_lanes
 from heterog.report.markup import chip, percent, range_colour
 from heterog.report.placement_table import amounts, range_names, sync_name
+from heterog.search.history import MethodHistory
 from heterog.simulator.timeline import Timeline
-from heterog.strategy.program import IntArray
 from heterog.units import format_seconds
 
 _SIZE, _GAP, _PER_ROW = 34, 6, 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from heterog.cluster.topology import Cluster
 from heterog.explain.decided import Decided, Range
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.simulator.critical_path import block_of, merge_blocks
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.sync import TRAITS

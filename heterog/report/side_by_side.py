@@ -9,12 +9,12 @@ from heterog.errors import HeterogError
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.peak_words import chance_to_fit, size_with_interval
 from heterog.files import write_atomically
-from heterog.planners.plan import Plan
 from heterog.report.facts import limits_bar, ranges_table
 from heterog.report.html import fill_page, notes_html, outdated, page_style
 from heterog.report.lanes import CATEGORIES
 from heterog.report.markup import chip, element, meter, percent, section
 from heterog.report.pictures import cluster_picture, small_timeline, stages_picture
+from heterog.search.plan import Plan
 from heterog.units import format_seconds
 
 MOST_PLANS = 8

@@ -12,11 +12,11 @@ from rich.text import Text
 from heterog.cluster.catalog import ListedType
 from heterog.cluster.links import LinkKind, NetworkKind
 from heterog.cluster.topology import Cluster
-from heterog.planners.arrivals.queueing import Verdict
-from heterog.planners.cost import cost_per_step
-from heterog.planners.methods import MethodNote
-from heterog.planners.planner import MethodRow
-from heterog.planners.stability import reference_of
+from heterog.methods.built_in import MethodNote
+from heterog.methods.planner import MethodRow
+from heterog.search.arrivals.queueing import Verdict
+from heterog.search.cost import cost_per_step
+from heterog.search.stability import reference_of
 from heterog.units import GIB, format_bytes, format_seconds
 
 # More device types than this do not fit side by side; then only the fullest device is shown.

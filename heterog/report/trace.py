@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from heterog.files import write_json
+from heterog.lowering.program import FloatArray
 from heterog.simulator.timeline import Lane, Timeline
-from heterog.strategy.program import FloatArray
 
 
 def write_trace(

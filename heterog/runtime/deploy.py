@@ -17,10 +17,11 @@ from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.parameter_groups import group_numbers, parameter_groups
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import FloatArray, Program, TaskKind
 from heterog.modes.on_ranks import RankMode
-from heterog.planners.plan import Plan
 from heterog.runtime.accelerators import rank_device
-from heterog.runtime.alike import (
+from heterog.runtime.step.alike import (
     batch_shapes,
     compare,
     compare_weights,
@@ -28,10 +29,10 @@ from heterog.runtime.alike import (
     of_step,
     of_workload,
 )
-from heterog.runtime.buffer_owners import buffers_of
-from heterog.runtime.collectives import Communicator
-from heterog.runtime.compiled import Compiler
-from heterog.runtime.deploy_checks import (
+from heterog.runtime.step.buffer_owners import buffers_of
+from heterog.runtime.step.collectives import Communicator
+from heterog.runtime.step.compiled import Compiler
+from heterog.runtime.step.deploy_checks import (
     as_planned,
     check_masters,
     check_modes,
@@ -39,17 +40,17 @@ from heterog.runtime.deploy_checks import (
     check_scaled,
     check_world,
 )
-from heterog.runtime.executor import StepExecutor, device_sets
-from heterog.runtime.feedback import ErrorFeedback
-from heterog.runtime.grouped_optimizer import make_optimizer
-from heterog.runtime.local_op import local_ops
-from heterog.runtime.loss_scale import LossScale
-from heterog.runtime.masters import Masters
-from heterog.runtime.model_part import ModelPart
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.recorder import Recorder, TaskTimes, gather_task_times
-from heterog.runtime.replicas import Replicas, compared_after
-from heterog.runtime.resized import (
+from heterog.runtime.step.executor import StepExecutor, device_sets
+from heterog.runtime.step.feedback import ErrorFeedback
+from heterog.runtime.step.grouped_optimizer import make_optimizer
+from heterog.runtime.step.local_op import local_ops
+from heterog.runtime.step.loss_scale import LossScale
+from heterog.runtime.step.masters import Masters
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
+from heterog.runtime.step.replicas import Replicas, compared_after
+from heterog.runtime.step.resized import (
     Signature,
     batch_by_tensor,
     by_name,
@@ -57,11 +58,10 @@ from heterog.runtime.resized import (
     resize,
     signature,
 )
-from heterog.runtime.step_order import StepOrder, step_order
-from heterog.runtime.unchanged import Unchanged
-from heterog.runtime.whole_model import WholeModel, one_model
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import FloatArray, Program, TaskKind
+from heterog.runtime.step.step_order import StepOrder, step_order
+from heterog.runtime.step.unchanged import Unchanged
+from heterog.runtime.step.whole_model import WholeModel, one_model
+from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
 
 MAX_OTHER_SHAPES = 8

@@ -23,18 +23,18 @@ from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import check_folder_writable, check_writable, read_json
-from heterog.planners.background import BackgroundPlan
-from heterog.planners.plan import Plan
-from heterog.runtime.forks import (
+from heterog.runtime.ranks.forks import (
     RankProcess,
     end_with_parent,
     fields_of_process,
     open_forks,
     rank_forks,
 )
-from heterog.runtime.place import HERE, Place
+from heterog.runtime.ranks.place import HERE, Place
+from heterog.runtime.ranks.watching import DEFAULT_LIMITS, Limits, wait_for_ranks
 from heterog.runtime.request import RunRequest
-from heterog.runtime.watching import DEFAULT_LIMITS, Limits, wait_for_ranks
+from heterog.search.background import BackgroundPlan
+from heterog.search.plan import Plan
 from heterog.user_code import trusted_source
 
 CHECKPOINT_INDEX = "checkpoint.json"
@@ -180,7 +180,7 @@ def run_ranks(
                 return []
             source = trusted_source(background.source, request.sources, str(request.plan))
             given = [source, background.batch_size, background.limit, done[rank]]
-            return ["-m", "heterog.runtime.background", *map(str, given)]
+            return ["-m", "heterog.runtime.ranks.background", *map(str, given)]
 
         failed = run_commands(
             ["-m", "heterog.runtime.rank", str(run_file)],
@@ -209,7 +209,7 @@ def _beside_ranks(plan: Plan, num_steps: int) -> BackgroundPlan | None:
     """
     if plan.background is None:
         return None
-    from heterog.runtime.background import has_own_process  # which imports torch
+    from heterog.runtime.ranks.background import has_own_process  # which imports torch
 
     if not has_own_process(plan.cluster):
         return None  # the ranks run it themselves
@@ -250,7 +250,7 @@ def temporary_folder() -> Iterator[Path]:
 def _background_summary(
     measured: Mapping[str, Any], background: BackgroundPlan, done: Sequence[Any]
 ) -> dict[str, Any]:
-    """Results of both jobs; see ``runtime.background`` for how the limit was kept."""
+    """Results of both jobs; see ``runtime.ranks.background`` for how the limit was kept."""
     times = measured["step_times_s"]
     alone, together = times[:ALONE_STEPS], times[ALONE_STEPS:]
     # The background jobs of all ranks began after the steps without them.

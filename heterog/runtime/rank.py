@@ -29,7 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
 from heterog.graph.workload import Workload
-from heterog.planners.plan import Plan, load_plan
+from heterog.lowering.program import FloatArray
 from heterog.runtime.accelerators import (
     CPU_BACKEND,
     backends,
@@ -38,17 +38,17 @@ from heterog.runtime.accelerators import (
     stream_of_priority,
     use_device,
 )
-from heterog.runtime.background import (
+from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.launch import HEARTBEAT, PORT_FILE
+from heterog.runtime.ranks.background import (
     Governor,
     LowPriorityThread,
     Trainer,
     has_own_process,
 )
-from heterog.runtime.collectives import gather_texts
-from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.runtime.launch import HEARTBEAT, PORT_FILE
 from heterog.runtime.request import RunRequest, read_request
-from heterog.strategy.program import FloatArray
+from heterog.runtime.step.collectives import gather_texts
+from heterog.search.plan import Plan, load_plan
 from heterog.user_code import trusted_source
 from heterog.zoo import load_workload
 

@@ -13,9 +13,9 @@ from typing import ClassVar
 
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically
-from heterog.planners.plan import Plan, load_plan
 from heterog.records import STRICT, parse_dataclass
-from heterog.runtime.watching import Limits
+from heterog.runtime.ranks.watching import Limits
+from heterog.search.plan import Plan, load_plan
 from heterog.user_code import trusted_source
 
 

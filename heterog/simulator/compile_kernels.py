@@ -8,8 +8,8 @@ import sys
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, R, S
+from heterog.lowering.kernels import compilation_told
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.kernels import compilation_told
 
 
 def smallest_graph() -> OpGraph:

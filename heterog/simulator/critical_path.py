@@ -13,10 +13,10 @@ from enum import StrEnum
 from itertools import groupby
 
 from heterog.cluster.topology import Cluster
-from heterog.simulator.cost_model import CostModel
+from heterog.lowering.channels import Channel, ChannelKind
+from heterog.lowering.program import TaskKind
+from heterog.pricing.cost_model import CostModel
 from heterog.simulator.timeline import PathStep, Timeline
-from heterog.strategy.channels import Channel, ChannelKind
-from heterog.strategy.program import TaskKind
 
 # A link counts as the slowest one if it needs at least this part of the longest time.
 _AS_SLOW = 0.99

@@ -35,12 +35,8 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.simulator.cost_model import Prices
-from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
-from heterog.simulator.timings import Timings, Workspace, make_workspace
-from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import IN_TURN, NUM_TASKS, Tape
-from heterog.strategy.program import (
+from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
     LAST_OP_KIND,
@@ -48,6 +44,10 @@ from heterog.strategy.program import (
     IntArray,
     TaskKind,
 )
+from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
+from heterog.pricing.cost_model import Prices
+from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
+from heterog.simulator.timings import Timings, Workspace, make_workspace
 
 _REMAKE = int(TaskKind.REMAKE)
 _UPDATE = int(TaskKind.UPDATE)

@@ -9,16 +9,16 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.cost_model import CostModel
+from heterog.lowering import Choice, encode, resident_bytes
+from heterog.lowering.program import FloatArray
+from heterog.lowering.tape import mark_channels
+from heterog.pricing.cost_model import CostModel
+from heterog.pricing.intervals import Interval, interval_around
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome, given_up
 from heterog.simulator.feasibility import MEMORY_MARGIN, Feasibility
 from heterog.simulator.floor import floor_s
-from heterog.simulator.intervals import Interval, interval_around
 from heterog.simulator.runs import Lowered, Runner
-from heterog.strategy.lowering import Choice, encode, resident_bytes
-from heterog.strategy.lowering.tape import mark_channels
-from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 UNROLLED_STEPS = 8

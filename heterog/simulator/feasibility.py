@@ -9,11 +9,11 @@ from heterog.graph.batch_plan import micro_batches_refused, norms_of_lone_values
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.update_scope import UpdateScope
+from heterog.lowering import Choice
+from heterog.lowering.program import FloatArray
+from heterog.pricing.rule_sets import RuleSets
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
-from heterog.simulator.rule_sets import RuleSets
-from heterog.strategy.lowering import Choice
-from heterog.strategy.program import FloatArray
 from heterog.strategy.stepping import apart_fault
 from heterog.units import format_bytes
 

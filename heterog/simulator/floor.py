@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from heterog.simulator.price_table import PriceTable
-from heterog.strategy.lowering import Choice
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.lowering import Choice
+from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.tables import Domain
+from heterog.pricing.price_table import PriceTable
 from heterog.strategy.sync import Sharded
-from heterog.strategy.tables import Domain
 
 
 def floor_s(prices: PriceTable, choice: Choice) -> float:

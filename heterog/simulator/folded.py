@@ -1,4 +1,4 @@
-"""Evaluations that lower devices that do the same only once; see ``strategy.folding``.
+"""Evaluations that lower devices that do the same only once; see ``lowering.folding``.
 
 Twins that share no link do the same at the same time, so step time and memory equal those of all
 devices together. Messages that meet on a link (the NIC of a host, say) are served one after the
@@ -13,14 +13,14 @@ import numpy.typing as npt
 
 from heterog.cluster.execution import Sends
 from heterog.cluster.topology import Cluster
-from heterog.simulator.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
-from heterog.strategy.channels import Channel, ChannelTable
-from heterog.strategy.folding import Fold, channels_named, fold_choice, folds
-from heterog.strategy.lowering import Choice, lower_to_tape, make_scratch
-from heterog.strategy.lowering.scratch import Scratch
-from heterog.strategy.lowering.tape import APART, Tape, make_tape, mark_channels
-from heterog.strategy.program import IntArray
-from heterog.strategy.tables import GraphTables
+from heterog.lowering import Choice, lower_to_tape, make_scratch
+from heterog.lowering.channels import Channel, ChannelTable
+from heterog.lowering.folding import Fold, channels_named, fold_choice, folds
+from heterog.lowering.program import IntArray
+from heterog.lowering.scratch import Scratch
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import APART, Tape, make_tape, mark_channels
+from heterog.pricing.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
 
 _MOST_PRICES = 256  # folds whose channels stay priced
 _MOST_SCRATCHES = 8

@@ -1,7 +1,7 @@
 """Binary heaps in flat arrays: waiting tasks by priority, events by time."""
 
-from heterog.strategy.kernels import helper
-from heterog.strategy.program import FloatArray, IntArray
+from heterog.lowering.kernels import helper
+from heterog.lowering.program import FloatArray, IntArray
 
 
 @helper

@@ -38,7 +38,7 @@ from heterog.cluster.hardware import DeviceType
 from heterog.cluster.topology import Cluster
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
-from heterog.simulator.cost_model import CostModel
+from heterog.pricing.cost_model import CostModel
 
 # Sums of the same seconds in another order differ by about 1e-13; a strategy that is optimal must
 # not fall below its bound for that.

@@ -4,17 +4,17 @@ A buffer is alive from the start of the task that makes it to the end of its las
 issues and frees communication only between two ops, so a message that arrives or leaves while an
 op runs stays in memory as long as this op. Memory of the whole step (parameters, optimizer state,
 batch, room for the largest weight that a kernel reorders) comes from
-``strategy.lowering.resident_bytes``. Small workspaces and the rounding of allocators are covered
+``lowering.resident_bytes``. Small workspaces and the rounding of allocators are covered
 by the evaluator's ``MEMORY_MARGIN``, the device's context by a cluster's ``reserved_memory``.
 """
 
 import numpy as np
 import numpy.typing as npt
 
+from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
+from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.simulator.timings import Timings
-from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, Program
 
 _FEW = 8
 """Buffers of a task that are looked through one after the other."""

@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.graph.op_graph import OpGraph, Phase
+from heterog.lowering import Choice, resident_bytes
+from heterog.lowering.program import LAST_OP_KIND, FloatArray, Program
+from heterog.lowering.tables import GraphTables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory import buffer_lives, of_each_device
-from heterog.strategy.lowering import Choice, resident_bytes
-from heterog.strategy.program import LAST_OP_KIND, FloatArray, Program
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import GraphTables
 
 
 class MemoryKind(StrEnum):

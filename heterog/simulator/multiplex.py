@@ -24,9 +24,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.strategy.channels import communicators
-from heterog.strategy.kernels import kernel
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
+from heterog.lowering.channels import communicators
+from heterog.lowering.kernels import kernel
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program
 
 WARM_UP_STEPS = 2
 MEASURED_STEPS = 6

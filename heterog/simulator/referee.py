@@ -29,14 +29,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.simulator.cost_model import Prices
+from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import helper, kernel
+from heterog.lowering.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.lowering.tape import NUM_TASKS, Tape
+from heterog.pricing.cost_model import Prices
 from heterog.simulator.engine import GIVEN_UP, SEND, latency_of, sender, touch
 from heterog.simulator.heaps import pop_event, push_event
 from heterog.simulator.timings import Timings
-from heterog.strategy.kernel_arguments import by_reference
-from heterog.strategy.kernels import helper, kernel
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_FREE_KIND, FIRST_LINK_KIND, FloatArray, IntArray
 
 
 def replay(

@@ -9,22 +9,22 @@ import numpy as np
 
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.calibration import cost_model_of
-from heterog.simulator.cost_model import CostModel, Prices
+from heterog.lowering import Choice, kept_bytes, lower_to_tape, program_from_tape
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.folding import Fold
+from heterog.lowering.program import FloatArray, Program
+from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.lowering.tape import NUM_TASKS, Tape, make_tape
+from heterog.pricing.calibration import cost_model_of
+from heterog.pricing.cost_model import CostModel, Prices
+from heterog.pricing.noise import Noise, noisy_prices, noisy_seconds
+from heterog.pricing.price_table import PriceTable
+from heterog.pricing.rule_sets import RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
 from heterog.simulator.folded import Folding
 from heterog.simulator.memory import peak_memory
-from heterog.simulator.noise import Noise, noisy_prices, noisy_seconds
-from heterog.simulator.price_table import PriceTable
 from heterog.simulator.referee import replay
-from heterog.simulator.rule_sets import RuleSets
 from heterog.simulator.timings import Timings, make_timings, with_room
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.folding import Fold
-from heterog.strategy.lowering import Choice, kept_bytes, lower_to_tape, program_from_tape
-from heterog.strategy.lowering.tape import NUM_TASKS, Tape, make_tape
-from heterog.strategy.program import FloatArray, Program
-from heterog.strategy.tables import GraphTables, graph_tables
 
 LEAST_FOLDED = 30_000
 """Fewest ops, on all devices in all micro-batches and steps, for which it pays to look for devices

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from heterog.strategy.lowering.tape import (
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tape import (
     NUM_BUFFERS,
     NUM_READS,
     NUM_TASKS,
     Tape,
     make_tape,
 )
-from heterog.strategy.program import TaskKind
 
 
 class TapeWriter:

@@ -15,10 +15,10 @@ import numpy.typing as npt
 from heterog.cluster.execution import Sends
 from heterog.cluster.topology import Cluster
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering.channels import Channel, ChannelKind, communicators
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.memory import buffer_lives
-from heterog.strategy.channels import Channel, ChannelKind, communicators
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
-from heterog.strategy.tables import GraphTables, graph_tables
 
 # Two times are the same instant if they differ by less than this part of the whole: seconds are
 # added up in different orders along different paths.

@@ -3,8 +3,8 @@
 A synchronisation has two sides, which only this table combines: how sums travel, and how much
 of the training state each replica keeps a slice of instead of the whole. What the framework asks
 about a synchronisation it asks ``TRAITS``, so a new one is a row here and, if its sums travel in a
-new way, a channel (``channels``), its price (``simulator.collectives``) and the call that moves it
-(``runtime.collectives``).
+new way, a channel (``channels``), its price (``pricing.collectives``) and the call that moves it
+(``runtime.step.collectives``).
 """
 
 from enum import IntEnum

@@ -24,8 +24,8 @@ from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, reward_of
 from heterog.errors import ConformanceError, HeterogError
 from heterog.graph.serialize import save_graph
-from heterog.planners.planner import Budget
-from heterog.planners.request import Request
+from heterog.methods.planner import Budget
+from heterog.search.request import Request
 from tests.envs.cases import language_graph, mixed_cluster
 
 CODE = """
@@ -37,7 +37,7 @@ from torch_geometric.utils import to_dense_batch
 from heterog.agents.encoder import mlp
 from heterog.envs.observation import NUM_BLOCK_FEATURES, NUM_CANDIDATE_FEATURES
 from heterog.envs.reward import reward_of
-from heterog.planners.registry import built_in_methods
+from heterog.methods.registry import built_in_methods
 
 
 def halved(pair, score):

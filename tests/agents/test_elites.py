@@ -6,7 +6,7 @@ import numpy as np
 
 from heterog.agents.elites import balanced_stages
 from heterog.agents.imitation import search_pair
-from heterog.strategy.program import IntArray
+from heterog.lowering.program import IntArray
 from tests.envs.cases import pipelined_pair
 
 

@@ -18,13 +18,13 @@ from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
 from heterog.envs.pair import Loads, Pair, RunningMemory
 from heterog.envs.strategy_env import StrategyEnv
 from heterog.envs.toy import chain_graph
-from heterog.planners.planner import Budget, Problem
+from heterog.lowering.program import IntArray
+from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.program import IntArray
 from heterog.strategy.strategy import Strategy
 from tests.envs.cases import mixed_cluster, pipelined_pair
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 
 

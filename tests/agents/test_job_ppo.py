@@ -5,10 +5,10 @@ import pytest
 
 from heterog.agents.job_ppo import play, train_jobs
 from heterog.envs.job_partition import JobPartitionEnv
-from heterog.planners.arrivals.deadlines import EPISODE_S, draw_requests
-from heterog.planners.arrivals.profiled import RampCluster
-from heterog.planners.arrivals.queueing import blocking_rate
-from heterog.planners.arrivals.rules import most_devices, run_rule
+from heterog.search.arrivals.deadlines import EPISODE_S, draw_requests
+from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.queueing import blocking_rate
+from heterog.search.arrivals.rules import most_devices, run_rule
 from tests.thorough import THOROUGH
 
 CLUSTER = RampCluster()

@@ -28,17 +28,17 @@ from heterog.envs.clusters import ClusterRange, random_cluster
 from heterog.envs.pair import Pair
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.allotment import Allotment
-from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.judging import run_method
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.registry import built_in_methods
+from heterog.methods.data_parallel import uniform_strategy
+from heterog.methods.planner import Budget, Problem
+from heterog.methods.registry import built_in_methods
+from heterog.search.allotment import Allotment
+from heterog.search.judging import run_method
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Sync
 from tests.envs.cases import language_graph, language_pair, mixed_cluster, pipelined_pair
-from tests.planners.asking import run_methods
+from tests.search.asking import run_methods
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ import pytest
 from heterog.cluster import Cluster, PairLimit
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import ClusterError, InputFileError
-from heterog.simulator.collectives import alpha_beta
-from heterog.strategy.channels import Channel, ChannelTable
+from heterog.lowering.channels import Channel, ChannelTable
+from heterog.pricing.collectives import alpha_beta
 
 HOSTS = """schema_version: 1
 name: sites

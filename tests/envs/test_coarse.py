@@ -5,11 +5,11 @@ import pytest
 
 from heterog.envs.merging import cut_blocks, merge_tables
 from heterog.envs.pair import Pair
+from heterog.lowering.space import StrategySpace
+from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
-from heterog.strategy.tables import graph_tables
 from tests.envs.cases import language_graph, language_pair, mixed_cluster
 
 

@@ -12,11 +12,11 @@ from heterog.envs.job_partition import JobPartitionEnv
 from heterog.envs.registration import JOB_PARTITION
 from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
-from heterog.planners.arrivals.deadlines import draw_requests
-from heterog.planners.arrivals.evaluated import EvaluatedCluster, TrainingJob
-from heterog.planners.arrivals.profiled import RampCluster
-from heterog.planners.arrivals.queueing import blocking_rate
-from heterog.planners.arrivals.rules import most_devices, run_rule
+from heterog.search.arrivals.deadlines import draw_requests
+from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
+from heterog.search.arrivals.profiled import RampCluster
+from heterog.search.arrivals.queueing import blocking_rate
+from heterog.search.arrivals.rules import most_devices, run_rule
 
 
 def test_gymnasium_accepts_it() -> None:

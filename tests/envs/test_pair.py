@@ -26,7 +26,7 @@ from tests.envs.cases import (
     pipelined_pair,
     toy_pair,
 )
-from tests.planners.asking import run_methods
+from tests.search.asking import run_methods
 
 
 def test_every_candidate_is_legal_and_different() -> None:
@@ -257,7 +257,7 @@ def test_reward_is_the_log_of_the_speedup_and_grades_overrun() -> None:
 
 
 def test_baseline_is_the_best_data_parallel_plan() -> None:
-    from heterog.planners.planner import Budget
+    from heterog.methods.planner import Budget
     from heterog.simulator.evaluator import Evaluator
 
     pair = language_pair()

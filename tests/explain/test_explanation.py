@@ -17,18 +17,18 @@ from heterog.explain.explanation import Explanation, explain
 from heterog.explain.fit import RemedyKind, _choice, remedies
 from heterog.explain.what_if import with_idle_devices
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.plan import Plan
-from heterog.planners.teams import rules_of_model
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.teams import rules_of_model
+from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import memory_fit
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from tests.planners.asking import make_plan
-from tests.planners.test_recomputing import NESTED, TWO, written_out
-from tests.planners.test_repair import with_memory
+from tests.methods.test_recomputing import NESTED, TWO, written_out
+from tests.methods.test_repair import with_memory
+from tests.search.asking import make_plan
 from tests.simulator import builders
 from tests.simulator.builders import cluster_of, linear_chain, plan_by_hand, strategy_of
 from tests.strategy.test_layouts import GRAPH

@@ -25,16 +25,16 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRules
 from heterog.graph.workload import Workload
-from heterog.planners.background import plan_background
-from heterog.planners.plan import Plan
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.lowering.tables import graph_tables
+from heterog.search.background import plan_background
+from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.channels import ChannelKind
-from heterog.strategy.lowering import lower
 from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.program import FIRST_LINK_KIND, Program, TaskKind
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from heterog.strategy.tables import graph_tables
 from heterog.strategy.tensor_parallel import shardings
 from heterog.units import format_bytes, format_seconds
 from tests.simulator import builders

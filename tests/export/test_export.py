@@ -29,12 +29,12 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
-from heterog.planners.plan import Plan
 from heterog.runtime.launch import free_port
-from heterog.runtime.testbed import load_testbed
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.search.plan import Plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
 

@@ -14,7 +14,7 @@ from heterog.fidelity.comparison import (
     ordered_pairs,
     regret,
 )
-from heterog.simulator.intervals import Interval, interval_around
+from heterog.pricing.intervals import Interval, interval_around
 
 
 def runs(pairs: Sequence[tuple[float, float]], choice: str = "") -> list[Compared]:

@@ -14,7 +14,7 @@ from heterog.errors import StrategyError
 from heterog.graph.halo import Rows, Stencil
 from heterog.graph.placement import Arg, OpCall, TensorMeta, TensorRef
 from heterog.graph.sharding_rules.halo import stencil_of
-from heterog.runtime.windows import Windows, fit, run_on_windows
+from heterog.runtime.step.windows import Windows, fit, run_on_windows
 
 aten = torch.ops.aten
 TOLERANCE = 2e-12

@@ -17,12 +17,12 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import P, R
 from heterog.graph.serialize import graph_from_dict, graph_to_dict, load_graph, save_graph
-from heterog.planners.plan import load_plan
+from heterog.pricing.roofline import Roofline
+from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.roofline import Roofline
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.thorough import one_in
 
 

@@ -35,8 +35,8 @@ from heterog.graph.sharding_rules.pointwise import IDENTITIES, LINEAR_IN_FIRST, 
 from heterog.graph.sharding_rules.table import axis, choose, shape_of
 from heterog.graph.sparse_pattern import pattern_of
 from heterog.graph.sparse_product import multiply
-from heterog.runtime.causal_rows import on_causal_rows
-from heterog.runtime.local_op import look_up_own_words
+from heterog.runtime.step.causal_rows import on_causal_rows
+from heterog.runtime.step.local_op import look_up_own_words
 
 aten = torch.ops.aten
 Op = Callable[..., Any]

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from heterog.balance import Balancer
 from heterog.healing.loop import HealingLoop
-from heterog.runtime.collectives import gather_texts
+from heterog.runtime.step.collectives import gather_texts
 
 NUM_SAMPLES, BATCH_SIZE = 50, 8
 

@@ -23,14 +23,14 @@ from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
 from heterog.healing.planning import Planning
 from heterog.healing.question import FIRST_METHODS, Question
-from heterog.planners.plan import load_plan
 from heterog.runtime.launch import ranks_of_this_process
+from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest
-from heterog.runtime.watching import Limits
+from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
 from tests.healing.elastic_loop import BATCH_SIZE, NUM_SAMPLES, Numbers, make_model, train
-from tests.planners.asking import make_plan
 from tests.runtime.ranks import FORKS, capture_before_forks
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
 

@@ -19,8 +19,8 @@ from heterog.healing.host import HostProcess, main
 from heterog.healing.rendezvous import TOKEN, Rendezvous, own_host
 from heterog.healing.several import SeveralHosts
 from heterog.runtime.launch import free_port
+from heterog.runtime.ranks.watching import LaunchError, Limits
 from heterog.runtime.request import RunRequest
-from heterog.runtime.watching import LaunchError, Limits
 from tests.runtime.ranks import FORKS, capture_before_forks
 from tests.simulator.builders import cluster_of
 
@@ -117,7 +117,7 @@ def started(
 ) -> Iterator[Callable[[str], tuple[SeveralHosts, Hosts, list[str]]]]:
     """Starts hosts A, B with two devices, and C, whose ranks get a model's name."""
     made: list[tuple[SeveralHosts, Hosts]] = []
-    monkeypatch.setattr("heterog.runtime.watching._GRACE_S", 0.1)  # no rank ends by itself
+    monkeypatch.setattr("heterog.runtime.ranks.watching._GRACE_S", 0.1)  # no rank ends by itself
 
     def start(model: str) -> tuple[SeveralHosts, Hosts, list[str]]:
         said: list[str] = []

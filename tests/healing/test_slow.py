@@ -16,14 +16,14 @@ from heterog.graph.capture import capture
 from heterog.healing.busy import BusyClock
 from heterog.healing.job import HealingJob
 from heterog.healing.options import HealOptions
-from heterog.planners.plan import load_plan
-from heterog.runtime import testbed
+from heterog.lowering import lower
+from heterog.lowering.program import FIRST_LINK_KIND
+from heterog.runtime.ranks import testbed
+from heterog.runtime.ranks.testbed import Testbed, is_supported
 from heterog.runtime.request import RunRequest
-from heterog.runtime.testbed import Testbed, is_supported
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import FIRST_LINK_KIND
+from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.thorough import THOROUGH
 
 _REASON = is_supported()

@@ -123,9 +123,9 @@ def evaluation() -> Walk:
 
 def planning() -> Walk:
     """A graph to a plan, by all methods."""
-    from heterog.planners.plan import make_plan
-    from heterog.planners.planner import Budget
-    from heterog.planners.request import Request
+    from heterog.methods.planner import Budget
+    from heterog.search.plan import make_plan
+    from heterog.search.request import Request
 
     graph, cluster = _asked()
     with walking() as walk:

@@ -11,13 +11,13 @@ from heterog.cluster import Cluster
 from heterog.explain.explanation import Explanation, explain
 from heterog.explain.peak_words import chance_to_fit
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import Plan
 from heterog.report.answer import MOST_LINES, answer, brief_answer
 from heterog.report.html import report_html
 from heterog.report.placement_table import amounts, columns_by_host, legend, range_name
+from heterog.search.plan import Plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.units import format_bytes, format_seconds
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import (
     cluster_of,
     linear_chain,

@@ -11,14 +11,14 @@ from torch.nn import functional
 
 import heterog
 from heterog.cluster import Cluster
-from heterog.planners.plan import Plan
 from heterog.report.lanes import view_lanes
 from heterog.report.side_by_side import NamedPlan, write_comparison_page
+from heterog.search.plan import Plan
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.strategy import Decision, Sync
-from tests.planners.asking import make_plan
 from tests.report.browser import SIZE, chromium, complaints, requests
 from tests.report.hostile import forced
+from tests.search.asking import make_plan
 from tests.simulator import builders
 from tests.thorough import THOROUGH, few_of
 

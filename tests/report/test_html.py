@@ -20,21 +20,21 @@ from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError
 from heterog.explain.explanation import Explanation, explain
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
-from heterog.planners.history import MOST_POINTS, SearchHistory
-from heterog.planners.plan import Plan, load_plan
 from heterog.report.html import report_html, write_report
 from heterog.report.lanes import CATEGORIES, MAX_PIECES, thinned, view_data, view_lanes
 from heterog.report.markup import percent
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import history_picture
 from heterog.report.side_by_side import NamedPlan, comparison_html, write_comparison_page
+from heterog.search.history import MOST_POINTS, SearchHistory
+from heterog.search.plan import Plan, load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.timeline import Timeline
 from heterog.strategy.strategy import Decision, Sync
 from heterog.units import format_bytes, format_seconds
-from tests.planners.asking import make_plan
 from tests.report.hostile import forced
+from tests.search.asking import make_plan
 from tests.simulator import builders
 
 

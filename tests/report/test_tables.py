@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heterog.cluster import Cluster, preset_names
-from heterog.planners.planner import MethodRow
+from heterog.methods.planner import MethodRow
 from heterog.report.tables import clusters_table, methods_table, models_table
 from heterog.zoo import registry
 

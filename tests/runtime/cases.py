@@ -19,12 +19,12 @@ from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.local_losses import local_blocks
-from heterog.planners.plan import load_plan
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.runtime.executor import StepExecutor
-from heterog.runtime.resized import Signature, signature
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.runtime.step.executor import StepExecutor
+from heterog.runtime.step.resized import Signature, signature
+from heterog.search.plan import load_plan
 from heterog.zoo.moe import MixtureOfExperts
 from tests.runtime.llama import TinyLlama
 from tests.runtime.translation import PADDING, TinyT5
@@ -520,7 +520,7 @@ def capture_case(workload: Workload, planned: OpGraph | None = None) -> Captured
 
 def _captures(function: Callable[..., CapturedStep]) -> "list[mock._patch[Any]]":
     """Patches with which deployed steps are captured by another function."""
-    modules = ("heterog.runtime.deploy", "heterog.runtime.resized")
+    modules = ("heterog.runtime.deploy", "heterog.runtime.step.resized")
     return [mock.patch(f"{module}.capture_step", function) for module in modules]
 
 

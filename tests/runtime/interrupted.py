@@ -1,9 +1,9 @@
 """A run that saves while it is not settled, and what goes on from its checkpoint."""
 
 from heterog.errors import StrategyError
-from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.search.plan import load_plan
 from tests.runtime.cases import batch_of, workload_of
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from heterog.graph.op_graph import OpGraph, Phase
-from heterog.planners.plan import Plan
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
-from heterog.strategy.tables import graph_tables
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tables import graph_tables
+from heterog.search.plan import Plan
 from tests.runtime.cases import SGD, STEPS, Recipe, Trained, trained_by, workload_of
 from tests.strategy.reading import Reading, Shares
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.serialize import graph_from_dict
-from heterog.runtime.collectives import Communicator
+from heterog.runtime.step.collectives import Communicator
 from tests.runtime.cases import capture_cases_once
 
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -78,7 +78,7 @@ def _read_graphs_once() -> None:
             known[text] = graph_from_dict(record, where)
         return known[text]
 
-    mock.patch("heterog.planners.plan.graph_from_dict", read_once).start()
+    mock.patch("heterog.search.plan.graph_from_dict", read_once).start()
 
 
 def _remember_communicators() -> list[Communicator]:

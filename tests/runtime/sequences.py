@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from tests.runtime.cases import STEPS, Trained, captured_once
 from tests.runtime.llama import TinyLlama
 

@@ -8,7 +8,7 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import Plan
+from heterog.search.plan import Plan
 from heterog.strategy.division import split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, workload_of

@@ -11,9 +11,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import load_plan
-from heterog.runtime.alike import BatchShapes
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.step.alike import BatchShapes
+from heterog.search.plan import load_plan
 from tests.runtime.cases import BATCH, batch_of, captured_once, workload_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, graph_of, plan_of, strategy_of

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
+from heterog.lowering import lower
 from heterog.modes.asynchronous.ranks import AsynchronousTraining
 from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
-from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import deploy
-from heterog.runtime.rehearsal import rehearse
-from heterog.strategy.lowering import lower
+from heterog.runtime.measure.rehearsal import rehearse
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.interrupted import interrupted_after

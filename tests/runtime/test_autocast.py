@@ -11,8 +11,8 @@ from torch.nn import functional
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.runtime.cases import STEPS, TinyGpt, batch_of, mlp, token_loss
 from tests.runtime.ranks import Ranks

@@ -14,18 +14,18 @@ from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import lower
 from heterog.modes.averaging.buckets import averaged_buckets
 from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
 from heterog.modes.averaging.ranks import Averager, OuterState, changes_key, outer_step
 from heterog.modes.averaging.value import AverageWeights, Averaging
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
-from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
-from heterog.runtime.collectives import Communicator, Pending
 from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.runtime.masters import Masters
-from heterog.runtime.rehearsal import rehearse
-from heterog.strategy.lowering import lower
+from heterog.runtime.measure.rehearsal import rehearse
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.masters import Masters
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import batch_of, workload_of
 from tests.runtime.codec_reference import meant

@@ -14,12 +14,12 @@ import torch
 
 from heterog.envs.toy import chain_graph
 from heterog.errors import HeterogError
-from heterog.planners.background import BackgroundPlan
-from heterog.runtime.background import Governor, LowPriorityThread, StepWatch, Trainer
 from heterog.runtime.launch import HEARTBEAT, run_commands, run_ranks
+from heterog.runtime.ranks.background import Governor, LowPriorityThread, StepWatch, Trainer
 from heterog.runtime.request import RunRequest
+from heterog.search.background import BackgroundPlan
 from heterog.zoo import load_workload
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 
 JOB = """
@@ -120,7 +120,7 @@ def test_the_process_trains_beside_a_rank(tmp_path: Path) -> None:
     with words.open("w") as sink:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "heterog.runtime.background"),
+                *(sys.executable, "-m", "heterog.runtime.ranks.background"),
                 *(model, "8", "2", str(output)),
             ],
             env={**os.environ, HEARTBEAT: str(heartbeat)},

@@ -26,8 +26,8 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Strategy
 from tests.runtime.any_strategy import any_strategy
 from tests.runtime.cases import (

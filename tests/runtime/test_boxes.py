@@ -18,7 +18,7 @@ from heterog.runtime.checkpoint.boxes import (
     whole_box,
     whole_piece,
 )
-from heterog.runtime.placed import cut
+from heterog.runtime.step.placed import cut
 
 
 def numbered(shape: tuple[int, ...]) -> Tensor:

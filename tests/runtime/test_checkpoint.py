@@ -21,7 +21,6 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime import checkpoint
 from heterog.runtime.checkpoint import files, load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.checkpoint.boxes import Box, whole_box
@@ -29,6 +28,7 @@ from heterog.runtime.checkpoint.contents import Contents, SavedOptimizer, checks
 from heterog.runtime.checkpoint.files import Entry, read_boxes, read_tensors
 from heterog.runtime.checkpoint.resume import new_options
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.cases import MODELS, NORMALISED, batch_of, captured_once
 from tests.runtime.ranks import Ranks

@@ -18,10 +18,10 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.checkpoint import load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.checkpoint.files import read_tensors
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.any_strategy import any_strategy

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from heterog.runtime.collectives import Communicator
+from heterog.runtime.step.collectives import Communicator
 from tests.runtime.ranks import Ranks
 
 SIZE = 1 << 18

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from heterog.cluster import Cluster, PairLimit
-from heterog.planners.host_order import on_hosts
-from tests.planners.asking import make_plan
+from heterog.methods.host_order import on_hosts
 from tests.runtime.cases import MODELS, SGD, assert_same, reference, train, train_sharded
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of, plan_by_hand
 from tests.thorough import one_in
 

@@ -7,7 +7,7 @@ import torch
 
 from heterog.cluster import Cluster, DeviceType, device_type
 from heterog.cluster.spec import parse_cluster
-from heterog.runtime.detect import (
+from heterog.runtime.measure.detect import (
     FoundDevice,
     FoundLink,
     FoundMachine,

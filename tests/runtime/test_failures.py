@@ -18,14 +18,14 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
-from heterog.runtime import testbed as module
 from heterog.runtime.launch import ranks_of_this_process, run_commands, run_ranks
 from heterog.runtime.rank import _listen, join
+from heterog.runtime.ranks import testbed as module
+from heterog.runtime.ranks.testbed import Testbed
+from heterog.runtime.ranks.watching import LaunchError, Limits
 from heterog.runtime.request import RunRequest
-from heterog.runtime.testbed import Testbed
-from heterog.runtime.watching import LaunchError, Limits
 from heterog.zoo import load_workload
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH, few_of
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from heterog.runtime.forks import SWITCH, Forks, RankProcess, open_forks, rank_forks
 from heterog.runtime.launch import parent_of, start_rank
+from heterog.runtime.ranks.forks import SWITCH, Forks, RankProcess, open_forks, rank_forks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks are told apart on Linux")
 

@@ -8,7 +8,7 @@ import torch
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_rule import OpRules
-from heterog.planners.plan import load_plan
+from heterog.search.plan import load_plan
 from heterog.strategy.graph_split import feature_rules, row_rules
 from heterog.strategy.strategy import Decision
 from tests.runtime.cases import Trained, assert_same

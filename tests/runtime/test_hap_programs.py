@@ -8,9 +8,9 @@ import pytest
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.hap import Synthesis
-from heterog.planners.spmd.prices import SpmdPrices
-from heterog.planners.spmd.programs import op_rules
+from heterog.methods.hap.planner import Synthesis
+from heterog.methods.hap.prices import SpmdPrices
+from heterog.methods.hap.programs import op_rules
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import SGD, assert_same, reference, train_sharded

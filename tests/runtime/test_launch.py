@@ -12,15 +12,15 @@ import pytest
 from heterog.cli import main
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
-from heterog.planners.plan import load_plan
 from heterog.runtime import launch
 from heterog.runtime.launch import ranks_of_this_process, run_ranks
-from heterog.runtime.place import HERE, Place
+from heterog.runtime.ranks.place import HERE, Place
+from heterog.runtime.ranks.watching import LaunchError, Limits
 from heterog.runtime.request import RunRequest
-from heterog.runtime.watching import LaunchError, Limits
+from heterog.search.plan import load_plan
 from heterog.strategy.tensor_parallel import shardings
 from heterog.zoo import load_workload
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of, plan_by_hand
 from tests.thorough import THOROUGH
 

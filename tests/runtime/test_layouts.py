@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from heterog.graph.axis_plan import axis_plan
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of

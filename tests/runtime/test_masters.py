@@ -19,11 +19,11 @@ from heterog.errors import CaptureError
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.runtime.checkpoint import load_checkpoint, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.any_strategy import any_strategy
 from tests.runtime.cases import TinyGpt, batch_of, captured_once, mlp, token_loss

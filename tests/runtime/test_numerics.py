@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.registry import built_in_methods
+from heterog.methods.registry import built_in_methods
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from tests.planners.asking import make_plan
 from tests.runtime.cases import (
     MODELS,
     NORMALISED,
@@ -36,6 +35,7 @@ from tests.runtime.strategies import (
     random_strategy,
     strategy_of,
 )
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import IS_THOROUGH, cases, one_in
 

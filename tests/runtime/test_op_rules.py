@@ -14,9 +14,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import P, R, S
-from heterog.planners.plan import load_plan
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import REPLICATED, Decision, OpRule, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.cases import (

@@ -13,7 +13,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.runtime.resized import batch_by_tensor
+from heterog.runtime.step.resized import batch_by_tensor
 from heterog.strategy.division import batch_shares
 from heterog.strategy.layouts.tensor import team_rules
 from heterog.strategy.strategy import Decision, Strategy, Sync

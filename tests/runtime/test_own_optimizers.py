@@ -17,8 +17,8 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.update_scope import UpdateScope
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
@@ -26,10 +26,10 @@ from heterog.strategy.pipeline_schedule import AS_IT_COMES
 from heterog.strategy.stepping import scope_fault
 from heterog.strategy.strategy import Strategy
 from tests.own_optimizers import AdamW, Lookahead, Own
-from tests.planners.asking import make_plan
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, ZERO, cluster, plan_of, random_strategy, strategy_of
+from tests.search.asking import make_plan
 from tests.thorough import cases
 
 STEPS = 3

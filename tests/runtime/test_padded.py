@@ -13,13 +13,13 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
 from heterog.modes.stash.value import WeightStash
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 from tests.runtime.cases import captured_once
 from tests.runtime.grids import grid_cluster

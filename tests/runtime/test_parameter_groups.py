@@ -19,10 +19,10 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
 from heterog.modes.asynchronous.value import AsynchronousServer
 from heterog.modes.averaging.value import Averaging
-from heterog.planners.plan import load_plan
-from heterog.runtime.background import Trainer
 from heterog.runtime.checkpoint import load_checkpoint, read_contents, save_checkpoint
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.runtime.ranks.background import Trainer
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, captured_once
 from tests.runtime.ranks import Ranks

@@ -15,23 +15,23 @@ from heterog.errors import HeterogError, InputFileError
 from heterog.graph.capture import CapturedStep, capture, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
-from heterog.runtime import op_profiler, profiler
+from heterog.pricing.measurements import LinkMeasurement, OpMeasurement, op_signature
 from heterog.runtime.deploy import deploy
-from heterog.runtime.link_profiler import profile_links
-from heterog.runtime.op_profiler import LoopbackCommunicator
-from heterog.runtime.peak_memory import peak_bytes, peak_during
-from heterog.runtime.profiler import (
+from heterog.runtime.measure import op_profiler, profiler
+from heterog.runtime.measure.link_profiler import profile_links
+from heterog.runtime.measure.op_profiler import LoopbackCommunicator
+from heterog.runtime.measure.peak_memory import peak_bytes, peak_during
+from heterog.runtime.measure.profiler import (
     profile_as_rank,
     profile_cluster,
     profile_here,
     profile_local,
     remove_journal,
 )
-from heterog.simulator.measurements import LinkMeasurement, OpMeasurement, op_signature
+from heterog.search.plan import load_plan
 from heterog.zoo import load_workload
-from tests.planners.asking import make_plan
 from tests.runtime.ranks import Ranks
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import THOROUGH
 

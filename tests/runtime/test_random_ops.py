@@ -14,10 +14,10 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import capture, capture_step
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.local_op import LocalOp
-from heterog.runtime.random_stream import RandomStream
+from heterog.runtime.step.local_op import LocalOp
+from heterog.runtime.step.random_stream import RandomStream
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.cases import (
     BATCH,

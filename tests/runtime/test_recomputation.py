@@ -12,13 +12,13 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tables import graph_tables
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy
-from heterog.strategy.tables import graph_tables
 from tests.runtime.cases import (
     MODELS,
     NORMALISED,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from heterog.runtime.recorder import TaskTimes, gather_task_times
+from heterog.runtime.step.recorder import TaskTimes, gather_task_times
 from tests.runtime.ranks import Ranks
 
 

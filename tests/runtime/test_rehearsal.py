@@ -18,14 +18,14 @@ from torch import Tensor
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import Plan
-from heterog.runtime.local_op import LocalOp
-from heterog.runtime.losses import Losses
-from heterog.runtime.rehearsal import _rehearsed_ops, rehearse
-from heterog.runtime.spans import Spans
-from heterog.runtime.values import Reader
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
+from heterog.runtime.measure.rehearsal import _rehearsed_ops, rehearse
+from heterog.runtime.step.local_op import LocalOp
+from heterog.runtime.step.losses import Losses
+from heterog.runtime.step.spans import Spans
+from heterog.runtime.step.values import Reader
+from heterog.search.plan import Plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.cases import (
     EVERY,

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from heterog.cli import app
 from heterog.cli.spelling import as_options
 from heterog.errors import HeterogError, InputFileError
+from heterog.runtime.ranks.watching import Limits
 from heterog.runtime.request import RunRequest, read_request
-from heterog.runtime.watching import Limits
 
 
 def test_a_run_file_holds_the_whole_request(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
+from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.search.plan import load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.pipeline_schedule import PipelineSchedule
-from heterog.strategy.program import TaskKind
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.cases import BATCH, SGD, assert_same, captured_once, reference, train

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from heterog.runtime.compiled import Compiler, Kernels, _inductor, as_compiled
-from heterog.runtime.executor import StepExecutor
-from heterog.runtime.rank_program import OP_KINDS
-from heterog.runtime.recipes import Like
+from heterog.runtime.step.compiled import Compiler, Kernels, _inductor, as_compiled
+from heterog.runtime.step.executor import StepExecutor
+from heterog.runtime.step.rank_program import OP_KINDS
+from heterog.runtime.step.recipes import Like
 from tests.runtime.cases import SGD, batch_of, deployed
 from tests.runtime.ranks import Ranks
 from tests.runtime.test_updates import saved_plan
@@ -49,7 +49,7 @@ def compiled(rank: int, name: str, plan_path: str, how: str) -> tuple[Played, in
     """Three steps with compiled segments; number of functions that were compiled."""
     compiler = Compiler()
     inductor = {"traced": traced, "refused": refused, "inductor": _inductor}[how]
-    with mock.patch("heterog.runtime.compiled._inductor", inductor):
+    with mock.patch("heterog.runtime.step.compiled._inductor", inductor):
         return played(rank, name, plan_path, False, compiler), compiler.num_compiled
 
 

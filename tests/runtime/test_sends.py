@@ -14,12 +14,12 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
 from heterog.graph.workload import Workload
-from heterog.planners.plan import Plan, load_plan
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
-from heterog.runtime.recorder import TaskTimes
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
+from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.runtime.step.recorder import TaskTimes
+from heterog.search.plan import Plan, load_plan
 from heterog.strategy.strategy import Decision
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import plan_of, strategy_of

@@ -12,21 +12,21 @@ import torch
 from heterog.errors import StrategyError
 from heterog.graph.capture import capture_step
 from heterog.graph.grouping import group_ops
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.modes.stash.method import StashedPipelines
 from heterog.modes.stash.value import WeightStash, stages_of
-from heterog.planners.plan import load_plan
-from heterog.runtime.collectives import Communicator
 from heterog.runtime.deploy import deploy
-from heterog.runtime.rehearsal import rehearsal_of, rehearse
+from heterog.runtime.measure.rehearsal import rehearsal_of, rehearse
+from heterog.runtime.step.collectives import Communicator
+from heterog.search.plan import load_plan
 from heterog.strategy.division import split_evenly
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Decision, Strategy
-from tests.planners.asking import make_plan
 from tests.runtime.cases import BATCH, batch_of, workload_of
 from tests.runtime.interrupted import interrupted_after
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, graph_of, plan_of, strategy_of
+from tests.search.asking import make_plan
 from tests.thorough import one_in
 
 STEPS = 9

@@ -9,14 +9,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from heterog.graph.grouping import group_ops
-from heterog.planners.issue_order import AHEAD_BYTES, issue_order, sends_by_op
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.step_order import LOSS, NORM, StepOrder, step_order
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import FIRST_LINK_KIND, LAST_OP_KIND, TaskKind
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.step_order import LOSS, NORM, StepOrder, step_order
+from heterog.search.issue_order import AHEAD_BYTES, issue_order, sends_by_op
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.channels import ChannelKind
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import FIRST_LINK_KIND, LAST_OP_KIND, TaskKind
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.runtime.strategies import (
     ALL,

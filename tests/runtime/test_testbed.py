@@ -19,10 +19,10 @@ from heterog.cluster.catalog import device_type
 from heterog.cluster.hardware import Device, Host, Link
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogWarning, InputFileError, UnknownNameError
-from heterog.runtime import emulated_network as network
-from heterog.runtime import testbed as module
-from heterog.runtime.emulated_network import TestbedError
-from heterog.runtime.testbed import CpuController, Testbed, load_testbed
+from heterog.runtime.ranks import emulated_network as network
+from heterog.runtime.ranks import testbed as module
+from heterog.runtime.ranks.emulated_network import TestbedError
+from heterog.runtime.ranks.testbed import CpuController, Testbed, load_testbed
 
 # Only where a testbed is built; what it refuses and computes is tested everywhere.
 _REASON = module.is_supported()
@@ -416,7 +416,7 @@ class TestLife:
 
 _HOLDER = """
 import subprocess, sys, time
-from heterog.runtime.testbed import Testbed, load_testbed
+from heterog.runtime.ranks.testbed import Testbed, load_testbed
 with Testbed(load_testbed("skew_both")) as bed:
     process = subprocess.Popen(bed.command(0, ["sleep", "100"]))
     print(bed.name, process.pid, flush=True)

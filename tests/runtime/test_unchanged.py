@@ -9,8 +9,8 @@ from torch import nn
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import DeployedStep, deploy
+from heterog.search.plan import load_plan
 from tests.runtime.cases import batch_of, captured_once, workload_of
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, ZERO, graph_of, plan_of, strategy_of

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
-from heterog.planners.plan import load_plan
-from heterog.runtime import optimizer
+from heterog.lowering.program import TaskKind
 from heterog.runtime.deploy import DeployedStep, deploy
-from heterog.strategy.program import TaskKind
+from heterog.runtime.step import optimizer
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Strategy
-from tests.planners.asking import make_plan
 from tests.runtime.cases import (
     STEPS,
     Recipe,
@@ -32,6 +31,7 @@ from tests.runtime.cases import (
 )
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, graph_of, homes_of, plan_of, strategy_of
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of
 from tests.thorough import one_in
 

@@ -9,7 +9,7 @@ import pytest
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.plan import load_plan
+from heterog.search.plan import load_plan
 from heterog.strategy.spatial_split import SpatialSplit, spatial_splits
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.cases import Trained, assert_same

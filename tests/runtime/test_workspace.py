@@ -10,14 +10,14 @@ from torch.nn import functional
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
+from heterog.lowering import resident_bytes
+from heterog.lowering.tables import graph_tables
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.search.plan import load_plan
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
-from heterog.strategy.lowering import resident_bytes
 from heterog.strategy.strategy import Decision
-from heterog.strategy.tables import graph_tables
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import cluster, plan_of, strategy_of
 

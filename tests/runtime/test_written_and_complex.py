@@ -11,8 +11,8 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.strategy.layer_shardings import layer_shardings
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules

@@ -11,9 +11,9 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
-from heterog.runtime.peak_memory import peak_bytes
+from heterog.runtime.measure.peak_memory import peak_bytes
+from heterog.search.plan import load_plan
 from heterog.strategy.strategy import Decision, Sync
 from tests.runtime.cases import (
     MODELS,

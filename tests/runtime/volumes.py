@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from heterog.graph.workload import Workload
-from heterog.planners.plan import load_plan
 from heterog.runtime.deploy import deploy
+from heterog.search.plan import load_plan
 from heterog.zoo.statistics import whole_statistics
 from heterog.zoo.volumes import CosmoFlow, UNet3d
 from tests.runtime.cases import STEPS, Trained, captured_once

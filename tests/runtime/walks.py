@@ -6,14 +6,14 @@ import numpy as np
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.data_parallel import device_speeds
-from heterog.planners.group_rules import GroupRules
-from heterog.planners.neighbours import Neighbours, State
-from heterog.planners.planner import Budget, Problem
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.local_search.group_rules import GroupRules
+from heterog.methods.local_search.neighbours import Neighbours, State
+from heterog.methods.planner import Budget, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
-from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from heterog.strategy.tensor_parallel import merge_rules
 from tests.runtime.strategies import ALL, cluster, strategy_of

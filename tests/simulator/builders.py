@@ -22,19 +22,19 @@ from heterog.graph.op_graph import GraphOp, GraphTensor, OpGraph, Phase, TensorK
 from heterog.graph.op_rule import OpRule, OpRules, Scatter
 from heterog.graph.placement import Arg, L, P, Placement, R, S, TensorRef, crosses
 from heterog.graph.sharding_rules import legal_rules
-from heterog.planners.plan import Plan, plan_from_rows
-from heterog.planners.planner import Candidate, MethodRow
-from heterog.simulator.cost_model import ChannelPricer, ChannelSeconds, CostModel, Prices
+from heterog.lowering import Choice
+from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
+from heterog.lowering.program import FloatArray, TaskKind
+from heterog.lowering.tape import make_tape
+from heterog.methods.planner import Candidate, MethodRow
+from heterog.pricing.cost_model import ChannelPricer, ChannelSeconds, CostModel, Prices
+from heterog.pricing.roofline import Roofline
+from heterog.search.plan import Plan, plan_from_rows
 from heterog.simulator.engine import Order, price_kernel, simulate
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import replay
-from heterog.simulator.roofline import Roofline
 from heterog.simulator.timings import make_timings
-from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
-from heterog.strategy.program import FloatArray, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 GBIT_PER_S = 1e9 / 8

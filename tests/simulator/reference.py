@@ -14,17 +14,17 @@ from heterog.cluster import Cluster
 from heterog.cluster.execution import Sends
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.simulator.cost_model import ChannelSeconds, CostModel
-from heterog.simulator.engine import Order
-from heterog.strategy.channels import ChannelKind
-from heterog.strategy.program import (
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
     LAST_OP_KIND,
     Program,
     TaskKind,
 )
-from heterog.strategy.tables import graph_tables
+from heterog.lowering.tables import graph_tables
+from heterog.pricing.cost_model import ChannelSeconds, CostModel
+from heterog.simulator.engine import Order
 
 
 @dataclass(frozen=True)

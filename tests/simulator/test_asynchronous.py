@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from heterog.errors import StrategyError
+from heterog.lowering.program import FloatArray
 from heterog.modes.asynchronous.paces import (
     TeamPace,
     push_seconds,
@@ -20,7 +21,6 @@ from heterog.modes.asynchronous.value import (
     PushOrder,
     ServerEvent,
 )
-from heterog.strategy.program import FloatArray
 from tests.thorough import cases
 
 

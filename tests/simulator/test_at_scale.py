@@ -11,17 +11,18 @@ import heterog.simulator.evaluator as evaluator_module
 from heterog.cluster.spec import parse_cluster
 from heterog.cluster.topology import Cluster
 from heterog.cluster.validation import MAX_DEVICES
-from heterog.simulator import price_table, runs
+from heterog.lowering import resident_bytes
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.program import TaskKind
+from heterog.pricing import price_table
+from heterog.pricing.noise import Noise, draw_noise
+from heterog.simulator import runs
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.floor import floor_s
-from heterog.simulator.noise import Noise, draw_noise
-from heterog.strategy.channels import ChannelTable
 from heterog.strategy.layouts.layout import Layout
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.lowering import resident_bytes
-from heterog.strategy.program import TaskKind
 from tests.simulator.builders import random_case
 from tests.strategy.test_layouts import GRAPH
 

@@ -14,12 +14,12 @@ from heterog.cluster import Cluster, device_type
 from heterog.errors import ClusterError, InputFileError
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.runtime.testbed import load_testbed
-from heterog.simulator.calibration import Calibration, calibrate, extrapolated_by, link_error
-from heterog.simulator.collectives import alpha_beta
-from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.link_fits import fit_links
-from heterog.simulator.measurements import (
+from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
+from heterog.lowering.tables import graph_tables
+from heterog.pricing.calibration import Calibration, calibrate, extrapolated_by, link_error
+from heterog.pricing.collectives import alpha_beta
+from heterog.pricing.link_fits import fit_links
+from heterog.pricing.measurements import (
     LinkMeasurement,
     Measurements,
     OpMeasurement,
@@ -27,12 +27,12 @@ from heterog.simulator.measurements import (
     op_kind,
     op_signature,
 )
-from heterog.simulator.op_fits import fit_kind, held_out_error
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import Channel, ChannelKind, ChannelTable
+from heterog.pricing.op_fits import fit_kind, held_out_error
+from heterog.pricing.roofline import Roofline
+from heterog.runtime.ranks.testbed import load_testbed
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
-from heterog.strategy.tables import graph_tables
-from tests.planners.asking import make_plan
+from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of, linear_chain
 
 T4 = device_type("T4")

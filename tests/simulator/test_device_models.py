@@ -23,12 +23,13 @@ from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.graph.workload import Workload
-from heterog.simulator.calibration import cost_model_of
-from heterog.simulator.device_models.chip import Chip
-from heterog.simulator.device_models.collectives import CollectiveModel
-from heterog.simulator.device_models.kernels import local_sizes, products_of, streams_of
-from heterog.simulator.device_models.model import DeviceModels, launch_seconds, provenance
-from heterog.simulator.device_models.parameters import (
+from heterog.lowering.channels import Channel, ChannelTable
+from heterog.pricing.calibration import cost_model_of
+from heterog.pricing.device_models.chip import Chip
+from heterog.pricing.device_models.collectives import CollectiveModel
+from heterog.pricing.device_models.kernels import local_sizes, products_of, streams_of
+from heterog.pricing.device_models.model import DeviceModels, launch_seconds, provenance
+from heterog.pricing.device_models.parameters import (
     ANY_TYPE,
     PRODUCTS,
     STREAMS,
@@ -39,11 +40,10 @@ from heterog.simulator.device_models.parameters import (
     host_of,
     in_training_of,
 )
-from heterog.simulator.device_models.products import ProductModel, product_bytes
-from heterog.simulator.device_models.streams import StreamModel
+from heterog.pricing.device_models.products import ProductModel, product_bytes
+from heterog.pricing.device_models.streams import StreamModel
+from heterog.pricing.roofline import Roofline
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import Channel, ChannelTable
 from heterog.zoo import build
 from tests.thorough import few_of, one_in
 

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
 from heterog.cluster.execution import Sends
+from heterog.lowering.channels import ChannelKind, ChannelTable
+from heterog.pricing.roofline import Roofline
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.floor import floor_s
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import ChannelKind, ChannelTable
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import (

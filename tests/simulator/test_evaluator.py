@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from heterog.cluster import Cluster
-from heterog.planners.data_parallel import even_shares, uniform_strategy
+from heterog.methods.data_parallel import even_shares, uniform_strategy
+from heterog.pricing.rule_sets import distinct
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.referee import _replay_kernel
-from heterog.simulator.rule_sets import distinct
 from heterog.strategy.strategy import Decision, Sync
 
 

@@ -16,17 +16,17 @@ from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.planners.teams import rules_of_model
-from heterog.simulator.cost_model import ChannelPricer
+from heterog.lowering import Choice
+from heterog.lowering.folding import fold_choice, folds
+from heterog.methods.teams import rules_of_model
+from heterog.pricing.cost_model import ChannelPricer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.folded import Folding
 from heterog.strategy.division import split_evenly
-from heterog.strategy.folding import fold_choice, folds
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.lowering import Choice
 from heterog.strategy.pipeline_schedule import PipelineSchedule
 from heterog.strategy.schedules import SCHEDULES
 from heterog.strategy.strategy import Decision, Strategy, Sync

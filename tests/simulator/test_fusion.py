@@ -18,9 +18,9 @@ from heterog.cluster.execution import Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.simulator.device_models.fusion.fused import Fused, fused_kernels
-from heterog.simulator.device_models.fusion.scheduling import Kernel
-from heterog.simulator.device_models.model import DeviceModels
+from heterog.pricing.device_models.fusion.fused import Fused, fused_kernels
+from heterog.pricing.device_models.fusion.scheduling import Kernel
+from heterog.pricing.device_models.model import DeviceModels
 from heterog.zoo import build
 from tests.thorough import THOROUGH, few_of
 

@@ -18,13 +18,13 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, GraphOp, GraphTensor, OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, R, S
 from heterog.graph.workload import Workload
-from heterog.simulator.cost_model import ChannelSeconds
-from heterog.simulator.device_models.model import DeviceModels
+from heterog.lowering.channels import Channel
+from heterog.pricing.cost_model import ChannelSeconds
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.roofline import Roofline
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import _balanced_seconds, lower_bound_s
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import Channel
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.simulator import builders
 from tests.thorough import THOROUGH, cases

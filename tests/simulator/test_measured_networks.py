@@ -7,9 +7,9 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import ChannelTable
+from heterog.lowering.channels import ChannelTable
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.roofline import Roofline
 
 _SLOWED = "collectives: {ring: 2, ring_growth: 0.5, tree: 3, tree_growth: 1}"
 

@@ -9,7 +9,8 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import FloatArray
-from heterog.planners.data_parallel import uniform_strategy
+from heterog.lowering.program import FIRST_LINK_KIND
+from heterog.methods.data_parallel import uniform_strategy
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -21,7 +22,6 @@ from heterog.simulator.multiplex import (
     make_foreground,
     multiplex,
 )
-from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of, linear_chain, strategy_of
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
+from heterog.pricing.noise import Noise, draw_noise
 from heterog.simulator.engine import Order
-from heterog.simulator.noise import Noise, draw_noise
 from tests.simulator.builders import random_case
 
 

@@ -7,9 +7,9 @@ import pytest
 from scipy.special import stdtr, stdtrit
 
 from heterog.errors import HeterogError
-from heterog.simulator.device_models.parameters import shipped_peak_errors
-from heterog.simulator.intervals import COVERAGE
-from heterog.simulator.peak_errors import PeakErrors, peak_errors_of
+from heterog.pricing.device_models.parameters import shipped_peak_errors
+from heterog.pricing.intervals import COVERAGE
+from heterog.pricing.peak_errors import PeakErrors, peak_errors_of
 from heterog.units import GIB
 
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heterog.cluster import Cluster, Link
-from heterog.simulator.cost_model import ChannelSeconds
+from heterog.lowering.channels import Channel
+from heterog.lowering.program import FloatArray
+from heterog.lowering.tape import NUM_TASKS
+from heterog.pricing.cost_model import ChannelSeconds
+from heterog.pricing.roofline import Roofline
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.referee import fair_rates, replay_order
-from heterog.simulator.roofline import Roofline
-from heterog.strategy.channels import Channel
-from heterog.strategy.lowering.tape import NUM_TASKS
-from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator import reference
 from tests.simulator.builders import Tasks, cluster_of, linear_chain, random_case, strategy_of

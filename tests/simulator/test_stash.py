@@ -10,16 +10,16 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import TensorKind
+from heterog.lowering import lower_to_tape, make_scratch
+from heterog.lowering.tape import make_tape
 from heterog.modes.stash.paces import StagePace
 from heterog.modes.stash.phases import is_of_backward
 from heterog.modes.stash.pricing import stage_pace
 from heterog.modes.stash.value import WeightStash, one_at_a_time
+from heterog.pricing.noise import Noise
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.noise import Noise
 from heterog.strategy.division import split_evenly
-from heterog.strategy.lowering import lower_to_tape, make_scratch
-from heterog.strategy.lowering.tape import make_tape
 from heterog.strategy.strategy import Decision, Strategy
 from tests.runtime.strategies import cluster, graph_of, strategy_of
 from tests.simulator.builders import cluster_of

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster
 from heterog.cluster.execution import Sends
 from heterog.graph.op_graph import OpGraph, Phase
+from heterog.lowering.program import FIRST_LINK_KIND
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.timeline import Cause, Timeline
-from heterog.strategy.program import FIRST_LINK_KIND
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator import builders
 

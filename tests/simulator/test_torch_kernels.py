@@ -14,9 +14,9 @@ from heterog.cluster.execution import Execution, Tf32
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.simulator.device_models.kernels import Use, products_of, streams_of
-from heterog.simulator.device_models.model import DeviceModels
-from heterog.simulator.device_models.torch_kernels import stream_of
+from heterog.pricing.device_models.kernels import Use, products_of, streams_of
+from heterog.pricing.device_models.model import DeviceModels
+from heterog.pricing.device_models.torch_kernels import stream_of
 
 BATCH = 32
 

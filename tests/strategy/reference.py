@@ -1,6 +1,6 @@
 """What a strategy means, slow and obvious: a reference to compare the lowering kernel with.
 
-It shares no code with ``heterog.strategy.lowering``. Tasks and buffers are objects, what lies
+It shares no code with ``heterog.lowering``. Tasks and buffers are objects, what lies
 where is a dictionary from device to buffer, and everything is looked up when it is asked for.
 ``reading`` says what ops read and make, and who has which samples and units. Here is what a
 program is made of, and the walk through a step, with a section for each concern.
@@ -16,9 +16,9 @@ from heterog.cluster import Cluster
 from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_costs import REORDERS_WEIGHTS
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.strategy.channels import ChannelKind
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import FIRST_FREE_KIND, TaskKind
 from heterog.strategy.pipeline_schedule import Pass, device_chunks
-from heterog.strategy.program import FIRST_FREE_KIND, TaskKind
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.strategy.reading import (
     ANY_PASS,

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from heterog.cluster import Cluster, Host
-from heterog.simulator.collectives import alpha_beta
-from heterog.strategy.channels import (
+from heterog.lowering.channels import (
     Channel,
     ChannelKind,
     ChannelTable,
     balanced_slices,
     proportional_slices,
 )
+from heterog.pricing.collectives import alpha_beta
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import GBIT_PER_S, cluster_of
 

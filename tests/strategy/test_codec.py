@@ -11,6 +11,8 @@ from heterog.errors import HeterogError, StrategyError
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.modes.codecs.method import adaptive_reductions, lossy_strategy, reductions_to
 from heterog.modes.codecs.tensors import add_decoded, decode, encode
 from heterog.modes.codecs.value import (
@@ -23,11 +25,9 @@ from heterog.modes.codecs.value import (
     parse_codec,
     with_rules,
 )
-from heterog.runtime.feedback import ErrorFeedback
+from heterog.runtime.step.feedback import ErrorFeedback
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.runtime.codec_reference import meant

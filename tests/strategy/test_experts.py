@@ -9,15 +9,15 @@ from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
-from heterog.planners.judging import run_method
-from heterog.planners.megatron_grid import MegatronGrid
-from heterog.planners.planner import Budget, Problem
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
+from heterog.methods.megatron_grid import MegatronGrid
+from heterog.methods.planner import Budget, Problem
+from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.experts import expert_weights, groups_of_experts
 from heterog.strategy.layouts.layout import Dispatch, LayoutError, parse_layout
 from heterog.strategy.layouts.placed import place_layout
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Strategy
 from tests.runtime.grids import grid_cluster
 from tests.runtime.strategies import graph_of

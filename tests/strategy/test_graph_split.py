@@ -17,13 +17,13 @@ from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import neighbours
 from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of, rows_received
-from heterog.planners.planner import Budget, Problem
-from heterog.planners.spatial import Spatial
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
+from heterog.methods.planner import Budget, Problem
+from heterog.methods.spatial import Spatial
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.graph_split import feature_rules, feature_splits, row_rules, row_splits
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import build

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import LAST_OP_KIND
+from heterog.lowering.tables import graph_tables
 from heterog.strategy.keeping import attention_scores
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import LAST_OP_KIND
-from heterog.strategy.tables import graph_tables
 from tests.runtime.grids import grid_cluster
 from tests.runtime.padded import padded_workload
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from numba.core.caching import CompileResultCacheImpl, IndexDataCacheFile
 
-from heterog.strategy import kernels
+from heterog.lowering import kernels
 
 PACKAGE = Path(kernels.__file__).parents[1]
 SOURCE = """
-from heterog.strategy.kernels import {decorator}
+from heterog.lowering.kernels import {decorator}
 
 @{decorator}
 def doubled(number):
@@ -160,7 +160,7 @@ def test_kernels_are_kept_in_the_users_folder_where_the_package_is_not_writable(
 
 
 CHAIN = """
-from heterog.strategy.kernels import helper, kernel
+from heterog.lowering.kernels import helper, kernel
 
 @helper
 def halved(number):
@@ -198,8 +198,8 @@ def test_helpers_are_machine_code_in_kernels_only(tmp_path: Path) -> None:
 PACKED = """
 from typing import NamedTuple
 import numpy as np
-from heterog.strategy.kernel_arguments import by_reference
-from heterog.strategy.kernels import helper, kernel
+from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.kernels import helper, kernel
 
 @by_reference
 class Inner(NamedTuple):

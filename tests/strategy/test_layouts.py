@@ -11,14 +11,14 @@ from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, parse_layout
 from heterog.strategy.layouts.placed import Given, place_layout, sizes_of
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of, stage_of_groups
 from heterog.strategy.layouts.tensor import team_rules
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Keeps, Sync
 from tests.runtime.padded import padded_workload
 

@@ -16,19 +16,19 @@ from heterog.errors import StrategyError
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import P, R, S
-from heterog.strategy.channels import ChannelTable, slice_parts
-from heterog.strategy.division import Division, micro_shares, split_evenly, split_in_proportion
-from heterog.strategy.lowering import (
+from heterog.lowering import (
     encode,
     lower,
     lower_to_tape,
     make_scratch,
     program_from_tape,
 )
-from heterog.strategy.lowering.tape import make_tape
-from heterog.strategy.program import FIRST_FREE_KIND, Program, TaskKind
+from heterog.lowering.channels import ChannelTable, slice_parts
+from heterog.lowering.program import FIRST_FREE_KIND, Program, TaskKind
+from heterog.lowering.tables import Domain, graph_tables
+from heterog.lowering.tape import make_tape
+from heterog.strategy.division import Division, micro_shares, split_evenly, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from heterog.strategy.tables import Domain, graph_tables
 from tests.simulator.builders import (
     GraphBuilder,
     cluster_of,

@@ -16,15 +16,15 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules, Scatter
 from heterog.graph.placement import L, P, Placement, R, S
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.strategy.division import axis_shares
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
-from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.strategy.tensor_parallel import shardings
 from tests.runtime.strategies import graph_of
 from tests.simulator import reference

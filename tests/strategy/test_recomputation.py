@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.space import StrategySpace
+from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.simulator.timeline import Timeline
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.recomputation import recomputations
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
-from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import Decision, Strategy, Sync
-from heterog.strategy.tables import GraphTables, graph_tables
 from tests.simulator.builders import (
     GraphBuilder,
     cluster_of,

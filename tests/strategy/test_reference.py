@@ -20,6 +20,15 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.op_rule import OpRules
 from heterog.graph.placement import Window
+from heterog.lowering import lower, lower_resized
+from heterog.lowering.program import (
+    FIRST_FREE_KIND,
+    FIRST_LINK_KIND,
+    LAST_OP_KIND,
+    Program,
+    TaskKind,
+)
+from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy import remaking
 from heterog.strategy.division import micro_shares
 from heterog.strategy.graph_split import feature_splits, row_splits
@@ -27,18 +36,9 @@ from heterog.strategy.layouts.experts import expert_rules
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.tensor import team_rules
-from heterog.strategy.lowering import lower, lower_resized
 from heterog.strategy.pipeline_schedule import Pass, Turn, device_chunks
-from heterog.strategy.program import (
-    FIRST_FREE_KIND,
-    FIRST_LINK_KIND,
-    LAST_OP_KIND,
-    Program,
-    TaskKind,
-)
 from heterog.strategy.spatial_split import spatial_splits
 from heterog.strategy.strategy import REPLICATED, Keeps, Strategy
-from heterog.strategy.tables import GraphTables, graph_tables
 from heterog.zoo.tokens import token_workload
 from heterog.zoo.translation import VOCABULARY, Transformer
 from tests.runtime import graphs

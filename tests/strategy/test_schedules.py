@@ -18,11 +18,11 @@ from heterog.cluster.hardware import Link
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import P, R, S
+from heterog.lowering import encode, lower
+from heterog.lowering.program import TaskKind
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import encode, lower
 from heterog.strategy.pipeline_schedule import Pass, PipelineSchedule, Turn, device_chunks
-from heterog.strategy.program import TaskKind
 from heterog.strategy.schedules import caps_of_stages, stages_of, stated_turns
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy

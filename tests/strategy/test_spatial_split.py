@@ -17,14 +17,14 @@ from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule
 from heterog.graph.placement import H, R, S, Window
 from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.tables import graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.spatial_split import SpatialSplit, spatial_rules, spatial_splits
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
-from heterog.strategy.tables import graph_tables
 from heterog.zoo import build
 from heterog.zoo.volumes import cosmoflow, segmentation
 from tests.simulator.builders import cluster_of

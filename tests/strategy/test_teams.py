@@ -10,10 +10,10 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.op_rule import OpRule
 from heterog.graph.placement import R
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import Division, cut_division, micro_shares
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.rings import gradient_rings
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy, Sync

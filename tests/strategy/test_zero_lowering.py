@@ -7,13 +7,13 @@ import pytest
 
 from heterog.errors import StrategyError
 from heterog.graph.op_graph import Phase
+from heterog.lowering import lower
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.space import StrategySpace
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.channels import ChannelKind
-from heterog.strategy.lowering import lower
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
-from heterog.strategy.space import StrategySpace
 from heterog.strategy.strategy import Decision, Sync
 from tests.simulator.builders import cluster_of, linear_chain, strategy_of
 from tests.strategy.test_lowering import CHAIN, SAMPLE, THREE, WEIGHT, needs, tasks_of

@@ -236,7 +236,7 @@ _RULES: dict[str, _HaloRule] = {
 }
 
 RUNS_ON_WINDOWS = frozenset(kind for kind in _RULES if "batch_norm" not in kind)
-"""Ops that a rule of this module cannot run alone; ``heterog.runtime.windows`` runs them."""
+"""Ops that a rule of this module cannot run alone; ``heterog.runtime.step.windows`` runs them."""
 
 
 def halo_dim(placements: tuple[Placement, ...]) -> int | None:

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.program import FloatArray, TaskKind
+from heterog.lowering.tape import Tape
 from heterog.modes.asynchronous.value import Traffic
 from heterog.simulator.small_tape import TapeWriter
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering.tape import Tape
-from heterog.strategy.program import FloatArray, TaskKind
 
 _READ_AND_WRITTEN = 2.0
 """Bytes that a copy moves, as a multiple of its own."""

@@ -16,6 +16,8 @@ from dataclasses import replace
 from functools import partial
 
 from heterog.errors import HeterogError
+from heterog.methods.data_parallel import uniform_strategy
+from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.modes.asynchronous.paces import ticks_of
 from heterog.modes.asynchronous.pricing import team_paces
 from heterog.modes.asynchronous.value import AsynchronousServer, PushOrder
@@ -29,8 +31,6 @@ from heterog.modes.search import (
     refined,
 )
 from heterog.names import shown
-from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Decision, Strategy

@@ -29,8 +29,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from heterog.lowering.program import FloatArray
 from heterog.modes.asynchronous.value import MOST_TICKS, AsynchronousServer, PushOrder
-from heterog.strategy.program import FloatArray
 
 SLOWEST_TICKS = 1000
 """Ticks of a step of the slowest team: predictions are no better than a thousandth."""

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering import Choice
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tape import NUM_TASKS
 from heterog.modes.asynchronous.exchange import pull_tape, push_tape
 from heterog.modes.asynchronous.paces import TeamPace, steady_seconds
 from heterog.modes.asynchronous.value import AsynchronousServer, Traffic, pulls_of, pushes_of
 from heterog.modes.islands import islands
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import NUM_TASKS
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Strategy
 
 

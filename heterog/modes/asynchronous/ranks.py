@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from heterog.errors import HeterogError
 from heterog.graph.op_graph import OpGraph
+from heterog.lowering.program import FIRST_LINK_KIND
 from heterog.modes.asynchronous.value import AsynchronousServer, pulls_of, pushes_of
 from heterog.modes.asynchronous.weight_server import (
     Ask,
@@ -29,8 +30,7 @@ from heterog.modes.asynchronous.weight_server import (
 )
 from heterog.modes.islands import island_of, islands
 from heterog.modes.on_ranks import RankMode, Reading
-from heterog.runtime.rank_program import RankProgram
-from heterog.strategy.program import FIRST_LINK_KIND
+from heterog.runtime.step.rank_program import RankProgram
 from heterog.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -44,16 +44,16 @@ from heterog.records import Int32, Many, Record
 
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
+    from heterog.lowering.channels import ChannelTable
+    from heterog.lowering.choice import Choice
+    from heterog.lowering.program import FloatArray, Program
+    from heterog.lowering.tables import GraphTables
+    from heterog.methods.planner import Planner
     from heterog.modes.on_ranks import RankMode
-    from heterog.planners.planner import Planner
     from heterog.runtime.deploy import DeployedStep
-    from heterog.runtime.rank_program import RankProgram
+    from heterog.runtime.step.rank_program import RankProgram
     from heterog.simulator.evaluator import Evaluator
-    from heterog.strategy.channels import ChannelTable
-    from heterog.strategy.lowering.choice import Choice
-    from heterog.strategy.program import FloatArray, Program
     from heterog.strategy.strategy import Decision, Strategy
-    from heterog.strategy.tables import GraphTables
 
 MOST_TICKS = 1_000_000
 """Most ticks of one step; the order of pushes needs no finer clock."""

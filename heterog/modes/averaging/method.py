@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from heterog.errors import HeterogError
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.modes.averaging.value import AverageWeights, Averaging
 from heterog.modes.search import (
     Tried,
@@ -26,8 +28,6 @@ from heterog.modes.search import (
     refined,
 )
 from heterog.names import shown
-from heterog.planners.data_parallel import device_speeds, uniform_strategy
-from heterog.planners.planner import Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.unequal_updates import is_worth_adding

@@ -7,16 +7,16 @@ the step before it has ended: T = T_local + T_average / H. Passes over memory ar
 
 from collections.abc import Sequence
 
+from heterog.lowering import Choice
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.program import TaskKind
+from heterog.lowering.tape import Tape
 from heterog.modes.averaging.buckets import AveragedBucket, averaged_buckets
 from heterog.modes.averaging.passes import passes_after, passes_before, times_moved
 from heterog.modes.averaging.value import Averaging
 from heterog.modes.codecs.value import DECODE_BYTES, encode_bytes
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.small_tape import TapeWriter
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import Tape
-from heterog.strategy.program import TaskKind
 from heterog.strategy.strategy import Strategy
 
 

@@ -19,9 +19,9 @@ from heterog.modes.averaging.value import Averaging
 from heterog.modes.codecs.value import Codec
 from heterog.modes.islands import island_of, island_samples
 from heterog.modes.on_ranks import RankMode, Reading
-from heterog.runtime.collectives import Communicator, Pending
-from heterog.runtime.feedback import ErrorFeedback, Key
-from heterog.runtime.masters import Masters
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.feedback import ErrorFeedback, Key
+from heterog.runtime.step.masters import Masters
 from heterog.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 from heterog.modes.averaging.ranks import Averager
 from heterog.modes.on_ranks import MakeExecutor, Rehearsal
-from heterog.runtime.collectives import Communicator
-from heterog.runtime.masters import Masters
-from heterog.runtime.model_part import ModelPart
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.rehearsal import AFTER, Stage
+from heterog.runtime.measure.rehearsal import AFTER, Stage
+from heterog.runtime.step.collectives import Communicator
+from heterog.runtime.step.masters import Masters
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.rank_program import RankProgram
 
 
 class RehearsedAveraging(Rehearsal):

@@ -25,16 +25,16 @@ from heterog.records import Count, Int32, Record
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
     from heterog.graph.op_graph import OpGraph
+    from heterog.lowering.channels import ChannelTable
+    from heterog.lowering.choice import Choice
+    from heterog.lowering.program import FloatArray, Program
+    from heterog.lowering.tables import GraphTables
+    from heterog.methods.planner import Planner
     from heterog.modes.on_ranks import RankMode, Rehearsal
-    from heterog.planners.planner import Planner
     from heterog.runtime.deploy import DeployedStep
-    from heterog.runtime.rehearsal import Stage
+    from heterog.runtime.measure.rehearsal import Stage
     from heterog.simulator.evaluator import Evaluator
-    from heterog.strategy.channels import ChannelTable
-    from heterog.strategy.lowering.choice import Choice
-    from heterog.strategy.program import FloatArray, Program
     from heterog.strategy.strategy import Strategy
-    from heterog.strategy.tables import GraphTables
 
 
 class AverageWeights(StrEnum):

@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.errors import StrategyError
-from heterog.modes.codecs.value import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
-from heterog.modes.mode import EncodedMode
-from heterog.strategy.channels import ChannelTable
-from heterog.strategy.kernels import records
-from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.tape import (
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.choice import Choice
+from heterog.lowering.kernels import records
+from heterog.lowering.program import FIRST_FREE_KIND, FloatArray, IntArray, TaskKind
+from heterog.lowering.tables import Domain, GraphTables
+from heterog.lowering.tape import (
     BUFFER,
     NUM_BUFFERS,
     NUM_READS,
@@ -37,8 +37,8 @@ from heterog.strategy.lowering.tape import (
     TASK,
     Tape,
 )
-from heterog.strategy.program import FIRST_FREE_KIND, FloatArray, IntArray, TaskKind
-from heterog.strategy.tables import Domain, GraphTables
+from heterog.modes.codecs.value import DECODE_BYTES, CodecRule, CodecRules, Traffic, encode_bytes
+from heterog.modes.mode import EncodedMode
 
 _BEFORE, _SELF, _AFTER = 0, 1, 2
 

@@ -29,6 +29,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from heterog.errors import StrategyError
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.tables import GraphTables
+from heterog.methods.data_parallel import uniform_strategy
+from heterog.methods.planner import Candidate, MethodRow
 from heterog.modes.averaging.buckets import averaged_buckets
 from heterog.modes.averaging.value import Averaging
 from heterog.modes.codecs.value import (
@@ -43,18 +47,14 @@ from heterog.modes.codecs.value import (
 )
 from heterog.modes.mode import Mode
 from heterog.modes.search import island_decisions
-from heterog.planners.data_parallel import uniform_strategy
-from heterog.planners.issue_order import IssuedStep, Rehearse, issued_step
-from heterog.planners.judging import under_noise
-from heterog.planners.plan import Plan
-from heterog.planners.planner import Candidate, MethodRow
+from heterog.pricing.intervals import Interval
+from heterog.search.issue_order import IssuedStep, Rehearse, issued_step
+from heterog.search.judging import under_noise
+from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.intervals import Interval
-from heterog.strategy.program import Program, TaskKind
 from heterog.strategy.strategy import Strategy
-from heterog.strategy.tables import GraphTables
 
 EQUALLY_FAST = 0.01
 """Relative difference of steps that counts as equal: no prediction is that exact."""

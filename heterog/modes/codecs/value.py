@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from heterog.cluster.topology import Cluster
     from heterog.graph.op_graph import OpGraph
-    from heterog.strategy.channels import ChannelTable
+    from heterog.lowering.channels import ChannelTable
+    from heterog.lowering.tables import GraphTables
     from heterog.strategy.strategy import Strategy
-    from heterog.strategy.tables import GraphTables
 
 INT8_BLOCK = 256
 """Number of elements that share a scale, which takes one in 64 bytes of the message. A bucket

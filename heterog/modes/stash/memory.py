@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from heterog.lowering.choice import Choice
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.lowering.resident import resident_bytes
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
 from heterog.modes.mode import EncodedMode
 from heterog.modes.stash.phases import is_of_backward
-from heterog.strategy.lowering.choice import Choice
-from heterog.strategy.lowering.resident import resident_bytes
-from heterog.strategy.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.strategy.tables import GraphTables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

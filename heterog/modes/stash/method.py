@@ -18,22 +18,22 @@ import numpy as np
 
 from heterog.errors import HeterogError, StrategyError
 from heterog.graph.batch_plan import micro_batches_refused
+from heterog.lowering.program import FloatArray
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.pipeline import Stages, stage_sequences
+from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.methods.tuned_uniform import tuned_decision
 from heterog.modes.search import best_of, by_preference, is_count, nothing
 from heterog.modes.stash.phases import stage_fault
 from heterog.modes.stash.value import WeightStash, stages_of
 from heterog.names import shown
-from heterog.planners.data_parallel import device_speeds
-from heterog.planners.model_parallel import activation_bytes, balanced_chain, parameter_bytes
-from heterog.planners.pipeline import Stages, stage_sequences
-from heterog.planners.planner import Planner, PlanResult, Problem
-from heterog.planners.recomputing import kinds_worth_trying
-from heterog.planners.tuned_uniform import tuned_decision
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion
 from heterog.strategy.pipeline_schedule import AS_IT_COMES
-from heterog.strategy.program import FloatArray
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
 
 _MOST_TRIED = 40

@@ -43,6 +43,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import NUM_READS, NUM_TASKS, Tape
 from heterog.modes.stash.memory import source_stages
 from heterog.modes.stash.phases import (
     BoolArray,
@@ -52,10 +55,7 @@ from heterog.modes.stash.phases import (
     micro_batch_of,
 )
 from heterog.modes.stash.value import WeightStash
-from heterog.simulator.cost_model import Prices
-from heterog.strategy.lowering.tape import NUM_READS, NUM_TASKS, Tape
-from heterog.strategy.program import FIRST_LINK_KIND, FloatArray, IntArray
-from heterog.strategy.tables import GraphTables
+from heterog.pricing.cost_model import Prices
 
 Pair = tuple[int, int]
 """A stage that sends, and one that receives."""

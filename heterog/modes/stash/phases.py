@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from heterog.strategy.program import FIRST_LINK_KIND, IntArray, Program, TaskKind
-from heterog.strategy.tables import GraphTables
+from heterog.lowering.program import FIRST_LINK_KIND, IntArray, Program, TaskKind
+from heterog.lowering.tables import GraphTables
 
 BoolArray = npt.NDArray[np.bool_]
 Stages = tuple[tuple[int, ...], ...]

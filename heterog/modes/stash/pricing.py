@@ -1,12 +1,12 @@
 """Prices of a stash: the pace of its stages, from a step on its own."""
 
+from heterog.lowering import Choice
+from heterog.lowering.tape import NUM_TASKS
 from heterog.modes.stash.memory import encoded_stash
 from heterog.modes.stash.paces import StagedStep, StagePace, held_s
 from heterog.modes.stash.value import WeightStash
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.runs import Lowered
-from heterog.strategy.lowering import Choice
-from heterog.strategy.lowering.tape import NUM_TASKS
 
 
 def more_seconds(stash: WeightStash, evaluator: Evaluator, choice: Choice) -> float:

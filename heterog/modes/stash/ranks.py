@@ -32,15 +32,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from heterog.lowering.program import TaskKind
 from heterog.modes.on_ranks import MakeExecutor, RankMode
 from heterog.modes.stash.phases import is_of_backward, micro_batch_of
 from heterog.modes.stash.value import WeightStash, oldest_weights, stage_of, stages_of
-from heterog.runtime.collectives import Pending
-from heterog.runtime.executor import StepExecutor
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.recorder import Recorder
-from heterog.runtime.step_order import LOSS, DueTask, StepOrder, step_order
-from heterog.strategy.program import TaskKind
+from heterog.runtime.step.collectives import Pending
+from heterog.runtime.step.executor import StepExecutor
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.recorder import Recorder
+from heterog.runtime.step.step_order import LOSS, DueTask, StepOrder, step_order
 from heterog.strategy.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from heterog.modes.on_ranks import MakeExecutor, Rehearsal
 from heterog.modes.stash.ranks import Moment, StashedTraining, Turns, TurnsByMoment
 from heterog.modes.stash.value import stages_of
-from heterog.runtime.collectives import Communicator
-from heterog.runtime.model_part import ModelPart
-from heterog.runtime.rank_program import RankProgram
-from heterog.runtime.rehearsal import BEGIN, CHECKED_EVERY, END, Stage
-from heterog.runtime.step_order import StepOrder
+from heterog.runtime.measure.rehearsal import BEGIN, CHECKED_EVERY, END, Stage
+from heterog.runtime.step.collectives import Communicator
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.step_order import StepOrder
 
 
 class RehearsedStash(Rehearsal):

@@ -36,16 +36,16 @@ from heterog.strategy.pipeline_schedule import PipelineSchedule, device_chunks
 if TYPE_CHECKING:
     from heterog.cluster.topology import Cluster
     from heterog.graph.op_graph import OpGraph
+    from heterog.lowering.channels import ChannelTable
+    from heterog.lowering.choice import Choice
+    from heterog.lowering.program import Program
+    from heterog.lowering.tables import GraphTables
+    from heterog.methods.planner import Planner
     from heterog.modes.on_ranks import RankMode, Rehearsal
-    from heterog.planners.planner import Planner
     from heterog.runtime.deploy import DeployedStep
-    from heterog.runtime.rehearsal import Stage
+    from heterog.runtime.measure.rehearsal import Stage
     from heterog.simulator.evaluator import Evaluator
-    from heterog.strategy.channels import ChannelTable
-    from heterog.strategy.lowering.choice import Choice
-    from heterog.strategy.program import Program
     from heterog.strategy.strategy import Decision, Strategy
-    from heterog.strategy.tables import GraphTables
 
 MOST_BOUNDARY_STEPS = 1000
 """Most steps that a boundary may add; memory ends long before."""
@@ -200,7 +200,7 @@ class WeightStash(Mode):
 
     def device_sets(self, program: "Program", strategy: "Strategy") -> set[tuple[int, ...]]:
         """The lane of gradients between stages."""
-        from heterog.runtime.conversions import gradient_lane
+        from heterog.runtime.step.conversions import gradient_lane
 
         return {gradient_lane(program)}
 

@@ -56,9 +56,9 @@ from heterog.runtime.checkpoint.files import (
 from heterog.runtime.checkpoint.left_out import NewLeftOut, left_out_entries
 from heterog.runtime.checkpoint.resume import NewState
 from heterog.runtime.checkpoint.state import check_fits, own_entries
-from heterog.runtime.collectives import gather_texts
 from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import CHECKPOINT_INDEX
+from heterog.runtime.step.collectives import gather_texts
 
 __all__ = ["load_checkpoint", "read_contents", "save_checkpoint"]
 

@@ -15,7 +15,7 @@ from torch import nn
 from heterog.graph.sharding_rules import local_shape
 from heterog.runtime.checkpoint.boxes import Piece, in_units, run_pieces, whole_piece
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.slices import SlicedBucket, SliceRun
+from heterog.runtime.step.slices import SlicedBucket, SliceRun
 
 MASTER = "master_weight"
 """Name of the optimizer's copy with more digits, in a parameter's saved state."""

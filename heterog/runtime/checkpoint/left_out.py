@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from heterog.lowering.program import TaskKind
 from heterog.runtime.checkpoint.boxes import Box, whole_box
 from heterog.runtime.checkpoint.contents import Contents, dtype_of
 from heterog.runtime.checkpoint.files import Entry
 from heterog.runtime.checkpoint.held import name_and_shape
 from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.feedback import ErrorFeedback, Key
-from heterog.strategy.program import TaskKind
+from heterog.runtime.step.feedback import ErrorFeedback, Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,201 @@
+"""Lowering: the only place that knows what a strategy means.
+
+``lower(graph, cluster, strategy)`` makes every split, copy, gather, reduction, parameter push and
+pull an explicit task. It makes no choice and knows no seconds. A kernel over flat arrays does the
+work; planners call it through the evaluator on buffers that are allocated once.
+
+What the kernel does, in program order, for each micro-batch (``walk``):
+
+1. Where an op reads a value that lies elsewhere (another group with other shares) or in parts, the
+   conversion first (``convert``): S to S moves the overlapping ranges, S to R gathers, P to R
+   reduces, R to R copies. What follows from the batch is made again instead (``remake``).
+   Samples are numbered, and a group's teams own consecutive ranges of them (``division``), so
+   neighbouring groups with similar shares move little.
+2. One compute task on each device with samples, or with units of the axis that the op's rule names
+   (``compute``). Before the first backward op of a group that recomputes, its forward ops once
+   more (``recompute``).
+3. After the op that completes a gradient (in the last micro-batch): synchronisation and update,
+   tensor by tensor or when its bucket is full (``reduce``, ``serve``), in rings of the devices
+   that hold parts of one sum. Every replica holds a full-size gradient, whatever its share
+   (``gradients``), but for ZeRO (``slices``).
+
+``choice`` is a strategy in the kernel's flat arrays, ``scratch`` the kernel's working memory,
+``tape`` its output, ``resident`` the bytes that stay on a device for the whole step. ``halo``,
+``pieces`` and ``sparse_rows`` find the rows that neighbours own, ``turns`` the order of a device's
+tasks. Modes rewrite the tape at the end. Each file calls only files further down in this list:
+``resident``, ``walk``, ``reduce``, ``serve``, ``recompute``, ``slices``, ``gradients``,
+``compute``, ``convert``, ``sends``, ``value_collectives``, ``remake``, ``scratch``, ``choice``,
+``tape``.
+"""
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRules
+from heterog.lowering.channels import ChannelTable
+from heterog.lowering.choice import Choice as Choice
+from heterog.lowering.choice import Decided as Decided
+from heterog.lowering.choice import Encoder as Encoder
+from heterog.lowering.choice import encode as encode
+from heterog.lowering.choice import ring_decision as ring_decision
+from heterog.lowering.program import FloatArray, IntArray, Program
+from heterog.lowering.resident import resident_bytes as resident_bytes
+from heterog.lowering.scratch import Scratch, spans, with_lanes
+from heterog.lowering.scratch import make_scratch as make_scratch
+from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.lowering.tape import IN_TURN, OVERFLOW, Tape, make_tape
+from heterog.lowering.turns import AS_STATED
+from heterog.lowering.walk import lower_kernel as lower_kernel
+from heterog.strategy.strategy import Strategy
+
+
+def lower(
+    graph: OpGraph, cluster: Cluster, strategy: Strategy, *, num_steps: int | None = None
+) -> Program:
+    """Lower a strategy to its program.
+
+    Args:
+        graph: One training step.
+        cluster: Devices and links.
+        strategy: A strategy for this graph and cluster.
+        num_steps: Number of training steps to unroll; by default 1 with a step barrier, 8 without.
+
+    Raises:
+        StrategyError: the strategy is illegal or was made for something else.
+    """
+    strategy.check(graph, cluster)
+    return _lower(graph, cluster, strategy, num_steps or (1 if strategy.step_barrier else 8))
+
+
+def lower_resized(graph: OpGraph, cluster: Cluster, strategy: Strategy) -> Program:
+    """Lower one step on another batch than the strategy was made for.
+
+    Samples are distributed in proportion to the strategy's shares. Whatever does not depend on
+    the batch stays: slices of parameters, homes, buckets. So do the decisions behind them:
+    different decisions that have equal shares only on this batch stay apart.
+
+    Args:
+        graph: The step on the other batch, ``grouped_like`` the one of the strategy.
+        cluster: Devices and links.
+        strategy: A strategy from ``Strategy.resized``.
+
+    Raises:
+        StrategyError: rules of the strategy do not apply to this batch.
+    """
+    return _lower(graph, cluster, strategy, 1)
+
+
+def _lower(graph: OpGraph, cluster: Cluster, strategy: Strategy, steps: int) -> Program:
+    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
+    channels = ChannelTable(cluster)
+    choice = encode(strategy, tables, channels, num_steps=steps)
+    scratch = make_scratch(tables, cluster.num_devices)
+    tape = make_tape(4096, len(tables.parameter_bytes), cluster.num_devices)
+    tape = lower_to_tape(tables, choice, scratch, tape)
+    return program_from_tape(
+        tape,
+        tables,
+        choice,
+        channels,
+        cluster.num_devices,
+        op_rules=strategy.op_rules,
+        blocks=strategy.blocks,
+    )
+
+
+def lower_to_tape(tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape) -> Tape:
+    """Run the kernel, on a larger tape if the given one is too short; returns the one used."""
+    scratch = scratch._replace(span=spans(choice.member))
+    num_devices, num_chunks = choice.turns.cap.shape
+    if num_devices:  # the number of tokens depends on the choice
+        scratch = scratch._replace(
+            token=np.empty((num_devices, num_chunks, choice.num_micro, 2), np.int32),
+            entered=np.empty((num_devices, num_chunks), np.int32),
+            begun=np.empty((num_devices, num_chunks), np.int32),
+        )
+    if choice.turns.rule == AS_STATED:
+        scratch = with_lanes(scratch, choice.turns.turn.shape[2], choice.member.shape[1])
+    modes, choice = choice.modes, choice._replace(modes=())
+    while not lower_kernel(tables, choice, scratch, tape):
+        tape = make_tape(2 * len(tape.tasks), len(tape.bucket), len(tape.turn))
+    for mode in modes:
+        tape = mode.rewritten(tape, tables, choice)
+    return tape
+
+
+def kept_bytes(tape: Tape, tables: GraphTables, choice: Choice) -> FloatArray:
+    """Bytes that stay on each device for the whole step, whatever they are for.
+
+    Args:
+        tape: Tape of the choice.
+        tables: The graph's tables.
+        choice: The choice.
+
+    Returns:
+        # [num_devices]
+    """
+    kept = resident_bytes(tables, choice)
+    for mode in choice.modes:
+        kept = kept + mode.kept_bytes(tape, tables, choice)
+    return kept
+
+
+def used_channels(channel: IntArray, num_channels: int) -> tuple[IntArray, IntArray]:
+    """Find the channels that some tasks use, and each task's index among them.
+
+    Args:
+        channel: Channel of each task, -1 for none.  # [num_tasks]
+        num_channels: Number of channels in all.
+    """
+    is_used = np.zeros(num_channels + 1, np.bool_)
+    is_used[channel] = True  # -1 is the last place
+    is_used[-1] = False
+    place = (np.cumsum(is_used) - 1).astype(np.int32)
+    place[-1] = -1
+    return np.flatnonzero(is_used).astype(np.int32), place[channel]
+
+
+def program_from_tape(
+    tape: Tape,
+    tables: GraphTables,
+    choice: Choice,
+    channels: ChannelTable,
+    num_devices: int,
+    *,
+    op_rules: OpRules = (),
+    blocks: tuple[int, ...] = (),
+) -> Program:
+    """Copy the content of a tape into a program, which has only the channels that it uses."""
+    num_tasks, num_buffers, num_reads = (int(count) for count in tape.counts[:OVERFLOW])
+    tasks = tape.tasks[:num_tasks]
+    buffers = tape.buffers[:num_buffers]
+    used, channel = used_channels(tasks["channel"], len(channels))
+    rules = tuple(rule for mode in choice.modes for rule in mode.rules)
+    return Program(
+        num_devices=num_devices,
+        num_steps=choice.num_steps,
+        kind=tasks["kind"].astype(np.uint8),
+        subject=tasks["subject"].copy(),
+        device=tasks["device"].copy(),
+        micro=tasks["micro"].copy(),
+        turn=tasks["turn"].copy(),
+        is_in_turn=bool(tape.counts[IN_TURN]),
+        samples=tasks["samples"].copy(),
+        units=tasks["units"].copy(),
+        channel=channel,
+        num_bytes=tasks["num_bytes"].copy(),
+        read_start=tape.tasks["read_start"][: num_tasks + 1].copy(),
+        read_buffer=tape.reads[:num_reads].copy(),
+        buffer_start=tape.tasks["buffer_start"][: num_tasks + 1].copy(),
+        buffer_device=buffers["device"].copy(),
+        buffer_bytes=buffers["num_bytes"].copy(),
+        bucket=tape.bucket.copy(),
+        resident_bytes=kept_bytes(tape, tables, choice),
+        # At least one, so that looking up the channels of all tasks finds one for -1, too.
+        channels=tuple(channels[number] for number in used.tolist() or [0]),
+        op_rules=op_rules,
+        blocks=blocks,
+        codec=tasks["codec"].astype(np.int32) if rules else np.zeros(0, np.int32),
+        codecs=rules,
+    )

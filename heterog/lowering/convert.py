@@ -1,0 +1,360 @@
+"""Conversions: bringing a value, as it was made, into the form that a reader elsewhere needs.
+
+What a device holds of a value is a box: an interval of samples (its own, or all of its team's) and
+an interval of units of the axis of the rule that made it, and it may be a part of a sum. A
+conversion makes the value whole inside teams where it has to (a gather, a reduction), then brings
+boxes from where they lie to where they are needed, piece by piece from the nearest that has it,
+and gathers or reduces over all devices what is needed whole.
+
+Boxes are brought by ``sends``, gathered and reduced by ``value_collectives``.
+"""
+
+from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM
+from heterog.lowering.choice import Choice
+from heterog.lowering.halo import bring_windows, has_window, same_window
+from heterog.lowering.kernels import helper
+from heterog.lowering.remake import remake
+from heterog.lowering.scratch import Scratch
+from heterog.lowering.sends import (
+    ALL,
+    FIRST,
+    FIRST_TEAM,
+    FIRSTS,
+    OWN,
+    TEAMS,
+    bring,
+    bring_whole,
+    copy_whole,
+)
+from heterog.lowering.tables import KIND_NUMBER, GraphTables
+from heterog.lowering.tape import (
+    Tape,
+)
+from heterog.lowering.value_collectives import (
+    gather,
+    gather_in_teams,
+    reduce,
+    reduce_in_teams,
+)
+from heterog.lowering.value_reads import FORWARD_PASS
+
+_S, _P = KIND_NUMBER["S"], KIND_NUMBER["P"]
+
+
+@helper
+def needed_buffer(tables: GraphTables, scratch: Scratch, entry: int, device: int) -> int:
+    """Buffer that an op reads, -1 if there is none."""
+    slot = tables.read_slot[entry]
+    if slot >= 0:
+        return int(scratch.slot_buffer[slot, device])
+    return int(scratch.value_buffer[tables.read_value[entry], device])
+
+
+@helper
+def convert(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, micro: int
+) -> None:
+    """Convert a value to the form that a slot needs."""
+    value = tables.slot_value[slot]
+    source = choice.division[tables.op_group[tables.value_op[value]]]
+    target = choice.division[tables.slot_group[slot]]
+    scratch.slot_done[slot] = 1
+    if _is_there(tables, choice, scratch, slot, source, target, micro):
+        return
+    if source != target and remake(tables, choice, scratch, tape, slot, source, target, micro):
+        return
+    for device in range(choice.member.shape[1]):
+        scratch.slot_buffer[slot, device] = scratch.value_buffer[value, device]
+    if has_window(tables, slot):
+        bring_windows(tables, choice, scratch, tape, slot, source, target, micro)
+    elif tables.value_axis[value] == 0:
+        _convert_along_batch(tables, choice, scratch, tape, slot, source, target, micro)
+    else:
+        _convert_ruled(tables, choice, scratch, tape, slot, source, target, micro)
+
+
+@helper
+def wait_for_inputs(tables: GraphTables, choice: Choice, scratch: Scratch, reader: int) -> None:
+    """Let values that are made again for an op wait for an input that is already there."""
+    division = choice.division[tables.op_group[reader]]
+    scratch.awaited[:] = -1
+    for device in range(scratch.span[division, 0], scratch.span[division, 1]):
+        for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+            slot = tables.read_slot[entry]
+            is_constant = tables.op_group[tables.value_op[tables.read_value[entry]]] < 0
+            if not is_constant and (slot < 0 or scratch.slot_done[slot] > 0):
+                scratch.awaited[device] = needed_buffer(tables, scratch, entry, device)
+                if scratch.awaited[device] >= 0:
+                    break
+
+
+@helper
+def wait_for_gradients(
+    tables: GraphTables, choice: Choice, scratch: Scratch, reader: int, micro: int
+) -> None:
+    """Make gathers for a backward op wait, where it runs, for a gradient that it reads.
+
+    Otherwise values would be gathered as soon as they are made, and kept whole until then.
+    """
+    row = choice.division[tables.op_group[reader]]
+    begin, end = scratch.span[row, 0], scratch.span[row, 1]
+    row += len(choice.member) * tables.op_axis[reader]
+    scratch.awaited[:] = -1
+    for device in range(begin, end):
+        if choice.shares[row, micro, device] == 0:
+            continue
+        for entry in range(tables.read_start[reader], tables.read_start[reader + 1]):
+            if tables.op_is_backward[tables.value_op[tables.read_value[entry]]] == 1:
+                slot = tables.read_slot[entry]
+                if slot < 0 or scratch.slot_done[slot] > 0:
+                    scratch.awaited[device] = needed_buffer(tables, scratch, entry, device)
+                    break
+
+
+@helper
+def gather_again(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, op: int, reader: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Gather an op's inputs again before it reruns for a backward op, the ``reader``."""
+    for entry in range(tables.read_start[op], tables.read_start[op + 1]):
+        slot = tables.read_slot[entry]
+        if slot < 0 or tables.slot_pass[slot] != FORWARD_PASS or scratch.slot_done[slot] != 1:
+            continue
+        value = tables.slot_value[slot]
+        source = choice.division[tables.op_group[tables.value_op[value]]]
+        if source != choice.division[tables.slot_group[slot]]:
+            continue  # it has come from other devices, and is kept
+        for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
+            if tables.slot_pass[other] == FORWARD_PASS and scratch.slot_done[other] == 1:
+                scratch.slot_done[other] = 0
+        wait_for_gradients(tables, choice, scratch, reader, micro)
+        convert(tables, choice, scratch, tape, slot, micro)
+        scratch.slot_done[slot] = 2
+
+
+@helper
+def _is_there(
+    tables: GraphTables, choice: Choice, scratch: Scratch, slot: int, source: int, target: int,
+    micro: int,
+) -> bool:  # fmt: skip
+    """Reuse what another slot of the same value has brought to the same division, if any."""
+    value = tables.slot_value[slot]
+    # One team has every sample.
+    is_one_team = choice.teams.num_teams[source] == 1 and choice.teams.num_teams[target] == 1
+    most = IN_TEAM if is_one_team else EVERYTHING
+    whole = min(tables.slot_whole[slot], most)
+    kind = tables.value_kind[value]
+    # Gathers and reductions leave the whole on every device of a division.
+    in_division = kind == _S or (kind == _P and whole != AS_MADE and source == target)
+    axis = tables.slot_axis[slot]
+    reader = target + len(choice.member) * axis
+    # What all members of a team hold alike serves readers along every axis.
+    in_team = axis != 0 and not (kind == _P and whole == AS_MADE)
+    for other in range(tables.value_slot_start[value], tables.value_slot_start[value + 1]):
+        if (
+            other != slot
+            and scratch.slot_done[other] > 0
+            and (tables.slot_pass[other] == tables.slot_pass[slot] or source != target)
+            and min(tables.slot_whole[other], most) == whole
+            and same_window(tables, other, slot)
+            and choice.division[tables.slot_group[other]] == target
+            and (
+                in_division
+                or tables.slot_axis[other] == axis
+                or (
+                    in_team
+                    and tables.slot_axis[other] != 0
+                    and _covers(
+                        choice,
+                        reader,
+                        target + len(choice.member) * tables.slot_axis[other],
+                        micro,
+                    )
+                )
+            )
+        ):
+            for device in range(choice.member.shape[1]):
+                scratch.slot_buffer[slot, device] = scratch.slot_buffer[other, device]
+            return True
+    return False
+
+
+@helper
+def _convert_along_batch(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """Convert a value of an op that follows the batch, of which each device has its samples."""
+    kind = tables.value_kind[tables.slot_value[slot]]
+    whole = tables.slot_whole[slot]
+    reader = target + len(choice.member) * tables.slot_axis[slot]
+    if kind == _S:
+        if source != target:
+            bring(tables, choice, scratch, tape, slot, source, target, micro)
+        if whole == IN_TEAM:
+            gather_in_teams(tables, choice, scratch, tape, slot, target, target, micro)
+        elif whole == EVERYTHING:
+            gather(tables, choice, scratch, tape, slot, target, micro)
+    elif kind == _P:
+        if whole == IN_TEAM and source == target:
+            reduce_in_teams(tables, choice, scratch, tape, slot, source, source, micro)
+        elif whole != AS_MADE or source != target or not _covers(choice, source, reader, micro):
+            reduce(tables, choice, scratch, tape, slot, source, source, micro, False)
+            if whole == AS_MADE or source != target:
+                who = _who_gets(whole)
+                copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, who)
+    elif source != reader:
+        copy_whole(tables, choice, scratch, tape, slot, source, reader, micro, ALL)
+
+
+@helper
+def _convert_ruled(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    target: int, micro: int,
+) -> None:  # fmt: skip
+    """Convert a value of an op with a rule, of which each device has all its team's samples.
+
+    Along the axis of the rule it has its units (S), a part of a sum (P) or everything (R).
+    """
+    value = tables.slot_value[slot]
+    kind = tables.value_kind[value]
+    row = source + len(choice.member) * tables.value_axis[value]
+    if kind == _P:
+        if _convert_parts(tables, choice, scratch, tape, slot, source, row, target, micro):
+            return
+    elif kind == _S:
+        if _convert_slices(tables, choice, scratch, tape, slot, source, row, target, micro):
+            return
+    _convert_between_teams(tables, choice, scratch, tape, slot, source, row, target, micro)
+
+
+@helper
+def _convert_parts(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    row: int, target: int, micro: int,
+) -> bool:  # fmt: skip
+    """Convert parts of a sum along the axis; returns whether readers now have what they need.
+
+    If not, each member of a source team has all of the team's sum.
+    """
+    whole = tables.slot_whole[slot]
+    reader = target + len(choice.member) * tables.slot_axis[slot]
+    same = source == target
+    if whole == AS_MADE and same and _covers(choice, row, reader, micro):
+        return True
+    over_teams = tables.value_batch_kind[tables.slot_value[slot]]
+    if over_teams == _P and (whole != IN_TEAM or not same):
+        reduce(tables, choice, scratch, tape, slot, source, row, micro, False)
+        if whole == AS_MADE or not same:
+            who = _who_gets(whole)
+            copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+        return True
+    reduce_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    return False
+
+
+@helper
+def _convert_slices(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    row: int, target: int, micro: int,
+) -> bool:  # fmt: skip
+    """Convert slices along the axis; returns whether readers now have what they need.
+
+    If not, each member of a source team has all of the team's slices.
+    """
+    whole = tables.slot_whole[slot]
+    if source != target and tables.value_batch_kind[tables.slot_value[slot]] == _S:
+        arrived = target + row - source
+        bring(tables, choice, scratch, tape, slot, row, arrived, micro)
+        if whole != AS_MADE:
+            gather_in_teams(tables, choice, scratch, tape, slot, target, arrived, micro)
+        if whole == EVERYTHING:
+            gather(tables, choice, scratch, tape, slot, target, micro)
+        return True
+    if source == target and whole == AS_MADE:
+        return True
+    gather_in_teams(tables, choice, scratch, tape, slot, source, row, micro)
+    return False
+
+
+@helper
+def _convert_between_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, slot: int, source: int,
+    row: int, target: int, micro: int,
+) -> None:  # fmt: skip
+    """Bring a value that each member of a source team has to the devices that read it."""
+    value = tables.slot_value[slot]
+    kind, over_teams = tables.value_kind[value], tables.value_batch_kind[value]
+    whole, reader_axis = tables.slot_whole[slot], tables.slot_axis[slot]
+    reader = target + len(choice.member) * reader_axis
+    is_first_of_sum = kind == _P and whole == AS_MADE
+    if over_teams == _S:
+        wanted = OWN if reader_axis == 0 and whole != IN_TEAM else TEAMS
+        if is_first_of_sum:
+            wanted = FIRSTS
+        if whole == EVERYTHING:
+            wanted = OWN
+        bring_whole(tables, choice, scratch, tape, slot, row, reader, target, micro, wanted)
+        if whole == EVERYTHING:
+            gather(tables, choice, scratch, tape, slot, target, micro)
+    elif over_teams == _P:
+        same = source == target and (
+            whole != AS_MADE or _each_team_has_a_reader(choice, row, reader, micro)
+        )
+        # One team has all of a sum over teams.
+        is_one_team = choice.teams.num_teams[source] == 1
+        if whole == EVERYTHING or not same:
+            if not is_one_team:
+                reduce(tables, choice, scratch, tape, slot, source, row, micro, True)
+            if not same or is_one_team:
+                who = ALL if whole == EVERYTHING else FIRST_TEAM
+                copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+        # Otherwise each member keeps it, and for a reader of parts it is zero on all but the first
+        # one that has it and reads it.
+    elif row != reader:
+        who = ALL
+        if is_first_of_sum:
+            who = FIRST if reader_axis == 0 else FIRSTS
+        copy_whole(tables, choice, scratch, tape, slot, row, reader, micro, who)
+
+
+@helper
+def _who_gets(whole: int) -> int:
+    """Devices that get the sum of all parts, given how much of it readers need."""
+    if whole == AS_MADE:
+        return FIRST
+    return FIRST_TEAM if whole == IN_TEAM else ALL
+
+
+@helper
+def _each_team_has_a_reader(choice: Choice, source: int, target: int, micro: int) -> bool:
+    """Whether every team has a member that made a value and also runs its reader.
+
+    A member without units makes nothing; one without samples reads nothing.
+    """
+    teams = choice.teams
+    division = target % len(choice.member)
+    for device in range(choice.member.shape[1]):
+        if choice.shares[target, micro, device] == 0:
+            continue
+        is_held = False
+        for other in range(choice.member.shape[1]):
+            if (
+                teams.number[division, other] == teams.number[division, device]
+                and choice.shares[source, micro, other] > 0
+                and choice.shares[target, micro, other] > 0
+            ):
+                is_held = True
+        if not is_held:
+            return False
+    return True
+
+
+@helper
+def _covers(choice: Choice, source: int, target: int, micro: int) -> bool:
+    """Whether every device that made a part of a sum also runs its reader."""
+    for device in range(choice.member.shape[1]):
+        if choice.shares[source, micro, device] > 0 and choice.shares[target, micro, device] == 0:
+            return False
+    return True

@@ -1,0 +1,207 @@
+"""A program: a lowered strategy, as arrays of tasks on a cluster.
+
+Tasks are numbered in program order, which is a topological order: a task reads only buffers that
+earlier tasks make. A *buffer* is a piece of memory on one device (or a token of no bytes that only
+orders tasks); task ``t`` makes the buffers ``buffer_start[t] : buffer_start[t + 1]`` and reads
+``read_buffer[read_start[t] : read_start[t + 1]]``. A task depends on the makers of the buffers it
+reads, and a buffer lives until its last reader is done.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.op_rule import OpRules
+from heterog.lowering.channels import Channel
+from heterog.modes.mode import MessageCodec, MessageRule
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float64]
+
+
+class TaskKind(IntEnum):
+    """The kind of a task; ``subject`` is the index of the object it works on.
+
+    Up to ``UPDATE`` tasks run on a device's compute stream, the others on links.
+    """
+
+    COMPUTE = 0  # an op; subject: index among the compute ops
+    RECOMPUTE = 1  # the same once more, shortly before its results are read; like COMPUTE
+    # Once more where its result is read, made of the batch (``remaking``); like COMPUTE.
+    REMAKE = 2
+    ACCUMULATE = 3  # adds a micro-batch's gradient; subject: parameter
+    FLATTEN = 4  # copies gradients into a bucket; subject: bucket
+    SPLIT = 5  # cuts out the samples that another device needs; subject: slot
+    CONCAT = 6  # joins parts from several devices; subject: slot
+    ENCODE = 7  # makes the message of the next transfer or collective; subject: as there
+    DECODE = 8  # makes a value of what was sent of it; subject: slot
+    SUM = 9  # adds pushed gradients on a server; subject: parameter
+    DECODE_SUM = 10  # makes a gradient, their sum or a parameter of messages; subject: as there
+    UPDATE = 11  # the optimizer step; subject: parameter
+    SEND = 12  # moves (part of) a value; subject: slot
+    PUSH = 13  # gradient to its server; subject: parameter
+    PULL = 14  # new parameter from its server; subject: parameter
+    REDUCE_VALUE = 15  # all-reduce of a partial value; subject: slot
+    GATHER_VALUE = 16  # all-gather of a split value; subject: slot
+    ALL_REDUCE = 17  # of a gradient or bucket; subject: bucket
+    REDUCE_SCATTER = 18  # subject: bucket
+    ALL_GATHER = 19  # of a gradient; subject: bucket
+    GATHER_PARAMETERS = 20  # all-gather of the parameters of a bucket, under ZeRO
+    SCATTER_VALUE = 21  # reduce-scatter of a partial value, right behind its op; subject: value
+    EXCHANGE_VALUE = 22  # all-to-all of a split value, right behind its op; subject: value
+
+
+FIRST_LINK_KIND = int(TaskKind.SEND)
+FIRST_FREE_KIND = int(TaskKind.SUM)
+"""Compute-stream tasks from here on run whenever the stream would otherwise wait; the ones before
+keep program order on their device, as kernels on one CUDA stream do."""
+LAST_OP_KIND = int(TaskKind.REMAKE)
+"""Tasks up to here run an op; their subject is its index among the compute ops."""
+_ADDED = {
+    TaskKind.ENCODE: 106,
+    TaskKind.DECODE: 107,
+    TaskKind.DECODE_SUM: 109,
+    TaskKind.REMAKE: 110,
+}
+_FIRST = [kind for kind in TaskKind if kind not in _ADDED]
+_IN_HASH = np.array([_ADDED.get(kind) or _FIRST.index(kind) for kind in TaskKind], np.uint8)
+"""Number of each kind in hashes: older kinds keep theirs, so plans' hashes do too."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """Tasks of one or more training steps on a cluster, in arrays.
+
+    Attributes:
+        num_devices: Number of devices of the cluster.
+        num_steps: Number of unrolled training steps (1 with a step barrier).
+        kind: ``TaskKind`` of each task.  # [num_tasks] uint8
+        subject: Index of the object that the task works on; see ``TaskKind``.  # [num_tasks]
+        device: Device whose stream runs a compute task; destination of a transfer; -1 for
+            collectives.  # [num_tasks]
+        micro: Number of the micro-batch.  # [num_tasks]
+        turn: For a compute task, the turn of its device to which it belongs; tasks of a turn keep
+            program order.  # [num_tasks]
+        samples: Number of samples that an op computes on, or of the value that a task moves; for
+            an op with a rule those of its team.  # [num_tasks]
+        units: Number of units of the axis of an op's rule that it computes on; or of the value
+            that a task moves, or of the parameter that it updates, where these are cut along an
+            axis; otherwise 0.  # [num_tasks]
+        channel: Index into ``channels``; -1 for compute tasks.  # [num_tasks]
+        num_bytes: Payload of communication; bytes moved by copies and sums; for an update, bytes
+            of the slice of the parameter that it updates, 0 for all of it.  # [num_tasks]
+        read_start: First entry of each task in ``read_buffer``.  # [num_tasks + 1]
+        read_buffer: Buffers that tasks read.  # [num_reads]
+        buffer_start: First buffer that each task makes.  # [num_tasks + 1]
+        buffer_device: Device that holds the buffer, -1 for tokens.  # [num_buffers]
+        buffer_bytes: Size of each buffer.  # [num_buffers]
+        bucket: Bucket in which each parameter is synchronised, -1 if none.  # [num_parameters]
+        resident_bytes: Bytes of parameters, optimizer state, buffers, workspace and batch on each
+            device.  # [num_devices]
+        channels: Channels that tasks refer to.
+        is_in_turn: Whether a device finishes a turn before it begins the next; otherwise it takes
+            the earliest turn that can go on.
+        op_rules: Rules of the strategy; subjects are numbered in the graph's tables under them.
+        blocks: Blocks of the strategy, on which the numbering of subjects depends likewise.
+        codec: 1 + index into ``codecs`` of the rule by which a task encodes, moves or decodes, 0
+            for none; empty if the strategy has no codecs.  # [num_tasks]
+        codecs: Codec rules of the strategy.
+    """
+
+    num_devices: int
+    num_steps: int
+    kind: npt.NDArray[np.uint8]
+    subject: IntArray
+    device: IntArray
+    micro: IntArray
+    turn: IntArray
+    samples: IntArray
+    units: IntArray
+    channel: IntArray
+    num_bytes: FloatArray
+    read_start: IntArray
+    read_buffer: IntArray
+    buffer_start: IntArray
+    buffer_device: IntArray
+    buffer_bytes: FloatArray
+    bucket: IntArray
+    resident_bytes: FloatArray
+    channels: tuple[Channel, ...]
+    is_in_turn: bool = False
+    op_rules: OpRules = ()
+    blocks: tuple[int, ...] = ()
+    codec: IntArray = field(default_factory=lambda: np.zeros(0, np.int32))
+    codecs: tuple[MessageRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks."""
+        return len(self.kind)
+
+    def codec_of(self, task: int) -> MessageCodec | None:
+        """Codec of the message of a task; ``None`` if it has none."""
+        number = int(self.codec[task]) if len(self.codec) else 0
+        return self.codecs[number - 1].codec if number else None
+
+    def encodes_value(self, task: int) -> bool:
+        """Whether a task encodes a value, not a gradient or parameter."""
+        if self.kind[task] != TaskKind.ENCODE:
+            return False
+        return self.codecs[int(self.codec[task]) - 1].is_of_values
+
+    @cached_property
+    def buffer_maker(self) -> IntArray:
+        """Task that makes each buffer.  # [num_buffers]"""
+        counts = np.diff(self.buffer_start)
+        return np.repeat(np.arange(self.num_tasks, dtype=np.int32), counts)
+
+    def dependencies(self, task: int) -> list[int]:
+        """Tasks that must be done before ``task`` may start."""
+        reads = self.read_buffer[self.read_start[task] : self.read_start[task + 1]]
+        return sorted({int(maker) for maker in self.buffer_maker[reads]})
+
+    def read_too_early(self, order: Sequence[int]) -> tuple[int, int] | None:
+        """The first pair (task, maker of its input) in the wrong order; ``None`` if there is none.
+
+        Args:
+            order: Order that contains each task once.
+        """
+        place = np.argsort(np.array(order))
+        reader = np.repeat(np.arange(self.num_tasks), np.diff(self.read_start))
+        maker = self.buffer_maker[self.read_buffer]
+        early = np.flatnonzero(place[maker] >= place[reader])
+        return (int(reader[early[0]]), int(maker[early[0]])) if early.size else None
+
+    @cached_property
+    def hash(self) -> str:
+        """A hash that is equal on every rank that lowered the same strategy, graph and cluster.
+
+        Turns are left out: ranks follow the order that was found with them.
+        """
+        digest = hashlib.sha256()
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "kind":
+                value = _IN_HASH[value]
+            if isinstance(value, np.ndarray) and each.name not in ("channel", "turn"):
+                digest.update(np.ascontiguousarray(value).tobytes())
+        for number in self.channel:
+            if number >= 0:
+                channel = self.channels[number]
+                digest.update(f"{channel.kind}{channel.devices}{channel.slices}".encode())
+        if self.op_rules:
+            digest.update(repr(self.op_rules).encode())
+        if self.codecs:
+            digest.update(repr(self.codecs).encode())
+        return digest.hexdigest()[:16]

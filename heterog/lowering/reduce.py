@@ -1,0 +1,224 @@
+"""Finished gradients become updated parameters, tensor by tensor or bucket by bucket."""
+
+from heterog.lowering.choice import Choice
+from heterog.lowering.gradients import bucket_key, num_rings, own_part, read_gradient
+from heterog.lowering.kernels import helper
+from heterog.lowering.program import TaskKind
+from heterog.lowering.scratch import Scratch
+from heterog.lowering.serve import serve
+from heterog.lowering.slices import finish_gradient
+from heterog.lowering.tables import GraphTables
+from heterog.lowering.tape import (
+    Tape,
+    set_units,
+    write_buffer,
+    write_read,
+    write_task,
+)
+from heterog.lowering.turns import follow_gradients
+from heterog.strategy.sync import Sharded
+
+# Plain integers, because numba freezes enum members into slow objects.
+_FLATTEN = int(TaskKind.FLATTEN)
+_UPDATE = int(TaskKind.UPDATE)
+_ALL_REDUCE = int(TaskKind.ALL_REDUCE)
+_REDUCE_SCATTER = int(TaskKind.REDUCE_SCATTER)
+_ALL_GATHER = int(TaskKind.ALL_GATHER)
+_STATE = int(Sharded.STATE)
+_PARAMETERS = int(Sharded.PARAMETERS)
+
+
+@helper
+def number_buckets(choice: Choice, scratch: Scratch) -> None:
+    """Give groups whose gradients may share a bucket the same key: their first group's number."""
+    for group in range(len(choice.sharded)):
+        scratch.bucket_key[group] = group
+        if choice.sharded[group] == _PARAMETERS:  # gathers a bucket for the ops of one group
+            continue
+        for other in range(group):
+            if choice.sync_class[group] == choice.sync_class[other]:
+                scratch.bucket_key[group] = other
+                break
+
+
+@helper
+def synchronise(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int
+) -> None:
+    """Sum a finished gradient and update its parameter, or put it into its bucket."""
+    group = tables.parameter_group[parameter]
+    if choice.home[parameter] >= 0:
+        serve(tables, choice, scratch, tape, parameter)
+        return
+    if num_rings(tables, choice, parameter) == 0:
+        for device in range(choice.member.shape[1]):
+            if _begin_update(tables, choice, scratch, tape, parameter, device):
+                read_gradient(scratch, tape, parameter, device)
+                write_read(tape, scratch.last_read[parameter, device])
+                scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)
+        return
+    if choice.sharded[group] >= _STATE:
+        finish_gradient(tables, choice, scratch, tape, parameter, choice.num_micro - 1)
+        return
+    key = bucket_key(tables, choice, scratch, parameter)
+    size = tables.gradient_bytes[parameter]
+    if scratch.open_first[key] < 0:
+        scratch.open_first[key] = parameter
+        scratch.open_bytes[key] = 0.0
+    else:
+        scratch.next_in_bucket[scratch.open_last[key]] = parameter
+    scratch.open_last[key] = parameter
+    scratch.next_in_bucket[parameter] = -1
+    scratch.open_bytes[key] += size
+    if scratch.open_bytes[key] >= choice.bucket_bytes:
+        close_bucket(tables, choice, scratch, tape, key)
+
+
+@helper
+def _begin_update(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, device: int
+) -> bool:
+    """Begin the optimizer step of a device's part of a parameter; ``False`` if it has none."""
+    units = own_part(tables, choice, parameter, device)
+    if units == 0:
+        return False
+    if tables.parameter_axis[parameter] < 0:
+        write_task(tape, _UPDATE, parameter, device, 0, 0, -1, 0.0)
+    else:
+        part = units * tables.parameter_bytes[parameter] / tables.parameter_units[parameter]
+        write_task(tape, _UPDATE, parameter, device, 0, 0, -1, part)
+        set_units(tape, units)
+    return True
+
+
+@helper
+def close_bucket(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, key: int
+) -> None:
+    """All-reduce (or reduce-scatter and all-gather) a bucket in its rings, then update.
+
+    The bucket is named by its first parameter. A bucket of one tensor is synchronised in place; a
+    larger one is first copied together on each device, and so is the part of a tensor that one of
+    several rings sums.
+    """
+    first = scratch.open_first[key]
+    size = scratch.open_bytes[key]
+    scratch.open_first[key] = -1
+    num_domains = choice.rings.first.shape[1]
+    added_up = key // tables.num_dtypes
+    group, domain = added_up // num_domains, added_up % num_domains
+    parameter = first
+    while parameter >= 0:
+        tape.bucket[parameter] = first
+        parameter = scratch.next_in_bucket[parameter]
+    first_ring, end_ring = choice.rings.first[group, domain], choice.rings.end[group, domain]
+    for ring in range(first_ring, end_ring):
+        _add_up(tables, choice, scratch, tape, first, ring, ring - first_ring, size)
+    parameter = first
+    while parameter >= 0:
+        _update_replicas(tables, choice, scratch, tape, parameter, first, first_ring, end_ring)
+        parameter = scratch.next_in_bucket[parameter]
+
+
+@helper
+def _add_up(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int,
+    number: int, size: float,
+) -> None:  # fmt: skip
+    """Sum a bucket's gradients in one ring.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``flat_buffer`` and ``ring_token`` are written.
+        tape: Output.
+        first: First parameter, which names the bucket.
+        ring: Row of ``choice.rings``.
+        number: Index of the ring among those of the bucket.
+        size: Bytes of the whole bucket.
+    """
+    rings = choice.rings
+    num_devices = choice.member.shape[1]
+    size *= rings.part[ring]
+    single = scratch.next_in_bucket[first] < 0
+    scratch.flat_buffer[number, :] = -1
+    for device in range(num_devices):
+        in_place = single and (
+            rings.is_whole[ring, device] or scratch.gradient_buffer[first, device] < 0
+        )
+        if not rings.member[ring, device] or in_place:
+            continue
+        last = choice.num_micro - 1
+        write_task(tape, _FLATTEN, first, device, last, 0, -1, 2.0 * size)
+        parameter = first
+        while parameter >= 0:
+            read_gradient(scratch, tape, parameter, device)
+            parameter = scratch.next_in_bucket[parameter]
+        follow_gradients(choice.turns, tape)
+        scratch.flat_buffer[number, device] = write_buffer(tape, device, size)
+    two_phases = rings.second_channel[ring] >= 0
+    kind = _REDUCE_SCATTER if two_phases else _ALL_REDUCE
+    write_task(tape, kind, first, -1, 0, 0, rings.first_channel[ring], size)
+    _read_parts(choice, scratch, tape, first, ring, number)
+    for device in range(num_devices):
+        # A replica without samples has no gradient of its own: it receives one.
+        if rings.member[ring, device] and scratch.flat_buffer[number, device] < 0:
+            if scratch.gradient_buffer[first, device] < 0:
+                scratch.gradient_buffer[first, device] = write_buffer(tape, device, size)
+    token = write_buffer(tape, -1, 0.0)
+    if two_phases:
+        write_task(tape, _ALL_GATHER, first, -1, 0, 0, rings.second_channel[ring], size)
+        write_read(tape, token)
+        for device in range(num_devices):
+            if rings.member[ring, device]:
+                if scratch.flat_buffer[number, device] >= 0:
+                    write_read(tape, scratch.flat_buffer[number, device])
+                else:
+                    read_gradient(scratch, tape, first, device)
+        token = write_buffer(tape, -1, 0.0)
+    scratch.ring_token[number] = token
+
+
+@helper
+def _read_parts(
+    choice: Choice, scratch: Scratch, tape: Tape, first: int, ring: int, number: int
+) -> None:
+    """Make a collective read the part of each member of its ring."""
+    for device in range(choice.member.shape[1]):
+        if not choice.rings.member[ring, device]:
+            continue
+        if scratch.flat_buffer[number, device] >= 0:
+            write_read(tape, scratch.flat_buffer[number, device])
+        else:
+            read_gradient(scratch, tape, first, device)
+
+
+@helper
+def _update_replicas(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, parameter: int, first: int,
+    first_ring: int, end_ring: int,
+) -> None:  # fmt: skip
+    """Update a parameter on each device that has a part of it.
+
+    In a bucket the gradient is a view of the flat copy.
+    """
+    rings = choice.rings
+    for device in range(choice.member.shape[1]):
+        if not _begin_update(tables, choice, scratch, tape, parameter, device):
+            continue
+        is_alone = True  # an island of one device among larger ones
+        for ring in range(first_ring, end_ring):
+            if rings.member[ring, device]:
+                is_alone = False
+                write_read(tape, scratch.ring_token[ring - first_ring])
+        if is_alone:
+            read_gradient(scratch, tape, parameter, device)
+        write_read(tape, scratch.last_read[parameter, device])
+        for ring in range(first_ring, end_ring):
+            if rings.member[ring, device]:
+                flat = scratch.flat_buffer[ring - first_ring, device]
+                if flat >= 0:
+                    write_read(tape, flat)
+                else:
+                    read_gradient(scratch, tape, first, device)
+        scratch.next_ready_buffer[parameter, device] = write_buffer(tape, device, 0.0)

@@ -1,0 +1,74 @@
+"""Bytes that stay on a device for the whole step."""
+
+import numpy as np
+
+from heterog.lowering.choice import Choice
+from heterog.lowering.gradients import own_part
+from heterog.lowering.kernels import kernel
+from heterog.lowering.program import FloatArray
+from heterog.lowering.slices import is_sliced, owned_part
+from heterog.lowering.tables import GraphTables
+from heterog.strategy.sync import Sharded
+
+# Plain integers, because numba freezes enum members into slow objects.
+_PARAMETERS = int(Sharded.PARAMETERS)
+
+
+def resident_bytes(tables: GraphTables, choice: Choice) -> FloatArray:
+    """Bytes on each device for the whole step: parameters, optimizer state, buffers, batch.
+
+    And the largest workspace of a kernel there: a device runs one op at a time, and one of them
+    nearly always runs when memory is fullest.
+    """
+    resident: FloatArray = np.zeros(choice.member.shape[1])
+    workspace = np.zeros_like(resident)
+    _resident_kernel(tables, choice._replace(modes=()), resident, workspace)
+    for mode in choice.modes:
+        resident += mode.resident_bytes(tables, choice)
+    return resident + workspace
+
+
+@kernel
+def _resident_kernel(
+    tables: GraphTables, choice: Choice, resident: FloatArray, workspace: FloatArray
+) -> None:
+    num_devices = choice.member.shape[1]
+    for parameter in range(len(tables.parameter_bytes)):
+        group = tables.parameter_group[parameter]
+        size = tables.parameter_bytes[parameter]
+        sliced = is_sliced(tables, choice, parameter)
+        home = choice.home[parameter]
+        for device in range(num_devices):
+            units = own_part(tables, choice, parameter, device)
+            if units == 0:
+                continue
+            part = units / tables.parameter_units[parameter]
+            needed = part * tables.parameter_workspace[parameter]
+            workspace[device] = max(workspace[device], needed)
+            if sliced:
+                owned = owned_part(tables, choice, parameter, device)
+                kept = owned if choice.sharded[group] == _PARAMETERS else part
+                resident[device] += size * (kept + owned * tables.state_ratio)
+            else:
+                resident[device] += part * size * (1.0 if home >= 0 else 1.0 + tables.state_ratio)
+        if home >= 0:
+            # The server keeps the state, and a copy of its own if it holds no replica.
+            resident[home] += size * tables.state_ratio
+            if not choice.member[choice.division[group], home]:
+                resident[home] += size
+    active = choice.division[tables.num_groups]
+    for device in range(num_devices):
+        if choice.member[active, device]:
+            most = 0
+            for division in range(active):
+                samples = 0
+                for micro in range(choice.num_micro):
+                    samples += choice.shares[division, micro, device]
+                most = max(most, samples)
+            for group in range(tables.num_groups):
+                if tables.group_reads_team[group] == 1:
+                    samples = 0
+                    for micro in range(choice.num_micro):
+                        samples += choice.teams.samples[choice.division[group], micro, device]
+                    most = max(most, samples)
+            resident[device] += tables.common_bytes + most * tables.input_bytes_per_sample

@@ -1,0 +1,287 @@
+"""A search space of strategies as rows of integers: one candidate decision per group.
+
+A candidate is a named device set, a rule for the shares, and a synchronisation. New candidates
+(shares moved by a sample, say) can be added while a search runs. Encoding a row into the kernel's
+arrays takes microseconds, because everything about a candidate is looked up.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.op_rule import OpRules
+from heterog.lowering import Choice, Decided, Encoder
+from heterog.lowering.channels import ChannelTable, balanced_slices
+from heterog.lowering.program import IntArray
+from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.strategy import (
+    REPLICATED,
+    Decision,
+    Strategy,
+    Sync,
+)
+from heterog.strategy.sync import Sharded
+
+MicroBatches = tuple[tuple[int, ...], ...]
+"""Samples per micro-batch of each device, as in ``Strategy``; empty to run in one go."""
+MAX_DEVICE_SETS = 256
+_MOST_HOSTS_NAMED = 64
+_MOST_SINGLES = 64
+"""Above these numbers, hosts and devices are listed only as far as there is room."""
+_FEW_HOSTS = 6
+_MOST_ENCODERS = 64
+_CANDIDATES = tuple(sync for sync in Sync if sync.sharded <= Sharded.STATE)
+"""Synchronisations to try by default. ZeRO-1 saves memory and is seldom slower than all-reduce;
+the other stages communicate more and are for planners that want them (``poplar``)."""
+
+
+def device_sets(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """Device sets worth trying: everything, types, hosts, unions of hosts, single devices.
+
+    Up to six hosts: unions in order of size. On larger clusters hosts of one kind are equal
+    (``Cluster.host_kind``), so a union takes the first hosts of each kind, and the most natural
+    ones come first: whole kinds, then halves, quarters, ... of a kind. At most 256.
+    """
+    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    everything = tuple(range(cluster.num_devices))
+    sets: dict[tuple[int, ...], None] = {everything: None}
+    for index in range(len(cluster.device_types)):
+        same = tuple(d for d in everything if cluster.type_index[d] == index)
+        sets.setdefault(same)
+    for host in hosts[:_MOST_HOSTS_NAMED]:
+        sets.setdefault(host)
+    room = MAX_DEVICE_SETS - min(cluster.num_devices, _MOST_SINGLES)
+    for chosen in _unions(cluster):
+        if len(sets) >= room:
+            break
+        sets.setdefault(tuple(sorted(d for host in chosen for d in hosts[host])))
+    for device in everything[: MAX_DEVICE_SETS - len(sets)]:
+        sets.setdefault((device,))
+    return tuple(sets)
+
+
+def _unions(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """Unions of hosts worth trying, of two or more but not all; generated one by one."""
+    everything = range(cluster.num_hosts)
+    if cluster.num_hosts <= _FEW_HOSTS:
+        for size in range(2, cluster.num_hosts):
+            yield from combinations(everything, size)
+        return
+    kinds: dict[int, list[int]] = {}
+    for host, kind in enumerate(cluster.host_kind):
+        kinds.setdefault(kind, []).append(host)
+    own = list(kinds.values())
+    for size in range(len(own) - 1, 0, -1):
+        for some in combinations(own, size):
+            yield tuple(host for hosts in some for host in hosts)
+    parts = own
+    while parts := [half for hosts in parts for half in _halves(hosts) if len(half) > 1]:
+        yield from map(tuple, parts)
+    for size in range(2, cluster.num_hosts):
+        yield from sorted(_of_size(own, size))
+
+
+def _halves(hosts: list[int]) -> tuple[list[int], list[int]]:
+    return hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
+
+
+def _of_size(kinds: Sequence[list[int]], size: int) -> Iterator[tuple[int, ...]]:
+    """Unions of a given number of hosts, with the first ones of each kind."""
+    if not kinds:
+        yield from [()] * (size == 0)
+        return
+    first, *rest = kinds
+    for count in range(min(len(first), size), -1, -1):
+        for others in _of_size(rest, size - count):
+            yield tuple(sorted((*first[:count], *others)))
+
+
+class StrategySpace:
+    """Encodes rows of candidate numbers into strategies and kernel arrays, and back.
+
+    Args:
+        graph: The training step.
+        cluster: Devices and links.
+        tables: Tables of the graph.
+        channels: The evaluator's channel table; candidates register their channels there.
+        speeds: Samples per second of each device, for proportional shares.
+        decisions: Candidates to begin with; by default those on all device sets worth trying.
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        tables: GraphTables,
+        channels: ChannelTable,
+        speeds: tuple[float, ...],
+        decisions: Sequence[Decision] | None = None,
+    ) -> None:
+        self.graph = graph
+        self.cluster = cluster
+        self.speeds = speeds
+        self._tables = tables
+        self._channels = channels
+        self.candidates: list[Decision] = []
+        self._numbers: dict[Decision, int] = {}
+        self._homes: dict[tuple[int, ...], IntArray] = {}
+        self._encoders: dict[int, tuple[GraphTables, Encoder]] = {}
+        if decisions is None:
+            decisions = [d for devices in device_sets(cluster) for d in self.decisions_on(devices)]
+        for decision in decisions:
+            self.add(decision)
+
+    def decisions_on(self, devices: tuple[int, ...]) -> list[Decision]:
+        """The candidate decisions on one device set."""
+        batch = self.graph.batch_size
+        if len(devices) == 1:
+            return [Decision(devices=devices, shares=(batch,))]
+        even = split_evenly(batch, len(devices))
+        solved = split_in_proportion(batch, tuple(self.speeds[device] for device in devices))
+        decisions = []
+        for shares in dict.fromkeys((solved, even)):
+            for sync in _CANDIDATES:
+                slices: tuple[int, ...] = ()
+                if sync.is_sharded and not self.graph.updates_elementwise:
+                    continue
+                if sync.takes_slices:
+                    slices = balanced_slices(self.cluster, devices)
+                decisions.append(
+                    Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+                )
+        return decisions
+
+    def add(self, decision: Decision) -> int:
+        """Number of a candidate, which is added if it is new."""
+        if decision in self._numbers:
+            return self._numbers[decision]
+        number = len(self.candidates)
+        self.candidates.append(decision)
+        self._numbers[decision] = number
+        # Channels that all candidates may use are priced at once, not one by one in a search.
+        self._channels.for_decision(decision)
+        if len(decision.devices) > 1:
+            self._channels.value_reduce(decision.devices)
+            self._channels.all_gather(decision.devices, ())
+        return number
+
+    def micro_batches(self, num_micro: int) -> MicroBatches:
+        """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
+        if num_micro == 1:
+            return ()
+        idle = (0,) * num_micro
+        counts = split_evenly(self.graph.batch_size, num_micro)
+        return (counts, *(idle for _ in range(self.cluster.num_devices - 1)))
+
+    def encode(
+        self,
+        row: IntArray,
+        *,
+        bucket_bytes: int,
+        num_steps: int,
+        micro_batches: MicroBatches = (),
+        tables: GraphTables | None = None,
+        schedule: PipelineSchedule = AS_IT_COMES,
+    ) -> Choice:
+        """Encode a row as the kernel's arrays.
+
+        Args:
+            row: Candidate number of each group.  # [num_groups]
+            bucket_bytes: See ``Strategy``.
+            num_steps: Number of unrolled steps.
+            micro_batches: See ``Strategy``; by default the step runs in one go.
+            tables: Tables of the graph with op rules and blocks; the caller sets the choice's
+                ``rule_set``.
+            schedule: See ``Strategy``.
+        """
+        tables = tables or self._tables
+        # Only for the few candidates in use: a search adds thousands of others.
+        numbers, of_group = np.unique(row, return_inverse=True)
+        decisions = [self.candidates[number] for number in numbers]
+
+        return self._encoder(tables).encode(
+            Decided(decisions, of_group.astype(np.int32)),
+            micro_batches=micro_batches,
+            schedule=schedule,
+            home=self.homes(row, tables),
+            bucket_bytes=bucket_bytes,
+            num_steps=num_steps,
+        )
+
+    def _encoder(self, tables: GraphTables) -> Encoder:
+        """The encoder for some tables; few encoders are kept."""
+        known = self._encoders.get(id(tables))
+        if known is None:
+            if len(self._encoders) > _MOST_ENCODERS:
+                self._encoders.clear()
+            # The tables are kept as well, so that no others get their id.
+            known = self._encoders[id(tables)] = tables, Encoder(tables, self._channels)
+        return known[1]
+
+    def homes(self, row: IntArray, tables: GraphTables | None = None) -> IntArray:
+        """Homes of the parameters: served ones balanced over their own group's devices.
+
+        Parameters that op rules cut into slices (by ``tables``) have none.
+        """
+        homes = np.full(len(self._tables.parameter_bytes), REPLICATED, np.int32)
+        group = self._tables.parameter_group
+        for number in np.unique(row):
+            decision = self.candidates[number]
+            if decision.sync.is_served and len(decision.devices) > 1:
+                served = np.flatnonzero(row[group] == number)
+                homes[served] = self._balanced(decision.devices)[served]
+        if tables is not None:
+            homes[tables.parameter_axis >= 0] = REPLICATED
+        return homes
+
+    def _balanced(self, devices: tuple[int, ...]) -> IntArray:
+        """A server for each parameter among ``devices``, balanced over all parameters."""
+        if devices not in self._homes:
+            sizes = self._tables.parameter_bytes
+            load = np.zeros(len(devices))
+            homes = np.empty(len(sizes), np.int32)
+            for parameter in np.argsort(-sizes, kind="stable"):
+                server = int(np.argmin(load))
+                load[server] += sizes[parameter]
+                homes[parameter] = devices[server]
+            self._homes[devices] = homes
+        return self._homes[devices]
+
+    def decode(
+        self,
+        row: IntArray,
+        *,
+        bucket_bytes: int,
+        step_barrier: bool,
+        micro_batches: MicroBatches = (),
+        op_rules: OpRules = (),
+        schedule: PipelineSchedule = AS_IT_COMES,
+        blocks: tuple[int, ...] = (),
+    ) -> Strategy:
+        """Decode a row to its strategy."""
+        homes = self.homes(row, graph_tables(self.graph, op_rules))
+        return Strategy(
+            graph=self.graph.fingerprint,
+            cluster=self.cluster.fingerprint(),
+            decisions=tuple(self.candidates[number] for number in row),
+            homes=tuple(int(home) for home in homes),
+            micro_batches=micro_batches,
+            bucket_bytes=bucket_bytes,
+            step_barrier=step_barrier,
+            op_rules=op_rules,
+            schedule=schedule,
+            blocks=blocks,
+        )
+
+    def row_of(self, strategy: Strategy) -> IntArray:
+        """The row of a strategy; decisions that are no candidates yet are added.
+
+        Served parameters get the space's own homes. Settings of the whole step, micro-batches and
+        rules of its ops, are not part of a row.
+        """
+        return np.array([self.add(decision) for decision in strategy.decisions], np.int32)

@@ -1,0 +1,124 @@
+"""Changes of a strategy's decisions, and a description of what has changed."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.lowering.program import FloatArray
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.keeping import recomputed_words
+from heterog.strategy.strategy import Decision, Strategy, Sync
+
+
+def with_decisions(strategy: Strategy, changes: Mapping[int, Decision]) -> Strategy:
+    """A strategy with other decisions for some groups."""
+    decisions = list(strategy.decisions)
+    for group, decision in changes.items():
+        decisions[group] = decision
+    changed = strategy.with_decisions(tuple(decisions))
+    if any(
+        decision.devices != strategy.decisions[group].devices
+        for group, decision in changes.items()
+    ):
+        devices = [decision.devices for decision in decisions]
+        return replace(changed, schedule=strategy.schedule.fitted(devices))
+    return changed
+
+
+def moved_samples(
+    decision: Decision, over: FloatArray, rate: FloatArray, takers: Mapping[int, float]
+) -> Decision:
+    """A decision whose samples have moved from devices that overflow to devices with room.
+
+    Args:
+        decision: Decision of a group.
+        over: Missing bytes of each device, negative where there is room.
+        rate: Bytes that a sample takes on each device.
+        takers: For devices with room, the number of samples that they can take.
+    """
+    takers = {device: takers[device] for device in decision.devices if takers.get(device, 0) >= 1}
+    shares = dict(zip(decision.devices, decision.shares, strict=True))
+    room = int(sum(takers.values()))
+    for device, share in shares.items():
+        amount = min(int(np.ceil(max(over[device], 0.0) / rate[device])), share, room)
+        if amount > 0:
+            shares[device] -= amount
+            room -= amount
+            parts = split_in_proportion(amount, tuple(takers.values()))
+            for taker, part in zip(takers, parts, strict=True):
+                shares[taker] += part
+    return replace(decision, shares=tuple(shares.values()))
+
+
+def without_devices(decision: Decision, leaving: set[int], roomiest: int) -> Decision:
+    """A decision without some devices, whose samples go to the others in proportion."""
+    kept = [index for index, device in enumerate(decision.devices) if device not in leaving]
+    batch = sum(decision.shares)
+    if not kept:
+        return Decision(
+            devices=(roomiest,),
+            shares=(batch,),
+            recompute=decision.recompute,
+            keeps=decision.keeps,
+        )
+    weights = tuple(float(decision.shares[index]) for index in kept)
+    slices = tuple(decision.slices[index] for index in kept) if decision.slices else ()
+    teams = [tuple(device for device in team if device not in leaving) for team in decision.teams]
+    return replace(
+        decision,
+        devices=tuple(decision.devices[index] for index in kept),
+        shares=split_in_proportion(batch, weights if sum(weights) else (1.0,) * len(kept)),
+        slices=slices if sum(slices) else (),
+        slice_groups=(),
+        teams=tuple(filter(None, teams)),
+        parts=tuple(decision.parts[index] for index in kept) if decision.parts else (),
+    )
+
+
+def changes_in_words(before: Strategy, after: Strategy, cluster: Cluster) -> str:
+    """The changes from one strategy to another of the same graph, in words."""
+    pairs = list(zip(before.decisions, after.decisions, strict=True))
+    words = []
+    if again := [new.keeps for old, new in pairs if _makes_more_again(new, old)]:
+        what = f" ({recomputed_words(again)})" * any(again)
+        words.append(f"{len(again)} of {len(pairs)} groups recompute{what}")
+    if after.blocks and not before.blocks:
+        words.append("layers recompute whole")
+    if formed := sum(_has_teams(new) and not _has_teams(old) for old, new in pairs):
+        words.append(f"{formed} groups run in teams inside hosts")
+    if before.num_micro_batches != after.num_micro_batches:
+        words.append(
+            f"{after.num_micro_batches} micro-batches instead of {before.num_micro_batches}"
+        )
+    if any(map(any, after.schedule.in_flight)) and before.schedule != after.schedule:
+        most = max(map(max, filter(None, after.schedule.in_flight)))
+        words.append(f"at most {most} micro-batches under way on a device")
+    for index, device in enumerate(cluster.devices):
+        held = [(_share(old, index), _share(new, index)) for old, new in pairs]
+        if left := sum(old is not None and new is None for old, new in held):
+            words.append(f"{left} groups left {device.name}")
+        if came := sum(old is None and new is not None for old, new in held):
+            words.append(f"{came} groups came to {device.name}")
+        shares = {(o, n) for o, n in held if o is not None and n is not None and o != n}
+        if shares:
+            old_share, new_share = min(shares)
+            words.append(f"{device.name} computes {new_share} samples instead of {old_share}")
+    for sync in Sync:
+        if count := sum(new.sync == sync != old.sync for old, new in pairs):
+            words.append(f"{count} groups synchronise by {sync.name.lower()}")
+    return "; ".join(words)
+
+
+def _makes_more_again(decision: Decision, other: Decision) -> bool:
+    return decision.recompute and (not other.recompute or decision.keeps < other.keeps)
+
+
+def _share(decision: Decision, device: int) -> int | None:
+    """Number of samples of a device; ``None`` if it has no part in the group."""
+    return dict(zip(decision.devices, decision.shares, strict=True)).get(device)
+
+
+def _has_teams(decision: Decision) -> bool:
+    return any(len(team) > 1 for team in decision.teams)

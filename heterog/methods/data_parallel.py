@@ -1,0 +1,266 @@
+"""Data parallelism as practised today: the paper's four baselines and DDP.
+
+- ``ev_ps``, ``ev_ar``, ``cp_ps``, ``cp_ar`` (HeteroG section 6): replicas on all devices; even
+  shares, or shares in proportion to the measured speed of the whole model; synchronised tensor by
+  tensor, first come first served, no micro-batches. PS is the better of one server and servers
+  balanced by bytes over all devices, AR the better of ring and hierarchical for the whole model.
+- ``ddp``: even shares, 25 MiB buckets in the order in which gradients are born, all-reduce during
+  the backward pass (Li et al., VLDB 2020). ``ddp_accumulate``: the same with the smallest number
+  of micro-batches that fits.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import Phase
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.floor import floor_s
+from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
+
+TRANSFERS_PER_S = 50_000
+"""Pushes and pulls that the referee simulates in a second, if all share a few links."""
+NEARLY_BEST = 1.1
+"""Step time over the best one's, by the engine, up to which the referee may still prefer one."""
+PATIENCE = 2.0
+"""Most budgets that a baseline may take; one that would take longer is not begun."""
+
+
+def uniform_strategy(
+    evaluator: Evaluator,
+    decision: Decision,
+    *,
+    homes: tuple[int, ...] | None = None,
+    bucket_bytes: int = 0,
+    micro_batches: tuple[tuple[int, ...], ...] = (),
+    step_barrier: bool = True,
+) -> Strategy:
+    """A strategy with one decision for every group."""
+    graph = evaluator.graph
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=evaluator.cluster.fingerprint(),
+        decisions=(decision,) * group_ops(graph).num_groups,
+        homes=homes or (REPLICATED,) * len(graph.updates),
+        micro_batches=micro_batches,
+        bucket_bytes=bucket_bytes,
+        step_barrier=step_barrier,
+    )
+
+
+def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
+    """Samples per second of the whole model on each device at its even share."""
+    graph, cluster = evaluator.graph, evaluator.cluster
+    samples = max(graph.batch_size // cluster.num_devices, 1)
+    computing = [index for index, op in enumerate(graph.ops) if op.phase != Phase.UPDATE]
+    by_type = [
+        samples
+        / float(evaluator.cost_model.op_seconds(graph, device_type, samples)[computing].sum())
+        for device_type in cluster.device_types
+    ]
+    return tuple(by_type[index] for index in cluster.type_index)
+
+
+def even_shares(evaluator: Evaluator) -> tuple[int, ...]:
+    """Shares of the batch: equal parts over all devices."""
+    return split_evenly(evaluator.graph.batch_size, evaluator.cluster.num_devices)
+
+
+def proportional_shares(evaluator: Evaluator) -> tuple[int, ...]:
+    """Shares of the batch in proportion to the devices' speeds."""
+    return split_in_proportion(evaluator.graph.batch_size, device_speeds(evaluator))
+
+
+def balanced_homes(evaluator: Evaluator, devices: tuple[int, ...]) -> tuple[int, ...]:
+    """A home for each parameter: largest first, each to the server with the fewest bytes."""
+    sizes = evaluator.tables.parameter_bytes
+    load = dict.fromkeys(devices, 0.0)
+    homes = [0] * len(sizes)
+    for parameter in sorted(range(len(sizes)), key=lambda p: (-sizes[p], p)):
+        server = min(devices, key=lambda device: (load[device], device))
+        load[server] += sizes[parameter]
+        homes[parameter] = server
+    return tuple(homes)
+
+
+class Trials:
+    """Judges strategies in every order by the engine, and keeps the best; for enumerations.
+
+    What a lower bound or a part of a simulation shows to be far behind the best is given up.
+
+    Args:
+        problem: The planner's problem.
+
+    Attributes:
+        spending: What has been spent of its budget.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.spending = problem.spend()
+        self._evaluator = problem.evaluator
+        self._tried: list[tuple[tuple[float, float], Strategy, Order]] = []
+        self._best_s = math.inf
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds of a step above which a strategy is given up."""
+        return NEARLY_BEST * self._best_s
+
+    def judge(self, strategy: Strategy) -> Evaluation | None:
+        """The evaluation in the best order; ``None`` if the strategy was given up."""
+        choice = self._evaluator.encode(strategy)
+        if floor_s(self._evaluator.prices, choice) > self.limit_s:
+            return None
+        found = self._evaluator.evaluate_orders(choice, tuple(Order), self.limit_s)
+        kept = [each for each in found if each.outcome != Outcome.GIVEN_UP]
+        self._tried += [(each.preference, strategy, each.order) for each in kept]
+        self._best_s = min([self._best_s, *(each.step_time_s for each in kept if each.is_ok)])
+        return min(kept, key=lambda each: each.preference, default=None)
+
+    def result(self, count: int) -> PlanResult:
+        """The best strategies, each in its own order."""
+        ranked = sorted(self._tried, key=lambda each: each[0])[:count]
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=each, orders=(order,)) for _, each, order in ranked
+            ),
+            num_evaluations=self.spending.evaluations,
+        )
+
+
+class DataParallel(Planner):
+    """Replicas on all devices, one decision for the whole model."""
+
+    stage = "baseline"
+
+    def __init__(self, name: str, *, proportional: bool, by_server: bool) -> None:
+        self.name = name
+        self._proportional = proportional
+        self._by_server = by_server
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try the variants that the definition allows; see the module docstring."""
+        variants = list(self._variants(problem))
+        if self._by_server and problem.budget.seconds is not None:
+            graph, cluster = problem.evaluator.graph, problem.evaluator.cluster
+            transfers = 2 * len(variants) * len(graph.updates) * cluster.num_devices
+            seconds = transfers / TRANSFERS_PER_S
+            if seconds > PATIENCE * problem.budget.seconds:
+                reason = (
+                    f"its {transfers} transfers take about {seconds:.0f} s to simulate, of the "
+                    f"{problem.budget.seconds:.1f} s that it has; a larger budget lets it try"
+                )
+                return PlanResult(candidates=(), num_evaluations=0, reason=reason)
+        return _best_variants(problem, variants)
+
+    def _variants(self, problem: Problem) -> Iterator[Strategy]:
+        evaluator = problem.evaluator
+        devices = tuple(range(evaluator.cluster.num_devices))
+        shares = proportional_shares(evaluator) if self._proportional else even_shares(evaluator)
+        if self._by_server:
+            decision = Decision(devices=devices, shares=shares, sync=Sync.PARAMETER_SERVER)
+            one = (0,) * len(evaluator.graph.updates)
+            for homes in (one, balanced_homes(evaluator, devices)):
+                yield uniform_strategy(
+                    evaluator, decision, homes=homes, step_barrier=problem.step_barrier
+                )
+            return
+        for sync in (Sync.RING, Sync.HIERARCHICAL):
+            decision = Decision(devices=devices, shares=shares, sync=sync)
+            yield uniform_strategy(evaluator, decision, step_barrier=problem.step_barrier)
+
+
+class DistributedDataParallel(Planner):
+    """PyTorch's DDP: even shares and buckets, with or without gradient accumulation."""
+
+    stage = "baseline"
+
+    def __init__(self, name: str, *, accumulate: bool) -> None:
+        self.name = name
+        self._accumulate = accumulate
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """The better of ring and hierarchical all-reduce, as NCCL chooses."""
+        num_micro, tried = 1, _best_variants(problem, self._variants(problem, 1))
+        if not self._accumulate:
+            return tried
+        most = min(even_shares(problem.evaluator))
+        with problem.spend().limits():
+            while tried.candidates and not self._fits(problem, tried) and num_micro < most:
+                num_micro = min(2 * num_micro, most)
+                tried = _all_variants(problem, self._variants(problem, num_micro))
+            low = num_micro // 2 + 1
+            while self._fits(problem, tried) and low < num_micro:  # the smallest count that fits
+                middle = (low + num_micro) // 2
+                attempt = _all_variants(problem, self._variants(problem, middle))
+                if self._fits(problem, attempt):
+                    num_micro, tried = middle, attempt
+                else:
+                    low = middle + 1
+        return tried
+
+    def _fits(self, problem: Problem, result: PlanResult) -> bool:
+        if not result.candidates:
+            return False  # the budget was over before the first of them
+        strategy = result.candidates[0].strategy
+        return problem.evaluator.evaluate(strategy, Order.FIFO).is_ok
+
+    def _variants(self, problem: Problem, num_micro: int) -> list[Strategy]:
+        evaluator = problem.evaluator
+        shares = even_shares(evaluator)
+        micro_batches = tuple(split_evenly(share, num_micro) for share in shares)
+        return [
+            uniform_strategy(
+                evaluator,
+                Decision(devices=tuple(range(len(shares))), shares=shares, sync=sync),
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                micro_batches=micro_batches if num_micro > 1 else (),
+                step_barrier=problem.step_barrier,
+            )
+            for sync in (Sync.RING, Sync.HIERARCHICAL)
+        ]
+
+
+def _best_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
+    """Variants as candidates, best first; the referee decides which one counts."""
+    return _ranked_variants(problem, strategies, problem.spend().limits())
+
+
+def _all_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
+    """The same, for a search that has its own limits."""
+    return _ranked_variants(problem, strategies, nullcontext())
+
+
+def _ranked_variants(
+    problem: Problem,
+    strategies: list[Strategy],
+    limits: AbstractContextManager[None],
+) -> PlanResult:
+    tried: list[tuple[Strategy, Evaluation]] = []
+    spending = problem.spend()
+    # Without a barrier every row has the same freedom to choose its order.
+    orders = (Order.FIFO,) if problem.step_barrier else problem.orders
+    with limits:
+        for strategy in strategies:
+            choice = problem.evaluator.encode(strategy)
+            found = [problem.evaluator.evaluate(choice, order) for order in orders]
+            tried.append((strategy, min(found, key=lambda each: each.preference)))
+    ranked = sorted(tried, key=lambda pair: pair[1].preference)
+    return PlanResult(
+        candidates=tuple(Candidate(strategy=each, orders=orders) for each, _ in ranked),
+        num_evaluations=spending.evaluations,
+    )
+
+
+EV_PS = partial(DataParallel, "ev_ps", proportional=False, by_server=True)
+EV_AR = partial(DataParallel, "ev_ar", proportional=False, by_server=False)
+CP_PS = partial(DataParallel, "cp_ps", proportional=True, by_server=True)
+CP_AR = partial(DataParallel, "cp_ar", proportional=True, by_server=False)
+DDP = partial(DistributedDataParallel, "ddp", accumulate=False)
+DDP_ACCUMULATE = partial(DistributedDataParallel, "ddp_accumulate", accumulate=True)

@@ -1,0 +1,425 @@
+"""DeepPool: burst-parallel training (Park et al., MLSys 2022), on unequal devices.
+
+Layers are the groups of the graph. Each gets a place: a run of devices of an ordered list, fastest
+hosts first, so that a narrower place is the faster part of a wider one. Shares follow the devices'
+speeds. ``burst.search`` chooses the places by dynamic programming, with times from the cost model,
+transfers by the samples that really change devices, and gradients by the cheapest collective.
+
+Unlike the paper, gradients may overlap with the backward pass (the program is solved for several
+parts of their time counted), and the simulator judges: plans for several amplification limits are
+simulated, with every order, and the best are handed on. The widest uniform plan is among them, so
+the result is never worse than that by the referee.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from functools import cached_property
+from typing import TypeAlias
+
+import numpy as np
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import FloatArray, Phase
+from heterog.lowering.channels import Channel, balanced_slices
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.deeppool import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
+
+NUM_RETURNED = 6
+"""Number of strategies handed to the referee."""
+LIMITS = (math.inf, 8.0, 4.0, 2.5, 2.0, 1.5, 1.2)
+"""Amplification limits that are tried when none is given (the authors' examples: 1.5 to 5)."""
+EXPOSED = (0.0, 0.5, 1.0)
+"""Parts of the gradients' time that the dynamic program counts (the paper: all of it)."""
+NEGLIGIBLE_S = 300e-6
+"""Layers that take less than this are free of the limit, as in the authors' code."""
+_MOST_DEVICES_FOR_BRANCHES = 8  # beyond, branches take turns: the program would take minutes
+
+
+class DeepPool(Planner):
+    """Devices per group by dynamic programming; see the module docstring.
+
+    Args:
+        limit: Amplification limit; several are tried by default.
+    """
+
+    name = "deeppool"
+    stage = "search"
+
+    def __init__(self, limit: float | None = None) -> None:
+        self._limits = LIMITS if limit is None else (limit,)
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Simulate the program's plans until all are tried or the budget is over."""
+        spending = problem.spend()
+        tried: dict[Strategy, tuple[Evaluation, bool]] = {}
+        with spending.limits():
+            for strategy, is_uniform in self._strategies(problem, spending.check):
+                if strategy in tried:
+                    continue
+                choice = problem.evaluator.encode(strategy)
+                evaluations = problem.evaluator.evaluate_orders(choice, problem.orders)
+                best = min(evaluations, key=lambda evaluation: evaluation.preference)
+                tried[strategy] = best, is_uniform
+                problem.report(spending.fraction, best.step_time_s)
+                if spending.is_over:
+                    break
+        ranked = sorted(tried, key=lambda strategy: tried[strategy][0].preference)
+        chosen = ranked[:NUM_RETURNED]
+        chosen += [each for each in ranked if tried[each][1] and each not in chosen][:1]
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=each, orders=(Order(tried[each][0].order),)) for each in chosen
+            ),
+            num_evaluations=spending.evaluations,
+        )
+
+    def _strategies(
+        self, problem: Problem, check: Callable[[], None]
+    ) -> Iterator[tuple[Strategy, bool]]:
+        """(strategy, whether it is the same everywhere), uniform ones first."""
+        costs = GroupCosts(problem.evaluator)
+        barrier = problem.step_barrier
+        for width in reversed(costs.widths):
+            places = [(0, width)] * costs.num_groups
+            for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                yield costs.strategy(places, bucket_bytes, barrier), True
+        has_branches = any(isinstance(item, Block) for item in costs.chain)
+        for fork in (False, True) if has_branches else (False,):
+            if fork and len(costs.order) > _MOST_DEVICES_FOR_BRANCHES:
+                return
+            for limit in self._limits:
+                for exposed in EXPOSED:
+                    plan = plan_places(costs, limit, exposed, fork=fork, check=check)
+                    for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                        yield costs.strategy(plan.places, bucket_bytes, barrier), False
+
+
+def plan_places(
+    costs: "GroupCosts",
+    limit: float,
+    exposed: float = 1.0,
+    *,
+    fork: bool = True,
+    check: Callable[[], None] = lambda: None,
+) -> BurstPlan:
+    """The dynamic program's places for all groups.
+
+    Args:
+        costs: Costs of the groups.
+        limit: Amplification limit.
+        exposed: Part of the gradients' time that is not hidden behind the backward pass.
+        fork: Whether branches may run at the same time on devices of their own.
+        check: Called often; an exception from it ends the program.
+    """
+    return search(
+        costs.with_exposed(exposed),
+        costs.chain,
+        limit=limit,
+        num_devices=len(costs.order),
+        fork=fork,
+        check=check,
+    )
+
+
+def device_order(evaluator: Evaluator) -> tuple[int, ...]:
+    """Devices, those of the fastest host first, and inside a host the fastest device first."""
+    cluster, speeds = evaluator.cluster, device_speeds(evaluator)
+
+    def host_key(host: int) -> tuple[float, float, int]:
+        devices = cluster.host_devices(host)
+        mean = sum(speeds[device] for device in devices) / len(devices)
+        return -mean, -cluster.nic_bandwidth_bytes_per_s(host), host
+
+    hosts = sorted(range(cluster.num_hosts), key=host_key)
+    return tuple(
+        device
+        for host in hosts
+        for device in sorted(cluster.host_devices(host), key=lambda each: (-speeds[each], each))
+    )
+
+
+class GroupCosts:
+    """Costs of a graph's groups on runs of the ordered devices, in seconds.
+
+    Attributes:
+        order: The devices; place ``(first, width)`` is ``order[first : first + width]``.
+        widths: Numbers of devices to choose from: powers of two, and whole hosts.
+        chain: The groups as chains and blocks.
+    """
+
+    negligible = NEGLIGIBLE_S
+
+    def __init__(self, evaluator: Evaluator, exposed: float = 1.0) -> None:
+        self.evaluator = evaluator
+        self.exposed = exposed
+        self.speeds = device_speeds(evaluator)
+        self.order = device_order(evaluator)
+        self.num_groups = evaluator.tables.num_groups
+        self.widths = tuple(
+            width for width in _widths(evaluator, self.order) if min(self.shares((0, width))) > 0
+        )
+        self._compute: dict[tuple[str, int], FloatArray] = {}
+        self._layouts: dict[Place, Decision] = {}
+        self._slowest: dict[Place, FloatArray] = {}
+        self._intervals: dict[Place, list[_Interval]] = {}
+        self._moves: dict[tuple[Place, Place], float] = {}
+        self._routes: dict[tuple[int, int], dict[int, float]] = {}
+
+    def with_exposed(self, exposed: float) -> "GroupCosts":
+        """The same with another part of the gradients' time counted."""
+        twin = copy(self)
+        twin.exposed = exposed
+        return twin
+
+    def shares(self, place: Place) -> tuple[int, ...]:
+        """Samples of each device of a place, in its order."""
+        devices = self.order[place[0] : sum(place)]
+        weights = tuple(self.speeds[device] for device in devices)
+        return split_in_proportion(self.evaluator.graph.batch_size, weights)
+
+    def decision(self, place: Place) -> Decision:
+        """The decision of a group on a place; its gradients are summed the cheapest way."""
+        if place not in self._layouts:
+            pairs = sorted(zip(self.order[place[0] : sum(place)], self.shares(place), strict=True))
+            devices, shares = zip(*pairs, strict=True)
+            options = [Decision(devices=devices, shares=shares)]
+            if len(devices) > 1:
+                options += [
+                    Decision(devices=devices, shares=shares, sync=Sync.HIERARCHICAL),
+                    Decision(
+                        devices=devices,
+                        shares=shares,
+                        sync=Sync.REDUCE_SCATTER_ALL_GATHER,
+                        slices=balanced_slices(self.evaluator.cluster, devices),
+                    ),
+                ]
+            self._layouts[place] = min(
+                options, key=lambda each: self._synchronise(each, DEFAULT_BUCKET_BYTES)
+            )
+        return self._layouts[place]
+
+    def strategy(self, places: Sequence[Place], bucket_bytes: int, step_barrier: bool) -> Strategy:
+        """The strategy that gives each group its place."""
+        graph = self.evaluator.graph
+        return Strategy(
+            graph=graph.fingerprint,
+            cluster=self.evaluator.cluster.fingerprint(),
+            decisions=tuple(self.decision(place) for place in places),
+            homes=(REPLICATED,) * len(graph.updates),
+            bucket_bytes=bucket_bytes,
+            step_barrier=step_barrier,
+        )
+
+    def own(self, layer: int, place: Place) -> float:
+        """Seconds of the slowest device's compute and of synchronisation that is not hidden."""
+        decision = self.decision(place)
+        if place not in self._slowest:
+            pairs = zip(decision.devices, decision.shares, strict=True)
+            self._slowest[place] = np.max(
+                [self._group_seconds(*pair) for pair in set(pairs)], axis=0
+            )
+        compute = float(self._slowest[place][layer])
+        gradient = float(self._gradient_bytes[layer])
+        if not gradient or len(decision.devices) == 1:
+            return compute
+        return compute + self.exposed * self._synchronise(decision, gradient)
+
+    def alone(self, layer: int) -> float:
+        """Seconds on the fastest device with the whole batch."""
+        return self.own(layer, (0, 1))
+
+    def weight(self, place: Place) -> float:
+        """Sum of the devices' speeds, where the first one counts as 1."""
+        devices = self.order[place[0] : sum(place)]
+        return sum(self.speeds[device] for device in devices) / self.speeds[self.order[0]]
+
+    def transfer(self, source: int, at: Place, target: int, to: Place) -> float:
+        """Seconds on the busiest link for samples that change devices, forward and backward."""
+        per_sample = self._crossing.get((source, target), 0.0)
+        if at == to or not per_sample:
+            return 0.0
+        if (at, to) not in self._moves:
+            self._moves[at, to] = self._seconds_per_sample_byte(at, to)
+        return self._latency_s + per_sample * self._moves[at, to]
+
+    @cached_property
+    def chain(self) -> Chain:
+        """Groups as chains and blocks."""
+        previous: list[set[int]] = [set() for _ in range(self.num_groups)]
+        for first, second in self._links:
+            previous[second].add(first)
+        return fork_join([sorted(each) for each in previous])
+
+    @cached_property
+    def _links(self) -> dict[tuple[int, int], float]:
+        """Bytes per sample that two groups exchange, the earlier one first."""
+        tables = self.evaluator.tables
+        found: dict[tuple[int, int], float] = {}
+        for value, reader in zip(tables.slot_value, tables.slot_group, strict=True):
+            maker = int(tables.op_group[tables.value_op[value]])
+            size = tables.value_bytes_per_unit[value] * tables.value_moved_fraction[value]
+            if 0 <= maker != reader >= 0 and size > 0:
+                pair = (min(maker, int(reader)), max(maker, int(reader)))
+                found[pair] = found.get(pair, 0.0) + float(size)
+        return found
+
+    @cached_property
+    def _crossing(self) -> dict[tuple[int, int], float]:
+        """Bytes per sample over each step of the chain, links that pass over it included."""
+        return crossing_bytes(self.chain, self._links)
+
+    @cached_property
+    def _gradient_bytes(self) -> FloatArray:
+        tables = self.evaluator.tables
+        totals = np.zeros(self.num_groups)
+        np.add.at(totals, tables.parameter_group, tables.parameter_bytes)
+        return totals
+
+    @cached_property
+    def _latency_s(self) -> float:
+        cluster = self.evaluator.cluster
+        # Two devices of each host are enough: latencies are those of hosts.
+        some = [
+            each for host in range(cluster.num_hosts) for each in cluster.host_devices(host)[:2]
+        ]
+        return 2.0 * max(cluster.latency_s(a, b) for a in some for b in some)
+
+    def _group_seconds(self, device: int, samples: int) -> FloatArray:
+        """Seconds of each group's ops, updates included, on a device."""
+        device_type = self.evaluator.cluster.device_types[
+            self.evaluator.cluster.type_index[device]
+        ]
+        key = (device_type.name, samples)
+        if key not in self._compute:
+            graph = self.evaluator.graph
+            seconds = self.evaluator.cost_model.op_seconds(graph, device_type, samples).copy()
+            updates = [index for index, op in enumerate(graph.ops) if op.phase == Phase.UPDATE]
+            full = self.evaluator.cost_model.op_seconds(graph, device_type, graph.batch_size)
+            seconds[updates] = full[updates]
+            group = group_ops(graph).group
+            counted = group >= 0
+            self._compute[key] = np.zeros(self.num_groups)
+            np.add.at(self._compute[key], group[counted], seconds[counted])
+        return self._compute[key]
+
+    def _synchronise(self, decision: Decision, num_bytes: float) -> float:
+        """Seconds of a decision's collectives for some bytes of gradients."""
+        numbers = [n for n in self.evaluator.channels.for_decision(decision) if n >= 0]
+        return sum(
+            self._channel_seconds(self.evaluator.channels[number], num_bytes) for number in numbers
+        )
+
+    def _channel_seconds(self, channel: Channel, num_bytes: float) -> float:
+        cost = self.evaluator.cost_model.channel_seconds(self.evaluator.cluster, channel)
+        return cost.latency(num_bytes) + num_bytes * cost.seconds_per_byte
+
+    def _seconds_per_sample_byte(self, at: Place, to: Place) -> float:
+        """Seconds on the busiest link for one byte per sample of the batch."""
+        busy: dict[int, float] = {}
+        for place in (at, to):
+            if place not in self._intervals:
+                self._intervals[place] = _intervals(self.decision(place))
+        for source, target, samples in _overlaps(self._intervals[at], self._intervals[to]):
+            if source != target:
+                for resource, held in self._held(source, target).items():
+                    busy[resource] = busy.get(resource, 0.0) + samples * held
+        return max(busy.values(), default=0.0)
+
+    def _held(self, source: int, target: int) -> dict[int, float]:
+        """Seconds per byte that a transfer holds each link resource."""
+        if (source, target) not in self._routes:
+            evaluator, count = self.evaluator, self.evaluator.cluster.num_devices
+            channel = evaluator.channels[source * count + target]
+            cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
+            self._routes[source, target] = cost.held
+        return self._routes[source, target]
+
+
+def crossing_bytes(
+    chain: Chain, links: dict[tuple[int, int], float]
+) -> dict[tuple[int, int], float]:
+    """Bytes over each step of a chain: from all before it to all behind it in the same chain.
+
+    A step into a branch carries what comes from before the block, one out of it what goes on.
+    """
+    found: dict[tuple[int, int], float] = {}
+
+    def between(before: set[int], after: set[int]) -> float:
+        return sum(
+            size
+            for (first, second), size in links.items()
+            if (first in before and second in after) or (second in before and first in after)
+        )
+
+    def walk(items: Chain, outside: set[int], beyond: set[int], fork: int | None) -> None:
+        layers = [set(layers_of((item,))) for item in items]
+        source = fork
+        for index, item in enumerate(items):
+            before = outside.union(*layers[:index])
+            after: set[int] = set().union(*layers[index + 1 :])
+            if isinstance(item, int):
+                if source is not None:
+                    found[source, item] = between(before, layers[index] | after)
+                source = item
+                continue
+            assert source is not None
+            behind = {item.join} | after | beyond
+            for branch in item.branches:
+                own = set(layers_of(branch))
+                if branch:
+                    walk(branch, before, behind, source)
+                    last = branch[-1]
+                    end = last if isinstance(last, int) else last.join
+                    found[end, item.join] = between(own, behind)
+                else:
+                    found[source, item.join] = between(before, behind)
+            source = item.join
+
+    walk(chain, set(), set(), None)
+    return found
+
+
+def _widths(evaluator: Evaluator, order: tuple[int, ...]) -> list[int]:
+    """Numbers of devices: powers of two, and the ends of hosts, up to all devices."""
+    count = len(order)
+    widths = {1 << power for power in range(count.bit_length()) if 1 << power <= count}
+    hosts = [evaluator.cluster.host_of[device] for device in order]
+    widths |= {index + 1 for index in range(count - 1) if hosts[index] != hosts[index + 1]}
+    return sorted(widths | {count})
+
+
+_Interval: TypeAlias = tuple[int, int]
+"""(device, sample after its last); its first one is where the interval before ends."""
+
+
+def _intervals(decision: Decision) -> list[_Interval]:
+    """The samples of a decision's devices, which lie one behind the other."""
+    ends = np.cumsum(decision.shares).tolist()
+    return list(zip(decision.devices, ends, strict=True))
+
+
+def _overlaps(
+    first: Sequence[_Interval], second: Sequence[_Interval]
+) -> Iterator[tuple[int, int, int]]:
+    """(device of the first, device of the second, samples of both), all that are not empty.
+
+    >>> list(_overlaps([(0, 2), (1, 6)], [(2, 3), (3, 3), (4, 6)]))
+    [(0, 2, 2), (1, 2, 1), (1, 4, 3)]
+    """
+    begin, other = 0, 0
+    for device, end in first:
+        while begin < end:
+            target, last = second[other]
+            until = min(end, last)
+            if until > begin:
+                yield device, target, until - begin
+            begin = until
+            if begin == last:
+                other += 1

@@ -1,0 +1,164 @@
+"""Points of a small space, tried one by one until all are seen or the budget is over."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+from heterog.graph.op_rule import OpRules
+from heterog.lowering import Choice
+from heterog.lowering.program import IntArray
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.planner import Candidate, PlanResult, Problem
+from heterog.methods.teams import without_needless_rules
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+
+NUM_RETURNED = 6
+"""Number of strategies handed to the referee."""
+
+Point = TypeVar("Point", bound=Hashable)
+
+
+class Enumeration(ABC, Generic[Point]):
+    """Base of enumerations: each point is simulated once, the best are handed over.
+
+    A subclass says what a point means (``row`` and the methods after it), and ``search`` which
+    points are tried.
+
+    Args:
+        problem: The planner's problem.
+
+    Attributes:
+        problem: The planner's problem.
+        spending: What has been spent of the budget.
+        num_groups: Number of groups, each of which has one decision.
+        num_steps: Number of training steps that are simulated.
+        speeds: Speed of each device.
+        space: Space of the decisions that rows refer to.
+        cost: Preference of every point that was tried; the least is the best.
+        fault: Why the optimizer would not train right at the last point that was passed over for
+            it; empty if there was none.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        evaluator = problem.evaluator
+        self.problem = problem
+        self.spending = problem.spend()
+        self.num_groups = evaluator.tables.num_groups
+        self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
+        self.speeds = device_speeds(evaluator)
+        self.space = StrategySpace(
+            evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
+        )
+        self.cost: dict[Point, tuple[float, float]] = {}
+        self.fault = ""
+
+    @abstractmethod
+    def search(self) -> None:
+        """Try points; an exception of the budget's limits may end it early."""
+
+    @abstractmethod
+    def row(self, point: Point) -> IntArray:
+        """The decision of every group.  # [num_groups]"""
+
+    @abstractmethod
+    def order(self, point: Point) -> Order:
+        """The order that a point is simulated in."""
+
+    def bucket_bytes(self, point: Point) -> int:
+        """Bytes of a bucket of gradients; 0 for one bucket per parameter."""
+        return 0
+
+    def micro_batches(self, point: Point) -> tuple[tuple[int, ...], ...]:
+        """Micro-batches of each device; none for whole batches."""
+        return ()
+
+    def schedule(self, point: Point) -> PipelineSchedule:
+        """Order in which devices work through the micro-batches."""
+        return AS_IT_COMES
+
+    def op_rules(self, point: Point) -> OpRules:
+        """Rules of ops that do not follow the batch."""
+        return ()
+
+    def blocks(self, point: Point) -> tuple[int, ...]:
+        """First groups of the blocks that recompute as one; a block's groups are alike."""
+        return ()
+
+    def is_possible(self, point: Point) -> bool:
+        """Whether a point stands for a strategy; others are passed over."""
+        return True
+
+    def run(self, problem: Problem, *, reason: str = "") -> PlanResult:
+        """Search with a problem's budget, which may be a later problem than the first.
+
+        Args:
+            problem: A problem on the same evaluator.
+            reason: Reason to give if there was no point to try.
+        """
+        self.problem, self.spending = problem, problem.spend()
+        # What was too large to simulate may not be in a longer round.
+        self.cost = {point: cost for point, cost in self.cost.items() if cost[1] < math.inf}
+        with self.spending.limits():
+            self.search()
+        return PlanResult(
+            candidates=tuple(self._candidate(point) for point in self.best(NUM_RETURNED)),
+            num_evaluations=self.spending.evaluations,
+            reason="" if self.cost or self.spending.is_over else self.fault or reason,
+        )
+
+    def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:
+        """Simulate points that are new, at least one, while the budget lasts.
+
+        Args:
+            points: Points in the order in which they are tried.
+            until: Part of the budget that may be spent when this ends.
+        """
+        for point in points:
+            if self.cost and (self.spending.is_over or self.spending.fraction >= until):
+                return
+            if point in self.cost or not self.is_possible(point):
+                continue
+            choice = self._choice(point)
+            if fault := self.problem.evaluator.feasibility.scope_fault(choice):
+                self.fault = fault
+                self.spending.check()
+                continue
+            evaluation = self.problem.evaluator.evaluate(choice, self.order(point))
+            self.cost[point] = evaluation.preference
+
+    def _choice(self, point: Point) -> Choice:
+        evaluator = self.problem.evaluator
+        number = evaluator.rules.number(self.op_rules(point), self.blocks(point))
+        choice = self.space.encode(
+            self.row(point),
+            bucket_bytes=self.bucket_bytes(point),
+            num_steps=self.num_steps,
+            micro_batches=self.micro_batches(point),
+            tables=evaluator.rules.of(number).tables,
+            schedule=self.schedule(point),
+        )
+        return choice._replace(rule_set=number)
+
+    def best(self, count: int) -> list[Point]:
+        """The best points so far, best first; reports the best one."""
+        found = sorted(self.cost, key=self.cost.__getitem__)[:count]
+        if found:
+            self.problem.report(self.spending.fraction, self.cost[found[0]][1])
+        return found
+
+    def _candidate(self, point: Point) -> Candidate:
+        strategy = self.space.decode(
+            self.row(point),
+            bucket_bytes=self.bucket_bytes(point),
+            step_barrier=self.problem.step_barrier,
+            micro_batches=self.micro_batches(point),
+            op_rules=self.op_rules(point),
+            schedule=self.schedule(point),
+            blocks=self.blocks(point),
+        )
+        strategy = without_needless_rules(self.problem.evaluator.graph, strategy)
+        return Candidate(strategy=strategy, orders=(self.order(point),))

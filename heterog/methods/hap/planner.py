@@ -1,0 +1,482 @@
+"""HAP: SPMD programs by synthesis, sharding ratios by linear program (Zhang et al., EuroSys 2024).
+
+The search (``spmd.a_star``) finds the cheapest program at given ratios, the linear program
+(``spmd.ratios``) the best ratios for a given program; they take turns from several starts, and
+each program stays together with the ratios it was scored at. Column and row parallelism, heads,
+vocabulary, experts and sufficient factors are nowhere named: they come out of the sharding rules.
+
+The paper's cost adds all stages up. Real steps hide most of the gradients' synchronisation behind
+the backward pass, so the search also runs with only a part of it counted, and the k best programs
+of all runs are ranked by simulation. Data parallelism at the solved ratios is always among them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from heterog.errors import StrategyError
+from heterog.graph.grouping import alike_groups, group_ops
+from heterog.graph.op_rule import OpRules
+from heterog.lowering.channels import proportional_slices
+from heterog.methods.data_parallel import device_speeds, uniform_strategy
+from heterog.methods.hap.a_star import Search, SpmdProgram
+from heterog.methods.hap.fold import TooWideError, fold
+from heterog.methods.hap.prices import COLLECTIVES, PADDED_ONLY, SpmdPrices, Work
+from heterog.methods.hap.programs import data_parallel, op_rules, program_cost
+from heterog.methods.hap.ratios import best_ratios, device_classes
+from heterog.methods.hap.segments import Segments
+from heterog.methods.hap.theory import Theory, build_theory
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Spending
+from heterog.methods.teams import host_sizes, host_teams, in_teams
+from heterog.methods.tuned_uniform import machine_subsets
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+
+NUM_RETURNED = 4
+"""Number of strategies handed to the referee."""
+_MOST_ROUNDS = 3  # of search and linear program; the paper's loop ends after two or three
+_GAIN = 1e-4
+"""Relative gain below which the loop of search and linear program ends."""
+_NUM_SOLVED = 24  # device sets for which data parallelism's ratios are solved
+_NUM_SUBSETS = 2  # subsets of machines, besides the whole cluster, that are searched
+_NUM_TUNED = 3  # programs whose synchronisation, buckets and order are varied
+_TEAM_MICRO = (2, 4)  # micro-batches of teams inside hosts
+_NARROW = 2  # states kept everywhere by the quick search before that of a large graph
+_LARGE = 3000  # rows from which on it runs: the full search of fewer takes seconds
+_MOST_EXTENSIONS = 2_500_000
+"""Most steps of a search, some ten seconds; BERT-large on 8 devices takes 17,000, an unrolled RWKV
+on two 2.2 million. It bounds budgets in evaluations, which no time cuts. Once one is given up, the
+plan's others are narrow."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingredients:
+    """A switch for each part of the method.
+
+    Attributes:
+        solve_ratios: Whether ratios come from a linear program; otherwise shares are even.
+        sufficient_factors: Whether gradients of replicated weights may be computed whole on every
+            device from gathered factors.
+        collectives: Sets of algorithms that the search may price a conversion by, one search for
+            each set. A program runs all-reduces (by hosts where several devices of a host take
+            part) and gathers; the other algorithms are the paper's.
+        exposed: Parts of the synchronisation that are counted, one search each; the paper's is 1.
+        width: Number of states kept by the beam.
+        num_programs: Number of programs kept of each search.
+    """
+
+    solve_ratios: bool = True
+    sufficient_factors: bool = True
+    collectives: tuple[tuple[str, ...], ...] = (PADDED_ONLY, COLLECTIVES)
+    exposed: tuple[float, ...] = (0.3, 1.0)
+    width: int = 32
+    num_programs: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A program with the devices and shares it was scored at.
+
+    Attributes:
+        triples: Number of the triple for each row of the theory.
+        devices: Devices that run it.
+        shares: Samples of each of ``devices``.
+    """
+
+    triples: tuple[int, ...]
+    devices: tuple[int, ...]
+    shares: tuple[int, ...]
+
+
+class Synthesis:
+    """Programs and ratios of one graph on one cluster.
+
+    Args:
+        evaluator: Evaluator of the graph and cluster.
+        ingredients: Parts of the method that may be used.
+        check: Called in every loop; an exception from it ends the synthesis.
+
+    Attributes:
+        is_exact: Whether no search so far has cut a state.
+        is_given_up: Whether a search was given up because it took too many steps.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        ingredients: Ingredients | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.evaluator = evaluator
+        self.ingredients = ingredients or Ingredients()
+        self.is_exact = True
+        self.is_given_up = False
+        self._check = check
+        self.theory = build_theory(evaluator.graph, check)
+        if not self.ingredients.sufficient_factors:
+            self.theory = without_sufficient_factors(self.theory)
+        self.segments = Segments(self.theory, fold(self.theory), check)
+        self.work = Work(self.theory, evaluator.cluster)
+        self.start = data_parallel(self.theory)
+        self._speeds = device_speeds(evaluator)
+
+    @property
+    def note(self) -> str:
+        """Whether the programs are optimal at their prices, in words."""
+        if self.is_given_up:
+            return f"a search was given up after {_MOST_EXTENSIONS:,} steps: narrow ones instead"
+        if self.is_exact:
+            return "every program is the optimum at its prices"
+        return f"a beam of {self.ingredients.width} states cut the search: no proof of optimality"
+
+    def search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
+        """The best programs at some prices."""
+        if self.is_given_up:
+            return self.narrow_search(prices)
+        search = Search(
+            self.segments,
+            prices,
+            self.ingredients.width,
+            check=self._check,
+            most_extensions=_MOST_EXTENSIONS,
+        )
+        result = search.run(self.ingredients.num_programs)
+        self.is_exact = self.is_exact and result.is_exact
+        self.is_given_up = result.is_given_up
+        return result.programs or self.narrow_search(prices)
+
+    def narrow_search(self, prices: SpmdPrices) -> tuple[SpmdProgram, ...]:
+        """A good program in a fraction of the time: the full search of a large graph may not end.
+
+        One example is unrolled LSTMs, where every step's gates may be sharded in their own way.
+        """
+        search = Search(
+            self.segments,
+            prices,
+            _NARROW,
+            check=self._check,
+            most_extensions=_MOST_EXTENSIONS,
+            most_at_cut=_NARROW,
+        )
+        return search.run().programs
+
+    def solve(self, prices: SpmdPrices, triples: Sequence[int]) -> tuple[int, ...]:
+        """Best shares of the batch for a program; the given ones if none are found."""
+        alike = len(device_classes(self.evaluator, prices.devices)) == 1
+        if not self.ingredients.solve_ratios or alike:
+            return prices.shares
+        ratios = best_ratios(self.work, prices, triples)
+        if ratios is None or sum(ratios) <= 0.0:
+            return prices.shares
+        return split_in_proportion(self.evaluator.graph.batch_size, ratios)
+
+    def starts(self, devices: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shares to begin with: in proportion to speed, and even."""
+        found = starts_of(self.evaluator.graph.batch_size, self._speeds, devices)
+        return found if self.ingredients.solve_ratios else found[-1:]
+
+    def data_parallel(self, devices: tuple[int, ...]) -> Placed:
+        """Data parallelism at the first shares."""
+        return Placed(self.start, devices, self.starts(devices)[0])
+
+    def solved_data_parallel(self, devices: tuple[int, ...]) -> Placed:
+        """Data parallelism at the shares that the linear program finds for it."""
+        prices = self._prices(devices, self.starts(devices)[0], *self._first)
+        return Placed(self.start, devices, self.solve(prices, self.start))
+
+    def programs(self, devices: tuple[int, ...], *, thorough: bool) -> Iterator[Placed]:
+        """The best programs and runners-up of every run.
+
+        Args:
+            devices: Devices that run the programs.
+            thorough: Whether to search from all starts and under all prices, not only the first.
+        """
+        starts = self.starts(devices)
+        yield from self._alternate(devices, starts[0], *self._first)
+        if not thorough:
+            return
+        for shares in starts[1:]:
+            yield from self._alternate(devices, shares, *self._first)
+        for collectives in self.ingredients.collectives:
+            for exposed in self.ingredients.exposed:
+                if (collectives, exposed) != self._first:
+                    yield from self._alternate(devices, starts[0], collectives, exposed)
+
+    @property
+    def _first(self) -> tuple[tuple[str, ...], float]:
+        return self.ingredients.collectives[0], self.ingredients.exposed[0]
+
+    def _prices(
+        self,
+        devices: tuple[int, ...],
+        shares: Sequence[int],
+        collectives: Sequence[str],
+        exposed: float,
+    ) -> SpmdPrices:
+        return SpmdPrices(
+            self.work, self.evaluator, devices, shares, collectives=collectives, exposed=exposed
+        )
+
+    def _alternate(
+        self,
+        devices: tuple[int, ...],
+        shares: tuple[int, ...],
+        collectives: tuple[str, ...],
+        exposed: float,
+    ) -> Iterator[Placed]:
+        """Search and linear program in turn, until the cost stops falling."""
+        best_s = float("inf")
+        prices = self._prices(devices, shares, collectives, exposed)
+        if len(self.theory.rows) >= _LARGE:
+            for program in self.narrow_search(prices):
+                yield Placed(program.triples, devices, prices.shares)
+        for _ in range(_MOST_ROUNDS):
+            programs = self.search(prices)
+            if not programs or programs[0].cost_s >= best_s * (1.0 - _GAIN):
+                return
+            for program in programs:
+                yield Placed(program.triples, devices, prices.shares)
+            best, best_s = programs[0].triples, programs[0].cost_s
+            solved = self.solve(prices, best)
+            prices = self._prices(devices, solved, collectives, exposed)
+            cost_s = program_cost(self.theory, prices, best)
+            if cost_s >= best_s * (1.0 - _GAIN):
+                return
+            yield Placed(best, devices, solved)
+            best_s = cost_s
+
+
+def starts_of(
+    batch: int, speeds: Sequence[float], devices: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Shares of a batch in proportion to the devices' speeds, and even ones."""
+    by_speed = split_in_proportion(batch, tuple(speeds[device] for device in devices))
+    return list(dict.fromkeys([by_speed, split_evenly(batch, len(devices))]))
+
+
+def without_sufficient_factors(theory: Theory) -> Theory:
+    """The theory without rows that make a matrix's gradient whole on every device."""
+    gradients = {row.reads[1].value for row in theory.rows if row.is_update}
+    rows = []
+    for row in theory.rows:
+        makes_gradient = any(write in gradients for write in row.writes)
+        kept = tuple(
+            triple
+            for triple in row.triples
+            if not makes_gradient or triple.units or not _makes_whole(triple.makes, gradients)
+        )
+        rows.append(replace(row, triples=kept or row.triples))
+    return replace(theory, rows=tuple(rows))
+
+
+def _makes_whole(makes: Sequence[tuple[int, int]], gradients: set[int]) -> bool:
+    return any(value in gradients and form == 0 for value, form in makes)
+
+
+class Hap(Planner):
+    """SPMD program synthesis with solved ratios; see the module docstring."""
+
+    stage = "search"
+
+    def __init__(self, name: str = "hap", ingredients: Ingredients | None = None) -> None:
+        self.name = name
+        self._ingredients = ingredients or Ingredients()
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Synthesise, then rank by simulation until the budget is over."""
+        ranking = _Ranking(problem, problem.spend())
+        with ranking.spending.limits():
+            self._search(problem, ranking)
+        return PlanResult(
+            candidates=ranking.best(),
+            num_evaluations=ranking.spending.evaluations,
+            note=ranking.note,
+        )
+
+    def _search(self, problem: Problem, ranking: "_Ranking") -> None:
+        spending = ranking.spending
+        whole = tuple(range(problem.evaluator.cluster.num_devices))
+        ranking.note = "out of time before it had any program but data parallelism"
+        ranking.add_plain(whole, even=not self._ingredients.solve_ratios)
+        try:
+            synthesis = Synthesis(problem.evaluator, self._ingredients, spending.check)
+        except TooWideError as error:
+            ranking.note = f"data parallelism only: {error}"
+            ranking.tune()
+            return
+        subsets = dict.fromkeys((whole, *machine_subsets(problem.evaluator.cluster)))
+        starts = [synthesis.data_parallel(devices) for devices in subsets]
+        for placed in starts:
+            ranking.know(placed)
+        for placed in starts:
+            ranking.add(synthesis, placed)
+            if spending.is_over:
+                break
+        for devices in dict.fromkeys((whole, *ranking.device_sets()[:_NUM_SOLVED])):
+            if spending.is_over:
+                break
+            ranking.add(synthesis, synthesis.solved_data_parallel(devices))
+        others = [devices for devices in ranking.device_sets() if devices != whole]
+        for devices in (*others[:_NUM_SUBSETS], whole):
+            for placed in synthesis.programs(devices, thorough=devices == whole):
+                if spending.is_over:
+                    break
+                ranking.add(synthesis, placed)
+                ranking.note = "out of time before its searches ended"
+        ranking.note = synthesis.note
+        ranking.prune()
+        ranking.tune()
+        ranking.team_up()
+
+
+class _Ranking:
+    """Strategies, ranked by simulated seconds."""
+
+    def __init__(self, problem: Problem, spending: Spending) -> None:
+        self.problem = problem
+        self.spending = spending
+        self.order = problem.first_order
+        self._seen: set[tuple[OpRules, tuple[int, ...], tuple[int, ...]]] = set()
+        self.scored: list[tuple[tuple[float, float], int, Strategy, Order]] = []
+        self.note = ""
+
+    def add_plain(self, devices: tuple[int, ...], *, even: bool) -> None:
+        """Score data parallelism, to have a result however little time is left."""
+        evaluator = self.problem.evaluator
+        starts = starts_of(evaluator.graph.batch_size, device_speeds(evaluator), devices)
+        shares = starts[-1 if even else 0]
+        self._seen.add(((), devices, shares))
+        decision = self._decision(devices, shares, Sync.HIERARCHICAL)
+        self._score(self._strategy((), decision, DEFAULT_BUCKET_BYTES), self.order)
+
+    def add(self, synthesis: Synthesis, placed: Placed) -> None:
+        """Score a program at its shares, with the synchronisation that is usually best."""
+        rules = op_rules(synthesis.theory, placed.triples, synthesis.start)
+        key = (rules, placed.devices, placed.shares)
+        if key not in self._seen:
+            self._seen.add(key)
+            decision = self._decision(placed.devices, placed.shares, Sync.HIERARCHICAL)
+            self._score(self._strategy(rules, decision, DEFAULT_BUCKET_BYTES), self.order)
+
+    def know(self, placed: Placed) -> None:
+        """Have the evaluator number the channels of some devices, so that they are priced once."""
+        channels = self.problem.evaluator.channels
+        for sync in (Sync.HIERARCHICAL, Sync.RING, Sync.REDUCE_SCATTER_ALL_GATHER):
+            channels.for_decision(self._decision(placed.devices, placed.shares, sync))
+        if len(placed.devices) > 1:
+            channels.all_gather(placed.devices, ())
+
+    def device_sets(self) -> list[tuple[int, ...]]:
+        """Device sets of the strategies that were scored, best first."""
+        ranked = sorted(self.scored, key=_first_two)
+        return list(dict.fromkeys(s.decisions[0].devices for _, _, s, _ in ranked))
+
+    def prune(self) -> None:
+        """Remove rules that do not pay in the simulation, for one kind of group at a time.
+
+        The search adds up prices, and what it splits in one kind of group, say a tied vocabulary
+        beside the layers, may cost more than the rest gains.
+        """
+        graph = self.problem.evaluator.graph
+        group, kind_of = group_ops(graph).group, alike_groups(graph)
+        first: dict[tuple[int, ...], tuple[tuple[float, float], Strategy]] = {}
+        for score, _, strategy, _ in sorted(self.scored, key=_first_two):
+            if strategy.op_rules:
+                first.setdefault(strategy.decisions[0].devices, (score, strategy))
+        for score, strategy in first.values():
+            rules = strategy.op_rules
+            for kind in dict.fromkeys(int(kind_of[group[op]]) for op, _ in rules):
+                rest = tuple(each for each in rules if kind_of[group[each[0]]] != kind)
+                if not rest or self.spending.is_over:
+                    continue
+                found = self._score(replace(strategy, op_rules=rest), self.order)
+                if found is not None and found < score:
+                    score, rules = found, rest
+
+    def tune(self) -> None:
+        """Try other synchronisations, buckets and orders for the best programs."""
+        leaders = [strategy for _, _, strategy, _ in sorted(self.scored, key=_first_two)]
+        for leader in leaders[:_NUM_TUNED]:
+            decided = leader.decisions[0]
+            for sync in (Sync.REDUCE_SCATTER_ALL_GATHER, Sync.RING, Sync.HIERARCHICAL):
+                for bucket_bytes in (DEFAULT_BUCKET_BYTES, 0):
+                    if sync == Sync.HIERARCHICAL and bucket_bytes:
+                        continue
+                    decision = self._decision(decided.devices, decided.shares, sync)
+                    if self.spending.is_over:
+                        return
+                    self._score(
+                        self._strategy(leader.op_rules, decision, bucket_bytes), self.order
+                    )
+        best = sorted(self.scored, key=_first_two)[:_NUM_TUNED]
+        for _, _, strategy, _ in best:
+            for order in self.problem.orders:
+                if order != self.order and not self.spending.is_over:
+                    self._score(strategy, order)
+
+    def team_up(self) -> None:
+        """Try the best programs inside hosts, with replicas on other hosts, also in micro-batches.
+
+        The paper's programs span all devices; here their sums stay inside hosts.
+        """
+        cluster, speeds = self.problem.evaluator.cluster, device_speeds(self.problem.evaluator)
+        leaders = [s for _, _, s, _ in sorted(self.scored, key=_first_two) if s.op_rules]
+        programs = list(dict.fromkeys(strategy.op_rules for strategy in leaders))[:_NUM_TUNED]
+        whole = tuple(range(cluster.num_devices))
+        several = dict.fromkeys((whole, *self.device_sets()[:_NUM_TUNED]))
+        for rules, devices in product(programs, several):
+            for size in host_sizes(cluster, len(devices)):
+                even = split_evenly(self.problem.evaluator.graph.batch_size, len(devices))
+                plain = self._decision(devices, even, Sync.REDUCE_SCATTER_ALL_GATHER)
+                decision = in_teams(plain, host_teams(cluster, devices, size), speeds, cluster)
+                if len(decision.teams) < 2 or self.spending.is_over:
+                    continue
+                strategy = self._strategy(rules, decision, DEFAULT_BUCKET_BYTES)
+                for num_micro in (1, *_TEAM_MICRO):
+                    counts = split_evenly(self.problem.evaluator.graph.batch_size, num_micro)
+                    idle = ((0,) * num_micro,) * (cluster.num_devices - 1)
+                    micro = (counts, *idle) if num_micro > 1 else ()
+                    if num_micro <= min(decision.shares) and not self.spending.is_over:
+                        self._score(replace(strategy, micro_batches=micro), self.order)
+
+    def best(self) -> tuple[Candidate, ...]:
+        """The best few, with one order each."""
+        ranked = sorted(self.scored, key=_first_two)[:NUM_RETURNED]
+        return tuple(Candidate(strategy=s, orders=(order,)) for _, _, s, order in ranked)
+
+    def _decision(self, devices: tuple[int, ...], shares: tuple[int, ...], sync: Sync) -> Decision:
+        cluster = self.problem.evaluator.cluster
+        if len(devices) == 1:
+            return Decision(devices=devices, shares=shares)
+        slices: tuple[int, ...] = ()
+        if sync == Sync.REDUCE_SCATTER_ALL_GATHER:
+            slices = proportional_slices(cluster, devices)
+        return Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+
+    def _strategy(self, rules: OpRules, decision: Decision, bucket_bytes: int) -> Strategy:
+        strategy = uniform_strategy(
+            self.problem.evaluator,
+            decision,
+            bucket_bytes=bucket_bytes,
+            step_barrier=self.problem.step_barrier,
+        )
+        return replace(strategy, op_rules=rules)
+
+    def _score(self, strategy: Strategy, order: Order) -> tuple[float, float] | None:
+        """Simulate a strategy; ``None`` if it is not legal."""
+        try:
+            evaluation = self.problem.evaluator.evaluate(strategy, order)
+        except StrategyError:  # local statistics that would have to leave their device
+            return None
+        self.scored.append((evaluation.preference, len(self.scored), strategy, order))
+        best = min(self.scored, key=_first_two)
+        self.problem.report(self.spending.fraction, best[0][1])
+        return evaluation.preference
+
+
+def _first_two(
+    entry: tuple[tuple[float, float], int, Strategy, Order],
+) -> tuple[tuple[float, float], int]:
+    return entry[0], entry[1]

@@ -1,0 +1,415 @@
+"""Seconds of triples and conversions at given sharding ratios, from the evaluator's cost model.
+
+Each stage waits for its slowest device, as in the paper: a divided op takes the largest of its
+parts, a collective the time of its padded or uneven volume. Sizes are bytes. Unlike the paper's
+code, latencies count, and the algorithm of each conversion is the cheapest of those allowed.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.batch_plan import batch_plan, op_work
+from heterog.graph.op_graph import FloatArray
+from heterog.graph.op_rule import OpRule
+from heterog.graph.placement import Placement
+from heterog.lowering.channels import ChannelTable
+from heterog.methods.hap.forms import Form
+from heterog.methods.hap.theory import Role, Row, Theory, Triple
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
+
+IMPOSSIBLE = 1e9
+"""Price of a conversion that does not exist; sums of a few stay far above any step."""
+
+COLLECTIVES = (
+    "padded_all_gather",
+    "grouped_broadcast",
+    "all_to_all",
+    "reduce_scatter",
+    "hierarchical_all_reduce",
+)
+"""Algorithms that a conversion may choose from, besides the ring all-reduce."""
+PADDED_ONLY = ("padded_all_gather",)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueClass:
+    """Properties of a value that determine the price of its conversions."""
+
+    num_bytes: int
+    forms: tuple[Form, ...]
+    role: Role
+    is_gradient: bool
+
+
+class Work:
+    """FLOPs and bytes of every triple of every op: fixed ones, and ones by part of its axis.
+
+    Attributes:
+        theory: Theory with the triples.
+        channels: A table of its own, so that asking for prices never grows the evaluator's.
+        units: Axis of each triple, 0 if it is not divided.  # [most_triples, num_ops]
+        axes: All different axes.
+    """
+
+    def __init__(self, theory: Theory, cluster: Cluster) -> None:
+        self.theory = theory
+        self.channels = ChannelTable(cluster)
+        graph = theory.graph
+        most = max(len(row.triples) for row in theory.rows)
+        self.units = np.zeros((most, graph.num_ops), np.int64)
+        self._amounts = np.zeros((4, most, graph.num_ops))
+        known: dict[tuple[int, Triple | OpRule | None], tuple[float, ...]] = {}
+        for row in theory.rows:
+            for number, triple in enumerate(row.triples):
+                self.units[number, row.op] = triple.units
+                key = (theory.call_id[row.op], triple.rule or triple)
+                if key not in known:
+                    known[key] = _amounts(theory, row, triple)
+                self._amounts[:, number, row.op] = known[key]
+        self.axes = [int(units) for units in np.unique(self.units)]
+
+    def seconds(self, evaluator: Evaluator, type_number: int, part: FloatArray) -> FloatArray:
+        """Seconds of every triple on a type of device that does a part of its axis.
+
+        Args:
+            evaluator: Evaluator with the cost model and cluster.
+            type_number: Number of the cluster's device type.
+            part: Part of its axis for each triple.  # [most_triples, num_ops]
+        """
+        device_type = evaluator.cluster.device_types[type_number]
+        flops_fixed, flops, bytes_fixed, num_bytes = self._amounts
+        return np.array(
+            [
+                evaluator.cost_model.work_seconds(
+                    self.theory.graph,
+                    device_type,
+                    flops_fixed[number] + part[number] * flops[number],
+                    bytes_fixed[number] + part[number] * num_bytes[number],
+                )
+                for number in range(len(part))
+            ]
+        )
+
+
+def _amounts(theory: Theory, row: Row, triple: Triple) -> tuple[float, ...]:
+    """(FLOPs fixed, FLOPs divided, bytes fixed, bytes divided) of a triple, for the whole axis."""
+    graph = theory.graph
+    op = graph.ops[row.op]
+    if row.is_update:
+        whole = (op.flops, op.bytes_read + op.bytes_written)
+        return (0.0, whole[0], 0.0, whole[1]) if triple.units else (whole[0], 0.0, whole[1], 0.0)
+    if triple.rule is None:
+        plan = batch_plan(graph)
+        batch = graph.batch_size
+        return (
+            float(plan.flops_fixed[row.op]),
+            float(plan.flops_per_sample[row.op]) * batch,
+            float(plan.bytes_fixed[row.op]),
+            float(plan.bytes_per_sample[row.op]) * batch,
+        )
+    placements = dict(zip(graph.outputs[row.op], triple.rule.outputs, strict=True))
+    units = triple.rule.units
+    fixed, each, bytes_fixed, bytes_each = op_work(
+        graph, row.op, _ByTensor(placements), triple.rule.inputs, units
+    )
+    return fixed, each * units, bytes_fixed, bytes_each * units
+
+
+class _ByTensor(Sequence[Placement]):
+    """Placements of an op's outputs, looked up by tensor."""
+
+    def __init__(self, placements: Mapping[int, Placement]) -> None:
+        self._placements = placements
+
+    def __len__(self) -> int:
+        return len(self._placements)
+
+    def __getitem__(self, tensor):  # type: ignore[no-untyped-def]
+        return self._placements[tensor]
+
+
+class SpmdPrices:
+    """Prices of one theory at one vector of ratios.
+
+    Args:
+        work: Work of the triples of a theory.
+        evaluator: Evaluator with the cost model and channels.
+        devices: Devices that run the program, ascending.
+        shares: Samples of each of ``devices``; every other axis is divided in the same
+            proportions.
+        collectives: Those of ``COLLECTIVES`` that a conversion may use.
+        exposed: Part of the gradients' synchronisation that is not hidden behind the backward
+            pass; 1 in the paper.
+    """
+
+    def __init__(
+        self,
+        work: "Work",
+        evaluator: Evaluator,
+        devices: Sequence[int],
+        shares: Sequence[int],
+        *,
+        collectives: Sequence[str] = COLLECTIVES,
+        exposed: float = 1.0,
+    ) -> None:
+        self.work = work
+        self.theory = theory = work.theory
+        self.evaluator = evaluator
+        self.shares = tuple(shares)
+        self.collectives = frozenset(collectives)
+        self.exposed = exposed
+        self.devices = tuple(devices)
+        self._shares_of: dict[int, tuple[int, ...]] = {theory.graph.batch_size: self.shares}
+        self._conversion: dict[tuple[str, int], tuple[float, float]] = {}
+        self._exchange: dict[tuple[int, int], float] = {}
+        self._delivery: dict[ValueClass, Delivery] = {}
+
+    def shares_of(self, units: int) -> tuple[int, ...]:
+        """Number of units of an axis on each device."""
+        if units not in self._shares_of:
+            weights = tuple(float(share) for share in self.shares)
+            self._shares_of[units] = split_in_proportion(units, weights)
+        return self._shares_of[units]
+
+    @cached_property
+    def seconds(self) -> FloatArray:
+        """Seconds of each triple of each op on its slowest device.  # [most_triples, num_ops]"""
+        types = self.evaluator.cluster.type_index
+        slowest = np.zeros(self.work.units.shape)
+        for number in range(len(self.evaluator.cluster.device_types)):
+            members = [p for p, device in enumerate(self.devices) if types[device] == number]
+            parts = {units: self._largest_part(units, members) for units in self.work.axes}
+            part = np.vectorize(parts.__getitem__, otypes=[np.float64])(self.work.units)
+            seconds = self.work.seconds(self.evaluator, number, part)
+            slowest = np.maximum(slowest, np.where(part > 0.0, seconds, 0.0))
+        return slowest
+
+    def _largest_part(self, units: int, members: Sequence[int]) -> float:
+        if units == 0:
+            return 1.0 if any(self.shares[position] > 0 for position in members) else 0.0
+        return max((self.shares_of(units)[position] for position in members), default=0) / units
+
+    def _channel(self, kind: str, units: int = 0) -> tuple[float, float]:
+        """(latency, seconds per payload byte) of an algorithm."""
+        key = (kind, units)
+        if key not in self._conversion:
+            self._conversion[key] = self._price_channel(kind, units)
+        return self._conversion[key]
+
+    def _price_channel(self, kind: str, units: int) -> tuple[float, float]:
+        table, devices = self.work.channels, self.devices
+        if len(devices) == 1:
+            return 0.0, 0.0
+        if kind == "all_to_all":
+            return self._all_to_all_latency, 0.0
+        if kind == "ring":
+            number = table.all_reduce(devices, hierarchical=False)
+        elif kind == "hierarchical":
+            number = table.all_reduce(devices, hierarchical=True)
+        elif kind == "reduce_scatter":
+            number = table.reduce_scatter(devices, self.shares_of(units))
+        elif kind == "grouped":
+            number = table.all_gather(devices, self.shares_of(units))
+        else:
+            number = table.all_gather(devices, ())
+        cost = self.evaluator.cost_model.channel_seconds(self.evaluator.cluster, table[number])
+        latency, per_byte = cost.latency_s + cost.fill_s, cost.seconds_per_byte
+        if kind == "padded":
+            per_byte *= len(devices) * max(self.shares_of(units)) / units
+        elif kind == "grouped":
+            latency *= sum(share > 0 for share in self.shares_of(units))
+        return latency, per_byte
+
+    @cached_property
+    def _all_to_all_latency(self) -> float:
+        cluster = self.evaluator.cluster
+        first, *others = self.devices
+        return len(others) * max(cluster.latency_s(first, device) for device in others)
+
+    def _all_to_all_s_per_byte(self, source: int, target: int) -> float:
+        key = (source, target)
+        if key not in self._exchange:
+            self._exchange[key] = self._price_exchange(source, target)
+        return self._exchange[key]
+
+    def _price_exchange(self, source: int, target: int) -> float:
+        """Each pair exchanges what one has and the other wants; NICs and ports work at once.
+
+        With a_i and b_j the parts of two devices, i sends a_i (1 - b_i) of all bytes, of which
+        a_i (1 - sum of b over its host) leaves the host.
+        """
+        cluster = self.evaluator.cluster
+        have = np.array(self.shares_of(source)) / source
+        want = np.array(self.shares_of(target)) / target
+        worst = 0.0
+        hosts = np.array(cluster.host_of)[list(self.devices)]
+        for host in np.unique(hosts).tolist():
+            here = hosts == host
+            out = have[here].sum() * (1.0 - want[here].sum())
+            into = want[here].sum() * (1.0 - have[here].sum())
+            outside = max(out, into) if not here.all() else 0.0
+            worst = max(worst, outside / cluster.nic_bandwidth_bytes_per_s(host))
+            inside = have[here].max() * (want[here].sum() - want[here].min())
+            worst = max(worst, inside / cluster.hosts[host].intra.bandwidth_bytes_per_s)
+        return float(worst)
+
+    def all_reduce_s(self, num_bytes: int) -> float:
+        """Seconds of the better of ring and, if allowed, hierarchical all-reduce."""
+        kinds = ["ring"]
+        if "hierarchical_all_reduce" in self.collectives:
+            kinds.append("hierarchical")
+        return min(_affine(self._channel(kind), num_bytes) for kind in kinds)
+
+    def gather_s(self, num_bytes: int, units: int) -> float:
+        """Seconds of an all-gather along an axis: padded, or broadcasts in a group."""
+        kinds = ["padded"]
+        if "grouped_broadcast" in self.collectives:
+            kinds.append("grouped")
+        return min(_affine(self._channel(kind, units), num_bytes) for kind in kinds)
+
+    def padded_gather(self, num_bytes: int) -> tuple[float, float]:
+        """(latency, seconds per unit of the largest ratio) of a padded all-gather."""
+        latency, per_byte = self._channel("gather")
+        return latency, per_byte * num_bytes * len(self.devices)
+
+    def synchronise_s(self, num_bytes: int) -> float:
+        """Seconds of a replicated parameter's gradient in buckets, as far as they are not hidden.
+
+        Ring or hierarchical, whichever is better, whatever ``collectives`` allows: that is for
+        conversions of values.
+        """
+        # A gradient that fills a tenth of a bucket pays a tenth of the bucket's latency.
+        filled = min(num_bytes / DEFAULT_BUCKET_BYTES, 1.0)
+        best = np.inf
+        for kind in ("ring", "hierarchical"):
+            latency, per_byte = self._channel(kind)
+            best = min(best, latency * filled + per_byte * num_bytes)
+        return self.exposed * float(best)
+
+    def delivery(self, kind: ValueClass) -> "Delivery":
+        """Prices of bringing values of a class into sets of forms."""
+        if kind not in self._delivery:
+            self._delivery[kind] = Delivery(self.conversions(kind))
+        return self._delivery[kind]
+
+    def conversions(self, kind: ValueClass) -> list[list[float]]:
+        """Seconds of one conversion from each form of a value to each other."""
+        forms = kind.forms
+        if kind.role == Role.PARAMETER:
+            return [
+                [0.0 if i in (0, j) else IMPOSSIBLE for j in range(len(forms))]
+                for i in range(len(forms))
+            ]
+        if kind.is_gradient:
+            return self._gradient_conversions(kind)
+        return [[self._direct(a, b, kind.num_bytes) for b in forms] for a in forms]
+
+    def _gradient_conversions(self, kind: ValueClass) -> list[list[float]]:
+        """Seconds for a gradient: synchronisation makes it whole; it is never split later."""
+        price = [[IMPOSSIBLE] * len(kind.forms) for _ in kind.forms]
+        for i, form in enumerate(kind.forms):
+            price[i][i] = 0.0
+            if form.kind == "P":
+                price[i][0] = self.synchronise_s(kind.num_bytes)
+            elif form.kind == "S":
+                price[i][0] = self.gather_s(kind.num_bytes, form.units)
+        return price
+
+    def _direct(self, have: Form, want: Form, num_bytes: int) -> float:
+        if have == want:
+            return 0.0
+        if have.kind == "R":
+            return 0.0  # a slice, or zeros on all devices but one
+        if want.kind == "R":
+            if have.kind == "P":
+                return self.all_reduce_s(num_bytes)
+            return self.gather_s(num_bytes, have.units)
+        if want.kind == "S" and have.kind == "P" and "reduce_scatter" in self.collectives:
+            return _affine(self._channel("reduce_scatter", want.units), num_bytes)
+        if want.kind == "S" and have.kind == "S" and "all_to_all" in self.collectives:
+            per_byte = self._all_to_all_s_per_byte(have.units, want.units)
+            return self._channel("all_to_all")[0] + per_byte * num_bytes
+        return IMPOSSIBLE
+
+
+def _affine(cost: tuple[float, float], num_bytes: int) -> float:
+    return cost[0] + cost[1] * num_bytes
+
+
+class Delivery:
+    """Cheapest way to bring a value from the form it is made in into a set of forms.
+
+    Prices of sets come from growing a tree of conversions from the made form; it may pass through
+    other forms, so the price never falls when a form is added to the set.
+
+    Args:
+        conversions: Seconds of one conversion from each form to each other.
+
+    Attributes:
+        conversions: The same, through other forms where that is cheaper.
+    """
+
+    def __init__(self, conversions: Sequence[Sequence[float]]) -> None:
+        self.conversions = price = [list(row) for row in conversions]
+        forms = range(len(price))
+        for k in forms:  # Floyd and Warshall's shortest paths
+            for i in forms:
+                for j in forms:
+                    price[i][j] = min(price[i][j], price[i][k] + price[k][j])
+        self._price: dict[tuple[int, int], float] = {}
+        self._all: dict[int, list[float]] = {}
+
+    def price(self, made: int, wanted: int) -> float:
+        """Seconds from form ``made`` to all forms in the bit set ``wanted``."""
+        wanted &= ~(1 << made)
+        if wanted == 0:
+            return 0.0
+        key = (made, wanted)
+        known = self._price.get(key)
+        if known is None:
+            known = self._price[key] = self._look_up(made, wanted)
+        return known
+
+    def _look_up(self, made: int, wanted: int) -> float:
+        if wanted & (wanted - 1) == 0:
+            return self.conversions[made][wanted.bit_length() - 1]
+        if made not in self._all:
+            self._all[made] = self._grow(made)
+        return min(self._all[made][wanted | 1 << made], IMPOSSIBLE)
+
+    def _grow(self, made: int) -> list[float]:
+        """Seconds from form ``made`` to every set of forms, or to a larger set."""
+        count = len(self.conversions)
+        # Every set is reached by adding one form to a smaller one, which has a smaller number.
+        cost = [float("inf")] * (1 << count)
+        cost[1 << made] = 0.0
+        for reached, step in enumerate(self._steps):
+            so_far = cost[reached]
+            if so_far == float("inf"):
+                continue
+            for form in range(count):
+                grown = reached | 1 << form
+                if grown != reached:
+                    cost[grown] = min(cost[grown], so_far + step[form])
+        # A set costs no more than any set that contains it: forms on the way need not be wanted.
+        for form in range(count):
+            for forms in range(1 << count):
+                if not forms >> form & 1:
+                    cost[forms] = min(cost[forms], cost[forms | 1 << form])
+        return cost
+
+    @cached_property
+    def _steps(self) -> list[list[float]]:
+        """Seconds of the cheapest conversion from any form of each set to each form."""
+        steps = [[float("inf")] * len(self.conversions)]
+        for forms in range(1, 1 << len(self.conversions)):
+            lowest = forms & -forms
+            others, alone = steps[forms ^ lowest], self.conversions[lowest.bit_length() - 1]
+            steps.append([min(pair) for pair in zip(others, alone, strict=True)])
+        return steps

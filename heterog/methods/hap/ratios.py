@@ -1,0 +1,224 @@
+"""Sharding ratios of a program by linear program.
+
+Variables are the ratio B_c of each class of like devices, and the time T_k of each stage:
+
+    min sum_k w_k T_k   subject to   sum_c n_c B_c = 1,
+        T_k >= t_kc(p) + t'_kc(p) (B_c - p)    for some p, each stage and class     (work)
+        T_k >= alpha + n beta S_k B_c          for each padded gather               (volume)
+        fixed_c + B_c divided_c <= usable_c + overflow                              (memory)
+
+(HAP section 5.1.) A roofline is convex in the part that a device does, so its tangents bound it
+from below and are exact where they touch. Stages that repeat are one stage with a weight w_k.
+Unlike the paper: bytes instead of elements, latencies, no upper bound on T_k, and memory.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.graph.op_graph import Phase
+from heterog.methods.hap.prices import SpmdPrices, Work
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.feasibility import MEMORY_MARGIN
+
+_OVERFLOW_PRICE_S = 1e3
+"""Charge for overflowing a device by all its memory, which outweighs any gain in speed."""
+_TANGENTS = (0.25, 1.0, 4.0)
+"""Points at which work is linearised, as multiples of the even part."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClass:
+    """Devices that the linear program does not distinguish.
+
+    Attributes:
+        type_number: Number of the cluster's device type.
+        devices: Positions of its members among the devices of the program.
+        usable_memory_bytes: Usable memory of each.
+    """
+
+    type_number: int
+    devices: tuple[int, ...]
+    usable_memory_bytes: int
+
+
+def device_classes(evaluator: Evaluator, devices: Sequence[int]) -> tuple[DeviceClass, ...]:
+    """Devices by type and memory, in order of first appearance."""
+    cluster = evaluator.cluster
+    found: dict[tuple[int, int], list[int]] = {}
+    for position, device in enumerate(devices):
+        key = (cluster.type_index[device], cluster.devices[device].usable_memory_bytes)
+        found.setdefault(key, []).append(position)
+    return tuple(
+        DeviceClass(kind, tuple(members), memory) for (kind, memory), members in found.items()
+    )
+
+
+def best_ratios(
+    work: Work, prices: SpmdPrices, triples: Sequence[int]
+) -> tuple[float, ...] | None:
+    """Ratios of all devices for a program; ``None`` if the solver finds none.
+
+    Args:
+        work: Work of the program's theory.
+        prices: Prices at any ratios; only the devices and the padded gather, which do not depend
+            on ratios, are used.
+        triples: The program.
+    """
+    from scipy.optimize import linprog  # takes 0.3 s, which ranks need not wait for
+
+    classes = device_classes(prices.evaluator, prices.devices)
+    rows, bounds, weights = _stages(work, prices, triples, classes)
+    num_classes, num_stages = len(classes), len(weights)
+    memory, usable = _memory(work, triples, classes)
+    # Columns: ratios, stage times, relative overflow of memory.
+    width = num_classes + num_stages + 1
+    matrix = np.zeros((len(rows) + num_classes, width))
+    limit = np.empty(len(rows) + num_classes)
+    for number, (stage, device_class, slope) in enumerate(rows):
+        matrix[number, device_class] = slope
+        matrix[number, num_classes + stage] = -1.0
+        limit[number] = -bounds[number]
+    for number in range(num_classes):
+        matrix[len(rows) + number, number] = memory[number]
+        matrix[len(rows) + number, -1] = -1.0
+        limit[len(rows) + number] = usable[number]
+    total = np.zeros((1, width))
+    total[0, :num_classes] = [len(each.devices) for each in classes]
+    solved = linprog(
+        c=np.concatenate([np.zeros(num_classes), weights, [_OVERFLOW_PRICE_S]]),
+        A_ub=matrix,
+        b_ub=limit,
+        A_eq=total,
+        b_eq=[1.0],
+        bounds=(0.0, None),
+        method="highs",
+    )
+    if solved.x is None:
+        return None
+    ratios = np.zeros(len(prices.devices))
+    for ratio, each in zip(solved.x[:num_classes], classes, strict=True):
+        ratios[list(each.devices)] = max(float(ratio), 0.0)
+    return tuple(float(ratio) for ratio in ratios)
+
+
+def _stages(
+    work: Work, prices: SpmdPrices, triples: Sequence[int], classes: Sequence[DeviceClass]
+) -> tuple[list[tuple[int, int, float]], list[float], list[float]]:
+    """(stage, class, slope) of each row, its value at ratio 0, and the weight of each stage."""
+    even = 1.0 / len(prices.devices)
+    tangents = [_tangents(work, prices, each, even) for each in classes]
+    theory = work.theory
+    numbers: dict[tuple[float, ...], int] = {}
+    weights: list[float] = []
+    rows: list[tuple[int, int, float]] = []
+    bounds: list[float] = []
+
+    def add(lines: list[tuple[int, float, float]], count: int) -> None:
+        """Add stages of lines (class, value at 0, slope); like stages become one."""
+        key = tuple(round(number, 15) for line in lines for number in line)
+        if key in numbers:
+            weights[numbers[key]] += count
+            return
+        stage = numbers[key] = len(weights)
+        weights.append(float(count))
+        for device_class, value, slope in lines:
+            rows.append((stage, device_class, slope))
+            bounds.append(value)
+
+    # The same triple of a repeated layer costs the same.
+    repeated: dict[tuple[int, int], tuple[int, int]] = {}  # (an op, how often)
+    for row, number in zip(theory.rows, triples, strict=True):
+        if row.triples[number].units:
+            op, count = repeated.get((theory.call_id[row.op], number), (row.op, 0))
+            repeated[theory.call_id[row.op], number] = op, count + 1
+    for (_, number), (op, count) in repeated.items():
+        lines = [
+            (device_class, float(value[number, op]), float(slope[number, op]))
+            for device_class, tangent in enumerate(tangents)
+            for value, slope in tangent
+        ]
+        add(lines, count)
+    for num_bytes, count in Counter(_gathered(work, triples)).items():
+        latency, per_byte = prices.padded_gather(num_bytes)
+        add([(device_class, latency, per_byte) for device_class in range(len(classes))], count)
+    return rows, bounds, weights
+
+
+_Line = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]  # value at 0, slope
+
+
+def _tangents(work: Work, prices: SpmdPrices, each: DeviceClass, even: float) -> list[_Line]:
+    """Lines below the seconds of every triple, as functions of the part that a device does."""
+    found = []
+    for multiple in _TANGENTS:
+        part = min(multiple * even, 1.0)
+        width = 1e-3 * part
+        at = work.seconds(prices.evaluator, each.type_number, np.full(work.units.shape, part))
+        above = work.seconds(
+            prices.evaluator, each.type_number, np.full(work.units.shape, part + width)
+        )
+        slope = (above - at) / width
+        found.append((at - slope * part, slope))
+    return found
+
+
+def _gathered(work: Work, triples: Sequence[int]) -> list[int]:
+    """Bytes of the values that are made split and needed whole (or along another axis)."""
+    theory = work.theory
+    made: dict[int, int] = {}
+    needed: dict[int, int] = {}
+    for row, number in zip(theory.rows, triples, strict=True):
+        made.update(row.triples[number].makes)
+        for value, form in row.triples[number].needs:
+            needed[value] = needed.get(value, 0) | 1 << form
+    found = []
+    for value, form in made.items():
+        forms = list(theory.values[value].forms)
+        if forms[form].kind == "S" and needed.get(value, 0) & ~(1 << form):
+            found.append(theory.values[value].num_bytes)
+    return found
+
+
+def _memory(
+    work: Work, triples: Sequence[int], classes: Sequence[DeviceClass]
+) -> tuple[list[float], list[float]]:
+    """(share of a device's memory per unit of ratio, share left for it) by class.
+
+    Whole are replicated parameters with gradient and optimizer state and values that every device
+    computes; divided are split parameters and the activations that wait for the backward pass.
+    """
+    theory = work.theory
+    graph = theory.graph
+    fixed = divided = 0.0
+    state = 2.0 + graph.optimizer_state_ratio
+    read_late = {
+        read.value
+        for row in theory.rows
+        if graph.ops[row.op].phase == Phase.BACKWARD
+        for read in row.reads
+    }
+    seen: set[int] = set()
+    for row, number in zip(theory.rows, triples, strict=True):
+        triple = row.triples[number]
+        if row.is_update:
+            value, form = triple.needs[0]
+            size = theory.values[value].num_bytes * state
+            fixed, divided = (fixed, divided + size) if form else (fixed + size, divided)
+        elif graph.ops[row.op].phase == Phase.FORWARD:
+            for value, form in triple.makes:
+                kind = list(theory.values[value].forms)[form].kind
+                if value in read_late and value not in seen:
+                    seen.add(value)
+                    size = theory.values[value].num_bytes
+                    fixed, divided = (
+                        (fixed, divided + size) if kind == "S" else (fixed + size, divided)
+                    )
+    grown = 1.0 + MEMORY_MARGIN
+    return (
+        [grown * divided / each.usable_memory_bytes for each in classes],
+        [1.0 - grown * fixed / each.usable_memory_bytes for each in classes],
+    )

@@ -1,0 +1,221 @@
+"""The same strategy with hosts in other places, and the cost of its traffic between hosts.
+
+A *place* is a host as a strategy names it; an order says which host plays each place. Hosts of one
+kind can change places without any other change. Where rates between hosts differ, that decides
+which of them the traffic meets: a slow pair is best where a strategy sends nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.lowering.channels import ChannelKind
+from heterog.lowering.program import FloatArray, IntArray, Program
+from heterog.methods.pipette.annealing import COOLED, anneal
+from heterog.methods.pipette.communication import HostRates, ring_payloads
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.pipeline_schedule import PipelineSchedule
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+
+MOST_COUNTED = 2_000_000
+"""Most tasks of a program whose traffic is counted, about a second's work."""
+_T = TypeVar("_T")
+
+
+def on_hosts(strategy: Strategy, cluster: Cluster, order: Sequence[int]) -> Strategy:
+    """A strategy with hosts in other places.
+
+    Args:
+        strategy: A strategy for the cluster.
+        cluster: The hosts' cluster.
+        order: Host for each place, with as many devices as the place has.  # [num_hosts]
+    """
+    device_of = [0] * cluster.num_devices
+    for place, host in enumerate(order):
+        pair = cluster.host_devices(place), cluster.host_devices(host)
+        for before, after in zip(*pair, strict=True):
+            device_of[before] = after
+    made: dict[Decision, Decision] = {}
+    for decision in dict.fromkeys(strategy.decisions):
+        made[decision] = _moved_decision(decision, device_of, has_rules=bool(strategy.op_rules))
+    return replace(
+        strategy,
+        decisions=tuple(made[decision] for decision in strategy.decisions),
+        homes=tuple(home if home == REPLICATED else device_of[home] for home in strategy.homes),
+        micro_batches=_moved_rows(strategy.micro_batches, device_of),
+        schedule=_moved_schedule(strategy.schedule, device_of),
+    )
+
+
+def _moved_decision(decision: Decision, device_of: Sequence[int], *, has_rules: bool) -> Decision:
+    """A decision of other devices, listed in ascending order again.
+
+    Devices without teams take samples in that order, so that teams have to say who had which: each
+    device is one, or all are one where rules split the work inside.
+    """
+    devices = tuple(device_of[device] for device in decision.devices)
+    turns = sorted(range(len(devices)), key=devices.__getitem__)
+
+    def moved(values: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(values[turn] for turn in turns) if values else ()
+
+    teams = tuple(tuple(device_of[device] for device in team) for team in decision.teams)
+    if not teams and list(devices) != sorted(devices):
+        teams = (devices,) if has_rules else tuple((device,) for device in devices)
+    return replace(
+        decision,
+        devices=tuple(sorted(devices)),
+        shares=moved(decision.shares),
+        slices=moved(decision.slices),
+        slice_groups=tuple(
+            tuple(device_of[device] for device in group) for group in decision.slice_groups
+        ),
+        parts=moved(decision.parts),
+        teams=teams,
+    )
+
+
+def _moved_schedule(schedule: PipelineSchedule, device_of: Sequence[int]) -> PipelineSchedule:
+    return replace(
+        schedule,
+        in_flight=_moved_rows(schedule.in_flight, device_of),
+        turns=_moved_rows(schedule.turns, device_of),
+    )
+
+
+def _moved_rows(
+    rows: tuple[tuple[_T, ...], ...], device_of: Sequence[int]
+) -> tuple[tuple[_T, ...], ...]:
+    """Rows by device, moved; rows of the last devices may be missing."""
+    if not rows:
+        return ()
+    moved: list[tuple[_T, ...]] = [()] * len(device_of)
+    for device, row in enumerate(rows):
+        moved[device_of[device]] = row
+    return tuple(moved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HostTraffic:
+    """Bytes that a strategy sends between places in a step.
+
+    Attributes:
+        transfers_bytes: Bytes from each place to each other.  # [num_hosts, num_hosts]
+        rings: For each number of members, the places of every ring, ascending, and its payload
+            bytes.  # [num_rings, num_members], [num_rings]
+    """
+
+    transfers_bytes: FloatArray
+    rings: tuple[tuple[IntArray, FloatArray], ...]
+
+    @staticmethod
+    def of_strategy(strategy: Strategy, evaluator: Evaluator) -> "HostTraffic | None":
+        """Traffic of a strategy; ``None`` if there is none, or too much to be counted."""
+        choice = evaluator.encode(strategy)
+        if evaluator.tasks_of(choice) > MOST_COUNTED:
+            return None
+        traffic = HostTraffic.of_program(evaluator.program(choice), evaluator.cluster)
+        return None if traffic.is_nothing else traffic
+
+    @staticmethod
+    def of_program(program: Program, cluster: Cluster) -> "HostTraffic":
+        """Traffic of a program: transfers, and collectives as rings through their hosts."""
+        sends = program.channel >= 0
+        count = len(program.channels)
+        payload = np.bincount(program.channel[sends], program.num_bytes[sends], count)
+        transfers = np.zeros((cluster.num_hosts, cluster.num_hosts))
+        rings: dict[tuple[int, ...], float] = {}
+        for channel, num_bytes in zip(program.channels, payload.tolist(), strict=True):
+            places = tuple(cluster.host_of[device] for device in channel.devices)
+            if channel.kind == ChannelKind.POINT_TO_POINT:
+                transfers[places] += num_bytes
+                continue
+            hosts = tuple(sorted(set(places)))
+            # A reduce-scatter or all-gather sends half of what a ring's all-reduce does, and a
+            # member of an all-to-all its own part of that.
+            part = 1.0
+            if channel.kind in (ChannelKind.REDUCE_SCATTER, ChannelKind.ALL_GATHER):
+                part = 0.5
+            elif channel.kind == ChannelKind.ALL_TO_ALL:
+                part = 0.5 / len(channel.devices)
+            if len(hosts) > 1:
+                rings[hosts] = rings.get(hosts, 0.0) + num_bytes * part
+        np.fill_diagonal(transfers, 0.0)
+        by_size = sorted({len(hosts) for hosts in rings})
+        return HostTraffic(
+            transfers_bytes=transfers,
+            rings=tuple(
+                (
+                    np.array([hosts for hosts in rings if len(hosts) == size], np.int32),
+                    np.array([rings[hosts] for hosts in rings if len(hosts) == size]),
+                )
+                for size in by_size
+            ),
+        )
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether no byte goes between hosts."""
+        return not self.transfers_bytes.any() and not self.rings
+
+    def seconds(self, order: IntArray, rates: HostRates) -> float:
+        """Seconds for which links are busy: an estimate that ranks orders, not a step time.
+
+        It adds the busiest pair of hosts, the slowest ring, and the mean of both: a slow pair
+        counts also beside a slower one. Rings go through hosts in the order of the cluster.
+
+        Args:
+            order: Host for each place.  # [num_hosts]
+            rates: Rates between hosts.
+        """
+        inverse = rates.s_per_byte
+        busy = self.transfers_bytes * inverse[np.ix_(order, order)]
+        seconds = float(busy.max() + busy.sum() / len(order))
+        each = [
+            ring_payloads(places.shape[1]) * payload * _slowest(inverse, order[places])
+            for places, payload in self.rings
+        ]
+        if each:
+            taken = np.concatenate(each)
+            seconds += float(taken.max() + taken.mean())
+        return seconds
+
+
+def annealed_order(
+    traffic: HostTraffic,
+    rates: HostRates,
+    order: IntArray,
+    hosts: IntArray,
+    rng: np.random.Generator,
+    *,
+    is_over: Callable[[], bool],
+) -> IntArray:
+    """An order in which some hosts have other places, for little estimated traffic.
+
+    Args:
+        traffic: Traffic of a strategy.
+        rates: Rates between hosts.
+        order: Host for each place, to start from.  # [num_hosts]
+        hosts: Places among which hosts change.
+        rng: Generator of everything random.
+        is_over: Function asked before each step whether to end.
+    """
+    whole = order.copy()
+
+    def cost_of(part: IntArray) -> float:
+        whole[hosts] = part
+        return traffic.seconds(whole, rates)
+
+    found = anneal(cost_of, order[hosts], rng, num_steps=COOLED, is_over=is_over)
+    whole[hosts] = found.order
+    return whole
+
+
+def _slowest(inverse: FloatArray, members: IntArray) -> FloatArray:
+    """Seconds per byte of the slowest link of each ring.  # [num_rings]"""
+    ring = np.sort(members, axis=1)
+    worst: FloatArray = inverse[ring, np.roll(ring, -1, axis=1)].max(axis=1)
+    return worst

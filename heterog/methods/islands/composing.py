@@ -1,0 +1,410 @@
+"""Machines of several kinds train a model together: an estimate, and a cut into stages.
+
+An *island* is some hosts of one kind, in teams of one size, as some consecutive stages of a
+pipeline; the teams of a stage share its micro-batches. Hosts that are left out are idle: a small
+batch is often trained sooner by fewer. A *pool* is a pipeline of islands; pools are replicas of
+each other, however unlike. With C_r the seconds that stage r would take for all layers of a
+micro-batch, stages that are cut in proportion take H = 1 / sum_r 1/C_r each, and a pool of R
+stages takes (m + R - 1) H for its m micro-batches, or as long as the slowest message
+between two stages takes where that is longer (both, where messages are not hidden). Weight
+gradients that wait fill a part of the R - 1 turns in which stages are idle (Qi et al., Zero Bubble
+Pipeline Parallelism, section 2.3). Gradients of what several teams have are added up behind them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import FloatArray
+from heterog.methods.islands.slices import Slices
+from heterog.methods.model_parallel import balanced_chain
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.layouts.layout import Recompute
+
+MOST_KINDS = 4
+"""Most kinds of machines for which every partition into pools is tried."""
+MOST_STAGES = 16
+"""Most stages of one kind of machines."""
+OVERFLOWS = 1e6
+"""Seconds from which on an estimate says that something does not fit."""
+IDLE = 2.0 / 3.0
+"""Part of the idle turns of a pipeline that is left where weight gradients fill them: a third in
+ZB-H1 with many micro-batches, more with few."""
+ROUNDS = 3
+"""Number of rounds in which samples and pools find their proportions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Island:
+    """Hosts of one kind as stages of a pipeline.
+
+    Attributes:
+        kind: Number of the kind.
+        members: Number of devices of a team.
+        stages: Number of stages, among which the island's teams are divided.
+        hosts: Number of hosts, the first ones of the kind.
+    """
+
+    kind: int
+    members: int
+    stages: int
+    hosts: int
+
+
+Pool = tuple[Island, ...]
+"""Islands in the order of their layers."""
+Structure = tuple[tuple[int, ...], ...]
+"""Kinds of machines of each pool, in the order of their layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Pools that train on one batch together.
+
+    Attributes:
+        pools: The pools.
+        num_micro: Number of micro-batches of a step, the same in every pool.
+        recompute: What layers make again.
+        zero: Stage of ZeRO: 0, 1 or 3.
+        samples: Samples of the batch for each pool.
+        layers: Layers of each stage of each pool; in a V there are two stages on the same devices.
+        hides_messages: Whether stages may hold about twice as many micro-batches as under 1F1B,
+            whose caps make stages wait where forward and backward passes are not alike.
+        splits_backward: Whether weight gradients wait until a device has nothing else to do.
+        in_a_v: Whether a pool's layers go through its islands forth and back: each has two stages,
+            in the turns of ``zero_bubble_v``.
+        copies_on_hosts: Whether each host keeps all slices of ZeRO, so that only sums of gradients
+            cross the network.
+    """
+
+    pools: tuple[Pool, ...]
+    num_micro: int
+    recompute: Recompute
+    zero: int
+    samples: tuple[int, ...] = ()
+    layers: tuple[tuple[int, ...], ...] = ()
+    hides_messages: bool = True
+    splits_backward: bool = False
+    in_a_v: bool = False
+    copies_on_hosts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One stage of a pool: teams of one kind."""
+
+    island: Island
+    teams: int
+    hosts: int  # those that it has a part of
+
+
+def stages_of(pool: Pool, slices: Slices) -> list[_Stage]:
+    """The stages of a pool, in order."""
+    found = []
+    for island in pool:
+        in_host = slices.kinds[island.kind].size // island.members
+        teams = island.hosts * in_host // island.stages
+        found += [_Stage(island, teams, -(-teams // in_host))] * island.stages
+    return found
+
+
+def num_copies(pool: Pool, slices: Slices) -> int:
+    """Hosts of each stage, if all have as many, several, and teams enough to share slices."""
+    found = set()
+    for island in pool:
+        hosts, rest = divmod(island.hosts, island.stages)
+        found.add(0 if rest or slices.kinds[island.kind].size <= island.members else hosts)
+    return found.pop() if len(found) == 1 and max(found) > 1 else 1
+
+
+def islands_of(slices: Slices, kind: int) -> list[Island]:
+    """Every division of the hosts of a kind, or of a half, a quarter, ..., into teams and stages.
+
+    Those that leave no sample for some team come last.
+    """
+    of_kind, batch = slices.kinds[kind], slices.evaluator.graph.batch_size
+    most = min(of_kind.size, slices.most_members)
+    sizes = [1 << power for power in range(most.bit_length()) if of_kind.size % (1 << power) == 0]
+    counts = [len(of_kind.hosts) >> power for power in range(len(of_kind.hosts).bit_length())]
+    found = []
+    for hosts, members in product(counts, sizes):
+        teams = hosts * (of_kind.size // members)
+        found += [
+            Island(kind, members, stages, hosts)
+            for stages in range(1, min(teams, MOST_STAGES, slices.num_layers) + 1)
+            if teams % stages == 0
+        ]
+    return sorted(found, key=lambda island: stages_of((island,), slices)[0].teams > batch)
+
+
+def partitions(items: Sequence[int]) -> Iterator[Structure]:
+    """All ways to divide a few items into sets.
+
+    >>> list(partitions([0, 1]))
+    [((0, 1),), ((0,), (1,))]
+    """
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for smaller in partitions(rest):
+        for index, own in enumerate(smaller):
+            yield (*smaller[:index], (first, *own), *smaller[index + 1 :])
+        yield ((first,), *smaller)
+
+
+class Estimator:
+    """Seconds of compositions before they are simulated.
+
+    Args:
+        slices: Costs of layers.
+    """
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+        self.batch = slices.evaluator.graph.batch_size
+        self._pool_seconds: dict[object, float] = {}
+
+    def pool_seconds(self, pool: Pool, samples: float, point: Composition) -> float:
+        """Seconds of a pool's part of a step; infinite if it is impossible.
+
+        Args:
+            pool: Islands of the pool.
+            samples: Samples of the batch for the pool.
+            point: Composition with the micro-batches and the manner.
+        """
+        others = _kinds_beside(pool, point)
+        manner = point.recompute, point.zero, point.hides_messages
+        key = pool, samples, point.num_micro, manner, others
+        if key not in self._pool_seconds:
+            self._pool_seconds[key] = self._estimated(pool, samples, point, others)
+        return self._pool_seconds[key]
+
+    def _estimated(
+        self, pool: Pool, samples: float, point: Composition, others: Sequence[int]
+    ) -> float:
+        slices, stages = self.slices, stages_of(pool, self.slices)
+        micro = samples / point.num_micro
+        if len(stages) > slices.num_layers or any(stage.teams > micro + 1e-9 for stage in stages):
+            return np.inf
+        whole = np.array([self._stage_seconds(stage, micro, point).sum() for stage in stages])
+        each = 1.0 / (1.0 / whole).sum()
+        parts = each / whole  # of the layers
+        room = np.array([slices.kinds[stage.island.kind].usable_bytes for stage in stages])
+        state, kept = self._memory(stages, micro, point)
+        over = parts * (state.sum(axis=0) + kept.sum(axis=0)) / room
+        messages = self._message_seconds(stages, micro)
+        gradients = self._gradient_seconds(stages, parts, others)
+        if point.zero == 3:  # parameters are gathered again for every micro-batch
+            gradients *= 0.5 + point.num_micro
+        turn = max(each, messages) if point.hides_messages else each + messages
+        seconds = (point.num_micro + IDLE * (len(stages) - 1)) * turn + gradients
+        # Those that do not fit by the estimate rank behind all that do, the leanest first.
+        return float(seconds if over.max() <= 1.0 else OVERFLOWS * over.max() + seconds)
+
+    def shared_out(self, point: Composition) -> tuple[float, tuple[int, ...]]:
+        """(seconds of a step, samples of each pool), so that pools take about equally long."""
+        pools, rest = point.pools, self.batch
+        if len(pools) == 1:
+            return self.pool_seconds(pools[0], rest, point), (rest,)
+        weights = np.ones(len(pools))
+        best: tuple[float, tuple[int, ...]] = (np.inf, ())
+        for _ in range(ROUNDS):
+            units = rest // point.num_micro
+            if units < len(pools):
+                return np.inf, ()
+            counts = split_in_proportion(units, tuple(weights.tolist()))
+            samples = tuple(count * point.num_micro for count in counts)
+            if min(samples) == 0 or sum(samples) != rest:
+                return best
+            seconds = np.array(
+                [self.pool_seconds(*pair, point) for pair in zip(pools, samples, strict=True)]
+            )
+            best = min(best, (float(seconds.max()), samples))
+            if not np.isfinite(seconds).all():
+                return best
+            weights = np.array(samples) / seconds
+        return best
+
+    def cut(self, point: Composition) -> tuple[float, Composition] | None:
+        """(seconds, the same with layers for each stage); ``None`` if there are too few layers.
+
+        Weight gradients wait where that fills idle turns.
+
+        Stages of whole layers are not cut in proportion, so the estimate is made again from the
+        slowest stage: m max_r T_r + sum_r T_r - max_r T_r for T_r seconds of stage r, less what
+        weight gradients fill.
+        """
+        layers, slowest = [], 0.0
+        for pool, samples in zip(point.pools, point.samples, strict=True):
+            stages = stages_of(pool, self.slices)
+            micro = samples / point.num_micro
+            if len(stages) > self.slices.num_layers:
+                return None
+            seconds = np.stack(
+                [self._stage_seconds(stage, micro, point) for stage in stages], axis=1
+            )
+            state, kept = self._memory(stages, micro, point)
+            room = np.array(
+                [float(self.slices.kinds[stage.island.kind].usable_bytes) for stage in stages]
+            )
+            placement = np.array(balanced_chain(seconds, state + kept, room))
+            counts = _every_stage_has_one(placement, len(stages))
+            of_stage = np.repeat(np.arange(len(stages)), counts)
+            each = np.array([seconds[of_stage == r, r].sum() for r in range(len(stages))])
+            messages = self._message_seconds(stages, micro)
+            longest = float(each.max())
+            longest = max(longest, messages) if point.hides_messages else longest + messages
+            parts = np.array(counts) / self.slices.num_layers
+            gradients = self._gradient_seconds(stages, parts, _kinds_beside(pool, point))
+            others = IDLE * float(each.sum() - each.max())
+            took = (point.num_micro - 1) * longest + float(each.max()) + others + gradients
+            slowest = max(slowest, took)
+            layers.append(counts)
+        splits = max(map(len, layers)) > 1
+        return slowest, replace(point, layers=tuple(layers), splits_backward=splits)
+
+    def _stage_seconds(self, stage: _Stage, micro: float, point: Composition) -> FloatArray:
+        """Seconds of each layer for a micro-batch on a stage.  # [num_layers]"""
+        own = max(int(np.ceil(micro / stage.teams - 1e-9)), 1)
+        kind, members = stage.island.kind, stage.island.members
+        return self.slices.seconds(kind, members, own, recompute=point.recompute)
+
+    def _memory(
+        self, stages: Sequence[_Stage], micro: float, point: Composition
+    ) -> tuple[FloatArray, FloatArray]:
+        """(state, activations) of each layer on one device of each stage.
+
+        Returns:
+            # [num_layers, num_stages] each
+        """
+        slices, count = self.slices, len(stages)
+        state, kept = [], []
+        for number, stage in enumerate(stages):
+            members = stage.island.members
+            sliced = slices.state_bytes
+            if point.zero and stage.teams > 1:
+                # Parameters and gradients are whole under stage 1 and slices under stage 3.
+                own = 2.0 * slices.parameter_bytes if point.zero == 1 else 0.0 * sliced
+                sliced = own + (slices.state_bytes - own) / stage.teams
+            state.append(sliced / members)
+            behind = count - number
+            most = 2 * behind - 1 if point.hides_messages else behind
+            in_flight = min(most, point.num_micro)
+            held = slices.held_bytes(point.recompute)
+            kept.append(held * (micro / stage.teams) / members * max(in_flight, 1))
+        return np.stack(state, axis=1), np.stack(kept, axis=1)
+
+    def _message_seconds(self, stages: Sequence[_Stage], micro: float) -> float:
+        """Seconds of the slowest hop of a micro-batch between stages, both ways at once."""
+        slowest = 0.0
+        for first, second in pairwise(stages):
+            kinds = first.island.kind, second.island.kind
+            rate = self.slices.hop_bytes_per_s(kinds, (first.hosts, second.hosts))
+            slowest = max(slowest, self.slices.boundary_bytes * micro / rate)
+        return slowest
+
+    def _gradient_seconds(
+        self, stages: Sequence[_Stage], parts: FloatArray, others: Sequence[int]
+    ) -> float:
+        """Seconds in which the slowest stage adds up its gradients.
+
+        Args:
+            stages: Stages of a pool.
+            parts: Part of the layers for each of them.
+            others: Kinds of machines in other pools.
+        """
+        size, slowest = float(self.slices.parameter_bytes.sum()), 0.0
+        for stage, part in zip(stages, parts, strict=True):
+            kind = self.slices.kinds[stage.island.kind]
+            if stage.teams == 1 and not others:
+                continue
+            in_host = kind.size // stage.island.members
+            beside = {host for other in others for host in self.slices.kinds[other].hosts}
+            is_beside = bool(others) and len(beside | {*kind.hosts[: stage.island.hosts]}) > 1
+            crosses = is_beside or stage.teams > in_host
+            rate = kind.nic_bytes_per_s if crosses else kind.link_bytes_per_s
+            between = (
+                self.slices.between_bytes_per_s(stage.island.kind, other) for other in others
+            )
+            slowest = max(slowest, 2.0 * size * float(part) / min(rate, *between, np.inf))
+        return slowest
+
+
+def _kinds_beside(pool: Pool, point: Composition) -> tuple[int, ...]:
+    """Kinds of machines in the other pools, with which gradients are added up."""
+    return tuple(island.kind for other in point.pools if other != pool for island in other)
+
+
+def _every_stage_has_one(placement: npt.NDArray[np.int64], count: int) -> tuple[int, ...]:
+    """Layers of each stage, at least one where a cut left a slow stage empty."""
+    num_layers = len(placement)
+    lowest = np.arange(1, count)
+    cuts = np.maximum(np.searchsorted(placement, lowest), lowest)
+    cuts = np.minimum(np.maximum.accumulate(cuts), num_layers - lowest[::-1])
+    bounds = np.concatenate([[0], cuts, [num_layers]])
+    return tuple(int(each) for each in np.diff(bounds))
+
+
+def structures(kinds: Sequence[int]) -> Iterator[Structure]:
+    """Kinds of machines as pools, each in the order of its layers; idle kinds are in none.
+
+    All sets and partitions of up to four kinds; of more, all in one pipeline, each without the
+    others, and all as replicas of each other.
+
+    Args:
+        kinds: Kinds, first the one that should have the first layers.
+    """
+    # A search that is cut short has seen all kinds together, and each without the others.
+    together = tuple(kinds)
+    yield (together,)
+    for kind in kinds if len(kinds) > 1 else ():
+        yield ((kind,),)
+    if len(kinds) > MOST_KINDS:
+        yield tuple((kind,) for kind in kinds)
+        return
+    for size in range(len(kinds), 1, -1):
+        for some in combinations(kinds, size):
+            for pools in partitions(some):
+                if pools != (together,):
+                    yield pools
+                if any(len(pool) > 1 for pool in pools):
+                    yield tuple(pool[::-1] for pool in pools)
+
+
+_AGAIN = {
+    Recompute.NONE: "",
+    Recompute.FULL: ", recompute",
+    Recompute.OP: ", recompute ops",
+    Recompute.SELECTIVE: ", recompute scores",
+}
+
+
+def described(point: Composition, slices: Slices, cluster: Cluster) -> str:
+    """A composition in words: ``A100 tp8 x 2 (5-5 layers) | T4 ...; 16 micro-batches``."""
+    parts = []
+    for pool, layers, samples in zip(point.pools, point.layers, point.samples, strict=True):
+        stage, islands = 0, []
+        for island in pool:
+            kind = slices.kinds[island.kind]
+            own: list[object] = list(layers[stage : stage + island.stages])
+            if point.in_a_v:
+                back = layers[::-1][stage : stage + island.stages]
+                own = [f"{forth}+{more}" for forth, more in zip(own, back, strict=True)]
+            stage += island.stages
+            teams = stages_of((island,), slices)[0].teams
+            name = cluster.device_types[kind.device_type].name
+            islands.append(
+                f"{name} tp {island.members} dp {teams} layers {'-'.join(map(str, own))}"
+            )
+        parts.append(f"{' > '.join(islands)} ({samples} samples)")
+    manner = _AGAIN[point.recompute] + f", zero {point.zero}" * bool(point.zero)
+    manner += " on each host" * point.copies_on_hosts
+    manner += ", 1F1B" * (not point.hides_messages) + ", split backward" * point.splits_backward
+    manner += ", zero_bubble_v" * point.in_a_v
+    micro = f"{point.num_micro} micro-batches" if point.num_micro > 1 else "in one go"
+    return f"{' | '.join(parts)}; {micro}{manner}"

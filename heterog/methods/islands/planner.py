@@ -1,0 +1,561 @@
+"""Islands: unlike pipelines side by side, with stages of one kind of machines each.
+
+On mixed clusters a pipeline of equal stages waits for its slowest one, and replicas that are alike
+for the slowest replica. Here every kind of machines is divided on its own (teams, stages) and gets
+as many layers as it is fast; kinds are stages of one pipeline, or replicas of each other with as
+many samples as they are fast: what Tangram, Sailor, HexiScale and AutoHet each have a part of.
+
+First of all each kind has the whole batch in one go, as replicas and in a few numbers of stages.
+Then divisions are found by descent on an estimate, one kind after another, for every way to put
+kinds into pools; layers are cut by dynamic programming; the best are simulated. Boundaries,
+samples and micro-batches of the very best so far are moved in between, for as long as that helps:
+this takes half of the time, so that a search that is cut short has done both.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.islands.building import strategy_of
+from heterog.methods.islands.composing import (
+    OVERFLOWS,
+    Composition,
+    Estimator,
+    Island,
+    Pool,
+    Structure,
+    described,
+    islands_of,
+    num_copies,
+    structures,
+)
+from heterog.methods.islands.slices import Slices
+from heterog.methods.islands.variants import can_be_in_a_v, in_a_v, places, with_moved_layer
+from heterog.methods.megatron_grid import least_bubble
+from heterog.methods.planner import (
+    Candidate,
+    Planner,
+    PlanResult,
+    Problem,
+)
+from heterog.methods.recomputing import words_worth_trying
+from heterog.methods.tried import Tried
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.strategy import Strategy
+
+NUM_RETURNED = 4
+"""Number of strategies handed to the referee."""
+NUM_CUT = 300
+"""Number of estimated ones whose layers are cut: stages of few layers are never quite even."""
+NUM_REFINED = 3
+"""Number of divisions whose best compositions are refined."""
+NUM_IN_STAGES = 2
+"""Number of ways to cut a kind's machines into stages that are simulated before estimates."""
+SCHEDULED_AFTER = 8
+"""Number of compositions after which the one that other schedules may help most gets them."""
+NEARLY = 1.1
+"""Step over the best up to which variants of a composition are tried."""
+VARIETY = 1.04
+"""Factor by which each further composition of the same structure counts as slower."""
+PASSES = 2
+"""Passes of a descent over all kinds."""
+UNTIL_ESTIMATED = 0.25
+"""Part of the budget after which estimates end, whatever is left to estimate."""
+UNTIL_PLAIN = 0.7
+"""The same for what is tried before any estimate."""
+
+
+class Islands(Planner):
+    """Unlike pipelines of machines of one kind each; see the module docstring."""
+
+    name = "islands"
+    stage = "search"
+    resumes = True
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Estimate, simulate the best, refine the very best."""
+        spending = problem.spend()
+        search = problem.resumed(CompositionSearch)
+        search.problem, search.spending = problem, spending
+        search.found.forget_too_large()
+        with spending.limits():
+            search.run()
+        best = search.returned()
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=search.found.strategies[point], orders=tuple(problem.orders))
+                for point in best
+            ),
+            num_evaluations=spending.evaluations,
+            reason=""
+            if search.found or spending.is_over
+            else "no machines can share out the samples and layers of this model",
+            note=described(best[0], search.slices, problem.evaluator.cluster) if best else "",
+        )
+
+
+class CompositionSearch:
+    """The compositions of a problem, with their estimates and evaluations.
+
+    Args:
+        problem: The planner's problem.
+        slices: Costs of layers on the machines to compose; by default on all of the cluster.
+        among: Structures to choose from; by default ``structures`` of all kinds.
+
+    Attributes:
+        found: Evaluations of the compositions that were simulated.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        slices: Slices | None = None,
+        among: Sequence[Structure] | None = None,
+    ) -> None:
+        self.problem = problem
+        self.spending = problem.spend()
+        self.evaluator = problem.evaluator
+        self.slices = slices or Slices(self.evaluator)
+        self.estimator = Estimator(self.slices)
+        self._among = among
+        self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
+        self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
+        self.started: set[Composition] = set()  # those that were descended from
+        self.done: set[Structure] = set()
+        self.cuts: dict[Composition, tuple[float, Composition] | None] = {}
+        # Kept for a resumed search, whose rounds may be short.
+        self.num_ranked, self.ranked = 0, list[Composition]()
+        self.plain: list[Composition] = []
+        self.found = Tried[Composition](self.evaluator, self._strategy)
+        self.refined: set[Composition] = set()
+        self.beside_best: list[Composition] = []  # variants of one of these, still to simulate
+        self.kinds = words_worth_trying(self.evaluator.graph)
+        stages = (0, 1, 3) if self.evaluator.graph.updates_elementwise else (0,)
+        self.manners = [
+            (again, zero) for zero in stages for again in (Recompute.NONE, *self.kinds)
+        ]
+
+    def run(self) -> None:
+        """Simulate what is plain, estimate, simulate the best and refine the best of these."""
+        if self._among is None:
+            self._simulate_plain()
+        self.estimate()
+        if len(self.estimates) != self.num_ranked:
+            self.num_ranked, self.ranked = len(self.estimates), self.promising()
+        for number, point in enumerate(self.ranked, 1):
+            begin = self.spending.fraction
+            self._simulate_in_manners(point)
+            if number % SCHEDULED_AFTER == 0:
+                self._simulate_scheduled()
+            if number == SCHEDULED_AFTER and self._among is None:
+                self._simulate_halves()
+            now = self.spending.fraction
+            while self.spending.fraction - now < now - begin and self._refine():
+                pass
+        while self._refine():
+            pass
+
+    def returned(self) -> list[Composition]:
+        """The best, and the best of other divisions: the referee may judge links differently."""
+        found = (*self.found.best(2), *self._best_of_divisions(NUM_RETURNED))
+        return list(dict.fromkeys(found))[:NUM_RETURNED]
+
+    def _best_of_divisions(self, count: int) -> list[Composition]:
+        """The best composition of each of the best divisions of machines, best first."""
+        of_division: dict[tuple[Pool, ...], Composition] = {}
+        for point in self.found.best(len(self.found)):
+            of_division.setdefault(point.pools, point)
+        return list(of_division.values())[:count]
+
+    # --- estimates -------------------------------------------------------------------------------
+
+    def estimate(self) -> None:
+        """Descend for each structure while there is time; see ``_structures``."""
+        for structure in self._structures() if self._among is None else self._among:
+            if structure in self.done:
+                continue
+            if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
+                return
+            for start in self._starts(structure):
+                if start in self.started:
+                    continue
+                self._descend(start)
+                self.started.add(start)
+                if self.spending.fraction >= UNTIL_ESTIMATED:
+                    return
+            self.done.add(structure)
+
+    def _structures(self) -> Iterable[Structure]:
+        """The kind with the most work per second first, as it is often best; then all others."""
+        speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
+        total = [sum(speeds[device] for own in kind.devices for device in own) for kind in kinds]
+        roomy = sorted(range(len(kinds)), key=lambda kind: -kinds[kind].usable_bytes)
+        fastest = max(range(len(kinds)), key=total.__getitem__)
+        return dict.fromkeys((((fastest,),), *structures(roomy)))
+
+    def _starts(self, structure: Structure) -> Iterator[Composition]:
+        """Large teams or single devices, in few stages, with some numbers of micro-batches."""
+        for large in (True, False):
+            pools: list[Pool] = []
+            for kinds in structure:
+                pools.append(tuple(self._option(kind, large=large) for kind in kinds))
+            for num_micro in (16, 64):
+                yield Composition(tuple(pools), self._bounded(num_micro), *self.manners[0])
+
+    def _option(self, kind: int, *, large: bool) -> Island:
+        """Teams of the largest or the smallest size on all hosts, or as many as have samples."""
+        options = self.options[kind]
+        sizes = sorted({island.members for island in options})
+        members = sizes[-1] if large else sizes[0]
+        return next(island for island in options if island.members == members)
+
+    def _bounded(self, num_micro: int) -> int:
+        """A power of two up to the batch; 1 if the model cannot be cut into micro-batches."""
+        graph = self.evaluator.graph
+        largest = 1 << (graph.batch_size.bit_length() - 1)
+        num_micro = min(num_micro, largest)
+        return 1 if micro_batches_refused(graph, num_micro) else num_micro
+
+    def _descend(self, start: Composition) -> None:
+        """Improve one kind's division, the micro-batches and the manner, one after another."""
+        point, seconds = start, self._estimated(start)
+        for _ in range(PASSES):
+            before = seconds
+            for vary in self._variables(point):
+                for other in vary(point):
+                    self.spending.check()
+                    estimate = self._estimated(other)
+                    if estimate < seconds:
+                        point, seconds = other, estimate
+            if seconds == before:
+                return
+
+    def _variables(self, point: Composition) -> list["_Vary"]:
+        of_places = [
+            each(self, *place) for place in places(point) for each in (_ByIsland, _ByHosts)
+        ]
+        return [_ByMicro(self), _ByManner(self), *of_places]
+
+    def _estimated(self, point: Composition) -> float:
+        if point not in self.estimates:
+            self.estimates[point] = self.estimator.shared_out(point)
+        return self.estimates[point][0]
+
+    def promising(self) -> list[Composition]:
+        """Compositions with the least estimates, with their samples and layers.
+
+        An estimate may be off for a whole structure, so that each further one of the same kinds
+        in the same pools counts as a little slower than it is.
+        """
+        weighted = self.weighted(NUM_CUT)
+        alone: dict[int, Composition] = {}
+        for _, point in weighted:  # the best of each kind on its own
+            kinds = {island.kind for pool in point.pools for island in pool}
+            if len(kinds) == 1:
+                alone.setdefault(kinds.pop(), point)
+        return list(dict.fromkeys((*alone.values(), *(point for _, point in weighted))))
+
+    def weighted(self, most: int) -> list[tuple[float, Composition]]:
+        """(seconds, composition) of those with the least estimates, sorted, see ``promising``.
+
+        Args:
+            most: Most compositions whose layers are cut.
+        """
+        ranked = sorted(self.estimates.items(), key=lambda item: item[1][0])
+        seen: Counter[Structure] = Counter()
+        cuts: dict[tuple[tuple[Pool, ...], int, bool], tuple[float, Composition]] = {}
+        for point, (seconds, samples) in ranked:
+            if not np.isfinite(seconds) or len(cuts) >= most:
+                break
+            # With a cheaper kind of recomputation than all, or none, whichever seems best.
+            division = point.pools, point.num_micro, point.recompute == Recompute.FULL
+            if division not in cuts:  # points that do not fit are tried in other manners
+                cut = self._cut(replace(point, samples=samples))
+                cuts |= {} if cut is None else {division: cut}
+        weighted = []
+        for seconds, point in sorted(cuts.values(), key=lambda pair: pair[0]):
+            structure = tuple(tuple(island.kind for island in pool) for pool in point.pools)
+            weighted.append((seconds * VARIETY ** seen[structure], point))
+            seen[structure] += 1
+        weighted.sort(key=lambda pair: pair[0])
+        return weighted
+
+    def _cut(self, point: Composition) -> tuple[float, Composition] | None:
+        """(seconds, the composition with its layers cut), computed once."""
+        if point not in self.cuts:
+            self.cuts[point] = self.estimator.cut(point)
+        return self.cuts[point]
+
+    def _plain(self) -> Iterator[Composition]:
+        """The batch in one go: on the machines of each kind, of the fastest kinds and of all.
+
+        Replicas are hard to beat, and an estimate takes their gradients to be added up behind the
+        step, where data parallelism hides them. Stages of a kind wait for each other's values, but
+        make their weight gradients beside each other: where ops are short, what each host has to
+        issue one after the other is what a step takes.
+        """
+        speeds, kinds = device_speeds(self.evaluator), self.slices.kinds
+        fast = sorted(range(len(kinds)), key=lambda kind: -speeds[kinds[kind].devices[0][0]])
+        fastest = (tuple(sorted(fast[:count])) for count in range(2, len(kinds) + 1))
+        for some in (*((kind,) for kind in fast), *fastest):
+            found = self._in_one_go(tuple((self._option(kind, large=False),) for kind in some))
+            if found is not None and found[0] < OVERFLOWS:
+                yield found[1]
+            if len(some) == 1:
+                yield from self._in_stages(*some)
+
+    def _in_stages(self, kind: int) -> Iterator[Composition]:
+        """The most promising stages of devices of a kind that have the whole batch in one go."""
+        few = self._option(kind, large=False).members
+        found = [
+            self._in_one_go(((island,),))
+            for island in self.options[kind]
+            if island.stages > 1 and island.members == few
+        ]
+        fit = [each for each in found if each is not None and each[0] < OVERFLOWS]
+        for _, point in sorted(fit, key=lambda pair: pair[0])[:NUM_IN_STAGES]:
+            yield point
+
+    def _in_one_go(self, pools: tuple[Pool, ...]) -> tuple[float, Composition] | None:
+        """(estimated seconds, composition) of pools without micro-batches, if there is one."""
+        point = Composition(pools, 1, *self.manners[0])
+        seconds, samples = self.estimator.shared_out(point)
+        cut = self._cut(replace(point, samples=samples)) if samples else None
+        return None if cut is None else (seconds, cut[1])
+
+    # --- simulation ------------------------------------------------------------------------------
+
+    def _simulate_plain(self) -> None:
+        """Replicas on each kind of machines and on all, and slices of ZeRO for the best of them.
+
+        They need no estimates of other divisions, so a search that is cut short has tried them.
+        """
+        self.plain = self.plain or list(self._plain())
+        for point in self.plain:
+            self._simulate_in_manners(point, UNTIL_PLAIN)
+            for other in self._on_fewer(point):
+                if self.spending.fraction >= UNTIL_PLAIN or not self._improves(other, point):
+                    break
+                point = other
+        for best in self.found.best(1):
+            for zero in sorted({zero for _, zero in self.manners if zero}):
+                for point in self.kept(replace(best, zero=zero)):
+                    if self.spending.fraction < UNTIL_PLAIN:
+                        self.simulate(point)
+
+    def _on_fewer(self, point: Composition) -> list[Composition]:
+        """A composition of one island on fewer and fewer hosts."""
+        if [len(pool) for pool in point.pools] != [1]:
+            return []
+        most = point.pools[0][0].hosts
+        return [other for other in _ByHosts(self, 0, 0)(point) if other.pools[0][0].hosts < most]
+
+    def _improves(self, other: Composition, point: Composition) -> bool:
+        before, after = self.found.get(point), self.simulate(other)
+        return after is not None and before is not None and after.preference < before.preference
+
+    def _simulate_halves(self) -> None:
+        """Two stages of the machines of each kind, whose replicas add up half of the gradients."""
+        for options in self.options:
+            halves = (each for each in options if (each.members, each.stages) == (1, 2))
+            island = next(halves, None)
+            whole = self._in_one_go(((island,),)) if island is not None else None
+            if whole is None or self.spending.is_over:
+                continue
+            for zero in sorted({zero for _, zero in self.manners}):
+                found = self.simulate(replace(whole[1], zero=zero))
+                if found is None or not self._is_near(found):
+                    break
+
+    def _is_near(self, found: Evaluation) -> bool:
+        """Whether a composition is nearly as good as the best, so that variants may be better."""
+        missing, seconds = self.found[self.found.best(1)[0]].preference
+        return found.preference <= (missing, NEARLY * seconds)
+
+    def _simulate_in_manners(self, point: Composition, until: float = 1.0) -> None:
+        """Simulate a composition, leaner until it fits, before a part of the budget is over."""
+        for manner in self.until_it_fits(point):
+            if self.found and self.spending.fraction >= until:
+                return
+            evaluation = self.simulate(manner)
+            while evaluation is not None and evaluation.outcome == Outcome.TOO_LARGE:
+                if manner.num_micro == 1:
+                    return
+                manner = replace(manner, num_micro=manner.num_micro // 2)
+                evaluation = self.simulate(manner)
+            if evaluation is not None and evaluation.is_ok:
+                self._simulate_cheaper(manner)
+            if evaluation is None or evaluation.is_ok:
+                return
+
+    def until_it_fits(self, point: Composition) -> Iterator[Composition]:
+        """A composition, then variants that need less and less memory."""
+        yield point
+        lean = replace(point, zero=max(point.zero, self.manners[-1][1] and 1))
+        undivided = replace(lean, splits_backward=False)
+        for each in dict.fromkeys((lean, undivided, replace(undivided, hides_messages=False))):
+            yield each
+            yield replace(each, recompute=Recompute.FULL)
+
+    def _simulate_cheaper(self, point: Composition) -> None:
+        """Make less again than everything for as long as that fits."""
+        for recompute in reversed(self.kinds[:-1] if point.recompute == Recompute.FULL else ()):
+            evaluation = self.simulate(replace(point, recompute=recompute))
+            if evaluation is None or not evaluation.is_ok:
+                return
+
+    def _simulate_scheduled(self) -> None:
+        """Try other schedules of the composition that would be shortest without its bubble."""
+        if self.found and not self.spending.is_over:
+            for other in self.scheduled(min(self.found, key=self._without_bubble)):
+                self.simulate(other)
+
+    def _without_bubble(self, point: Composition) -> tuple[float, float]:
+        """(bytes that are missing, seconds of a step less what a V of chunks can save)."""
+        found = self.found[point]
+        bubble = (max(map(len, point.layers)) - 1) / point.num_micro
+        least = least_bubble(bubble, in_a_v=can_be_in_a_v(point))
+        return found.preference[0], found.step_time_s * (1.0 + least) / (1.0 + bubble)
+
+    def simulate(self, point: Composition) -> Evaluation | None:
+        """Simulate a composition; ``None`` if it makes no sense."""
+        # Stated turns may deadlock if values cross that are no layer's output.
+        return self.found.evaluate(point, self.problem.first_order)
+
+    def _strategy(self, point: Composition) -> Strategy:
+        return strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
+
+    def _refine(self) -> bool:
+        """Simulate one more variant of a good composition; ``False`` if there is no more, or time.
+
+        All variants of a composition are tried before those of the best that is then known, which
+        is as a rule one of them: a descent, interrupted when something else turns out better.
+        """
+        if self.spending.is_over:
+            return False
+        while not self.beside_best:
+            best = self._best_of_divisions(NUM_REFINED)
+            start = next((point for point in best if point not in self.refined), None)
+            if start is None:
+                return False
+            self.refined.add(start)
+            self.beside_best = [point for point in self.beside(start) if point not in self.found]
+        self.simulate(self.beside_best[0])
+        self.beside_best.pop(0)  # only now: a search may be cut in between
+        return True
+
+    def beside(self, point: Composition) -> Iterator[Composition]:
+        """A layer more or less at each boundary, other numbers of micro-batches, other manners."""
+        yield from with_moved_layer(point)
+        yield from self.scheduled(point)
+        yield from self._on_other_hosts(point)
+        for recompute, zero in self.manners:
+            if recompute in self._worth_trying(point, zero):
+                yield from self.kept(replace(point, recompute=recompute, zero=zero))
+        for other in self._with_micro(point, (2, 0.5)):
+            yield other
+            # More micro-batches often help only together with another schedule.
+            yield replace(other, splits_backward=not point.in_a_v and not point.splits_backward)
+        unit = point.num_micro
+        for giver in range(len(point.samples)):
+            for taker in range(len(point.samples)):
+                if giver != taker and point.samples[giver] > unit:
+                    samples = list(point.samples)
+                    samples[giver] -= unit
+                    samples[taker] += unit
+                    yield replace(point, samples=tuple(samples))
+
+    def _on_other_hosts(self, point: Composition) -> Iterator[Composition]:
+        """The same with more or fewer hosts of one kind, and samples shared out again."""
+        for place in places(point):
+            for other in _ByHosts(self, *place)(point):
+                seconds, samples = self.estimator.shared_out(replace(other, samples=()))
+                if np.isfinite(seconds):
+                    yield replace(other, samples=samples)
+
+    def kept(self, point: Composition) -> Iterator[Composition]:
+        """Slices of ZeRO over all hosts, and a copy of them on each where there is one pool."""
+        yield replace(point, copies_on_hosts=False)
+        if point.zero and len(point.pools) == 1 and num_copies(point.pools[0], self.slices) > 1:
+            yield replace(point, copies_on_hosts=True)
+
+    def _worth_trying(self, point: Composition, zero: int) -> tuple[Recompute, ...]:
+        """Kinds of recomputation with a stage of ZeRO: what fits needs no more of both."""
+        kinds = (Recompute.NONE, *self.kinds)
+        found = self.found.get(point)
+        if found is None or not found.is_ok or zero < point.zero:
+            return kinds
+        return kinds[: kinds.index(point.recompute) + (zero > point.zero)]
+
+    def scheduled(self, point: Composition) -> Iterator[Composition]:
+        """The same with other caps, with split backward passes, and in a V."""
+        if point.in_a_v:
+            return
+        for hides, splits in product((True, False), (True, False)):
+            yield replace(point, hides_messages=hides, splits_backward=splits)
+        if can_be_in_a_v(point):
+            yield from map(in_a_v, self._with_micro(point, (1, 2)))
+
+    def _with_micro(self, point: Composition, times: Iterable[float]) -> Iterator[Composition]:
+        """Variants with some times as many micro-batches, where the model can be cut into them."""
+        for factor in times:
+            num_micro = int(factor * point.num_micro)
+            if num_micro and num_micro == self._bounded(num_micro):
+                yield replace(point, num_micro=num_micro)
+
+
+class _Vary:
+    """Variants of a composition in one respect."""
+
+    def __init__(self, search: CompositionSearch) -> None:
+        self.search = search
+
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        raise NotImplementedError
+
+
+class _ByMicro(_Vary):
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        for power in range(self.search.evaluator.graph.batch_size.bit_length()):
+            if self.search._bounded(1 << power) == 1 << power:
+                yield replace(point, num_micro=1 << power)
+
+
+class _ByManner(_Vary):
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        for recompute, zero in self.search.manners:
+            for hides in (True, False):
+                yield from self.search.kept(
+                    replace(point, recompute=recompute, zero=zero, hides_messages=hides)
+                )
+
+
+class _ByIsland(_Vary):
+    def __init__(self, search: CompositionSearch, pool: int, place: int) -> None:
+        super().__init__(search)
+        self.pool, self.place = pool, place
+
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        island = point.pools[self.pool][self.place]
+        for other in self.search.options[island.kind]:
+            if other.hosts == island.hosts:
+                yield self.with_island(point, other)
+
+    def with_island(self, point: Composition, island: Island) -> Composition:
+        pools = [list(pool) for pool in point.pools]
+        pools[self.pool][self.place] = island
+        return replace(point, pools=tuple(map(tuple, pools)))
+
+
+class _ByHosts(_ByIsland):
+    def __call__(self, point: Composition) -> Iterator[Composition]:
+        island = point.pools[self.pool][self.place]
+        for other in self.search.options[island.kind]:
+            if replace(other, hosts=island.hosts) == island != other:
+                yield self.with_island(point, other)

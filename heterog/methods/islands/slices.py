@@ -1,0 +1,330 @@
+"""Costs of a slice of the model on a team of devices of one kind.
+
+A slice is a run of *layers*: the repeated modules of a model, what lies before the first with it
+and what lies behind the last with that; or single groups of ops where a model repeats nothing.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, AxisPlan, axis_plan
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.graph.op_rule import OpRules
+from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes
+from heterog.methods.recomputing import freed_bytes, runs_again
+from heterog.methods.teams import rules_of_model
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Recompute
+from heterog.strategy.layouts.pipelines import KEEPS
+from heterog.strategy.layouts.stages import (
+    NO_LAYER,
+    layer_blocks,
+    layers_of,
+    stages_by_counts,
+)
+
+RECOMPUTED = 0.12
+"""Part of the activations that a stage holds if its layers make everything again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Devices of one type in hosts of one kind.
+
+    Attributes:
+        hosts: Positions of the hosts in the cluster.
+        devices: Devices of each host that are of the type.
+        device_type: Number of the type of all devices.
+        usable_bytes: Memory of one device that a job may use.
+        nic_bytes_per_s: Rate of all NICs of a host.
+        link_bytes_per_s: Rate of the link inside a host.
+        link_latency_s: Latency of the link inside a host.
+    """
+
+    hosts: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    device_type: int
+    usable_bytes: int
+    nic_bytes_per_s: float
+    link_bytes_per_s: float
+    link_latency_s: float
+
+    @property
+    def size(self) -> int:
+        """Number of its devices in each host."""
+        return len(self.devices[0])
+
+
+def kinds_of(cluster: Cluster) -> tuple[Kind, ...]:
+    """The kinds of a cluster's machines; a host of several types of devices has one for each."""
+    of_kind: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for device, host in enumerate(cluster.host_of):
+        key = cluster.host_kind[host], cluster.type_index[device]
+        of_kind.setdefault(key, {}).setdefault(host, []).append(device)
+    found = []
+    for (_, device_type), hosts in of_kind.items():
+        first = next(iter(hosts))
+        link = cluster.hosts[first].intra
+        devices = tuple(map(tuple, hosts.values()))
+        found.append(
+            Kind(
+                hosts=tuple(hosts),
+                devices=devices,
+                device_type=device_type,
+                usable_bytes=cluster.devices[devices[0][0]].usable_memory_bytes,
+                nic_bytes_per_s=cluster.nic_bandwidth_bytes_per_s(first),
+                link_bytes_per_s=link.bandwidth_bytes_per_s,
+                link_latency_s=link.latency_s,
+            )
+        )
+    return tuple(found)
+
+
+class Slices:
+    """Seconds and bytes of each layer on teams of each kind, computed once each.
+
+    Attributes:
+        evaluator: Evaluator of the graph on the cluster.
+        kinds: Kinds of the cluster's hosts.
+        layer_of_group: Layer of every group.  # [num_groups]
+        num_layers: Number of layers.
+        most_members: Size of the largest team that the model can be split for; 1 if for none.
+        state_bytes: Parameters, gradients and optimizer state of each layer.  # [num_layers]
+        parameter_bytes: Parameters of each layer.  # [num_layers]
+        kept_bytes: Activations of a sample that the backward pass reads.  # [num_layers]
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator = evaluator
+        graph = evaluator.graph
+        self.kinds = kinds_of(evaluator.cluster)
+        self.layer_of_group = layers_or_groups(graph)
+        self.num_layers = max(self.layer_of_group) + 1
+        rules = rules_of_model(graph)
+        self.most_members = max(rules.least_units, 1) if rules is not None else 1
+        self._op_rules = rules.op_rules if rules is not None else ()
+        self._layer_of_op = layer_of_op(graph, self.layer_of_group)
+        state = parameter_bytes(evaluator)
+        self.state_bytes = self._by_layer(state)
+        self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
+        self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
+        self._between: dict[tuple[int, int], float] = {}
+        self._priced: dict[object, tuple[FloatArray, FloatArray]] = {}
+        self._seconds: dict[object, FloatArray] = {}
+        self._again: dict[tuple[Recompute, OpRules], npt.NDArray[np.bool_]] = {}
+        self._held: dict[Recompute, FloatArray] = {}
+
+    def _by_layer(self, of_groups: FloatArray) -> FloatArray:
+        return np.bincount(self.layer_of_group, of_groups, self.num_layers).astype(np.float64)
+
+    @cached_property
+    def boundary_bytes(self) -> float:
+        """Bytes of a sample that go from one layer to the next."""
+        return boundary_bytes(self.evaluator.graph, self._layer_of_op)
+
+    def hop_bytes_per_s(self, kinds: tuple[int, int], hosts: tuple[int, int]) -> float:
+        """Rate at which values get from the teams of one stage to those of the next.
+
+        Of kinds in the same hosts each team has its neighbour beside it. Stages of one kind are in
+        different hosts if there is more than one.
+
+        Args:
+            kinds: Kinds of machines of both stages.
+            hosts: Number of hosts that each has a part of.
+        """
+        ends = [self.kinds[kind] for kind in kinds]
+        if ends[0].hosts == ends[1].hosts and (ends[0] != ends[1] or len(ends[0].hosts) == 1):
+            return ends[0].link_bytes_per_s * min(hosts)
+        rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]
+        return min(*rates, self.between_bytes_per_s(*kinds))
+
+    def between_bytes_per_s(self, first: int, second: int) -> float:
+        """Rate of the lines between hosts of two kinds, without their NICs; infinite if none."""
+        if (first, second) not in self._between:
+            self._between[first, second] = self._lines_bytes_per_s(first, second)
+        return self._between[first, second]
+
+    def _lines_bytes_per_s(self, first: int, second: int) -> float:
+        sources, targets = set(self.kinds[first].hosts), set(self.kinds[second].hosts)
+        rates = [
+            limit.bandwidth_bytes_per_s
+            for limit in self.evaluator.cluster.pairs
+            if sources & set(limit.sources) and targets & set(limit.targets)
+        ]
+        return sum(rates) or np.inf
+
+    def seconds(
+        self, kind: int, members: int, samples: int, *, recompute: Recompute
+    ) -> FloatArray:
+        """Seconds of each layer's forward and backward pass for a micro-batch on one team.
+
+        Args:
+            kind: Number of the kind of the team's host.
+            members: Number of devices of the team.
+            samples: Samples of the micro-batch on this team.
+            recompute: What layers make again for the backward pass.
+
+        Returns:
+            # [num_layers]
+        """
+        on = self.kinds[kind]
+        links = on.link_bytes_per_s, on.link_latency_s
+        key = on.device_type, links, members, samples
+        if key not in self._priced:
+            self._priced[key] = self._price(on, members, samples)
+        if (key, recompute) not in self._seconds:
+            of_ops, sums = self._priced[key]
+            forward, backward, again = self._of_layers(of_ops, members, recompute)
+            # Gradients of weights take half of the backward pass, and hide its sums.
+            behind = backward / 2.0 + np.maximum(backward / 2.0, sums[1])
+            self._seconds[key, recompute] = forward + sums[0] + behind + again
+        return self._seconds[key, recompute]
+
+    def held_bytes(self, recompute: Recompute) -> FloatArray:
+        """Activations of a sample that wait for the backward pass.  # [num_layers]"""
+        if recompute == Recompute.NONE:
+            return self.kept_bytes
+        if recompute == Recompute.FULL:
+            return RECOMPUTED * self.kept_bytes
+        if recompute not in self._held:
+            of_sample, once = freed_bytes(self._tables(()), KEEPS[recompute])
+            freed = self._by_layer(of_sample + once / self.evaluator.graph.batch_size)
+            self._held[recompute] = np.maximum(
+                self.kept_bytes - freed, RECOMPUTED * self.kept_bytes
+            )
+        return self._held[recompute]
+
+    def _price(self, kind: Kind, members: int, samples: int) -> tuple[FloatArray, FloatArray]:
+        """Seconds of ops, and of the sums of a team.
+
+        Returns:
+            Seconds of each op.  # [num_ops]
+            Forward and backward.  # [2, num_layers]
+        """
+        evaluator = self.evaluator
+        device_type = evaluator.cluster.device_types[kind.device_type]
+        if members == 1:
+            of_ops = evaluator.cost_model.op_seconds(evaluator.graph, device_type, samples)
+            return of_ops, np.zeros((2, self.num_layers))
+        plan = self._plan
+        ruled = plan.op_axis != BATCH_AXIS
+        units = np.where(ruled, np.array(plan.axes)[plan.op_axis], samples) / members
+        part = 1.0 + plan.follows_batch * (samples / evaluator.graph.batch_size - 1.0)
+        flops = (plan.flops_fixed + units * plan.flops_per_unit) * part[:, 0]
+        moved = plan.bytes_fixed * part[:, 1] + units * plan.bytes_per_unit * part[:, 2]
+        of_ops = evaluator.cost_model.work_seconds(evaluator.graph, device_type, flops, moved)
+        summed, count = self._summed
+        share = samples / evaluator.graph.batch_size
+        ring = 2.0 * (members - 1) / members * share / kind.link_bytes_per_s
+        sums = summed * ring + count * (2.0 * (members - 1) * kind.link_latency_s)
+        return of_ops, sums
+
+    def _of_layers(self, of_ops: FloatArray, members: int, recompute: Recompute) -> FloatArray:
+        """Seconds of forward and backward ops, and of repeated ones; updates run once a step.
+
+        Returns:
+            # [3, num_layers]
+        """
+        inside = self._layer_of_op >= 0
+        again = self._done_again(recompute, self._op_rules if members > 1 else ())
+        passes = [inside & ~self._is_backward, inside & self._is_backward, inside & again]
+        found = [
+            np.bincount(self._layer_of_op[some], of_ops[some], self.num_layers) for some in passes
+        ]
+        return np.stack(found).astype(np.float64)
+
+    @cached_property
+    def _is_backward(self) -> npt.NDArray[np.bool_]:
+        return np.array([op.phase != Phase.FORWARD for op in self.evaluator.graph.ops])
+
+    def _tables(self, rules: OpRules) -> GraphTables:
+        return graph_tables(self.evaluator.graph, rules, layer_blocks(self.evaluator.graph))
+
+    def _done_again(self, recompute: Recompute, rules: OpRules) -> npt.NDArray[np.bool_]:
+        """Ops of repeated layers that run again where layers recompute.  # [num_ops]"""
+        if (recompute, rules) not in self._again:
+            graph = self.evaluator.graph
+            found = np.zeros(graph.num_ops, np.bool_)
+            if recompute != Recompute.NONE:
+                tables = self._tables(rules)
+                found[tables.op_id[runs_again(tables, KEEPS[recompute])]] = True
+            in_layer = np.array(layers_of(graph).of_group)[group_ops(graph).group] != NO_LAYER
+            self._again[recompute, rules] = found & in_layer
+        return self._again[recompute, rules]
+
+    @cached_property
+    def _plan(self) -> AxisPlan:
+        return axis_plan(self.evaluator.graph, self._op_rules)
+
+    @cached_property
+    def _summed(self) -> tuple[FloatArray, FloatArray]:
+        """(bytes, number) of the partial results that a team's devices add up, by pass and layer.
+
+        A sum of partial results is partial too: only what a reader needs whole is exchanged.
+        """
+        graph, plan = self.evaluator.graph, self._plan
+        total, count = np.zeros((2, self.num_layers)), np.zeros((2, self.num_layers))
+        exchanged: set[int] = set()
+        for index, op in enumerate(graph.ops):
+            for position, tensor in enumerate(op.inputs):
+                is_part = plan.tensor_axis[tensor] != BATCH_AXIS and plan.made(tensor).kind == "P"
+                if is_part and plan.whole_needed(index, position, tensor) != AS_MADE:
+                    exchanged.add(tensor)
+        for tensor in exchanged:
+            maker = graph.producer[tensor]
+            layer, phase = self._layer_of_op[maker], int(self._is_backward[maker])
+            if layer >= 0:
+                total[phase, layer] += float(graph.tensor_bytes[tensor])
+                count[phase, layer] += 1.0
+        return total, count
+
+
+def layers_or_groups(graph: OpGraph) -> tuple[int, ...]:
+    """The layer of every group; every group is one where nothing is repeated."""
+    layers = layers_of(graph)
+    if len(layers.names) > 1:
+        return stages_by_counts(layers, (1,) * len(layers.names))
+    return tuple(range(group_ops(graph).num_groups))
+
+
+def layer_of_op(graph: OpGraph, layer_of_group: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The layer of every op that a micro-batch runs, -1 for the others.  # [num_ops]"""
+    group = group_ops(graph).group
+    return np.array(
+        [
+            -1
+            if op.phase == Phase.UPDATE or group[index] == CONSTANT_GROUP
+            else layer_of_group[group[index]]
+            for index, op in enumerate(graph.ops)
+        ],
+        np.int64,
+    )
+
+
+def boundary_bytes(graph: OpGraph, layers: npt.NDArray[np.int64]) -> float:
+    """Bytes of a sample that go from one layer to the next, the median of all boundaries.
+
+    Args:
+        graph: One training step.
+        layers: Layer of each op, -1 for none; see ``layer_of_op``.  # [num_ops]
+    """
+    crossing = np.zeros(max(layers, default=-1) + 1)
+    for index, op in enumerate(graph.ops):
+        layer = layers[index]
+        if op.phase != Phase.FORWARD or layer < 0:
+            continue
+        for tensor in graph.outputs[index]:
+            forward = [
+                layers[reader]
+                for reader in graph.consumers[tensor]
+                if graph.ops[reader].phase == Phase.FORWARD
+            ]
+            if max(forward, default=-1) > layer:
+                crossing[layer] += graph.tensor_bytes[tensor]
+    return float(np.median(crossing[:-1])) / graph.batch_size if len(crossing) > 1 else 0.0

@@ -1,0 +1,129 @@
+"""Op rules inside a search: one number per group, so that moves change them group by group.
+
+A strategy's op rules (``OpRule``) are cut at the borders of groups. Rules that are legal together
+stay legal in parts: what must be decided together (local statistics and their readers) is in one
+group, and where the placements at a border differ, lowering converts the value.
+"""
+
+from collections.abc import Collection
+from functools import cached_property
+
+import numpy as np
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.grouping import CONSTANT_GROUP, group_ops
+from heterog.graph.op_rule import OpRules
+from heterog.methods.teams import rules_of_model
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layer_shardings import layer_shardings
+
+RuleRow = tuple[int, ...]
+"""Number of each group's rules, 0 for none; empty if no group has any."""
+Place = dict[int, OpRules]
+"""One layer's sharding: the rules of each group that it touches."""
+
+
+class GroupRules:
+    """Numbers the rules of groups, and puts them together again.
+
+    Args:
+        evaluator: Evaluator that numbers whole rule sets.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        grouping = group_ops(evaluator.graph)
+        self._group = grouping.group
+        self._num_groups = grouping.num_groups
+        self._parts: list[OpRules] = [()]
+        self._numbers: dict[OpRules, int] = {(): 0}
+        self._rule_sets: dict[tuple[RuleRow, tuple[int, ...]], int | None] = {((), ()): 0}
+        self._may_cut: dict[RuleRow, bool] = {(): True}
+
+    @cached_property
+    def layers(self) -> list[list[Place]]:
+        """Ways to shard the graph's layers: for each way, all its places, in order."""
+        return [
+            [self._by_group(rules) for rules in sharding.places]
+            for sharding in layer_shardings(self._evaluator.graph)
+        ]
+
+    @cached_property
+    def of_teams(self) -> RuleRow:
+        """The rules by which teams share every layer; empty if they can share none."""
+        rules = rules_of_model(self._evaluator.graph)
+        return () if rules is None else self.row_of(rules.op_rules)
+
+    def row_of(self, op_rules: OpRules) -> RuleRow:
+        """Numbers of a strategy's rules; rules of constants are left out, they have no effect."""
+        return self.added((), self._by_group(op_rules))
+
+    def op_rules(self, rules: RuleRow) -> OpRules:
+        """The rules of all groups together."""
+        return tuple(sorted((pair for n in rules for pair in self._parts[n]), key=lambda p: p[0]))
+
+    def rule_set(self, rules: RuleRow, blocks: tuple[int, ...] = ()) -> int | None:
+        """The evaluator's number of rules and blocks; ``None`` if they are refused together."""
+        key = rules, blocks
+        if key not in self._rule_sets:
+            number: int | None = self._evaluator.rules.number(self.op_rules(rules), blocks)
+            try:
+                self._evaluator.rules.of(number or 0)
+            except StrategyError:
+                number = None
+            self._rule_sets[key] = number
+        return self._rule_sets[key]
+
+    def may_cut(self, rules: RuleRow) -> bool:
+        """Whether rules have a meaning on a part of the batch, as in micro-batches and teams."""
+        if rules not in self._may_cut:
+            plan = axis_plan(self._evaluator.graph, self.op_rules(rules))
+            self._may_cut[rules] = plan.crossing is None
+        return self._may_cut[rules]
+
+    def added(self, rules: RuleRow, place: Place) -> RuleRow:
+        """Add the rules of a place; they replace a group's own rules that contradict them."""
+        row = list(rules or (0,) * self._num_groups)
+        for group, new in place.items():
+            old = self._parts[row[group]]
+            is_apart = {op for op, _ in old}.isdisjoint(op for op, _ in new)
+            both = (*old, *new) if is_apart else new
+            row[group] = self._number(tuple(sorted(both, key=lambda pair: pair[0])))
+        return _normal(row)
+
+    def removed(self, rules: RuleRow, place: Place) -> RuleRow:
+        """Remove the rules of one place."""
+        row = list(rules or (0,) * self._num_groups)
+        for group, old in place.items():
+            gone = {op for op, _ in old}
+            kept = tuple(pair for pair in self._parts[row[group]] if pair[0] not in gone)
+            row[group] = self._number(kept)
+        return _normal(row)
+
+    def without(self, rules: RuleRow, groups: Collection[int]) -> RuleRow:
+        """Remove the rules of some groups."""
+        return _normal([0 if group in groups else n for group, n in enumerate(rules)])
+
+    def holds(self, rules: RuleRow, place: Place) -> bool:
+        """Whether the rules of a place are all among some rules."""
+        return bool(rules) and all(
+            set(part) <= set(self._parts[rules[group]]) for group, part in place.items()
+        )
+
+    def _by_group(self, op_rules: OpRules) -> Place:
+        place: dict[int, list[int]] = {}
+        for number, (op, _) in enumerate(op_rules):
+            place.setdefault(int(self._group[op]), []).append(number)
+        place.pop(CONSTANT_GROUP, None)
+        return {group: tuple(op_rules[n] for n in numbers) for group, numbers in place.items()}
+
+    def _number(self, part: OpRules) -> int:
+        if part not in self._numbers:
+            self._numbers[part] = len(self._parts)
+            self._parts.append(part)
+        return self._numbers[part]
+
+
+def _normal(row: list[int]) -> RuleRow:
+    return tuple(row) if np.any(row) else ()

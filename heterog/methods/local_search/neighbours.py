@@ -1,0 +1,472 @@
+"""Points of the local search and the random moves between them.
+
+A row holds one candidate per group, groups in the order of the forward pass; neighbouring groups
+with the same candidate are a *run*. Most moves change a run, a part of it, or all groups of one
+kind. Beside the row, a point has rules of ops that do not follow the batch, which stay with their
+groups whatever the row does, and settings of the whole step.
+
+Rules by which teams share layers (``GroupRules.of_teams``) are for all groups at once: a row then
+has teams everywhere, of one device each where there is data parallelism, so that moves between
+the two change no rule. Every point is legal: a move that makes rules that cut across samples gives
+up micro-batches and teams, and ZeRO is given up where a slice would have several owners.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from heterog.graph.grouping import alike_groups
+from heterog.lowering.program import IntArray
+from heterog.lowering.space import MicroBatches, StrategySpace
+from heterog.methods.local_search.group_rules import GroupRules, Place, RuleRow
+from heterog.methods.planner import Problem
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.methods.teams import (
+    apart,
+    has_one_owner,
+    has_teams,
+    host_teams,
+    in_teams,
+    rules_of_model,
+    team_sizes,
+    without_teams,
+)
+from heterog.simulator.engine import Order
+from heterog.strategy.division import is_cut_alike, split_evenly
+from heterog.strategy.layouts.stages import layer_blocks
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
+
+BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
+
+# Part of the changes of rules that apply to some layers of a kind instead of all. Such a change
+# makes a new rule set, which costs time in proportion to the ops of the graph.
+_ONLY_SOME, _FEW_OPS = 0.75, 600
+_RESCHEDULED = 0.4  # part of the changes to micro-batches
+_TEAMED = 0.1  # part of all moves, if teams may pay
+_BY_STAGE = 0.5  # part of the changes to recomputation: whole layers of a whole run
+_OTHER_LEVEL = 0.3  # part of the changes to synchronisation under ZeRO: another stage of it
+_PROPOSED = 0.4  # part of the changes to groups, if a policy has proposed some
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A point of the search: a row of candidates, and settings of the whole step."""
+
+    row: IntArray
+    bucket_bytes: int
+    order: Order
+    micro_batches: MicroBatches = ()
+    rules: RuleRow = ()
+    schedule: PipelineSchedule = AS_IT_COMES
+    blocks: tuple[int, ...] = ()
+    """First group of each block that recomputes as one; a block's groups have one candidate."""
+
+    @property
+    def key(self) -> "StateKey":
+        """Values that tell it from other points."""
+        return (
+            self.row.tobytes(), self.bucket_bytes, int(self.order), self.micro_batches, self.rules,
+            self.schedule, self.blocks,
+        )  # fmt: skip
+
+
+StateKey = tuple[bytes, int, int, MicroBatches, RuleRow, PipelineSchedule, tuple[int, ...]]
+
+
+class Neighbours:
+    """Random moves.
+
+    Args:
+        problem: Problem of the search.
+        space: Space with the candidates of the rows.
+        rules: Rules of groups.
+        rng: Generator of everything random.
+
+    Attributes:
+        may_shard: Whether moves may give rules to ops that have none.
+        may_team: Whether moves may cut devices into teams.
+    """
+
+    def __init__(
+        self, problem: Problem, space: StrategySpace, rules: GroupRules, rng: np.random.Generator
+    ) -> None:
+        self.problem = problem
+        self.space = space
+        self.rules = rules
+        self.rng = rng
+        self.may_shard = False
+        self.may_team = False
+        self.num_named = len(space.candidates)
+        self.proposals = [
+            np.array([space.add(decision) for decision in proposal], np.int32)
+            for proposal in problem.proposals
+        ]
+        graph = problem.evaluator.graph
+        self.alike = alike_groups(graph)
+        self.num_groups = len(self.alike)
+        self.team_sizes = team_sizes(space.cluster, rules_of_model(graph))
+        self._kinds = kinds_worth_trying(graph)
+        self._layer_blocks = layer_blocks(graph)
+        self._said_as: dict[tuple[int, Callable[[Decision], Decision]], int] = {}
+
+    def of(self, state: State) -> State:
+        """A random move: of some groups' decisions, or of a setting of the whole step."""
+        if self.may_team and self.rng.random() < _TEAMED:
+            return self._teamed(state)
+        kind = self.rng.random()
+        if kind < 0.05:
+            if kind >= 0.03 and (self.may_shard or state.rules):
+                return self._resharded(state)
+            return replace(state, bucket_bytes=BUCKETS[self.rng.integers(len(BUCKETS))])
+        if kind < 0.08:
+            order = self.problem.orders[self.rng.integers(len(self.problem.orders))]
+            return replace(state, order=order)
+        if kind < 0.12:
+            cut = self._recut if self.rules.may_cut(state.rules) else self._resharded
+            return cut(state)
+        row = state.row.copy()
+        if kind < 0.32:
+            self._shift_boundary(row)
+        else:
+            chosen = self._some_groups(row)
+            if self.proposals and self.rng.random() < _PROPOSED:
+                row[chosen] = self.proposals[self.rng.integers(len(self.proposals))][chosen]
+            elif kind < 0.50:  # a neighbour's decision: moves or removes boundaries
+                near = chosen[0] - 1 if self.rng.random() < 0.5 else chosen[-1] + 1
+                row[chosen] = row[min(max(near, 0), self.num_groups - 1)]
+            elif kind < 0.65:
+                self._move_samples(row, chosen)
+            elif kind < 0.69:
+                if self.rng.random() < _BY_STAGE:
+                    return self._stage_recomputed(state)
+                row[chosen] = self._recomputed(row[chosen])
+            elif kind < 0.82:  # another synchronisation or share rule on the same devices
+                row[chosen] = self.space.add(self._synchronised(row[chosen[0]]))
+            elif kind < 0.90:  # a decision that is used elsewhere
+                row[chosen] = row[self.rng.integers(self.num_groups)]
+            else:
+                row[chosen] = self.rng.integers(self.num_named)
+        return self.legal(replace(state, row=row))
+
+    def legal(self, state: State) -> State:
+        """The same state as ranks can execute it, in the form that all equal states have."""
+        rules, row = state.rules, state.row
+        micro_batches = state.micro_batches
+        if not self.rules.may_cut(rules):
+            micro_batches = ()
+            row = self._said(row, without_teams)
+        elif rules and rules == self.rules.of_teams:
+            row = self._said(row, apart)
+            if not any(has_teams(self.space.candidates[n]) for n in np.unique(row).tolist()):
+                rules = ()
+        if not rules:
+            row = self._said(row, without_teams)
+        row = self._said(row, _with_one_owner)
+        blocks = state.blocks
+        if not any(self.space.candidates[n].recompute for n in np.unique(row).tolist()):
+            blocks = ()
+        if blocks:
+            starts = np.array(blocks)
+            row = row[starts[np.searchsorted(starts, np.arange(self.num_groups), "right") - 1]]
+        if not self._is_cut_alike(row, micro_batches):
+            micro_batches = self.space.micro_batches(len(micro_batches[0]))
+        made = replace(state, row=row, micro_batches=micro_batches, rules=rules, blocks=blocks)
+        return replace(made, schedule=self._fitted(made, state.schedule))
+
+    def completed(self, state: State) -> State:
+        """A state whose teams have only the rules that they need, completed to all groups."""
+        whole = self.rules.of_teams
+        pairs = zip(state.rules, whole, strict=True) if state.rules and whole else ()
+        rest = [own == 0 for own, every in pairs if own in (0, every)]
+        if len(rest) < self.num_groups or all(rest):
+            return state
+        # A group without rules has no teams either, whatever else it has.
+        row = np.where(rest, self._said(state.row, apart), state.row).astype(np.int32)
+        return self.legal(replace(state, row=row, rules=whole))
+
+    def _said(self, row: IntArray, change: Callable[[Decision], Decision]) -> IntArray:
+        """A row with one change applied to all its decisions."""
+        numbers, of_group = np.unique(row, return_inverse=True)
+        changed = []
+        for number in numbers.tolist():
+            if (number, change) not in self._said_as:
+                made = self.space.add(change(self.space.candidates[number]))
+                self._said_as[number, change] = made
+            changed.append(self._said_as[number, change])
+        said: IntArray = np.array(changed, np.int32)[of_group]
+        return said
+
+    def _fitted(self, state: State, schedule: PipelineSchedule) -> PipelineSchedule:
+        """A schedule for the chunks that devices have in a state."""
+        if schedule.is_default:
+            return schedule
+        if not state.micro_batches:
+            return AS_IT_COMES
+        devices = [self.space.candidates[number].devices for number in state.row]
+        return schedule.fitted(devices)
+
+    # --- teams -----------------------------------------------------------------------------------
+
+    def in_teams(self, state: State, size: int, groups: IntArray | None = None) -> State:
+        """A state whose devices are cut into teams inside hosts; size 1 means no teams.
+
+        Args:
+            state: Any state.
+            size: Most devices of a team.
+            groups: Groups whose devices are cut; all by default.
+        """
+        chosen = np.arange(self.num_groups) if groups is None else groups
+        row = state.row.copy()
+        for number in np.unique(row[chosen]).tolist():
+            decision = self.space.candidates[number]
+            teams = host_teams(self.space.cluster, decision.devices, size)
+            made = in_teams(decision, teams, self.space.speeds, self.space.cluster)
+            row[chosen[row[chosen] == number]] = self.space.add(made)
+        return self.legal(replace(state, row=row, rules=self.rules.of_teams))
+
+    def _teamed(self, state: State) -> State:
+        """Cut the devices of a run of groups, or of some, into other teams, or into none."""
+        sizes = (1, *self.team_sizes)
+        size = sizes[self.rng.integers(len(sizes))]
+        groups = None if self.rng.random() < 0.3 else self._some_groups(state.row)
+        return self.in_teams(state, size, groups)
+
+    def _synchronised(self, number: int) -> Decision:
+        """The same devices and teams, with another synchronisation or rule for shares."""
+        old = self.space.candidates[number]
+        if old.sync.is_sharded and self.rng.random() < _OTHER_LEVEL:
+            levels = [sync for sync in Sync if sync.is_sharded]
+            level = levels[self.rng.integers(len(levels))]
+            return replace(old, sync=level)
+        others = self.space.decisions_on(old.devices)
+        other = others[self.rng.integers(len(others))]
+        if not old.teams:
+            return other
+        return replace(old, sync=other.sync, slices=other.slices, slice_groups=())
+
+    # --- rules of ops ----------------------------------------------------------------------------
+
+    def sharded(self, state: State, places: list[Place]) -> State | None:
+        """A state with the layers at some places sharded; ``None`` if its rules forbid that."""
+        rules = state.rules
+        for place in places:
+            rules = self.rules.added(rules, place)
+        if self.rules.rule_set(rules, state.blocks) is None:
+            return None
+        return self.legal(replace(state, rules=rules))
+
+    def _resharded(self, state: State) -> State:
+        """Shard the layers of a kind or stop sharding them, or drop the rules of some groups."""
+        row, rules = state.row.copy(), state.rules
+        num_ops = self.problem.evaluator.graph.num_ops
+        only_some = self.rng.random() < min(_ONLY_SOME, _FEW_OPS / num_ops)
+        chosen = set(self._some_groups(row).tolist())
+        if rules and only_some and self.rng.random() < 0.5:
+            rules = self.rules.without(rules, chosen)
+        elif self.rules.layers:
+            places = self.rules.layers[self.rng.integers(len(self.rules.layers))]
+            some = [place for place in places if only_some and min(place) in chosen] or places
+            change = self.rules.removed if self.rules.holds(rules, some[0]) else self.rules.added
+            for place in some:
+                rules = change(rules, place)
+                row[list(place)] = row[min(place)]
+        if self.rules.rule_set(rules, state.blocks) is None:
+            return state
+        return self.legal(replace(state, row=row, rules=rules))
+
+    # --- micro-batches ---------------------------------------------------------------------------
+
+    def _recut(self, state: State) -> State:
+        """Halve or double the number of micro-batches, or move samples between two devices'.
+
+        Or change the caps on how many are under way, or the time of weight gradients.
+        """
+        cut = state.micro_batches
+        if self.rng.random() < _RESCHEDULED:
+            return self._rescheduled(state)
+        num_micro = len(cut[0]) if cut else 1
+        if cut == self.space.micro_batches(num_micro):
+            most = self.problem.evaluator.graph.batch_size
+            near = (max(num_micro // 2, 1), min(2 * num_micro, most))
+            number = near[self.rng.integers(2)]
+            return self._with_cut(state, self.space.micro_batches(number))
+        kind = self.rng.random()
+        if kind < 0.5:
+            return self._moved_between_cuts(state)
+        if kind < 0.75:
+            cut = tuple(_merged(counts) for counts in cut) if num_micro > 2 else ()
+        else:
+            cut = tuple(_halved(counts) for counts in cut)
+        return self._with_cut(state, cut)
+
+    def _with_cut(self, state: State, cut: MicroBatches, row: IntArray | None = None) -> State:
+        """Other micro-batches under the same caps; unchanged if groups would cut differently."""
+        cut_state = replace(state, micro_batches=cut, row=state.row if row is None else row)
+        if not self._is_cut_alike(cut_state.row, cut):
+            return state
+        return replace(cut_state, schedule=self._fitted(cut_state, state.schedule))
+
+    def _is_cut_alike(self, row: IntArray, cut: MicroBatches) -> bool:
+        """Whether all groups have the same samples in each micro-batch, and none is empty."""
+        if not cut:
+            return True
+        used = [self.space.candidates[number].division for number in np.unique(row).tolist()]
+        batch = self.problem.evaluator.graph.batch_size
+        return is_cut_alike(cut, dict.fromkeys(used), batch)
+
+    def _rescheduled(self, state: State) -> State:
+        """Change the cap of one or all devices, or the time of weight gradients.
+
+        Without micro-batches only these can wait: for devices that wait for each other's values.
+        """
+        num_devices, schedule = self.space.cluster.num_devices, state.schedule
+        kind = self.rng.random() if state.micro_batches else 0.0
+        if kind < 0.3:
+            late = not schedule.splits_backward
+            return replace(state, schedule=replace(schedule, splits_backward=late, turns=()))
+        cap = int(self.rng.integers(len(state.micro_batches[0]) + 1))  # 0: none
+        least = list(schedule.device_caps)
+        least += [0] * (num_devices - len(least))
+        if kind < 0.65:
+            least[self.rng.integers(num_devices)] = cap
+        else:
+            least = [cap] * num_devices
+        capped = replace(schedule, in_flight=tuple((cap,) for cap in least), turns=())
+        return replace(state, schedule=self._fitted(state, capped))
+
+    def _moved_between_cuts(self, state: State) -> State:
+        """Move samples from one device's micro-batch to another's, for groups that follow them.
+
+        Groups whose shares are the sums of the micro-batches keep following them. If each of these
+        groups has the whole batch on devices of its own, samples stay on those, in their cut.
+        """
+        cut = np.array(state.micro_batches, np.int32)  # [num_devices, num_micro]
+        givers = np.argwhere(cut > 0)
+        giver, from_micro = givers[self.rng.integers(len(givers))]
+        takers: Sequence[int] = range(len(cut))
+        in_stages = cut.sum() != self.problem.evaluator.graph.batch_size
+        if in_stages:
+            used = [self.space.candidates[number].devices for number in np.unique(state.row)]
+            takers = next((devices for devices in used if giver in devices), (giver,))
+        taker = takers[int(self.rng.integers(len(takers)))]
+        to_micro = int(self.rng.integers(cut.shape[1]))
+        if in_stages:
+            to_micro = from_micro
+        amount = int(self.rng.integers(1, max(1, cut[giver, from_micro] // 4) + 1))
+        before = cut.sum(axis=1)
+        cut[giver, from_micro] -= amount
+        cut[taker, to_micro] += amount
+        after = cut.sum(axis=1)
+        moved = tuple(tuple(counts) for counts in cut.tolist())
+        row = state.row.copy()
+        for number in np.unique(row):
+            old = self.space.candidates[number]
+            devices = list(old.devices)
+            if old.shares == tuple(before[devices].tolist()) and after[devices].sum() == sum(
+                old.shares
+            ):
+                changed = replace(old, shares=tuple(after[devices].tolist()))
+                row[state.row == number] = self.space.add(changed)
+        return self._with_cut(state, moved, row)
+
+    # --- recomputation ---------------------------------------------------------------------------
+
+    def _stage_recomputed(self, state: State) -> State:
+        """Make a whole run recompute layer by layer, or keep its activations."""
+        row = state.row.copy()
+        anchor = int(self.rng.integers(self.num_groups))
+        run = self._run(row, anchor)
+        row[run] = self._recomputed(row[run])
+        return self.legal(replace(state, row=row, blocks=state.blocks or self._layer_blocks))
+
+    # --- groups ----------------------------------------------------------------------------------
+
+    def _recomputed(self, numbers: IntArray) -> IntArray:
+        """The same decisions, with another kind of recomputation than the first one, or none."""
+        first = self.space.candidates[numbers[0]]
+        ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._kinds)]
+        others = [way for way in ways if way != (first.recompute, first.keeps)]
+        chosen = self.rng.integers(len(others)) if len(others) > 1 else 0
+        recompute, keeps = others[chosen]
+        changed = [
+            self.space.add(
+                replace(self.space.candidates[number], recompute=recompute, keeps=keeps)
+            )
+            for number in numbers
+        ]
+        return np.array(changed, np.int32)
+
+    def _some_groups(self, row: IntArray) -> IntArray:
+        """A range of groups, a whole run, or all groups of one kind in a run."""
+        kind = self.rng.random()
+        if kind < 0.5:
+            return self._range(self.num_groups)
+        anchor = int(self.rng.integers(self.num_groups))
+        run = self._run(row, anchor)
+        if kind < 0.7:
+            return run
+        if kind < 0.85:
+            return run[self._range(len(run))]
+        alike: IntArray = run[self.alike[run] == self.alike[anchor]]
+        return alike
+
+    def _run(self, row: IntArray, anchor: int) -> IntArray:
+        """The groups of the run that a group is in."""
+        edges = np.flatnonzero(np.diff(row)) + 1
+        first = int(edges[edges <= anchor].max(initial=0))
+        last = int(edges[edges > anchor].min(initial=self.num_groups))
+        return np.arange(first, last, dtype=np.int32)
+
+    def _range(self, size: int) -> IntArray:
+        """A random range below ``size``; short ones are as likely as long ones."""
+        length = int(math.exp(self.rng.uniform(0.0, math.log(size + 1))))
+        length = min(max(length, 1), size)
+        first = int(self.rng.integers(size - length + 1))
+        return np.arange(first, first + length, dtype=np.int32)
+
+    def _shift_boundary(self, row: IntArray) -> None:
+        """Move a boundary between two runs by a few groups."""
+        edges = np.flatnonzero(np.diff(row)) + 1
+        if len(edges) == 0:
+            return
+        edge = int(edges[self.rng.integers(len(edges))])
+        step = int(self.rng.geometric(0.5))
+        if self.rng.random() < 0.5:
+            row[max(edge - step, 0) : edge] = row[edge]
+        else:
+            row[edge : edge + step] = row[edge - 1]
+
+    def _move_samples(self, row: IntArray, chosen: IntArray) -> None:
+        """Move one or a few samples between two devices of the first group's decision."""
+        old = self.space.candidates[row[chosen[0]]]
+        if len(old.devices) < 2:
+            return
+        giver, taker = self.rng.choice(len(old.devices), 2, replace=False)
+        most = max(1, old.shares[giver] // 4)
+        amount = min(int(self.rng.integers(1, most + 1)), old.shares[giver])
+        shares = list(old.shares)
+        shares[giver] -= amount
+        shares[taker] += amount
+        changed = replace(old, shares=tuple(shares))
+        same = chosen[row[chosen] == row[chosen[0]]]
+        row[same] = self.space.add(changed)
+
+
+def _with_one_owner(decision: Decision) -> Decision:
+    """A decision without ZeRO if a slice of a parameter would have several owners."""
+    if has_one_owner(decision):
+        return decision
+    return replace(decision, sync=Sync.REDUCE_SCATTER_ALL_GATHER, slice_groups=())
+
+
+def _merged(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Counts with every two micro-batches merged."""
+    return tuple(sum(counts[first : first + 2]) for first in range(0, len(counts), 2))
+
+
+def _halved(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """Counts with every micro-batch halved."""
+    return tuple(half for count in counts for half in split_evenly(count, 2))

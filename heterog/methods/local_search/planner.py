@@ -1,0 +1,436 @@
+"""Local search over rows of candidates, warm-started from other methods' strategies.
+
+Simulated annealing with restarts changes runs of groups (``neighbours``): it shifts, adds and
+removes boundaries, gives a run, part of it or all groups of one kind another decision, shards
+layers or stops sharding them, and changes the settings of the whole step. What pays (measured in
+ablations on BERT and Transformer): device subsets per range of layers, collectives whose slices
+follow the NICs, and the order on top.
+
+A search overfits the link model that it looks at. So what annealing finds with the fast engine is
+scored again by the referee, restarts begin from the referee's favourites, and the last part of the
+budget anneals with the referee as the judge.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product
+
+import numpy as np
+
+from heterog.lowering import Choice
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.local_search.group_rules import GroupRules
+from heterog.methods.local_search.neighbours import Neighbours, State, StateKey
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.repair import repair
+from heterog.methods.teams import without_needless_rules
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome, given_up
+from heterog.simulator.evaluator import UNROLLED_STEPS
+from heterog.simulator.floor import floor_s
+from heterog.strategy.pipeline_schedule import AS_IT_COMES
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
+
+NUM_RETURNED = 4
+"""Number of strategies handed to the portfolio, the best by the referee."""
+NUM_ELITES = 12
+REFEREE_FROM = 0.6
+"""Part of the budget after which the referee judges every move."""
+SIMPLIFY_FROM = 0.97
+"""Part of the budget after which the best strategy is made simpler."""
+COSTS_NOTHING = 2e-4
+"""Relative rise of the step time that a simpler strategy may cost."""
+
+_MOST_UNIFORM = 128  # uniform rows scored at the start
+_UNIFORM_UNTIL = 0.25  # part of the budget after which the rest of them is left out
+_LEAST_SPEED = 0.25  # part of the cluster's speed that the devices of a uniform row need
+_MOST_REPAIRED = 3  # seeds that do not fit
+_REPAIR_SHARE = 0.1  # part of the budget, for each
+_MOST_SHARDED = 3  # best starts, and machines, whose layers are sharded
+_SHARD_SHARE = 0.05  # part of the budget, for all of them
+_NEAR = 1.1  # times the best start: slowest sharded start that is worth moves
+_NUM_MOVES = 300  # moves of one annealing run
+_MOST_IDLE = 20  # runs in a row without a new state after which all has been seen
+_IF_KEPT = 0.0  # limit for states that matter only if they are among the best few
+_HOT, _COLD = 0.02, 0.0005  # temperatures as parts of the start's cost
+
+
+class LocalSearch(Planner):
+    """Simulated annealing on runs of groups; see the module docstring."""
+
+    name = "local_search"
+    stage = "search"
+    resumes = True
+    is_random = True
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Search until the budget is over; return the best few different strategies."""
+        return problem.resumed(_Search).run(problem)
+
+
+class _Judge:
+    """Asks the engine or the referee about each state once, and keeps the best few.
+
+    Args:
+        ask: Function that evaluates a state up to a limit; see ``Evaluator.evaluate``.
+        tell: Function that gets the cost of every new best state.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[State, float], Evaluation],
+        tell: Callable[[float], None] = lambda cost: None,
+    ) -> None:
+        self._ask = ask
+        self._tell = tell
+        self.found: dict[StateKey, Evaluation] = {}
+        self.best: list[tuple[float, State]] = []  # different states, best first
+
+    def cost(self, state: State, limit: float = math.inf) -> float:
+        """Cost of a state; perhaps only a lower bound of it if that is above the limit."""
+        # Costs low enough for a state to be kept must be exact.
+        limit = max(limit, self.best[-1][0] if len(self.best) == NUM_ELITES else math.inf)
+        found = self.found.get(state.key)
+        if found is None or (found.outcome == Outcome.GIVEN_UP and found.step_time_s <= limit):
+            found = self._ask(state, limit)
+            self.found[state.key] = found
+            self._keep(_cost(found), state)
+        return _cost(found)
+
+    def _keep(self, cost: float, state: State) -> None:
+        if len(self.best) < NUM_ELITES or cost < self.best[-1][0]:
+            self.best.append((cost, state))
+            self.best.sort(key=lambda pair: pair[0])
+            del self.best[NUM_ELITES:]
+            if self.best[0][1] is state:
+                self._tell(cost)
+
+
+class _Search:
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.evaluator = problem.evaluator
+        self.rng = np.random.default_rng(problem.seed)
+        self.spending = problem.spend()
+        self.is_seeded = False
+        self.speeds = device_speeds(problem.evaluator)
+        self.space = StrategySpace(
+            problem.evaluator.graph,
+            problem.evaluator.cluster,
+            problem.evaluator.tables,
+            problem.evaluator.channels,
+            self.speeds,
+        )
+        self.num_groups = problem.evaluator.tables.num_groups
+        self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
+        self.rules = GroupRules(problem.evaluator)
+        self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
+        self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate))
+        self.referee = _Judge(
+            partial(self._ask, problem.evaluator.referee),
+            tell=lambda cost: self.problem.report(self.spending.fraction, cost),
+        )
+
+    def run(self, problem: Problem) -> PlanResult:
+        """Search with a problem's budget, which may be a later problem than the first."""
+        self.problem, self.spending = problem, problem.spend()
+        with self.spending.limits():
+            self._search()
+        # Without time for the referee, the engine's results go to whoever judges later.
+        best = [state for _, state in (self.referee.best or self.engine.best)[:NUM_RETURNED]]
+        with self.spending.limits():
+            for place, state in enumerate(best):
+                best[place] = self._simpler(state)
+        candidates = tuple(
+            Candidate(strategy=self._strategy(state), orders=(state.order,))
+            for state in {state.key: state for state in best}.values()
+        )
+        return PlanResult(
+            candidates=self._with_best_seed(candidates),
+            num_evaluations=self.spending.evaluations,
+        )
+
+    def _strategy(self, state: State) -> Strategy:
+        strategy = self.space.decode(
+            state.row,
+            bucket_bytes=state.bucket_bytes,
+            step_barrier=self.problem.step_barrier,
+            micro_batches=state.micro_batches,
+            op_rules=self.rules.op_rules(state.rules),
+            schedule=state.schedule,
+            blocks=state.blocks,
+        )
+        return without_needless_rules(self.evaluator.graph, strategy)
+
+    def _search(self) -> None:
+        if self.is_seeded:
+            self._join_seeds()
+        else:
+            self._seed()
+        self.is_seeded = True
+        idle = 0
+        while (
+            self.spending.fraction < SIMPLIFY_FROM
+            and idle < _MOST_IDLE
+            and not self.spending.is_over
+        ):
+            judge = self.referee if self.rng.random() < 0.75 else self.engine
+            # Restarts go back to one of the best states, the first ones most often.
+            which = min(int(self.rng.exponential(1.5)), len(judge.best) - 1)
+            spent = self.spending.evaluations
+            self._anneal(judge.best[which][1])
+            idle = idle + 1 if self.spending.evaluations == spent else 0
+
+    def _with_best_seed(self, candidates: tuple[Candidate, ...]) -> tuple[Candidate, ...]:
+        """The candidates, with the best judged seed if the search found nothing better.
+
+        So no search ends worse than it began, however little time it had.
+        """
+        seeds = [each for each in self.problem.seeds if each.judged is not None]
+        seed = min(seeds, key=_judged_cost, default=None)
+        if seed is None or (self.referee.best and self.referee.best[0][0] < _judged_cost(seed)):
+            return candidates
+        return seed, *candidates
+
+    # --- starts ---------------------------------------------------------------------------------
+
+    def _seed(self) -> None:
+        """Score the other methods' strategies and uniform rows; the referee judges the best."""
+        starts = [state for seed in self.problem.seeds for state in self._states(seed)]
+        num_seeds = len(starts)
+        starts += [self._everywhere(number) for number in self._uniform()]
+        for index, state in enumerate(starts):
+            is_late = index >= num_seeds and self.spending.fraction >= _UNIFORM_UNTIL
+            if self.engine.best and (is_late or self.spending.is_over):
+                break
+            self.engine.cost(state, math.inf if index < num_seeds else _IF_KEPT)
+        self._repair_seeds()
+        self._team_seeds()
+        self._shard_seeds()
+        for index, (_, state) in enumerate(list(self.engine.best)):
+            if index and self.spending.is_over:
+                break
+            self.referee.cost(state, _IF_KEPT)
+
+    def _join_seeds(self) -> None:
+        """Score what other methods have found since; the referee judges the best of it."""
+        for seed in self.problem.seeds:
+            for state in self._states(seed):
+                if self.engine.cost(state) <= self.engine.best[-1][0]:
+                    self.referee.cost(state, _IF_KEPT)
+
+    def _states(self, candidate: Candidate) -> list[State]:
+        """A candidate's points in the search, one for each order."""
+        strategy = candidate.strategy
+        row, rules = self.space.row_of(strategy), self.rules.row_of(strategy.op_rules)
+        states = [
+            State(
+                row,
+                strategy.bucket_bytes,
+                order,
+                strategy.micro_batches,
+                rules,
+                strategy.schedule,
+                strategy.blocks,
+            )
+            for order in candidate.orders
+        ]
+        return [self.neighbours.completed(state) for state in states]
+
+    def _repair_seeds(self) -> None:
+        """Repair the fastest strategies that do not fit, and start from those too."""
+        broken: list[tuple[float, int, Candidate]] = []
+        for candidate in self.problem.seeds:
+            found = self.engine.found.get(self._states(candidate)[0].key)
+            if found is not None and found.outcome == Outcome.OUT_OF_MEMORY:
+                broken.append((found.step_time_s, len(broken), candidate))
+        for _, _, candidate in sorted(broken)[:_MOST_REPAIRED]:
+            if self.spending.is_over:
+                return
+            repaired = repair(
+                self.evaluator,
+                candidate.strategy,
+                candidate.orders[0],
+                budget=self.problem.budget.part(_REPAIR_SHARE),
+            )
+            for state in self._states(replace(candidate, strategy=repaired.strategy)):
+                self.engine.cost(state)
+
+    def _shard_seeds(self) -> None:
+        """Shard layers, one kind after another, of the best starts and on every kind of machine.
+
+        Layers that are faster so stay sharded for the next kind. If no result comes near the
+        best start, moves leave the ops' rules alone.
+        """
+        if self.spending.is_over:
+            return
+        ways = self.rules.layers
+        until = self.spending.fraction + _SHARD_SHARE
+        best = self.engine.best[0][0]
+        bases: dict[bytes, State] = {}
+        for _, state in self.engine.best:
+            self.neighbours.may_shard |= bool(state.rules)
+            if not state.rules:
+                bases.setdefault(state.row.tobytes(), state)
+        for base in (*list(bases.values())[:_MOST_SHARDED], *self._machines()):
+            cost = self.engine.cost(base)
+            for places in ways:
+                if self.spending.fraction >= until:
+                    return
+                sharded = self.neighbours.sharded(base, places)
+                if sharded is not None and self.engine.cost(sharded, cost) < cost:
+                    base, cost = sharded, self.engine.cost(sharded)
+            if base.rules and cost < _NEAR * best:
+                self.neighbours.may_shard = True
+
+    def _team_seeds(self) -> None:
+        """Form teams inside hosts in the best starts and in replicas on all devices.
+
+        If no result comes near the best start, moves leave devices alone.
+        """
+        sizes = self.neighbours.team_sizes
+        if self.spending.is_over or not sizes or not self.rules.may_cut(self.rules.of_teams):
+            return
+        best = self.engine.best[0][0]
+        starts = [state for _, state in self.engine.best[:_MOST_SHARDED]]
+        self.neighbours.may_team = any(state.rules == self.rules.of_teams for state in starts)
+        everywhere = self.space.decisions_on(tuple(range(self.evaluator.cluster.num_devices)))[0]
+        starts.append(
+            replace(
+                starts[0],
+                row=np.full(self.num_groups, self.space.add(everywhere), np.int32),
+                micro_batches=(),
+                schedule=AS_IT_COMES,
+                rules=(),
+                blocks=(),
+            )
+        )
+        until = self.spending.fraction + _SHARD_SHARE
+        for start, size in product(starts, sizes):
+            if self.spending.fraction >= until:
+                return
+            cost = self.engine.cost(self.neighbours.in_teams(start, size), _NEAR * best)
+            self.neighbours.may_team |= cost < _NEAR * best
+
+    def _machines(self) -> list[State]:
+        """States with everything on one machine, for each kind of machine with several devices."""
+        cluster = self.evaluator.cluster
+        kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for host in range(cluster.num_hosts):
+            devices = cluster.host_devices(host)
+            if len(devices) > 1:
+                kinds.setdefault(tuple(cluster.type_index[d] for d in devices), devices)
+        fastest = sorted(kinds.values(), key=lambda devices: -sum(self.speeds[d] for d in devices))
+        numbers = [
+            self.space.add(self.space.decisions_on(devices)[0])
+            for devices in fastest[:_MOST_SHARDED]
+        ]
+        return [self._everywhere(number) for number in numbers]
+
+    def _everywhere(self, number: int) -> State:
+        """A state with one decision for all groups."""
+        row = np.full(self.num_groups, number, np.int32)
+        return State(row, DEFAULT_BUCKET_BYTES, self.problem.first_order)
+
+    def _uniform(self) -> list[int]:
+        """Candidates for uniform rows, first those with the fastest devices together."""
+        total = sum(self.speeds)
+        speed = [
+            sum(self.speeds[device] for device in decision.devices)
+            for decision in self.space.candidates[: self.neighbours.num_named]
+        ]
+        worth = [n for n in range(self.neighbours.num_named) if speed[n] >= _LEAST_SPEED * total]
+        return sorted(worth, key=lambda n: (-speed[n], n))[:_MOST_UNIFORM]
+
+    # --- scores ---------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        evaluate: Callable[[Choice, Order, float], Evaluation],
+        state: State,
+        limit_s: float,
+    ) -> Evaluation:
+        choice = self._choice(state)
+        least_s = floor_s(self.evaluator.prices, choice)
+        if least_s > limit_s:
+            return given_up(least_s, state.order)
+        return evaluate(choice, state.order, limit_s)
+
+    def _choice(self, state: State) -> Choice:
+        rule_set = self.rules.rule_set(state.rules, state.blocks)
+        assert rule_set is not None, "moves refuse rules that exclude each other"
+        choice = self.space.encode(
+            state.row,
+            bucket_bytes=state.bucket_bytes,
+            num_steps=self.num_steps,
+            micro_batches=state.micro_batches,
+            tables=self.evaluator.rules.of(rule_set).tables,
+            schedule=state.schedule,
+        )
+        return choice._replace(rule_set=rule_set)
+
+    # --- annealing -------------------------------------------------------------------------------
+
+    def _anneal(self, start: State) -> None:
+        """One annealing run from a state; the referee then judges its best state."""
+        judge = self.engine if self.spending.fraction < REFEREE_FROM else self.referee
+        state, cost = start, judge.cost(start)
+        best, best_cost = state, cost
+        for move in range(_NUM_MOVES):
+            if self.spending.is_over:
+                break
+            temperature = _HOT * cost * (_COLD / _HOT) ** (move / _NUM_MOVES)
+            neighbour = self.neighbours.of(state)
+            # Metropolis's rule, its random number drawn first: no cost above the limit matters.
+            accepted = cost - temperature * math.log(1.0 - self.rng.random())
+            new = judge.cost(neighbour, accepted)
+            if new <= accepted:
+                state, cost = neighbour, new
+                if cost < best_cost:
+                    best, best_cost = state, cost
+        self.referee.cost(best, _IF_KEPT)
+
+    def _simpler(self, state: State) -> State:
+        """A state with one decision for neighbours on the same devices, if that costs nothing.
+
+        Annealing takes moves that change nothing, and the resulting variety is only hard to read.
+        """
+        limit = self.referee.cost(state) * (1.0 + COSTS_NOTHING)
+        decided = [self.space.candidates[number] for number in state.row]
+        members = [(decision.devices, decision.teams) for decision in decided]
+        edges = [i for i in range(1, self.num_groups) if members[i] != members[i - 1]]
+        for first, last in pairwise((0, *edges, self.num_groups)):
+            numbers, counts = np.unique(state.row[first:last], return_counts=True)
+            if len(numbers) == 1 or self.spending.is_over:
+                continue
+            row = state.row.copy()
+            row[first:last] = numbers[np.argmax(counts)]
+            simpler = replace(state, row=row)
+            if self.referee.cost(simpler, limit) <= limit:
+                state = simpler
+        return state
+
+
+_NOT_SIMULATED = 1e15
+_CANNOT_RUN_CHARGE = 1e6
+"""Charge above any overflow of memory; finite, because differences of costs decide."""
+
+
+def _judged_cost(candidate: Candidate) -> float:
+    assert candidate.judged is not None
+    return _cost(candidate.judged)
+
+
+def _cost(evaluation: Evaluation) -> float:
+    """Seconds, plus a charge for memory overflow that always outweighs speed."""
+    if evaluation.outcome == Outcome.TOO_LARGE:
+        return _NOT_SIMULATED
+    if evaluation.outcome == Outcome.CANNOT_RUN:
+        return evaluation.step_time_s * _CANNOT_RUN_CHARGE
+    if evaluation.outcome != Outcome.OUT_OF_MEMORY:
+        return evaluation.step_time_s
+    overflow_gib = evaluation.overflow_bytes / 2**30
+    return evaluation.step_time_s * (10.0 + overflow_gib)

@@ -1,0 +1,452 @@
+"""The best uniform layout by enumeration, as a careful person would tune it by hand.
+
+Every tp x pp x dp that fills the machines, every micro-batch that divides, ZeRO (also with one
+copy in slices on each host), recomputation, sequence and expert parallelism and the schedule of
+the pipeline, as Megatron-LM and FSDP offer them: all replicas alike, all stages with equal numbers
+of layers, even shares. On mixed clusters also on the faster kinds of machines alone. Shapes with a
+micro-batch are tried in the order of an estimate, each in the leanest manner that it needs to fit
+into memory; after every few of them the manner of the best one is varied. Cut short at any moment
+it hands over the best so far.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import gcd, prod
+
+import numpy as np
+
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.op_graph import Phase
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.islands.slices import (
+    boundary_bytes,
+    layer_of_op,
+    layers_or_groups,
+)
+from heterog.methods.model_parallel import activation_bytes, parameter_bytes
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
+from heterog.methods.tried import Tried
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation
+from heterog.strategy.division import split_evenly
+from heterog.strategy.keeping import attention_scores
+from heterog.strategy.layouts.experts import expert_weights
+from heterog.strategy.layouts.layout import Dispatch, Layout, Recompute
+from heterog.strategy.layouts.placed import place_layout
+from heterog.strategy.layouts.stages import layers_of
+from heterog.strategy.strategy import Strategy
+
+NUM_RETURNED = 3
+"""Number of strategies handed to the referee."""
+MOST_SHAPES = 48
+"""Most shapes with a micro-batch that are tried, those with the shortest estimated step first."""
+VARIED_AFTER = 8
+"""Number of shapes after which the manner of the best point is varied: a search that is cut short
+has then tried both."""
+NUM_VARIED = 3
+"""Number of the best shapes whose manner is varied when all have been tried."""
+BUBBLE_OF_1F1B_OVER_V = 6.0
+"""Bubble of 1F1B over that of two chunks in a V with split backward passes (Qi et al. 2023, whose
+passes take one unit each: 9 and 1.5 units of four stages)."""
+MOST_TASKS = 2_000_000
+"""Most tasks of a program, about a second's work; more micro-batches than that are left out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Point:
+    """A layout on some machines."""
+
+    layout: Layout
+    devices: tuple[int, ...]
+    num_micro: int
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What manners of one shape have in common."""
+        layout = self.layout
+        return layout.tp, layout.pp, layout.dp, layout.micro_batch, self.devices
+
+
+class MegatronGrid(Planner):
+    """Uniform layouts, enumerated; see the module docstring."""
+
+    name = "megatron_grid"
+    stage = "baseline"
+    resumes = True
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Go through the grid, then vary the manner of the best points."""
+        spending = problem.spend()
+        grid = problem.resumed(_Grid)
+        grid.problem, grid.spending = problem, spending
+        grid.found.forget_too_large()
+        with spending.limits():
+            grid.search()
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=grid.found.strategies[point], orders=tuple(Order))
+                for point in grid.found.best(NUM_RETURNED)
+            ),
+            num_evaluations=spending.evaluations,
+            reason="" if grid.found else "no uniform layout divides the batch and the machines",
+            note=", ".join(str(grid.layouts[point]) for point in grid.found.best(1)),
+        )
+
+
+class _Grid:
+    """The points of a problem, with their evaluations."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.spending = problem.spend()
+        evaluator = problem.evaluator
+        self.graph, self.cluster = evaluator.graph, evaluator.cluster
+        self.speeds = device_speeds(evaluator)
+        self.num_layers = len(layers_of(self.graph).names)
+        self.num_ops = len(evaluator.tables.op_id)
+        self.parameters = float(parameter_bytes(evaluator).sum())
+        self.activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
+        experts = expert_weights(self.graph, range(self.graph.num_ops))
+        shapes = [self.graph.tensors[weight].shape for weight in experts]
+        self.num_experts = min((shape[0] for shape in shapes), default=0)
+        layers = layer_of_op(self.graph, layers_or_groups(self.graph))
+        self.boundary_bytes = boundary_bytes(self.graph, layers)
+        self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
+        self.found = Tried[_Point](evaluator, self._strategy)
+        self.layouts: dict[_Point, Layout] = {}
+        self.varied: set[tuple[object, ...]] = set()
+        self._computed: dict[tuple[int, int], float] = {}
+        self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
+
+    def search(self) -> None:
+        """Shapes and micro-batches in the leanest manner that fits, the best in other manners."""
+        points = sorted(self._shapes(), key=self._order)[:MOST_SHAPES]
+        for number, point in enumerate(points, 1):
+            for manner in self._until_it_fits(point):
+                found = self._try(manner)
+                if found is not None and found.is_ok:
+                    self._try_cheaper(manner)
+                if found is None or found.is_ok:
+                    break
+            if len(self.varied) < number // VARIED_AFTER:
+                self._vary(self._best_shapes()[:1])
+        self._vary(self._best_shapes()[:NUM_VARIED])
+
+    def _best_shapes(self) -> list[_Point]:
+        """Shapes that have not been varied, each with its best settings so far.
+
+        First come those that would be shortest without the bubble that other schedules save.
+        """
+        of_shape: dict[tuple[object, ...], _Point] = {}
+        for point in sorted(self.found, key=lambda each: self.found[each].preference):
+            of_shape.setdefault(point.shape, point)
+        ranked = sorted(of_shape.values(), key=self._without_bubble)
+        return [point for point in ranked if point.shape not in self.varied]
+
+    def _vary(self, starts: Sequence[_Point]) -> None:
+        """Try some shapes in all manners."""
+        for start in starts:
+            for point in self._varied(start):
+                self._try(point)
+            if not self.spending.is_over:
+                self.varied.add(start.shape)
+
+    def _without_bubble(self, point: _Point) -> tuple[float, float]:
+        """(bytes that are missing, seconds of a step less what other schedules can save)."""
+        found, bubble = self.found[point], (point.layout.pp - 1) / point.num_micro
+        missing, step_s = found.preference[0], found.step_time_s
+        return missing, step_s * (1.0 + self._least_bubble(point)) / (1.0 + bubble)
+
+    def _least_bubble(self, point: _Point) -> float:
+        """Bubble over the compute of a step by the best schedule that the shape can have."""
+        bubble = (point.layout.pp - 1) / point.num_micro
+        return least_bubble(bubble, in_a_v=_can_be_in_chunks(point.layout, self.num_layers))
+
+    def _try_cheaper(self, point: _Point) -> None:
+        """Make less again than everything for as long as that fits."""
+        for layout in cheaper_layouts(self.graph, point.layout):
+            found = self._try(replace(point, layout=layout))
+            if found is None or not found.is_ok:
+                break
+
+    def _try(self, point: _Point) -> Evaluation | None:
+        """Simulate a point; ``None`` if it is impossible or the budget is over."""
+        if point not in self.found and self.found and self.spending.is_over:
+            return None
+        return self.found.evaluate(point)
+
+    def _strategy(self, point: _Point) -> Strategy:
+        given = place_layout(
+            point.layout,
+            self.graph,
+            self.cluster,
+            devices=point.devices,
+            step_barrier=self.problem.step_barrier,
+        )
+        self.layouts[point] = given.layout
+        return given.strategy
+
+    def _machines(self) -> Iterator[tuple[int, ...]]:
+        """All machines, then those without the slowest kinds, whole hosts only."""
+        rates = sorted({round(speed, 9) for speed in self.speeds})
+        for least in rates:
+            fast = {d for d, speed in enumerate(self.speeds) if round(speed, 9) >= least}
+            hosts = [self.cluster.host_devices(host) for host in range(self.cluster.num_hosts)]
+            devices = tuple(d for host in hosts if set(host) <= fast for d in host)
+            if devices:
+                yield devices
+
+    def _shapes(self) -> Iterator[_Point]:
+        """Every division of some machines, with every micro-batch that divides a share."""
+        batch = self.graph.batch_size
+        for devices in dict.fromkeys(self._machines()):
+            for tp, pp in self._divisions(devices):
+                dp = len(devices) // (tp * pp)
+                share = batch // dp
+                if batch % dp or not share:
+                    continue
+                layers = split_evenly(self.num_layers, pp) if self.num_layers % pp else ()
+                for micro in _micro_batches(share):
+                    num_micro = share // micro
+                    num_tasks = num_micro * self.num_ops * tp * dp
+                    if num_micro < pp > 1 or (num_micro > 1 and num_tasks > MOST_TASKS):
+                        continue
+                    if micro_batches_refused(self.graph, num_micro):
+                        continue
+                    layout = Layout(tp=tp, pp=pp, dp=dp, micro_batch=micro, layers=layers)
+                    yield _Point(layout=layout, devices=devices, num_micro=num_micro)
+
+    def _divisions(self, devices: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """(tp, pp) for a number of devices; teams stay inside hosts."""
+        sizes = [
+            sum(self.cluster.host_of[device] == host for device in devices)
+            for host in {self.cluster.host_of[device] for device in devices}
+        ]
+        for tp in _divisors(gcd(*sizes)):
+            for pp in _divisors(len(devices) // tp):
+                if pp == 1 or pp <= self.num_layers:
+                    yield tp, pp
+
+    def _order(self, point: _Point) -> tuple[int, float, int]:
+        """Shapes that may fit on all their devices first, those that fit on none last."""
+        least = min(self._least_bytes(each) for each in self._manners(point))
+        room = [self.cluster.devices[device].usable_memory_bytes for device in point.devices]
+        return (least > min(room)) + (least > max(room)), *self._estimate(point)
+
+    def _until_it_fits(self, point: _Point) -> Iterator[_Point]:
+        """A point in ever leaner manners, without those that cannot fit."""
+        made = self._manners(point)
+        fitting = [each for each in made if self._least_bytes(each) <= self._room(each)]
+        yield from fitting or made[-1:]
+
+    def _manners(self, point: _Point) -> list[_Point]:
+        """A point in ever leaner manners."""
+        in_team = point.layout.tp > 1
+        most = self._expert_degrees(point.layout)[-1]
+        manners = [
+            (0, Recompute.NONE, False, 1),
+            (0, Recompute.NONE, in_team, 1),
+            (0, Recompute.NONE, in_team, most),
+            (1, Recompute.NONE, in_team, most),
+            *((1, Recompute.SELECTIVE, in_team, most),) * bool(attention_scores(self.graph)),
+            (1, Recompute.FULL, in_team, most),
+        ]
+        if point.layout.pp == 1:
+            manners.append((3, Recompute.FULL, in_team, most))
+        return [
+            replace(point, layout=_in_manner(point.layout, zero, recompute, along_positions, ep))
+            for zero, recompute, along_positions, ep in dict.fromkeys(manners)
+            if not zero or point.layout.dp > 1
+        ]
+
+    def _varied(self, start: _Point) -> Iterator[_Point]:
+        """Other manners of a point: ZeRO, recomputation, sequences, experts, the schedule."""
+        layout = start.layout
+        stages = [0, 1] if layout.pp > 1 else [0, 1, 2, 3]
+        for (zero, copies), recompute, along_positions, (ep, way), (schedule, chunks) in product(
+            self._kept(start, stages if layout.dp > 1 else [0]),
+            self._recomputations(start),
+            [False, True] if layout.tp > 1 else [False],
+            self._expert_manners(layout),
+            tuple(_schedules(layout, start.num_micro, self.num_layers)),
+        ):
+            varied = replace(
+                _in_manner(layout, zero, recompute, along_positions, ep),
+                dispatch=way,
+                dp_replicate=copies,
+                schedule=schedule,
+                chunks=chunks,
+                layers=() if chunks > 1 else layout.layers,
+            )
+            point = replace(start, layout=varied)
+            if self._least_bytes(point) <= self._room(point):
+                yield point
+
+    def _recomputations(self, start: _Point) -> list[Recompute]:
+        """Kinds of recomputation; single ops only where something has to be made again."""
+        kinds = [Recompute.NONE, *words_worth_trying(self.graph)]
+        if start.layout.recompute == Recompute.NONE and self.found[start].is_ok:
+            return [kind for kind in kinds if kind != Recompute.OP]
+        return kinds
+
+    def _expert_degrees(self, layout: Layout) -> list[int]:
+        """How many replicas may share the experts, if any: each device has at least one."""
+        if not self.num_experts:
+            return [1]
+        return [ep for ep in _divisors(layout.dp) if ep == 1 or ep * layout.tp <= self.num_experts]
+
+    def _expert_manners(self, layout: Layout) -> list[tuple[int, Dispatch]]:
+        """Degrees of expert parallelism, with the ways in which tokens may come to experts."""
+        shared = [ep for ep in self._expert_degrees(layout) if ep > 1]
+        return [(1, Dispatch.ALL_TO_ALL), *product(shared, Dispatch)]
+
+    def _kept(self, start: _Point, stages: Sequence[int]) -> list[tuple[int, int]]:
+        """(stage of ZeRO, copies): one copy over all replicas, or one on each host."""
+        layout, hosts = start.layout, {self.cluster.host_of[device] for device in start.devices}
+        on_a_host = len(start.devices) // len(hosts)
+        has_copies = layout.tp < on_a_host < layout.tp * layout.dp
+        return [(zero, c) for zero in stages for c in ([1, 0] if zero and has_copies else [1])]
+
+    def _estimate(self, point: _Point) -> tuple[float, int]:
+        """Seconds of a step, roughly; ties: the shorter pipeline first.
+
+        The longest of compute with the bubble, messages between stages with the bubble, and the
+        sums of gradients behind half of the compute:
+
+            T = max(C (1 + B), M (1 + B), C / 2 + S)
+
+        with the bubble B of the best schedule, and C the seconds in which the slowest device would
+        compute all micro-batches, by the stages and the members of a team, and the sums of teams.
+        """
+        layout, cluster = point.layout, self.cluster
+        types = {cluster.type_index[device] for device in point.devices}
+        of_micro_s = max(self._compute_seconds(kind, layout.micro_batch) for kind in types)
+        compute_s = point.num_micro * of_micro_s / (layout.tp * layout.pp)
+        compute_s += self._team_seconds(point)
+        sums_s = self._gradient_seconds(point) if layout.dp > 1 else 0.0
+        with_bubble = 1.0 + self._least_bubble(point)
+        longest_s = max(compute_s, self._message_seconds(point)) * with_bubble
+        return max(longest_s, compute_s / 2.0 + sums_s), layout.tp * layout.pp
+
+    def _team_seconds(self, point: _Point) -> float:
+        """Seconds in which a team adds up activations: two sums a layer and pass, in a ring.
+
+        4 (L / p) (2 (t - 1) / t b / r + 2 (t - 1) l) with L layers, b bytes of the samples of a
+        replica or of its micro-batches, and rate r and latency l of the link inside a host.
+        """
+        layout = point.layout
+        if layout.tp == 1:
+            return 0.0
+        link = self.cluster.hosts[self.cluster.host_of[point.devices[0]]].intra
+        sent = self.boundary_bytes * self.graph.batch_size / layout.dp / layout.tp
+        sent_s = sent / link.bandwidth_bytes_per_s + point.num_micro * link.latency_s
+        return 8.0 * self.num_layers / layout.pp * (layout.tp - 1) * sent_s
+
+    def _message_seconds(self, point: _Point) -> float:
+        """Seconds in which a host sends the activations of its samples to the next stage."""
+        layout, cluster = point.layout, self.cluster
+        size, slowest_s = layout.tp * layout.dp, 0.0
+        whole = self.boundary_bytes * self.graph.batch_size
+        for first in range(0, len(point.devices) - size, size):
+            devices = point.devices[first : first + size]
+            hosts = {cluster.host_of[device] for device in devices}
+            rate = cluster.bottleneck_bytes_per_s(devices[0], point.devices[first + size])
+            slowest_s = max(slowest_s, whole / len(hosts) / rate)
+        return slowest_s
+
+    def _compute_seconds(self, kind: int, samples: int) -> float:
+        """Seconds in which a device type computes the whole model for some samples."""
+        if (kind, samples) not in self._computed:
+            evaluator = self.problem.evaluator
+            device_type = self.cluster.device_types[kind]
+            seconds = evaluator.cost_model.op_seconds(self.graph, device_type, samples)
+            self._computed[kind, samples] = float(seconds[self._computing].sum())
+        return self._computed[kind, samples]
+
+    def _gradient_seconds(self, point: _Point) -> float:
+        """Seconds in which the replicas of the slowest stage add up its G bytes of gradients.
+
+        2 (n - 1) / n G / r in a ring of n hosts, at the rate r of the slowest line between
+        neighbours; inside a host in a ring of n teams, whose t members have G / t each.
+        """
+        layout, cluster = point.layout, self.cluster
+        gradients = float(self.problem.evaluator.tables.parameter_bytes.sum()) / layout.pp
+        size, slowest_s = layout.tp * layout.dp, 0.0
+        for first in range(0, len(point.devices), size):
+            devices = point.devices[first : first + size]
+            leaders = list({cluster.host_of[device]: device for device in devices}.values())
+            if len(leaders) == 1:
+                number = layout.dp
+                rate = cluster.hosts[cluster.host_of[devices[0]]].intra.bandwidth_bytes_per_s
+                rate *= layout.tp
+            else:
+                number = len(leaders)
+                ring = zip(leaders, [*leaders[1:], leaders[0]], strict=True)
+                rate = min(cluster.bottleneck_bytes_per_s(src, dst) for src, dst in ring)
+            slowest_s = max(slowest_s, 2.0 * (number - 1) / number * gradients / rate)
+        return slowest_s
+
+    def _least_bytes(self, point: _Point) -> float:
+        """Least bytes that a device holds, on average over the stages."""
+        layout = point.layout
+        parts = layout.tp * layout.pp
+        ratio = self.graph.optimizer_state_ratio
+        here = 1.0 - self.in_experts * (1.0 - 1.0 / layout.ep)
+        own = self.parameters * here / (2.0 + ratio) / parts
+        sliced = {0: 0.0, 1: ratio, 2: ratio + 1.0, 3: ratio + 2.0}[layout.zero]
+        static = own * (2.0 + ratio - sliced * (1.0 - 1.0 / layout.dp))
+        return (
+            static + surely_kept(layout.recompute) * self.activations * layout.micro_batch / parts
+        )
+
+    def _room(self, point: _Point) -> float:
+        """Bytes of the roomiest device; a layout that does not fit there fits nowhere."""
+        return max(self.cluster.devices[d].usable_memory_bytes for d in point.devices)
+
+
+def _in_manner(
+    layout: Layout, zero: int, recompute: Recompute, along_positions: bool, ep: int
+) -> Layout:
+    return replace(
+        layout,
+        zero=zero,
+        dp_replicate=1,
+        recompute=recompute,
+        sequence_parallel=along_positions,
+        ep=ep,
+    )
+
+
+def least_bubble(bubble: float, *, in_a_v: bool) -> float:
+    """Bubble of the best schedule, given that of 1F1B and whether there can be chunks in a V."""
+    return bubble / BUBBLE_OF_1F1B_OVER_V if in_a_v else bubble
+
+
+def _can_be_in_chunks(layout: Layout, num_layers: int) -> bool:
+    """Whether each device of a pipeline can have two chunks of equally many layers."""
+    return layout.pp > 1 and num_layers % (2 * layout.pp) == 0
+
+
+def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tuple[str, int]]:
+    """(name, chunks) of the schedules that a pipeline can have."""
+    yield "", 0
+    if _can_be_in_chunks(layout, num_layers):
+        if num_micro % layout.pp == 0:
+            yield "interleaved", 2
+        yield "zero_bubble_v", 2
+
+
+def _micro_batches(share: int) -> Iterator[int]:
+    """Powers of two that divide a share, and the share itself."""
+    micro = 1
+    while micro < share:
+        if share % micro == 0:
+            yield micro
+        micro *= 2
+    yield share
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]

@@ -1,0 +1,182 @@
+"""Methods that do not replicate: the whole step on one device, or a balanced chain of devices."""
+
+import numpy as np
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import FloatArray
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_evenly
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Micro-batch counts that the chain tries (GPipe order: forward and backward of each in turn)."""
+
+
+class SingleDevice(Planner):
+    """Everything on one device: each device type is tried, the best that fits wins."""
+
+    name = "single_device"
+    stage = "baseline"
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try the first device of each type."""
+        evaluator = problem.evaluator
+        types = evaluator.cluster.type_index
+        devices = [types.index(kind) for kind in dict.fromkeys(types)]
+        groups = group_ops(evaluator.graph).num_groups
+        strategies = [_placed(problem, (device,) * groups, 1) for device in devices]
+        return _ranked(problem, strategies)
+
+
+class ModelParallel(Planner):
+    """A chain: consecutive groups on consecutive devices, balanced by time, within memory.
+
+    The chain visits hosts in order of their devices' speed. For every number of devices the cut
+    that minimises the slowest stage is found by dynamic programming over (group, device), each
+    stage limited to the device's memory; then micro-batch counts are tried.
+    """
+
+    name = "model_parallel"
+    stage = "baseline"
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Cut the chain for every number of devices, and try micro-batches."""
+        evaluator = problem.evaluator
+        graph, cluster = evaluator.graph, evaluator.cluster
+        groups = group_ops(graph)
+        speeds = device_speeds(evaluator)
+        chain = sorted(range(cluster.num_devices), key=lambda d: (-speeds[d], d))
+        seconds, memory = _group_costs(evaluator)
+        strategies = []
+        longest = min(len(chain), groups.num_groups)
+        lengths = [*range(1, min(longest, 12) + 1), *({longest} if longest > 12 else ())]
+        for length in lengths:
+            devices = chain[:length]
+            placement = balanced_chain(
+                seconds[:, [cluster.type_index[device] for device in devices]],
+                np.repeat(memory[:, None], length, axis=1),
+                np.array([cluster.devices[device].usable_memory_bytes for device in devices]),
+            )
+            placed = tuple(devices[stage] for stage in placement)
+            for num_micro in MICRO_BATCHES:
+                if num_micro <= graph.batch_size:
+                    strategies.append(_placed(problem, placed, num_micro))
+        return _ranked(problem, list(dict.fromkeys(strategies)))
+
+
+def balanced_chain(seconds: FloatArray, memory: FloatArray, room: FloatArray) -> list[int]:
+    """Cut a chain of groups into stages so that the slowest stage is as fast as possible.
+
+    Args:
+        seconds: Seconds of each group on each stage's device.  # [num_groups, num_stages]
+        memory: Bytes that each group keeps on a stage's devices.  # [num_groups, num_stages]
+        room: Bytes of each stage's device.  # [num_stages]
+
+    Returns:
+        The stage of each group, ascending. Overflow is charged in proportion to its size, so an
+        infeasible chain comes out as even as it can.
+    """
+    num_groups, num_stages = seconds.shape
+    time_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(seconds, axis=0)])
+    memory_before = np.concatenate([np.zeros((1, num_stages)), np.cumsum(memory, axis=0)])
+    penalty = 10.0 * float(seconds.sum(axis=0).max())
+    best = np.full((num_stages + 1, num_groups + 1), np.inf)
+    best[0, 0] = 0.0
+    cut = np.zeros((num_stages + 1, num_groups + 1), np.int64)
+    ends = np.arange(num_groups + 1)
+    is_backward = ends[:, None] > ends
+    for stage in range(num_stages):
+        # [begin, end] of the groups on this stage
+        cost = time_before[None, :, stage] - time_before[:, None, stage]
+        over = memory_before[None, :, stage] - memory_before[:, None, stage] - room[stage]
+        cost += penalty * np.maximum(over, 0.0) / room[stage]
+        total = np.maximum(best[stage][:, None], cost)
+        total[is_backward] = np.inf
+        cut[stage + 1] = total.argmin(axis=0)
+        best[stage + 1] = total[cut[stage + 1], ends]
+    placement = [0] * num_groups
+    end = num_groups
+    for stage in range(num_stages, 0, -1):
+        begin = int(cut[stage, end])
+        placement[begin:end] = [stage - 1] * (end - begin)
+        end = begin
+    return placement
+
+
+def _group_costs(evaluator: Evaluator) -> tuple[FloatArray, FloatArray]:
+    """(seconds of each group on each device type, bytes that each group keeps)."""
+    graph = evaluator.graph
+    grouping = group_ops(graph)
+    inside = grouping.group >= 0
+    seconds = np.zeros((grouping.num_groups, len(evaluator.cluster.device_types)))
+    for index, kind in enumerate(evaluator.cluster.device_types):
+        costs = evaluator.cost_model.op_seconds(graph, kind, graph.batch_size)
+        np.add.at(seconds[:, index], grouping.group[inside], costs[inside])
+    return seconds, parameter_bytes(evaluator) + activation_bytes(evaluator)
+
+
+def parameter_bytes(evaluator: Evaluator) -> FloatArray:
+    """Bytes of each group's parameters, gradients and optimizer state.  # [num_groups]"""
+    tables = evaluator.tables
+    memory = np.zeros(tables.num_groups)
+    np.add.at(memory, tables.parameter_group, tables.parameter_bytes * (2.0 + tables.state_ratio))
+    return memory
+
+
+def activation_bytes(evaluator: Evaluator) -> FloatArray:
+    """Bytes of each group's values that stay for the backward pass.  # [num_groups]"""
+    graph, tables = evaluator.graph, evaluator.tables
+    memory = np.zeros(tables.num_groups)
+    kept = [
+        value
+        for value, tensor in enumerate(tables.value_tensor.tolist())
+        if graph.ops[graph.producer[tensor]].phase == 0
+        and any(graph.ops[reader].phase == 1 for reader in graph.consumers[tensor])
+    ]
+    sizes = tables.value_bytes + tables.value_bytes_per_unit * graph.batch_size
+    owners = tables.op_group[tables.value_op]
+    for value in kept:
+        if owners[value] >= 0:
+            memory[owners[value]] += sizes[value]
+    return memory
+
+
+def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) -> Strategy:
+    """The strategy with each group on one device and even micro-batches of the whole batch."""
+    evaluator = problem.evaluator
+    graph, cluster = evaluator.graph, evaluator.cluster
+    counts = split_evenly(graph.batch_size, num_micro)
+    idle = (0,) * num_micro
+    first = device_of_group[0]
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=cluster.fingerprint(),
+        decisions=tuple(
+            Decision(devices=(device,), shares=(graph.batch_size,)) for device in device_of_group
+        ),
+        homes=(REPLICATED,) * len(graph.updates),
+        micro_batches=()
+        if num_micro == 1
+        else tuple(counts if d == first else idle for d in range(cluster.num_devices)),
+        step_barrier=problem.step_barrier,
+    )
+
+
+def _ranked(problem: Problem, strategies: list[Strategy]) -> PlanResult:
+    """The best few strategies, best first."""
+    spending = problem.spend()
+    found: list[tuple[Evaluation, Candidate]] = []
+    with spending.limits():
+        for strategy in strategies:
+            choice = problem.evaluator.encode(strategy)
+            tried = [problem.evaluator.evaluate(choice, order) for order in problem.orders]
+            best = min(tried, key=lambda each: each.preference)
+            found.append((best, Candidate(strategy=strategy, orders=(best.order,))))
+    found.sort(key=lambda pair: pair[0].preference)
+    return PlanResult(
+        candidates=tuple(candidate for _, candidate in found[:3]),
+        num_evaluations=spending.evaluations,
+    )

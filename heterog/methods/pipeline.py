@@ -1,0 +1,496 @@
+"""Pipelines of machines: consecutive ranges of layers, each replicated inside its own stage.
+
+Gradients are then synchronised inside a stage only, over its fast links; between stages go only
+activations, which are small beside gradients where layers are wide. Stages are blocks of whole
+machines, or single devices; the cut that balances the stages is found by dynamic programming for
+every sequence of stages, then its boundaries are moved by simulation. The best are also tried with
+caps on the micro-batches that stages hold, those of 1F1B and those that hide messages, with
+weight gradients when devices would wait otherwise, and with teams inside the machines of a stage;
+what does not fit also with stages that recompute and with sliced updates.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+
+from heterog.cluster.topology import Cluster
+from heterog.graph.op_graph import FloatArray
+from heterog.graph.op_rule import OpRules
+from heterog.lowering.program import IntArray
+from heterog.methods.communities import communities, in_best_order
+from heterog.methods.enumeration import Enumeration
+from heterog.methods.megatron_grid import MOST_TASKS
+from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
+from heterog.methods.tuned_uniform import tuned_decision
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.stages import layer_blocks
+from heterog.strategy.pipeline_schedule import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.schedules import caps_of_stages
+from heterog.strategy.strategy import Decision, Keeps, Sync
+
+_FIRST_MICRO = (4, 8)  # tried for every sequence of stages
+_ALL_MICRO = (1, 2, 4, 8, 16, 32)
+_NUM_WIDENED = 10  # sequences that are tried with every number of micro-batches
+_NUM_REFINED = 4
+# Parts of the budget after which the next phase begins, whatever is left to try: a small budget
+# is better spent on the best sequences than on all of them.
+_UNTIL_SORTED = 0.2
+_UNTIL_WIDENED, _UNTIL_TEAMS, _UNTIL_REFINED = 0.4, 0.6, 0.85
+_MOST_CAPS = 2  # see ``_Point``
+_MOST_HOSTS = 5  # most machines of which every sequence is tried
+_MANY_HOSTS = 16  # machines from which on only some numbers of blocks are tried
+_MOST_KINDS = 4  # most kinds of machines of which every subset is tried on larger clusters
+
+Stages = tuple[tuple[int, ...], ...]
+"""Devices of each stage, in the order of the layers."""
+
+
+class PipelineSearch(Planner):
+    """Sequences of stages by enumeration; see the module docstring."""
+
+    name = "pipeline"
+    stage = "search"
+    resumes = True
+
+    @staticmethod
+    def prepare(evaluator: Evaluator) -> None:
+        """Load the library that finds communities, which no budget counts."""
+        communities(evaluator.cluster)
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Enumerate, then refine the best until nothing improves or the budget is over."""
+        groups = problem.evaluator.tables.num_groups
+        return problem.resumed(_Enumeration).run(
+            problem,
+            reason=f"every stage needs a group of layers, and the model has {groups} of them",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    stages: Stages
+    cuts: tuple[int, ...]  # first group of each stage but the first
+    num_micro: int
+    order: Order
+    caps: int = 0  # 0: none; 1: those of 1F1B; 2: twice as many but for the last stage, less one
+    splits_backward: bool = False
+    teams: tuple[int, ...] = ()  # most devices of a team in each stage; empty: no teams
+    recomputing: int = 0  # stages from the first one that recompute
+    keeps: Keeps = Keeps.NOTHING  # what these keep nevertheless
+    slices_updates: bool = False
+
+
+def stage_sequences(cluster: Cluster) -> list[Stages]:
+    """Sequences of stages worth trying, of two stages or more if there are two devices.
+
+    Up to five machines: every sequence of machines, alike ones in one order only, cut into blocks
+    in every way, and its devices one by one. With more: all machines, and those of some kinds,
+    sorted by kind both ways, in blocks of equal size; and communities of machines that are near
+    each other, both ways, each in blocks of its own.
+    """
+    hosts = [cluster.host_devices(index) for index in range(cluster.num_hosts)]
+    kinds = [
+        (
+            tuple(cluster.device_types[cluster.type_index[device]].name for device in host),
+            cluster.nic_bandwidth_bytes_per_s(index),
+            # Among few machines the lines between them (``pairs``) matter, too.
+            cluster.host_kind[index] if len(hosts) <= _MOST_HOSTS else 0,
+        )
+        for index, host in enumerate(hosts)
+    ]
+    found: dict[Stages, None] = {}
+    for sequence in _host_sequences(kinds):
+        count = len(sequence)
+        for cuts in _compositions(count):
+            bounds = (0, *cuts, count)
+            blocks = [
+                tuple(sorted(d for host in sequence[first:last] for d in hosts[host]))
+                for first, last in pairwise(bounds)
+            ]
+            found.setdefault(tuple(blocks))
+        found.setdefault(tuple((device,) for host in sequence for device in hosts[host]))
+    for blocks_of_near in _community_blocks(cluster):
+        found.setdefault(
+            tuple(tuple(sorted(d for h in block for d in hosts[h])) for block in blocks_of_near)
+        )
+    return [stages for stages in found if len(stages) > 1] or list(found)
+
+
+def _host_sequences(
+    kinds: list[tuple[tuple[str, ...], float, int]],
+) -> Iterator[tuple[int, ...]]:
+    everything = range(len(kinds))
+    if len(kinds) > _MOST_HOSTS:
+        different = sorted(set(kinds))[:_MOST_KINDS]
+        for size in range(len(different), 0, -1):
+            for some in combinations(different, size):
+                rest = () if size < len(different) else tuple(set(kinds) - set(different))
+                own = [host for host in everything if kinds[host] in (*some, *rest)]
+                by_kind = sorted(own, key=lambda host: (kinds[host], host))
+                yield tuple(by_kind)
+                if size > 1:
+                    yield tuple(reversed(by_kind))
+        return
+    seen = set()
+    for size in range(len(kinds), 0, -1):
+        for chosen in combinations(everything, size):
+            for sequence in permutations(chosen):
+                kind = tuple(kinds[host] for host in sequence)
+                if kind not in seen:
+                    seen.add(kind)
+                    yield sequence
+
+
+def _community_blocks(cluster: Cluster) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Blocks of machines, each in one community, so that no stage has a slow link inside."""
+    near = communities(cluster) if cluster.num_hosts > _MOST_HOSTS else []
+    if len(near) < 2:
+        return
+    ordered = in_best_order(cluster, near)
+    for most in dict.fromkeys((1, 2, 4, max(map(len, near)))):
+        blocks = [
+            each[bounds[0] : bounds[1]]
+            for each in ordered
+            for bounds in pairwise(_even_bounds(len(each), min(most, len(each))))
+        ]
+        yield tuple(blocks)
+        yield tuple(reversed(blocks))
+
+
+def _even_bounds(count: int, parts: int) -> list[int]:
+    return [round(count * part / parts) for part in range(parts + 1)]
+
+
+def _compositions(count: int) -> Iterator[tuple[int, ...]]:
+    """Positions at which a sequence may be cut: everywhere, or evenly if it is long."""
+    inner = range(1, count)
+    numbers: Sequence[int]
+    if count <= _MOST_HOSTS:
+        for size in range(count):
+            yield from combinations(inner, size)
+        return
+    numbers = range(1, count + 1)
+    if count > _MANY_HOSTS:  # 1, 2, 3, 4, 6, 8, 12, ... blocks
+        doubled = [first << power for first in (2, 3) for power in range(count.bit_length())]
+        numbers = sorted({1, count, *(each for each in doubled if each < count)})
+    for parts in numbers:
+        yield tuple(dict.fromkeys(_even_bounds(count, parts)[1:-1]))
+
+
+class _Enumeration(Enumeration[_Point]):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        evaluator = problem.evaluator
+        self.cluster = evaluator.cluster
+        self.parameters = parameter_bytes(evaluator)
+        self.activations = activation_bytes(evaluator)
+        self.seconds: dict[tuple[int, int], FloatArray] = {}
+        self.rates: dict[tuple[tuple[int, ...], int], FloatArray] = {}
+        self.cuts: dict[tuple[Stages, int, bool], tuple[int, ...]] = {}
+        self.sequences: list[Stages] = []
+        self.estimates: dict[Stages, float] = {}
+        self.rules = rules_of_model(evaluator.graph)
+        self.blocks_of_layers = layer_blocks(evaluator.graph)
+        self.kinds = kinds_worth_trying(evaluator.graph)
+        self.num_ops = np.bincount(evaluator.tables.op_group + 1, minlength=self.num_groups + 1)[
+            1:
+        ]
+
+    def search(self) -> None:
+        """Try balanced cuts of all sequences, other settings of the best, then cuts nearby."""
+        order = self.problem.first_order
+        most = self.problem.evaluator.graph.batch_size
+        # A batch of a few samples is cut into as many micro-batches as it has.
+        first_micro = [count for count in _FIRST_MICRO if count <= most] or [most]
+        sequences = self._sequences(first_micro[-1], order)
+        self.try_points(
+            (
+                point
+                for stages in sequences
+                for num_micro in first_micro
+                for point in self._balanced(stages, num_micro, order)
+            ),
+            until=_UNTIL_WIDENED,
+        )
+        if not self._has_fit:
+            for start in self._leaders():
+                self.try_points(self._leanest(start), until=_UNTIL_TEAMS)
+        self.try_points(
+            (
+                replace(
+                    point,
+                    caps=start.caps,
+                    recomputing=start.recomputing,
+                    keeps=start.keeps,
+                    slices_updates=start.slices_updates,
+                )
+                for start in self.best(_NUM_WIDENED)
+                for num_micro in _ALL_MICRO
+                if num_micro <= most
+                for point in self._balanced(start.stages, num_micro, order)
+            ),
+            until=_UNTIL_TEAMS,
+        )
+        for start in self._leaders():
+            self.try_points(self._in_teams(start), until=_UNTIL_REFINED)
+        for vary in (self._scheduled, self._leaner, self._cheaper, self._ordered):
+            for start in self._leaders():
+                self.try_points(vary(start), until=_UNTIL_REFINED)
+        for start in self.best(_NUM_REFINED):
+            self._refine(start)
+
+    @property
+    def _has_fit(self) -> bool:
+        """Whether any point fits into memory."""
+        return any(lacking <= 0.0 for lacking, _ in self.cost.values())
+
+    def _leaders(self) -> list[_Point]:
+        """The best points, and the fastest, fitting or not: a cap may make them fit."""
+        fastest = sorted(self.cost, key=lambda point: self.cost[point][1])[:_NUM_REFINED]
+        return list(dict.fromkeys((*self.best(_NUM_REFINED), *fastest)))
+
+    def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
+        """All sequences of stages, by the estimated time of their balanced cut, fastest first.
+
+        Those without time for an estimate come last; estimates are kept for when it goes on.
+        """
+        if not self.sequences:
+            self.sequences = [
+                each for each in stage_sequences(self.cluster) if len(each) <= self.num_groups
+            ]
+        for stages in self.sequences:
+            if self.estimates and self.spending.fraction >= _UNTIL_SORTED:
+                break
+            if stages not in self.estimates:
+                point = next(self._balanced(stages, num_micro, order))
+                self.estimates[stages] = self._estimate(point)
+        return sorted(self.sequences, key=lambda stages: self.estimates.get(stages, np.inf))
+
+    def _estimate(self, point: _Point) -> float:
+        """Seconds of a point: T_max + (sum T - T_max)/m, plus the slowest stage's gradients."""
+        stages, bounds = point.stages, (0, *point.cuts, self.num_groups)
+        compute, gradients = [], []
+        ratio = 2.0 + self.problem.evaluator.tables.state_ratio
+        for devices, (first, last) in zip(stages, pairwise(bounds), strict=True):
+            compute.append(self._stage_seconds(devices, point.num_micro)[first:last].sum())
+            size = self.parameters[first:last].sum() / ratio
+            gradients.append(2.0 * size / self._slowest_rate(devices))
+        fill = (sum(compute) - max(compute)) / point.num_micro
+        return float(max(compute) + fill + max(gradients))
+
+    def _slowest_rate(self, devices: tuple[int, ...]) -> float:
+        """Bytes per second of the slowest link over which a stage's gradients are summed."""
+        hosts = {self.cluster.host_of[device] for device in devices}
+        if len(hosts) > 1:
+            return min(self.cluster.nic_bandwidth_bytes_per_s(host) for host in hosts)
+        (host,) = hosts
+        inner = self.cluster.hosts[host].intra.bandwidth_bytes_per_s
+        return inner if len(devices) > 1 else np.inf
+
+    def _balanced(self, stages: Stages, num_micro: int, order: Order) -> Iterator[_Point]:
+        """Cuts that balance the stages' seconds, with and without regard to memory."""
+        usable = [device.usable_memory_bytes for device in self.cluster.devices]
+        room = np.array([float(min(usable[d] for d in devices)) for devices in stages])
+        limits: tuple[FloatArray, ...] = (room, np.full(len(stages), np.inf))
+        for limit in limits:
+            key = stages, num_micro, bool(np.isfinite(limit[0]))
+            if key not in self.cuts:
+                self.spending.check()
+                self.cuts[key] = self._balanced_cuts(stages, num_micro, limit)
+            yield _Point(stages, self.cuts[key], num_micro, order)
+
+    def _balanced_cuts(self, stages: Stages, num_micro: int, limit: FloatArray) -> tuple[int, ...]:
+        seconds = np.stack([self._stage_seconds(devices, num_micro) for devices in stages], axis=1)
+        memory = np.stack(
+            [self.parameters + self.activations / len(devices) for devices in stages], axis=1
+        )
+        placement = np.array(balanced_chain(seconds, memory, limit))
+        # Every stage keeps a group, even if the fastest cut leaves a slow stage empty.
+        cuts = np.searchsorted(placement, np.arange(1, len(stages)))
+        lowest = np.arange(1, len(stages))
+        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
+        cuts = np.minimum(cuts, self.num_groups - lowest[::-1])
+        return tuple(int(cut) for cut in cuts)
+
+    # --- other manners of a point ----------------------------------------------------------------
+
+    def _in_teams(self, start: _Point) -> Iterator[_Point]:
+        """The same with teams inside machines in all stages, whose micro-batches may be small.
+
+        A team's kernels run all its samples, so that halving these costs it less.
+        """
+        for size in team_sizes(self.cluster, self.rules):
+            for num_micro in (start.num_micro, 2 * start.num_micro):
+                if num_micro <= self.problem.evaluator.graph.batch_size:
+                    teams = (size,) * len(start.stages)
+                    yield replace(start, teams=teams, num_micro=num_micro)
+
+    def _scheduled(self, start: _Point) -> Iterator[_Point]:
+        """The same with caps, and with weight gradients whenever a device would wait."""
+        for caps in range(_MOST_CAPS + 1):
+            for splits in (False, True):
+                yield replace(start, caps=caps, splits_backward=splits)
+
+    def _ordered(self, start: _Point) -> Iterator[_Point]:
+        """The same in other orders."""
+        for other in self.problem.orders:
+            yield replace(start, order=other)
+
+    def _leaner(self, start: _Point) -> Iterator[_Point]:
+        """If a point does not fit: recomputation in the first stages or all, sliced updates.
+
+        The first stages hold the most micro-batches.
+        """
+        if self.cost[start][0] <= 0.0:
+            return
+        num_stages = len(start.stages)
+        some = sorted({1, num_stages // 2, num_stages} - {0})
+        can_slice = self.problem.evaluator.graph.updates_elementwise
+        for slices_updates in (False, True) if can_slice else (False,):
+            for count in (0, *some):
+                yield replace(
+                    start,
+                    recomputing=count,
+                    keeps=Keeps.NOTHING,
+                    slices_updates=slices_updates,
+                )
+
+    def _cheaper(self, start: _Point) -> Iterator[_Point]:
+        """For stages that recompute everything: recompute less, in as many or in all stages."""
+        if not start.recomputing or start.keeps != Keeps.NOTHING:
+            return
+        for keeps in reversed(self.kinds[:-1]):
+            fits = False
+            for recomputing in dict.fromkeys((start.recomputing, len(start.stages))):
+                point = replace(start, recomputing=recomputing, keeps=keeps)
+                yield point
+                fits = fits or (point in self.cost and self.cost[point][0] <= 0.0)
+            if not fits:
+                return
+
+    def _leanest(self, start: _Point) -> Iterator[_Point]:
+        """The same with all that saves memory, then with less: large models fit in few ways.
+
+        Micro-batches are as small as they can be without leaving a device idle.
+        """
+        num_stages, graph = len(start.stages), self.problem.evaluator.graph
+        most = graph.batch_size // max(len(devices) for devices in start.stages)
+        smallest = replace(start, caps=1, num_micro=max(start.num_micro, most))
+        for slices_updates in (True, False) if graph.updates_elementwise else (False,):
+            for recomputing in dict.fromkeys((num_stages, (num_stages + 1) // 2)):
+                for each in dict.fromkeys((smallest, replace(start, caps=1))):
+                    yield replace(each, recomputing=recomputing, slices_updates=slices_updates)
+
+    def _stage_seconds(self, devices: tuple[int, ...], num_micro: int) -> FloatArray:
+        """Seconds of each group on a stage whose devices share every micro-batch."""
+        if (devices, num_micro) in self.rates:
+            return self.rates[devices, num_micro]
+        evaluator, cluster = self.problem.evaluator, self.cluster
+        graph = evaluator.graph
+        micro = graph.batch_size / num_micro
+        samples = max(round(micro / len(devices)), 1)
+        rate = np.zeros(self.num_groups)
+        for device in devices:
+            type_number = cluster.type_index[device]
+            if (type_number, samples) not in self.seconds:
+                op_seconds = evaluator.cost_model.op_seconds(
+                    graph, cluster.device_types[type_number], samples
+                )[evaluator.tables.op_id]
+                per_group = np.full(self.num_groups, 1e-9)
+                inside = evaluator.tables.op_group >= 0
+                np.add.at(per_group, evaluator.tables.op_group[inside], op_seconds[inside])
+                self.seconds[type_number, samples] = per_group
+            rate += samples / self.seconds[type_number, samples]
+        self.rates[devices, num_micro] = graph.batch_size / rate
+        return self.rates[devices, num_micro]
+
+    def _refine(self, start: _Point) -> None:
+        """Move boundaries, and form or dissolve a stage's teams, while that helps."""
+        best = start
+        while True:
+            self.try_points(self._beside(best))
+            again = min(
+                (point for point in self.cost if point.stages == start.stages),
+                key=self.cost.__getitem__,
+            )
+            if again == best or self.spending.is_over:
+                return
+            best = again
+
+    def _beside(self, point: _Point) -> Iterator[_Point]:
+        """Points with another boundary, or other teams in one stage."""
+        for i, cut in enumerate(point.cuts):
+            for step in (-2, -1, 1, 2):
+                yield replace(point, cuts=(*point.cuts[:i], cut + step, *point.cuts[i + 1 :]))
+        if not point.teams:
+            return
+        for size in (1, *team_sizes(self.cluster, self.rules)):
+            for stage in range(len(point.stages)):
+                teams = (*point.teams[:stage], size, *point.teams[stage + 1 :])
+                yield replace(point, teams=teams if max(teams) > 1 else ())
+
+    # --- what a point means ----------------------------------------------------------------------
+
+    def is_possible(self, point: _Point) -> bool:
+        """Whether every stage has a group, and a simulation does not take seconds."""
+        bounds = (0, *point.cuts, self.num_groups)
+        if any(first >= last for first, last in pairwise(bounds)):
+            return False
+        num_tasks = point.num_micro * sum(
+            len(devices) * int(self.num_ops[first:last].sum())
+            for devices, (first, last) in zip(point.stages, pairwise(bounds), strict=True)
+        )
+        return num_tasks <= MOST_TASKS or point.num_micro <= _FIRST_MICRO[0]
+
+    def row(self, point: _Point) -> IntArray:
+        """See ``Enumeration``."""
+        row = np.empty(self.num_groups, np.int32)
+        bounds = (0, *point.cuts, self.num_groups)
+        for stage, (first, last) in enumerate(pairwise(bounds)):
+            row[first:last] = self.space.add(self._decision(point, stage))
+        return row
+
+    def _decision(self, point: _Point, stage: int) -> Decision:
+        """The decision of the groups of a stage."""
+        devices = point.stages[stage]
+        decision = tuned_decision(self.problem.evaluator, devices, self.speeds)
+        if stage < point.recomputing:
+            decision = replace(decision, recompute=True, keeps=point.keeps)
+        if point.slices_updates and len(devices) > 1:
+            decision = replace(decision, sync=Sync.ZERO1)
+        if not point.teams:
+            return decision
+        teams = host_teams(self.cluster, devices, point.teams[stage])
+        return apart(in_teams(decision, teams, self.speeds, self.cluster))
+
+    def op_rules(self, point: _Point) -> OpRules:
+        """See ``Enumeration``; devices without a team are teams of one."""
+        return self.rules.op_rules if point.teams and self.rules is not None else ()
+
+    def blocks(self, point: _Point) -> tuple[int, ...]:
+        """See ``Enumeration``: whole layers recompute, as far as they lie in one stage."""
+        if not point.recomputing:
+            return ()
+        return tuple(sorted({*self.blocks_of_layers, *point.cuts}))
+
+    def order(self, point: _Point) -> Order:
+        """See ``Enumeration``."""
+        return point.order
+
+    def micro_batches(self, point: _Point) -> tuple[tuple[int, ...], ...]:
+        """See ``Enumeration``."""
+        return self.space.micro_batches(point.num_micro)
+
+    def schedule(self, point: _Point) -> PipelineSchedule:
+        """See ``Enumeration``."""
+        capped = AS_IT_COMES
+        if point.caps and point.num_micro > 1:
+            num_devices = self.cluster.num_devices
+            capped = caps_of_stages(point.stages, num_devices, hidden=point.caps - 1)
+        return replace(capped, splits_backward=point.splits_backward)

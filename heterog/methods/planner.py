@@ -1,0 +1,462 @@
+"""The protocol of planners, their budgets and results."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import BudgetError
+from heterog.graph.op_graph import OpGraph
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Decision, Strategy
+
+_BUDGET = re.compile(r"(\d+(?:\.\d*)?)\s*(ms|s|m|min|h|e)")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+_ROUNDING = 1e-6
+"""Shares are sums of fractions: 30 x (1/3 + 1/10) is 12.99..., which means 13 evaluations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limit of a search: seconds, or evaluations (then the result is reproducible).
+
+    Exactly one of the two is given.
+
+    Attributes:
+        seconds: Wall-clock seconds, if the budget is one of time.
+        evaluations: Number of simulated strategies, if the budget is one of evaluations.
+
+    >>> Budget.parse("30s"), Budget.parse("5000e")
+    (Budget(seconds=30.0, evaluations=None), Budget(seconds=None, evaluations=5000))
+    """
+
+    seconds: float | None = None
+    evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and self.evaluations is not None:
+            raise BudgetError(
+                f"a budget of {self.seconds:g} s and {self.evaluations} evaluations: only the "
+                "evaluations would count; give one of the two."
+            )
+        amount = self.seconds if self.evaluations is None else self.evaluations
+        if amount is None or not 0 < amount < float("inf"):
+            raise BudgetError(
+                f"a budget of {self} allows no search; give some time (30s) or a number of "
+                "evaluations (5000e)."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.seconds:g}s" if self.evaluations is None else f"{self.evaluations}e"
+
+    def part(self, share: float) -> "Budget":
+        """A part of the budget, at least one evaluation."""
+        if self.evaluations is not None:
+            return Budget(evaluations=max(int(self.evaluations * share + _ROUNDING), 1))
+        assert self.seconds is not None
+        return Budget(seconds=self.seconds * share)
+
+    @staticmethod
+    def parse(text: str) -> "Budget":
+        """Read ``"30s"``, ``"2m"``, ``"500ms"`` or ``"5000e"``.
+
+        Raises:
+            BudgetError: the text is something else, or the amount is not positive.
+        """
+        match = _BUDGET.fullmatch(text.strip())
+        if match is None:
+            raise BudgetError(
+                f"cannot read budget '{text}'; write 30s, 2m or 5000e (evaluations)."
+            )
+        amount = float(match[1])
+        if amount <= 0:
+            raise BudgetError(f"a budget of {text} allows no search; give more, for example 30s.")
+        if match[2] == "e":
+            if amount != int(amount):
+                raise BudgetError(f"a budget of {text} is not a whole number of evaluations.")
+            return Budget(evaluations=int(amount))
+        return Budget(seconds=amount * _SECONDS[match[2]])
+
+
+class Stop:
+    """Switch that asks all searches to hand over their best so far, as Ctrl-C does.
+
+    Args:
+        is_asked: Function that says whether somebody asks otherwise, e.g. another process.
+    """
+
+    def __init__(self, is_asked: Callable[[], bool] = lambda: False) -> None:
+        self._is_asked = is_asked
+        self._is_requested = False
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether a stop was requested."""
+        return self._is_requested or self._is_asked()
+
+    def request(self) -> None:
+        """Request a stop; every search notices at its next evaluation."""
+        self._is_requested = True
+
+
+class TimeUp(Exception):
+    """A search has no time left."""
+
+    def __init__(self, spending: "Spending") -> None:
+        super().__init__("a search has no time left")
+        self.spending = spending
+
+
+class Spending:
+    """The rest of a budget while a search runs.
+
+    A budget in evaluations is kept by the caller who evaluates and checks ``is_over``: time never
+    cuts it, so that results can be reproduced. A budget in seconds also ends loops that do not
+    check: inside ``limits``, the first evaluation after the end leaves the block, and so does
+    ``check`` in long loops without evaluations. ``stop`` does the same under every budget.
+
+    Args:
+        budget: Time or evaluations that may be spent from now on.
+        evaluator: Evaluator whose evaluations count.
+        stop: Switch that ends the search early.
+        clock: Function that returns the seconds of some clock.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        evaluator: Evaluator,
+        *,
+        stop: Stop | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._budget = budget
+        self._evaluator = evaluator
+        self._stop = stop or Stop()
+        self._clock = clock
+        self._started_s = clock()
+        self._evaluations_before = evaluator.num_evaluations
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations spent so far."""
+        return self._evaluator.num_evaluations - self._evaluations_before
+
+    @property
+    def seconds(self) -> float:
+        """Seconds spent so far."""
+        return self._clock() - self._started_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the budget is used up, or the search was asked to stop."""
+        return self.fraction >= 1.0 or self._stop.is_requested
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether time is up, or the search was asked to stop."""
+        limit_s = self._budget.seconds
+        return self._stop.is_requested or (limit_s is not None and self.seconds >= limit_s)
+
+    @property
+    def fraction(self) -> float:
+        """Part of the budget that is spent: from 0, and above 1 if it is overspent."""
+        if self._budget.evaluations is not None:
+            return self.evaluations / self._budget.evaluations
+        assert self._budget.seconds is not None
+        return self.seconds / self._budget.seconds
+
+    def check(self) -> None:
+        """Leave the block of ``limits`` if time is up: for long loops without evaluations.
+
+        Raises:
+            TimeUp: it is; ``limits`` catches it.
+        """
+        if self.is_cut:
+            raise TimeUp(self)
+
+    @contextmanager
+    def limits(self) -> Iterator[None]:
+        """A block that ends, without an error, at the first evaluation after time is up.
+
+        Whatever was found until then is handed over after the block.
+        """
+        outer = self._evaluator.poll
+
+        def poll() -> None:
+            self.check()
+            outer()
+
+        self._evaluator.poll = poll
+        try:
+            yield
+        except TimeUp as up:
+            if up.spending is not self:  # a search around this one has to end
+                raise
+        finally:
+            self._evaluator.poll = outer
+
+
+class BudgetSplit:
+    """Divides a budget among searches that run one after another.
+
+    Each gets an equal part, whatever ran before it. Later searches share what one leaves over;
+    overspending is not taken from them, unless time is up before they had their parts.
+
+    >>> split = BudgetSplit(Budget(evaluations=30), 3)
+    >>> split.next_part()
+    Budget(seconds=None, evaluations=10)
+    >>> split.settle(4)
+    >>> split.next_part()
+    Budget(seconds=None, evaluations=13)
+    >>> split.settle(20)
+    >>> split.next_part()
+    Budget(seconds=None, evaluations=13)
+    >>> late = BudgetSplit(Budget(seconds=30.0), 3)
+    >>> late.next_part(left_s=18.0)
+    Budget(seconds=6.0, evaluations=None)
+    """
+
+    def __init__(self, budget: Budget, num_searches: int) -> None:
+        self._whole = budget
+        self._num = max(num_searches, 1)
+        self._left = self._num
+        self._spare = 0.0  # part of the whole that earlier searches left over
+        self._given = 0.0
+
+    def next_part(self, left_s: float = math.inf) -> Budget:
+        """The budget of the next search.
+
+        Args:
+            left_s: Seconds that this search and all later ones have. If their parts are longer in
+                all, each is shortened, but to no less than half.
+        """
+        extra = self._spare / max(self._left, 1)
+        self._spare -= extra
+        self._given = 1.0 / self._num + extra
+        if self._whole.seconds is not None:
+            fair = left_s / (max(self._left, 1) * self._whole.seconds)
+            self._given = min(self._given, max(fair, 0.5 / self._num))
+        self._left -= 1
+        return self._whole.part(self._given)
+
+    def settle(self, spent: float) -> None:
+        """Record what the search spent, in seconds or evaluations as the budget is."""
+        whole = self._whole.seconds if self._whole.evaluations is None else self._whole.evaluations
+        assert whole is not None
+        self._spare += max(self._given - spent / whole, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A strategy with the orders that its method runs it in.
+
+    Attributes:
+        strategy: The strategy.
+        orders: Orders that the method allows. Of a baseline's the best one counts; a search's
+            candidates are judged in all orders of the problem.
+        judged: The referee's result for the first order, if it was asked already.
+    """
+
+    strategy: Strategy
+    orders: tuple[Order, ...]
+    judged: Evaluation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanResult:
+    """The result of a planner.
+
+    Attributes:
+        candidates: Its best strategies, best first by its own evaluations; the referee chooses
+            among them. Empty if the method does not apply; ``reason`` then says why.
+        num_evaluations: Number of simulations it asked for.
+        search_seconds: Seconds it searched, where it knows that better than who called it.
+        reason: Reason why there is no candidate.
+        note: Remark about the search, for example that a beam cut it short.
+    """
+
+    candidates: tuple[Candidate, ...]
+    num_evaluations: int
+    search_seconds: float | None = None
+    reason: str = ""
+    note: str = ""
+
+
+Progress = Callable[[str, float, float], None]
+"""Function called with (method, fraction of its budget spent, best seconds so far)."""
+Search = TypeVar("Search")
+Point = TypeVar("Point")
+_RESUMED = "resumed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A planner's task; the evaluator knows its graph and cluster.
+
+    Attributes:
+        evaluator: Evaluator that scores strategies; it has graph, cluster and cost model.
+        budget: Time or evaluations that the search may spend.
+        seed: Seed of all random choices.
+        step_barrier: Whether a step ends with all updates.
+        orders: Orders that a searching method may choose from.
+        seeds: Strategies of other methods to start from.
+        proposals: Decisions of every group in strategies that a policy drew; a search may use
+            parts of them.
+        report: Function called with (fraction of the budget spent, best seconds so far).
+        stop: Switch that asks the search to hand over its best so far.
+        clock: Function that returns the seconds by which a budget in seconds is kept.
+        memory: Storage of one method, passed to it again at every later call so that it can
+            resume.
+    """
+
+    evaluator: Evaluator
+    budget: Budget
+    seed: int = 0
+    step_barrier: bool = True
+    orders: tuple[Order, ...] = tuple(Order)
+    seeds: tuple[Candidate, ...] = ()
+    proposals: tuple[tuple[Decision, ...], ...] = ()
+    report: Callable[[float, float], None] = field(default=lambda fraction, best: None)
+    stop: Stop = field(default_factory=Stop)
+    clock: Callable[[], float] = time.perf_counter
+    memory: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_order(self) -> Order:
+        """Order that a search scores its starts in: the second of those that it may choose."""
+        return self.orders[min(1, len(self.orders) - 1)]
+
+    def resumed(self, make: Callable[["Problem"], Search]) -> Search:
+        """A method's search, either from the memory as it was left or newly made.
+
+        One for another evaluator is dropped, because that numbers its channels differently.
+        """
+        evaluator, known = self.memory.get(_RESUMED, (None, None))
+        if evaluator is not self.evaluator:
+            known = make(self)
+            self.memory[_RESUMED] = self.evaluator, known
+        found: Search = known
+        return found
+
+    def spend(self) -> Spending:
+        """Begin to spend the budget."""
+        return Spending(self.budget, self.evaluator, stop=self.stop, clock=self.clock)
+
+
+OUTCOMES = ("ok", "out_of_memory", "cannot_run", "too_large", "not_applicable")
+"""Possible outcomes of a method; plan files with other words are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodRow:
+    """Result of one method, judged by the referee: a row of every comparison.
+
+    Attributes:
+        method: Name of the planner.
+        stage: ``"baseline"``, ``"search"``, ``"zero_shot"`` or ``"finetuned"``.
+        outcome: One of ``OUTCOMES``.
+        step_time_s: Seconds per step; ``None`` unless ``ok``.
+        order: Name of the order it ran in.
+        peak_memory_bytes: Predicted peak memory of each device.
+        num_evaluations: Number of simulations spent.
+        search_seconds: Seconds spent.
+        shortage: Reason why it is not ``ok``, in words.
+        overflow_bytes: Bytes missing on the worst device: 0 if it fits, infinite if it cannot run.
+        candidate: The strategy; ``None`` if the method does not apply.
+        noisy_step_times_s: Seconds per step when devices and links are not as fast as predicted,
+            one for each draw of ``pricing.noise``; the same draws for every method. Empty for
+            rows between which no gain is quoted.
+        is_rehearsed: Whether the strategy was played through on all ranks without data; otherwise
+            ``ok`` is only the simulator's judgement.
+        note: Remark, for example that the method was starved or that a beam cut its search.
+        is_starved: Whether its part of the budget was over after a few evaluations: a larger
+            budget would let it find better ones.
+    """
+
+    method: str
+    stage: str
+    outcome: str
+    step_time_s: float | None
+    order: str
+    peak_memory_bytes: tuple[int, ...]
+    num_evaluations: int
+    search_seconds: float
+    shortage: str = ""
+    overflow_bytes: float = 0.0
+    candidate: Candidate | None = None
+    noisy_step_times_s: tuple[float, ...] = ()
+    is_rehearsed: bool = False
+    note: str = ""
+    is_starved: bool = False
+
+    @property
+    def preference(self) -> tuple[float, float]:
+        """Sort key, as ``Evaluation.preference``; smaller is better."""
+        return self.overflow_bytes, self.step_time_s or 0.0
+
+
+Rank = Callable[[MethodRow], tuple[float, ...]]
+"""Function from a method's row to a few numbers; the row with the smallest is the best."""
+
+
+def by_time(row: MethodRow) -> tuple[float, ...]:
+    """Rank by the shortest step among those that fit; by nearness to fitting if none does."""
+    return row.preference
+
+
+STAGES = ("baseline", "zero_shot", "search")
+"""Stages in the order in which methods run: searches start from what earlier ones found."""
+
+
+@runtime_checkable
+class Planner(Protocol):
+    """A method: turns a problem into candidate strategies.
+
+    A method of your own is a subclass with a ``name``, a ``stage`` and ``plan``; everything else
+    has a default.
+    """
+
+    name: str
+    """Name of the method on the command line, in tables and in plans."""
+    stage: str
+    """``"baseline"`` for methods without search, ``"zero_shot"`` for a policy alone, ``"search"``
+    for others."""
+    resumes: bool = False
+    """Whether it resumes its search when it gets a problem with the same ``memory`` again."""
+    comes_last: bool = False
+    """Whether it only improves what the others have found, so that it runs after them."""
+    is_random: bool = False
+    """Whether another seed gives another search, so that several workers may run it."""
+    answers_whole: bool = False
+    """Whether its answers are whole or not begun, and it may have another; see ``whole_s``."""
+    most_part: float = 1.0
+    """Most that it takes of a budget in seconds that several methods share."""
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Find strategies for the problem's graph and cluster."""
+        ...
+
+    def prepare(self, evaluator: Evaluator) -> None:
+        """Do the work that no budget counts: imports, reading a policy."""
+        return
+
+    def joins_auto(self, graph: OpGraph, cluster: Cluster) -> bool:
+        """Whether ``auto`` asks it here."""
+        return True
+
+    def whole_s(self, problem: Problem) -> float:
+        """Seconds of an answer that is whole or not begun; 0 for a search that can be cut.
+
+        Among others, the method gets so many or, if its budget is shorter, says that it has not
+        begun.
+        """
+        return 0.0

@@ -1,0 +1,110 @@
+"""Kinds of recomputation that are worth trying, what each frees, and which ops run again for it.
+
+A kind that makes more again frees more: each makes again what those before it do. So a search that
+finds something too large asks first whether the last kind suffices; only then are the cheaper ones
+tried, the dearest of them first, until one does not fit any more. What does not fit at all costs
+no more evaluations than with one kind.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+
+from heterog.graph.op_graph import FloatArray, OpGraph, Phase
+from heterog.lowering.choice import BoolArray
+from heterog.lowering.tables import GraphTables
+from heterog.strategy.keeping import Keeps, attention_scores, kept_products
+from heterog.strategy.layouts.layout import Layout, Recompute
+from heterog.strategy.layouts.pipelines import KEEPS
+
+LEAST_SPARED = 0.05
+"""Part of the forward pass's FLOPs from which on it is worth trying to keep products: of a
+convolution net all is made again but for the last layer."""
+
+
+@lru_cache(maxsize=16)
+def kinds_worth_trying(graph: OpGraph) -> tuple[Keeps, ...]:
+    """Kinds of recomputation that differ on a graph, the one that makes the least again first.
+
+    Where attention is fused there are no scores to make again.
+    """
+    forward = [index for index, op in enumerate(graph.ops) if op.phase == Phase.FORWARD]
+    spared = sum(graph.ops[index].flops for index in kept_products(graph, (0,) * graph.num_ops))
+    whole = sum(graph.ops[index].flops for index in forward)
+    return (
+        *[Keeps.ALL_BUT_SCORES] * bool(attention_scores(graph)),
+        *[Keeps.PRODUCTS] * bool(spared > LEAST_SPARED * whole),
+        Keeps.NOTHING,
+    )
+
+
+def words_worth_trying(graph: OpGraph) -> tuple[Recompute, ...]:
+    """The same kinds in the words of layouts."""
+    of_keeps = {keeps: word for word, keeps in KEEPS.items()}
+    return tuple(of_keeps[keeps] for keeps in kinds_worth_trying(graph))
+
+
+def cheaper_layouts(graph: OpGraph, layout: Layout) -> Iterator[Layout]:
+    """A layout that makes less and less again; nothing if it does not make everything again."""
+    if layout.recompute == Recompute.FULL:
+        for word in reversed(words_worth_trying(graph)[:-1]):
+            yield replace(layout, recompute=word)
+
+
+def surely_kept(recompute: Recompute) -> float:
+    """Part of the activations that is surely held: a layout that overflows with it is skipped.
+
+    Scores alone may be most of what long sequences hold, so any kind may free nearly all.
+    """
+    return 0.5 if recompute == Recompute.NONE else 0.1
+
+
+def runs_again(tables: GraphTables, keeps: Keeps) -> BoolArray:
+    """Whether each compute op runs again where its block recomputes.  # [num_compute_ops]
+
+    Args:
+        tables: Tables of a graph with its blocks.
+        keeps: Kind of recomputation.
+    """
+    again = np.zeros(len(tables.op_id), np.bool_)
+    ops = tables.recompute_op
+    if keeps != Keeps.NOTHING:
+        first, end = (int(keeps) - 1) * len(again), int(keeps) * len(again)
+        ops = tables.partly_op[tables.partly_start[first] : tables.partly_start[end]]
+    again[ops] = True
+    return again
+
+
+def freed_bytes(tables: GraphTables, keeps: Keeps) -> tuple[FloatArray, FloatArray]:
+    """Bytes that a device frees of each group if its block recomputes, and all others do.
+
+    Without recomputation, what the backward pass reads is kept. With it, what the backward pass or
+    ops that run again read is kept if it was made by an op that does not run again, or for another
+    block.
+
+    Returns:
+        (for each of its samples, once).  # [num_groups] each
+    """
+    again, is_backward = runs_again(tables, keeps), tables.op_is_backward == 1
+    reader = np.repeat(np.arange(len(again)), np.diff(tables.read_start))
+    late = is_backward[reader] | again[reader]
+    is_remade = again[tables.value_op[tables.read_value]] & (tables.read_slot < 0)
+    kept = _marked(tables, late & ~is_remade)
+    was_kept = _marked(tables, is_backward[reader])
+    change = (was_kept.astype(np.float64) - kept) * ~is_backward[tables.value_op]
+    changes = np.flatnonzero((change != 0.0) & (tables.op_group[tables.value_op] >= 0))
+    groups = tables.op_group[tables.value_op[changes]]
+    of_sample, once = (
+        np.bincount(groups, (change * sizes)[changes], tables.num_groups).astype(np.float64)
+        for sizes in (tables.value_bytes_per_unit, tables.value_bytes)
+    )
+    return of_sample, once
+
+
+def _marked(tables: GraphTables, reads: BoolArray) -> BoolArray:
+    """Whether any of some reads is of each value.  # [num_values]"""
+    found = np.zeros(len(tables.value_op), np.bool_)
+    found[tables.read_value[reads]] = True
+    return found

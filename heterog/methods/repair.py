@@ -1,0 +1,560 @@
+"""Repair of strategies that do not fit: the least loss of speed for the missing memory.
+
+Greedy, in rounds. In each round every kind of repair is applied to the strategy at hand, as
+strongly as it takes to fit or as it can: groups recompute some or all of their activations (what
+frees the most bytes per second of recomputation on the devices that overflow first), whole layers
+recompute, more micro-batches, fewer of them under way at a time, samples move to devices with
+room, whole groups leave the devices that overflow, replicated groups shard their updates, replicas
+on one host become a team that shares its layers. If any of them makes it fit, the fastest such
+strategy is the result; otherwise the next round starts from the one that lost the fewest seconds
+per byte of overflow that it removed.
+
+Memory is judged by the fast engine and confirmed by the referee, whose schedule may need more;
+that excess is then asked for from the start.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.lowering import resident_bytes
+from heterog.lowering.choice import BoolArray
+from heterog.lowering.program import FloatArray, TaskKind
+from heterog.methods.changes import (
+    changes_in_words,
+    moved_samples,
+    with_decisions,
+    without_devices,
+)
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.planner import Budget, Spending
+from heterog.methods.recomputing import (
+    freed_bytes,
+    kinds_worth_trying,
+    runs_again,
+)
+from heterog.methods.teams import (
+    has_one_owner,
+    rules_of_model,
+    strategy_in_teams,
+    team_sizes,
+)
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_evenly
+from heterog.strategy.layouts.stages import layer_blocks
+from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
+
+_MOST_ROUNDS = 8
+_MOST_MOVES = 6  # of samples, each by the shortage that the last one has shown
+_SHARDING = tuple(sync for sync in Sync if sync.is_sharded)
+
+
+class Repaired(NamedTuple):
+    """A strategy and the changes that led to it.
+
+    Attributes:
+        strategy: The repaired strategy, or the given one.
+        changed: Description of the changes; ``""`` if there are none.
+    """
+
+    strategy: Strategy
+    changed: str
+
+
+def repair(evaluator: Evaluator, strategy: Strategy, order: Order, *, budget: Budget) -> Repaired:
+    """Change a strategy that is out of memory until it fits.
+
+    The result depends on nothing but the arguments if the budget is in evaluations.
+
+    Args:
+        evaluator: Evaluator of its graph and cluster.
+        strategy: Any strategy; one that fits is returned unchanged.
+        order: Order that it runs in.
+        budget: Evaluations or seconds that may be spent.
+
+    Returns:
+        The fastest strategy found that fits, else the nearest to fitting; it never overflows by
+        more than the given one.
+    """
+    return _Repair(evaluator, order, Spending(budget, evaluator)).run(strategy)
+
+
+class _BudgetOver(Exception):
+    """Ends a search from anywhere inside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A strategy and the engine's results for it."""
+
+    strategy: Strategy
+    seconds: float
+    peak: FloatArray  # bytes of each device
+
+
+class _Again(NamedTuple):
+    """What a kind of recomputation takes and frees on all devices that overflow.
+
+    Attributes:
+        seconds: Seconds of each group.  # [num_groups]
+        freed: Bytes of each group.  # [num_groups]
+    """
+
+    seconds: FloatArray
+    freed: FloatArray
+
+
+class _Step(NamedTuple):
+    """A change of some groups from one kind of recomputation, or none, to another."""
+
+    bytes_per_s: float
+    groups: tuple[int, ...]
+    keeps: Keeps
+
+    @property
+    def rounded(self) -> float:
+        """Bytes per second to three digits, so that equal layers tie and keep their order."""
+        return float(f"{self.bytes_per_s:.2e}")
+
+
+class _Unit(NamedTuple):
+    """Groups that recompute together.
+
+    Attributes:
+        groups: The groups.
+        decision: The present decision of its groups.
+        options: Seconds, bytes freed and kind, the one that makes the least again first.
+    """
+
+    groups: tuple[int, ...]
+    decision: Decision
+    options: tuple[tuple[float, float, Keeps], ...]
+
+    def steps(self) -> Iterator[_Step]:
+        """Ever more recomputation, in steps that free fewer and fewer bytes per second.
+
+        A kind that frees fewer per second than one that makes more again is passed over.
+        """
+        seconds = freed = 0.0
+        rest = list(self.options)
+        if self.decision.recompute:
+            kinds = [keeps for *_, keeps in rest]
+            if self.decision.keeps in kinds:
+                seconds, freed, _ = rest[kinds.index(self.decision.keeps)]
+            rest = [option for option in rest if option[2] < self.decision.keeps]
+        while rest:
+            rates = [(f - freed) / max(s - seconds, 1e-12) for s, f, _ in rest]
+            best = max(range(len(rest)), key=lambda place: (rates[place], place))
+            if rates[best] <= 0.0:
+                if rest[-1][0] > seconds:  # it may free something after all
+                    yield _Step(0.0, self.groups, rest[-1][2])
+                return
+            seconds, freed, keeps = rest[best]
+            yield _Step(rates[best], self.groups, keeps)
+            rest = rest[best + 1 :]
+
+
+class _Repair:
+    def __init__(self, evaluator: Evaluator, order: Order, spending: Spending) -> None:
+        self.evaluator = evaluator
+        self.graph = evaluator.graph
+        self.cluster = evaluator.cluster
+        self.order = order
+        self.spending = spending
+        usable = [device.usable_memory_bytes for device in self.cluster.devices]
+        self.limits = np.array(usable, np.float64)
+        self.usable = self.limits.copy()  # less the excess that the referee has shown
+        self.tried: dict[Strategy, _Tried] = {}
+        self._known: dict[object, _Again] = {}
+
+    def run(self, strategy: Strategy) -> Repaired:
+        """Repair in rounds until something fits, nothing helps, or the budget is over."""
+        given = self._evaluate(strategy)
+        try:
+            if np.isfinite(given.peak).all():
+                self._search(given)
+        except _BudgetOver:
+            pass
+        best = self._best()
+        if self._shortage(best.peak) > self._shortage(given.peak):
+            best = given
+        return Repaired(best.strategy, changes_in_words(strategy, best.strategy, self.cluster))
+
+    def _search(self, given: _Tried) -> None:
+        current: _Tried | None = given
+        for _ in range(_MOST_ROUNDS):
+            best = self._best()
+            if self._fits(best):
+                if self._is_confirmed(best):
+                    return
+            elif current is None:
+                return
+            else:
+                current = self._round(current)
+
+    def _best(self) -> _Tried:
+        """The fastest strategy that fits, else the nearest to fitting."""
+        return min(self.tried.values(), key=self._preference)
+
+    # --- judging ---------------------------------------------------------------------------------
+
+    def _try(self, strategy: Strategy) -> _Tried:
+        if strategy not in self.tried and self.spending.is_over:
+            raise _BudgetOver
+        return self._evaluate(strategy)
+
+    def _evaluate(self, strategy: Strategy) -> _Tried:
+        if strategy not in self.tried:
+            found = self.evaluator.evaluate(strategy, self.order)
+            self.tried[strategy] = _Tried(strategy, found.step_time_s, self._peak(found))
+        return self.tried[strategy]
+
+    def _is_confirmed(self, tried: _Tried) -> bool:
+        """Whether the referee agrees that it fits; if not, later repairs leave more room."""
+        judged = self._peak(self.evaluator.referee(tried.strategy, self.order))
+        if self._shortage(judged) <= 0.0:
+            return True
+        self.usable -= np.maximum(judged - tried.peak, 0.0)
+        return False
+
+    def _peak(self, found: Evaluation) -> FloatArray:
+        """Peak bytes of each device; infinite where the program is too large to be simulated."""
+        if found.outcome == Outcome.TOO_LARGE:
+            return np.full(len(self.limits), np.inf)
+        return np.array(found.peak_memory_bytes, np.float64)
+
+    def _shortage(self, peak: FloatArray) -> float:
+        """Missing bytes of the worst device."""
+        return max(float((peak - self.limits).max()), 0.0)
+
+    def _over(self, tried: _Tried) -> FloatArray:
+        """Missing bytes of each device, negative where there is room."""
+        return tried.peak - self.usable
+
+    def _fits(self, tried: _Tried) -> bool:
+        return bool((self._over(tried) <= 0.0).all())
+
+    def _worst(self, tried: _Tried) -> float:
+        return max(float(self._over(tried).max()), 0.0)
+
+    def _missing(self, tried: _Tried) -> float:
+        """Missing bytes of all devices together."""
+        return float(np.maximum(self._over(tried), 0.0).sum())
+
+    def _preference(self, tried: _Tried) -> tuple[float, float, float]:
+        return self._worst(tried), self._missing(tried), tried.seconds
+
+    # --- rounds ----------------------------------------------------------------------------------
+
+    def _round(self, current: _Tried) -> _Tried | None:
+        """The best result of one kind of repair of a strategy; ``None`` if none helps."""
+        found = [
+            tried
+            for kind in (
+                self._recompute,
+                self._recompute_layers,
+                self._cut_finer,
+                self._hold_fewer,
+                self._move_samples,
+                self._move_groups,
+                self._shard_updates,
+                self._form_teams,
+                self._recompute_less,
+            )
+            for tried in kind(current)
+            if self._missing(tried) < self._missing(current)
+        ]
+        fitting = [tried for tried in found if self._fits(tried)]
+        if fitting:
+            return min(fitting, key=lambda tried: tried.seconds)
+
+        def price(tried: _Tried) -> tuple[float, float]:
+            saved = self._missing(current) - self._missing(tried)
+            return max(tried.seconds - current.seconds, 0.0) / saved, -saved
+
+        return min(found, key=price, default=None)
+
+    def _fewest(self, make: Callable[[int], Strategy], most: int, first: int) -> Iterator[_Tried]:
+        """Strategies with the smallest number of changes that fits: doubled, then bisected.
+
+        If no number fits, the one that overflows least.
+        """
+        if most == 0:
+            return
+        low, count = 0, min(first, most)
+        tried = [self._try(make(count))]
+        while not self._fits(tried[-1]) and count < most:
+            low, count = count, min(2 * count, most)
+            tried.append(self._try(make(count)))
+        if not self._fits(tried[-1]):
+            yield min(tried, key=lambda each: (self._missing(each), each.seconds))
+            return
+        while count - low > 1:
+            middle = (low + count) // 2
+            attempt = self._try(make(middle))
+            if self._fits(attempt):
+                tried.append(attempt)
+                count = middle
+            else:
+                low = middle
+        yield tried[-1]
+
+    # --- kinds of repair -------------------------------------------------------------------------
+
+    def _recompute(self, current: _Tried) -> Iterator[_Tried]:
+        """Recompute groups, those with the most bytes per second first."""
+        units = range(len(current.strategy.decisions))
+        yield from self._make_again(current, units, (), (Keeps.NOTHING,))
+
+    def _recompute_layers(self, current: _Tried) -> Iterator[_Tried]:
+        """Recompute whole layers: only what others read of them is kept."""
+        if blocks := self._layers_of(current):
+            yield from self._make_again(current, blocks, blocks, (Keeps.NOTHING,))
+
+    def _recompute_less(self, current: _Tried) -> Iterator[_Tried]:
+        """The same in steps from one kind of recomputation to the next, where there are several.
+
+        It comes last: where the budget is small, other kinds of repair bring more.
+        """
+        kinds, blocks = kinds_worth_trying(self.graph), self._layers_of(current)
+        if len(kinds) > 1:
+            units = range(len(current.strategy.decisions))
+            yield from self._make_again(current, units, (), kinds)
+            if blocks:
+                yield from self._make_again(current, blocks, blocks, kinds)
+
+    def _layers_of(self, current: _Tried) -> tuple[int, ...]:
+        """Blocks of whole layers; empty if every group is one."""
+        blocks = current.strategy.blocks or layer_blocks(self.graph)
+        return blocks if len(blocks) < len(current.strategy.decisions) else ()
+
+    def _make_again(
+        self,
+        current: _Tried,
+        units: Sequence[int],
+        blocks: tuple[int, ...],
+        kinds: tuple[Keeps, ...],
+    ) -> Iterator[_Tried]:
+        """Make as little again as it takes to fit: the steps that free the most per second first.
+
+        Args:
+            current: What does not fit.
+            units: First groups of what recomputes together.
+            blocks: Blocks of the strategies that are tried; empty: those that there are.
+            kinds: Kinds of recomputation, the one that makes the least again first.
+        """
+        strategy = replace(current.strategy, blocks=blocks or current.strategy.blocks)
+        ranked = [
+            step for unit in self._units(current, units, blocks, kinds) for step in unit.steps()
+        ]
+        # What the last unit makes is read at once: while memory is fullest, it frees nothing.
+        last = max((step.groups for step in ranked), default=())
+        ranked.sort(key=lambda step: (step.groups == last, -step.rounded, step.groups))
+
+        def make(count: int) -> Strategy:
+            changes = {
+                group: replace(strategy.decisions[group], recompute=True, keeps=step.keeps)
+                for step in ranked[:count]
+                for group in step.groups
+            }
+            return with_decisions(strategy, changes)
+
+        yield from self._fewest(make, len(ranked), len(ranked))
+
+    def _units(
+        self,
+        current: _Tried,
+        units: Sequence[int],
+        blocks: tuple[int, ...],
+        kinds: tuple[Keeps, ...],
+    ) -> Iterator["_Unit"]:
+        """What each unit takes and frees on the devices that overflow, by kind."""
+        decisions, over = current.strategy.decisions, self._over(current) > 0.0
+        for first, end in pairwise((*units, len(decisions))):
+            groups = tuple(range(first, end))
+            if not any(
+                over[device] and share
+                for group in groups
+                for device, share in _shares_of(decisions[group])
+            ):
+                continue
+            options = []
+            for keeps in kinds:
+                known = [self._again(keeps, blocks, decisions[group], over) for group in groups]
+                pairs = list(zip(known, groups, strict=True))
+                seconds = sum(float(each.seconds[group]) for each, group in pairs)
+                freed = sum(float(each.freed[group]) for each, group in pairs)
+                options.append((seconds, freed, keeps))
+            yield _Unit(groups, decisions[first], tuple(options))
+
+    def _again(
+        self, keeps: Keeps, blocks: tuple[int, ...], decision: Decision, over: BoolArray
+    ) -> "_Again":
+        """What a kind of recomputation takes and frees if all groups have one decision."""
+        key = keeps, blocks, decision, over.tobytes()
+        if key not in self._known:
+            tables = self.evaluator.rules.of(self.evaluator.rules.number((), blocks)).tables
+            again, batch = runs_again(tables, keeps), self.graph.batch_size
+            of_sample, once = freed_bytes(tables, keeps)
+            seconds, freed = np.zeros(tables.num_groups), np.zeros(tables.num_groups)
+            for device, share in _shares_of(decision):
+                if over[device] and share:
+                    kind = self.cluster.device_types[self.cluster.type_index[device]]
+                    row = self.evaluator.cost_model.op_seconds(self.graph, kind, batch)
+                    own = row[tables.op_id[again]] * (share / batch)
+                    seconds += np.bincount(tables.op_group[again], own, tables.num_groups)
+                    freed += share * of_sample + once
+            self._known[key] = _Again(seconds, freed)
+        return self._known[key]
+
+    def _cut_finer(self, current: _Tried) -> Iterator[_Tried]:
+        """Double the number of micro-batches until it fits, or until that does not help."""
+        strategy, batch = current.strategy, self.graph.batch_size
+        crossing = axis_plan(self.graph, strategy.op_rules).crossing
+        if crossing is not None or micro_batches_refused(self.graph, 2):
+            return  # an op needs the whole batch
+        if not strategy.op_rules:
+            program = self.evaluator.program(self.evaluator.encode(strategy))
+            if (program.kind == TaskKind.GATHER_VALUE).any():
+                return
+        idle = self.cluster.num_devices - 1
+        last, count = current, strategy.num_micro_batches
+        while count < batch and not self._fits(last):
+            count = min(2 * count, batch)
+            micro = (split_evenly(batch, count), *(((0,) * count,) * idle))
+            schedule = replace(strategy.schedule, turns=())  # they are of other micro-batches
+            finer = self._try(replace(strategy, micro_batches=micro, schedule=schedule))
+            if self._missing(finer) >= self._missing(last):
+                break
+            last = finer
+        yield last
+
+    def _hold_fewer(self, current: _Tried) -> Iterator[_Tried]:
+        """Halve the number of micro-batches under way until it fits or does not help."""
+        strategy, last = current.strategy, current
+        cap = strategy.num_micro_batches
+        devices = [decision.devices for decision in strategy.decisions]
+        while cap > 1 and not self._fits(last):
+            cap = (cap + 1) // 2
+            schedule = replace(strategy.schedule, in_flight=((cap,),) * self.cluster.num_devices)
+            capped = self._try(replace(strategy, schedule=schedule.fitted(devices)))
+            if self._missing(capped) >= self._missing(last):
+                break
+            last = capped
+        yield last
+
+    def _move_samples(self, current: _Tried) -> Iterator[_Tried]:
+        """Move samples from devices that overflow to devices of the same groups with room."""
+        last = current
+        for _ in range(_MOST_MOVES):
+            over, rate = self._over(last), self._bytes_per_sample(last)
+            takers = {d: -over[d] / rate[d] for d in range(len(over)) if over[d] < 0.0}
+            changes = {
+                group: moved_samples(decision, over, rate, takers)
+                for group, decision in enumerate(last.strategy.decisions)
+            }
+            moved = self._try(with_decisions(last.strategy, changes))
+            if moved.strategy == last.strategy or self._missing(moved) >= self._missing(last):
+                break
+            last = moved
+            if self._fits(last):
+                break
+        yield last
+
+    def _bytes_per_sample(self, tried: _Tried) -> FloatArray:
+        """Bytes per sample on each device, from the samples that it has now."""
+        evaluator = self.evaluator
+        resident = resident_bytes(evaluator.tables, evaluator.encode(tried.strategy))
+        samples = np.zeros(self.cluster.num_devices)
+        for decision in tried.strategy.decisions:
+            for device, share in _shares_of(decision):
+                samples[device] = max(samples[device], share)
+        used = np.maximum(tried.peak - resident, 1.0)
+        most = float((used / np.maximum(samples, 1.0)).max())
+        # An idle device is assumed to need as much as the one that needs most.
+        return np.where(samples > 0.0, used / np.maximum(samples, 1.0), most)
+
+    def _move_groups(self, current: _Tried) -> Iterator[_Tried]:
+        """Move whole groups off the devices that overflow: the last, first or largest ones."""
+        strategy, over = current.strategy, self._over(current)
+        leaving = {device for device in range(len(over)) if over[device] > 0.0}
+        rest = [device for device in range(len(over)) if device not in leaving]
+        if not rest:
+            return
+        roomiest = min(rest, key=lambda device: (over[device], device))
+        groups = [g for g, d in enumerate(strategy.decisions) if leaving & set(d.devices)]
+        tables = self.evaluator.tables
+        size = np.bincount(
+            tables.parameter_group, weights=tables.parameter_bytes, minlength=tables.num_groups
+        )
+        by_size = sorted(groups, key=lambda group: (-size[group], group))
+        for ranked in (groups[::-1], groups, by_size):
+
+            def make(count: int, ranked: Sequence[int] = ranked) -> Strategy:
+                chosen = ranked[:count]
+                return self._without(strategy, chosen, leaving, roomiest)
+
+            yield from self._fewest(make, len(ranked), 1)
+
+    def _without(
+        self, strategy: Strategy, groups: Sequence[int], leaving: set[int], roomiest: int
+    ) -> Strategy:
+        """The strategy with some groups off some devices; on ``roomiest`` if no other is left."""
+        changes = {
+            group: without_devices(strategy.decisions[group], leaving, roomiest)
+            for group in groups
+        }
+        homes = list(strategy.homes)
+        for parameter, home in enumerate(homes):
+            changed = changes.get(int(self.evaluator.tables.parameter_group[parameter]))
+            if changed is not None and home in leaving:
+                alone = len(changed.devices) == 1
+                index = parameter % len(changed.devices)
+                homes[parameter] = REPLICATED if alone else changed.devices[index]
+        return replace(with_decisions(strategy, changes), homes=tuple(homes))
+
+    def _shard_updates(self, current: _Tried) -> Iterator[_Tried]:
+        """Have each replica keep a part of the optimizer's state, gradients, parameters."""
+        for sync in _SHARDING:
+            sliced = [
+                replace(decision, sync=sync, slices=(), slice_groups=())
+                for decision in current.strategy.decisions
+            ]
+            changes = {
+                group: sliced[group]
+                for group, decision in enumerate(current.strategy.decisions)
+                if len(decision.devices) > 1
+                and decision.sync != Sync.PARAMETER_SERVER
+                and has_one_owner(sliced[group])
+            }
+            try:
+                yield self._try(with_decisions(current.strategy, changes))
+            except StrategyError:
+                return  # the optimizer cannot update a part of a parameter
+
+    def _form_teams(self, current: _Tried) -> Iterator[_Tried]:
+        """Make teams of replicas on the hosts of devices that overflow, to divide everything."""
+        strategy, over = current.strategy, self._over(current) > 0.0
+        groups = [
+            group
+            for group, decision in enumerate(strategy.decisions)
+            if any(over[device] for device in decision.devices) and not decision.teams
+        ]
+        speeds = device_speeds(self.evaluator)
+        for size in reversed(team_sizes(self.cluster, rules_of_model(self.graph))):
+            made = strategy_in_teams(self.graph, self.cluster, strategy, groups, size, speeds)
+            if made is not None and made.decisions != strategy.decisions:
+                yield self._try(made)
+
+
+def _shares_of(decision: Decision) -> Iterator[tuple[int, int]]:
+    """Pairs (device, samples) of a decision."""
+    return zip(decision.devices, decision.shares, strict=True)

@@ -1,0 +1,75 @@
+"""One decision for the whole model, tuned by hand, on the best machines.
+
+The best subset of machines, shares in proportion to measured
+speed, gradients by reduce-scatter and all-gather with slices in proportion to the NICs' rates, a
+full update on every rank, the best of the three orders. Tensor by tensor or in 25 MiB buckets,
+whichever is better.
+"""
+
+from collections.abc import Iterator
+
+from heterog.cluster.topology import Cluster
+from heterog.lowering.channels import proportional_slices
+from heterog.lowering.space import device_sets
+from heterog.methods.data_parallel import Trials, device_speeds, uniform_strategy
+from heterog.methods.planner import Planner, PlanResult, Problem
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
+
+NUM_RETURNED = 3
+"""Number of strategies handed to the referee."""
+
+
+def machine_subsets(cluster: Cluster) -> list[tuple[int, ...]]:
+    """Device sets of whole machines, the largest first; at most 256 (see ``space``)."""
+    hosts = [set(cluster.host_devices(index)) for index in range(cluster.num_hosts)]
+    whole = [
+        devices
+        for devices in device_sets(cluster)
+        if all(host <= set(devices) or host.isdisjoint(devices) for host in hosts)
+    ]
+    return sorted(whole, key=lambda devices: (-len(devices), devices))
+
+
+def tuned_decision(
+    evaluator: Evaluator, devices: tuple[int, ...], speeds: tuple[float, ...]
+) -> Decision:
+    """Replicas on some devices, with shares and slices in proportion."""
+    batch = evaluator.graph.batch_size
+    if len(devices) == 1:
+        return Decision(devices=devices, shares=(batch,))
+    return Decision(
+        devices=devices,
+        shares=split_in_proportion(batch, tuple(speeds[device] for device in devices)),
+        sync=Sync.REDUCE_SCATTER_ALL_GATHER,
+        slices=proportional_slices(evaluator.cluster, devices),
+    )
+
+
+class TunedUniform(Planner):
+    """One tuned decision for every group; see the module docstring."""
+
+    name = "tuned_uniform"
+    stage = "baseline"
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try every subset of machines, both bucket sizes and every order."""
+        trials = Trials(problem)
+        with trials.spending.limits():
+            for strategy in _strategies(problem):
+                trials.judge(strategy)
+        return trials.result(NUM_RETURNED)
+
+
+def _strategies(problem: Problem) -> Iterator[Strategy]:
+    speeds = device_speeds(problem.evaluator)
+    for devices in machine_subsets(problem.evaluator.cluster):
+        decision = tuned_decision(problem.evaluator, devices, speeds)
+        for bucket_bytes in (0, DEFAULT_BUCKET_BYTES):
+            yield uniform_strategy(
+                problem.evaluator,
+                decision,
+                bucket_bytes=bucket_bytes,
+                step_barrier=problem.step_barrier,
+            )

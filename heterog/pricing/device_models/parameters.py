@@ -1,0 +1,302 @@
+"""The fitted parameters of types that were measured, and of all others.
+
+``fitted.yaml`` holds, for each family of kernels, parameters by GPU type and a set ``any`` that
+was fitted to all measured types together. They are shares of what the data sheet promises, so
+``any`` carries over to a type that nobody measured: its peak, bandwidth, multiprocessors and cache
+are read off its sheet. How far that is off was found by leaving out each measured type in turn.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from typing import Any, NamedTuple, TypeVar
+
+from heterog.cluster.catalog import ListedType, listed_type
+from heterog.cluster.hardware import DeviceType
+from heterog.pricing.device_models.chip import Chip
+from heterog.pricing.device_models.collectives import CollectiveModel
+from heterog.pricing.device_models.products import ProductModel
+from heterog.pricing.device_models.streams import StreamModel
+from heterog.pricing.peak_errors import PeakErrors
+from heterog.yaml_files import load_shipped
+
+_T = TypeVar("_T")
+
+ANY_TYPE = "any"
+PRODUCTS = ("float32", "16 bit", "8 bit")
+"""Families of matrix products: on vector units, and on tensor cores by bits of the factors."""
+STREAMS = ("elementwise", "layer norm", "softmax")
+
+# An Ampere multiprocessor at boost clock; for types that the catalogue does not know.
+_FLOPS_OF_A_MULTIPROCESSOR = 0.18e12
+_CACHE_MIB = 4.0
+_MIB = 2.0**20
+_PROCESS_NM, _SHRINKING = 16.0, 0.8
+_LARGE_FLOPS_PER_S = 5e12
+"""Peak of a multiprocessor above which its tensor cores multiply large matrices."""
+_SAME_CHIP = 0.85
+"""Least ratio of multiprocessors, and of their peaks, for types to count as one chip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Errors of predictions for rows that were not fitted, as shares of the measured seconds.
+
+    Attributes:
+        rows: Number of rows.
+        median: Median of the absolute errors.
+        p90: Their 90th percentile.
+    """
+
+    rows: int
+    median: float
+    p90: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Parameters of one family of kernels on a type, and their errors.
+
+    Attributes:
+        model: Parameters of the family.
+        measured_on: Type that they were fitted to, or ``ANY_TYPE``.
+        errors: Errors on that type's test rows; for ``ANY_TYPE`` those on types left out.
+    """
+
+    model: ProductModel | StreamModel
+    measured_on: str
+    errors: Errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTraining:
+    """Factors by which kernels take longer in a training run than alone.
+
+    Kernels are measured alone, for a moment, and with the newest library. In a run, power holds
+    the clock down, other kernels have filled the cache, and libraries are a year or two older.
+    No fused attention was measured alone: its factor is over the products inside it, each as fast
+    as a large one.
+
+    Attributes:
+        products: Factor on the seconds of products on tensor cores.
+        fused_attention: Factor on those of fused attention.
+        streams: Factor on those of other kernels that make 16-bit tensors, but the optimizer's.
+        float32: Factor on those of all kernels that make wider tensors without tensor cores.
+        unaligned: Further factor on products on tensor cores whose rows do not begin at multiples
+            of 16 bytes. From Megatron's last layer with 50,257 words on an A100 (vTrain's rows of
+            ``fit``). Types that multiply large matrices at once have their own, measured ones.
+        spread: Spread of log(measured / predicted) of steps on the type, beside kernels' errors.
+        measured_on: Type whose runs they were fitted to, or ``ANY_TYPE``.
+    """
+
+    products: float = 1.0
+    fused_attention: float = 1.0
+    streams: float = 1.0
+    float32: float = 1.0
+    unaligned: float = 1.73
+    spread: float = 0.15
+    measured_on: str = ANY_TYPE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Seconds that the host of a device takes.
+
+    Attributes:
+        issue_s: Seconds to issue a kernel of the forward pass, from Python.
+        issue_spread: Spread of log(issue_s) from one host to another.
+        backward: Seconds to issue a kernel of the backward pass, from autograd's own thread, as a
+            multiple of ``issue_s``.
+        update: Seconds of the optimizer for each parameter, which it sorts into groups, likewise.
+        per_member: Share by which each member of a team makes issuing take longer in a pipeline
+            whose stages lie on several hosts.
+        graph_s: Seconds to enter a compiled graph, once in each pass.
+        collective_s: Seconds to issue a collective, beyond what the latency of its links holds.
+        ramp_s: Most seconds that a collective takes longer in a step than alone.
+        ramp_s_per_byte: The same for each byte that a member sends, where that is less.
+        spread: Spread of log(measured / predicted) of steps, for what else this program does.
+    """
+
+    issue_s: float
+    backward: float = 1.0
+    update: float = 0.0
+    issue_spread: float = 0.3
+    collective_s: float = 0.0
+    ramp_s: float = 0.0
+    ramp_s_per_byte: float = 0.0
+    spread: float = 0.0
+    graph_s: float = 0.0
+    per_member: float = 0.0
+
+
+class _Tables(NamedTuple):
+    """Contents of ``fitted.yaml``: families by name and type, factors by type, hosts by program.
+
+    ``alone`` has the factors of types whose runs on one GPU were measured too.
+
+    Collectives are by type, then by name; peaks of memory have one set for all types.
+    """
+
+    families: Mapping[str, Mapping[str, Family]]
+    in_training: Mapping[str, InTraining]
+    alone: Mapping[str, InTraining]
+    hosts: Mapping[str, Host]
+    collectives: Mapping[str, Mapping[str, CollectiveModel]]
+    peaks: PeakErrors
+
+
+def listed_name(type_name: str) -> str:
+    """The catalogue's name of a type that a cluster file changes.
+
+    >>> listed_name("GH200-custom2"), listed_name("GH200")
+    ('GH200', 'GH200')
+    """
+    return re.sub(r"-custom\d*$", "", type_name)
+
+
+def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0) -> Chip:
+    """Data sheet of a type, with the peak of the dtype at hand.
+
+    Args:
+        device_type: Device type.
+        peak_flops_per_s: Peak of the dtype.
+        width: Bits of a factor over those of the family of products.
+    """
+    listed = listed_type(listed_name(device_type.name))
+    multiprocessors = 0 if listed is None else listed.multiprocessors
+    guess = device_type.peak_flops_per_s["float32"] / _FLOPS_OF_A_MULTIPROCESSOR
+    return Chip(
+        peak_flops_per_s=peak_flops_per_s,
+        bandwidth_bytes_per_s=device_type.memory_bandwidth_bytes_per_s,
+        multiprocessors=multiprocessors or max(round(guess), 1),
+        cache_bytes=_MIB * (_CACHE_MIB if listed is None else listed.cache_mib),
+        board_w=math.inf if listed is None else listed.board_w,
+        energy=1.0 if listed is None else width * energy_of(listed, peak_flops_per_s),
+    )
+
+
+def energy_of(listed: ListedType, peak_flops_per_s: float) -> float:
+    """Energy of a FLOP on a type over that of one at 16 nm.
+
+    It shrinks with the process, and by half where a multiprocessor multiplies matrices so large
+    that its tensor cores read them from shared memory (Hopper and Blackwell for data centres).
+    Both are chosen, by published products of boards that were short of power: 158 TFLOP/s of an
+    A100 on 250 W (NVIDIA/cutlass, issue 956), 617 and 2,174 of a GB300 on 500 and 1,400 W
+    (facebookexperimental/triton, pull request 2023); and a T4 and a P4 in float32.
+    """
+    shrunk = (listed.process_nm / _PROCESS_NM) ** _SHRINKING
+    return float(shrunk * (0.5 if _is_large(listed, peak_flops_per_s) else 1.0))
+
+
+def multiplies_large(device_type: DeviceType) -> bool:
+    """Whether tensor cores read matrices from shared memory: Hopper, Blackwell of data centres.
+
+    >>> from heterog.cluster.catalog import device_type
+    >>> [multiplies_large(device_type(name)) for name in ("H200", "A100-80GB", "RTX-5090")]
+    [True, False, False]
+    """
+    listed = listed_type(listed_name(device_type.name))
+    if listed is None:
+        return False
+    return _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
+
+
+def _is_large(listed: ListedType, peak_flops_per_s: float) -> bool:
+    return peak_flops_per_s > _LARGE_FLOPS_PER_S * max(listed.multiprocessors, 1)
+
+
+@lru_cache(maxsize=256)
+def families_of(type_name: str) -> Mapping[str, Family]:
+    """Each family of kernels on a type: its own parameters, its siblings', or those of any type.
+
+    Siblings have the same chip: an A100 of 40 GB is predicted from one of 80 GB, a GH200 from an
+    H100, on its own bandwidth and peaks.
+    """
+    return {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
+
+
+def host_of(execution: str) -> Host:
+    """Host's seconds in a program that executes steps; see ``cluster.execution.Execution``."""
+    return _tables().hosts[execution]
+
+
+@lru_cache(maxsize=256)
+def in_training_of(type_name: str, *, is_alone: bool = False) -> InTraining:
+    """Factors from runs on a type or its siblings, else those on all types together.
+
+    Args:
+        type_name: Name of the device type.
+        is_alone: Whether the run uses one GPU, for which some types have factors of their own.
+    """
+    found = _of_type(_tables().in_training, type_name)
+    return _of_type({ANY_TYPE: found, **_tables().alone}, type_name) if is_alone else found
+
+
+@lru_cache(maxsize=256)
+def collectives_of(type_name: str) -> Mapping[str, CollectiveModel]:
+    """Models of collectives among GPUs of a type or its siblings; empty if none were measured."""
+    return _of_type({ANY_TYPE: {}, **_tables().collectives}, type_name)
+
+
+def shipped_peak_errors() -> PeakErrors:
+    """Errors of predicted peaks of memory, from the only type with measured peaks."""
+    return _tables().peaks
+
+
+def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
+    """Entry of a type, of one with the same chip, or of any."""
+    type_name = listed_name(type_name)
+    if type_name in by_type:
+        return by_type[type_name]
+    listed = listed_type(type_name)
+    for other, found in by_type.items():
+        sibling = listed_type(other)
+        if listed is not None and sibling is not None and _is_same_chip(listed, sibling):
+            return found
+    return by_type[ANY_TYPE]
+
+
+def _is_same_chip(one: ListedType, other: ListedType) -> bool:
+    """Whether caches are equal, and multiprocessors as fast and about as many.
+
+    Cards have a few multiprocessors less than modules, at a lower clock.
+    """
+    if not one.multiprocessors or one.cache_mib != other.cache_mib:
+        return False
+    few, many = sorted((one.multiprocessors, other.multiprocessors))
+    slow, fast = sorted(
+        each.type.peak_flops_per_s["float32"] / each.multiprocessors for each in (one, other)
+    )
+    return few >= _SAME_CHIP * many and slow >= _SAME_CHIP * fast
+
+
+@lru_cache(maxsize=1)
+def _tables() -> _Tables:
+    document = load_shipped(resources.files("heterog.pricing.device_models") / "fitted.yaml")
+    families = {
+        name: {type_name: _family(name, type_name, row) for type_name, row in by_type.items()}
+        for name, by_type in document["families"].items()
+    }
+    in_training, alone = (
+        {name: InTraining(**row, measured_on=name) for name, row in document[which].items()}
+        for which in ("in_training", "alone")
+    )
+    hosts = {name: Host(**row) for name, row in document["hosts"].items()}
+    collectives = {
+        type_name: {name: CollectiveModel(**row) for name, row in by_name.items()}
+        for type_name, by_name in document["collectives"].items()
+    }
+    peaks = PeakErrors(**document["peaks"])
+    return _Tables(families, in_training, alone, hosts, collectives, peaks)
+
+
+def _family(name: str, type_name: str, row: Mapping[str, Any]) -> Family:
+    kind = ProductModel if name in PRODUCTS else StreamModel
+    return Family(
+        model=kind(**{field.name: float(row[field.name]) for field in fields(kind)}),
+        measured_on=type_name,
+        errors=Errors(**row["errors"]),
+    )

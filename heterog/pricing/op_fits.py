@@ -1,0 +1,208 @@
+"""Seconds of ops fitted to measurements: of each kind, and of each device type.
+
+``calibration`` says which source comes first.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from heterog.graph.op_graph import FloatArray, OpGraph
+from heterog.pricing.measurements import (
+    COPY,
+    LEAST_SECONDS,
+    OpMeasurement,
+    op_kind,
+    op_signature,
+)
+
+_NEAR = math.log(2.0)  # sizes within a factor of 2 inform each other
+_FAR = math.log(3.0)  # beyond this factor from anything measured, a size is extrapolated
+_SHRINK = 0.1  # weight of "the fit is right", where one measurement of the same size has 1
+
+
+@lru_cache(maxsize=16)
+def signatures(graph: OpGraph) -> tuple[str, ...]:
+    """The signature of every op."""
+    return tuple(op_signature(graph, index) for index in range(graph.num_ops))
+
+
+@lru_cache(maxsize=16)
+def _members(graph: OpGraph) -> Mapping[str, list[int]]:
+    """Ops of each kind, by kind."""
+    members: dict[str, list[int]] = {}
+    for index in range(graph.num_ops):
+        members.setdefault(op_kind(graph, index), []).append(index)
+    return members
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindFit:
+    """Seconds of ops of one kind on one device type, from measurements at several sizes.
+
+    Attributes:
+        coefficients: Seconds, seconds per FLOP, seconds per byte.
+        log_flops: Logarithm of 1 + FLOPs of each measurement.
+        log_bytes: Logarithm of 1 + bytes of each measurement.
+        log_ratio: Logarithm of each measurement's seconds over those of the fit.
+    """
+
+    coefficients: tuple[float, float, float]
+    log_flops: tuple[float, ...]
+    log_bytes: tuple[float, ...]
+    log_ratio: tuple[float, ...]
+
+    def seconds(self, flops: FloatArray, num_bytes: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Seconds of ops, and their distance in log size to the nearest measurement."""
+        fit = _linear(self.coefficients, flops, num_bytes)
+        across = np.log1p(flops)[:, None] - np.array(self.log_flops)
+        down = np.log1p(num_bytes)[:, None] - np.array(self.log_bytes)
+        distance = np.hypot(across, down)
+        weight = np.exp(-0.5 * (distance / _NEAR) ** 2)
+        correction = (weight @ np.array(self.log_ratio)) / (weight.sum(1) + _SHRINK)
+        return fit * np.exp(correction), distance.min(1)
+
+
+def _linear(
+    coefficients: tuple[float, float, float], flops: FloatArray, num_bytes: FloatArray
+) -> FloatArray:
+    base, per_flop, per_byte = coefficients
+    return np.maximum(base + per_flop * flops + per_byte * num_bytes, LEAST_SECONDS)
+
+
+def fit_kind(flops: FloatArray, num_bytes: FloatArray, seconds: FloatArray) -> KindFit:
+    """Fit one kind to its measurements by non-negative least squares of relative errors."""
+    from scipy.optimize import nnls  # takes 0.3 s, which ranks need not wait for
+
+    seconds = np.maximum(seconds, LEAST_SECONDS)
+    columns = np.stack([np.ones_like(seconds), flops, num_bytes], axis=1) / seconds[:, None]
+    scale = np.maximum(columns.max(0), 1e-300)
+    solution, _ = nnls(columns / scale, np.ones_like(seconds))
+    base, per_flop, per_byte = (solution / scale).tolist()
+    fit = _linear((base, per_flop, per_byte), flops, num_bytes)
+    return KindFit(
+        coefficients=(base, per_flop, per_byte),
+        log_flops=tuple(np.log1p(flops).tolist()),
+        log_bytes=tuple(np.log1p(num_bytes).tolist()),
+        log_ratio=tuple(np.log(seconds / fit).tolist()),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeFit:
+    """The fits to all measurements of one device type.
+
+    Attributes:
+        kinds: Fit of each op kind.
+        curves: Curve of each op signature: (samples, seconds) in order of samples.
+        any_kind: Fit to ops of all kinds, for kinds never measured.
+        copy_s: Fixed seconds and seconds per byte of copies.
+    """
+
+    kinds: Mapping[str, KindFit]
+    curves: Mapping[str, tuple[tuple[float, ...], tuple[float, ...]]]
+    any_kind: KindFit
+    copy_s: tuple[float, float]
+
+    def work_seconds(
+        self, graph: OpGraph, flops: FloatArray, num_bytes: FloatArray
+    ) -> tuple[FloatArray, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Seconds by kind of ops that do this much work, and whether each is extrapolated."""
+        is_far = np.ones(graph.num_ops, np.bool_)
+        seconds = np.empty(graph.num_ops)
+        for kind, indices in _members(graph).items():
+            fit = self.kinds.get(kind, self.any_kind)
+            seconds[indices], distance = fit.seconds(flops[indices], num_bytes[indices])
+            if kind in self.kinds:
+                is_far[indices] = distance > _FAR
+        return seconds, is_far
+
+
+def fit_type(rows: Sequence[OpMeasurement]) -> TypeFit:
+    """Fit the measurements of one device type."""
+    kinds: dict[str, list[OpMeasurement]] = {}
+    curves: dict[str, dict[int, list[OpMeasurement]]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, []).append(row)
+        if row.kind != COPY:
+            curves.setdefault(row.signature, {}).setdefault(row.samples, []).append(row)
+    fits = {kind: fit_kind(*_columns(members)) for kind, members in kinds.items()}
+    any_kind = fit_kind(*_columns(rows))
+    fixed, _, per_byte = fits.pop(COPY, any_kind).coefficients
+    return TypeFit(
+        kinds=fits,
+        curves={
+            signature: (
+                tuple(float(samples) for samples in sorted(points)),
+                tuple(_mean_seconds(points[samples]) for samples in sorted(points)),
+            )
+            for signature, points in curves.items()
+        },
+        any_kind=any_kind,
+        copy_s=(fixed, per_byte),
+    )
+
+
+def held_out_error(rows: Sequence[OpMeasurement], *, folds: int = 5) -> tuple[float, float]:
+    """Errors of ops and of whole models on measurements that the fit has not seen.
+
+    For the first, each fold leaves out a part of the ops, by signature, and the error is the sum
+    of |predicted - measured| over the sum of measured seconds. For the second each model is left
+    out whole; the error is the mean, over models and shares, of that of the sum over a model's
+    ops. NaN where there is only one op or model.
+
+    Args:
+        rows: Measurements of one device type.
+        folds: Number of parts that the ops are divided into.
+    """
+    rows = [row for row in rows if row.kind != COPY]
+    pairs = [
+        pair
+        for fold in range(folds)
+        for pair in _predict_left_out(rows, lambda row: int(row.signature, 16) % folds, fold)
+    ]
+    measured = sum(row.seconds * row.count for row, _ in pairs)
+    wrong = sum(abs(predicted - row.seconds) * row.count for row, predicted in pairs)
+    of_ops = wrong / measured if pairs else math.nan  # one op alone cannot be left out
+    models = sorted({row.model for row in rows})
+    of_models: list[float] = []
+    for model in models if len(models) > 1 else ():
+        pairs = _predict_left_out(rows, lambda row: row.model, model)
+        for samples in sorted({row.samples for row, _ in pairs}):
+            share = [pair for pair in pairs if pair[0].samples == samples]
+            measured = sum(row.seconds * row.count for row, _ in share)
+            predicted = sum(seconds * row.count for row, seconds in share)
+            of_models.append(abs(predicted - measured) / measured)
+    return of_ops, float(np.mean(of_models)) if of_models else math.nan
+
+
+def _predict_left_out(
+    rows: Sequence[OpMeasurement], key: Callable[[OpMeasurement], Any], left_out: Any
+) -> list[tuple[OpMeasurement, float]]:
+    """The rows with a key, each with the seconds that a fit to the others predicts."""
+    kept = [row for row in rows if key(row) != left_out]
+    if not kept:
+        return []
+    fit = fit_type(kept)
+    pairs = []
+    for row in rows:
+        if key(row) == left_out:
+            kind = fit.kinds.get(row.kind, fit.any_kind)
+            seconds, _ = kind.seconds(np.array([row.flops]), np.array([row.num_bytes]))
+            pairs.append((row, float(seconds[0])))
+    return pairs
+
+
+def _columns(rows: Sequence[OpMeasurement]) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """FLOPs, bytes and seconds of measurements."""
+    table = np.array([(row.flops, row.num_bytes, row.seconds) for row in rows], np.float64)
+    return table[:, 0], table[:, 1], table[:, 2]
+
+
+def _mean_seconds(rows: Sequence[OpMeasurement]) -> float:
+    """Mean over calls."""
+    return sum(row.seconds * row.count for row in rows) / sum(row.count for row in rows)

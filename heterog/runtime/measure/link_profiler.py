@@ -1,0 +1,285 @@
+"""Measures transfers and collectives between the ranks of a job."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterog.cluster.topology import Cluster
+from heterog.lowering.channels import ChannelKind
+from heterog.pricing.measurements import LinkMeasurement
+from heterog.runtime.accelerators import is_accelerated, synchronize, wire_device
+from heterog.runtime.step.collectives import Communicator, Pending
+
+PAYLOADS = (4 * 1024, 64 * 1024, 512 * 1024, 3 * 1024**2)
+_COLLECTIVES = (
+    ChannelKind.ALL_REDUCE_RING,
+    ChannelKind.REDUCE_SCATTER,
+    ChannelKind.ALL_GATHER,
+)
+
+_LinkCase = tuple[ChannelKind, tuple[int, ...], int, bool]
+"""Kind, devices, number of bytes, and whether the devices compute meanwhile."""
+
+
+def profile_links(
+    cluster: Cluster,
+    payloads: Sequence[int] = PAYLOADS,
+    *,
+    num_done: int = 0,
+    quota: float | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Iterator[LinkMeasurement]:
+    """Measure transfers between all pairs and collectives over all devices; on every rank.
+
+    Only the devices that take part do anything. All ranks yield the same rows. Where accelerators
+    have a backend of their own tensors travel between them, and what that takes from their kernels
+    is not measured.
+
+    Args:
+        cluster: A cluster with one device per rank.
+        payloads: Bytes of each transfer.
+        num_done: Number of measurements to skip at the beginning; the same on all ranks.
+        quota: Fraction of a core that this process may use.
+        tell: Called with progress in words.
+    """
+    num_ranks = dist.get_world_size()
+    communicator = Communicator(dist.get_rank(), _device_sets(num_ranks))
+    stretch = 1.0 / quota if quota else 1.0
+    cases = link_cases(num_ranks, payloads)
+    for number, (kind, devices, payload, loaded) in enumerate(cases[num_done:], num_done + 1):
+        tell(f"links {number} of {len(cases)}")
+        if loaded:
+            yield _while_computing(cluster, communicator, kind, devices, payload, stretch)
+        elif kind == ChannelKind.POINT_TO_POINT:
+            yield _point_to_point(cluster, communicator, devices[0], devices[1], payload, stretch)
+        else:
+            yield _collective(cluster, communicator, kind, devices, payload, stretch)
+
+
+def _device_sets(num_ranks: int) -> list[tuple[int, ...]]:
+    """All devices, and all pairs: groups of collectives."""
+    everyone = tuple(range(num_ranks))
+    pairs = [(a, b) for a in everyone for b in everyone if a < b]
+    return list(dict.fromkeys([everyone, *pairs])) if num_ranks > 1 else []
+
+
+def link_cases(num_ranks: int, payloads: Sequence[int]) -> list[_LinkCase]:
+    """All measurements, in order."""
+    ways = [(src, dst) for src in range(num_ranks) for dst in range(num_ranks) if src != dst]
+    cases: list[_LinkCase] = []
+    for way in ways:
+        cases += [(ChannelKind.POINT_TO_POINT, way, payload, False) for payload in payloads]
+        cases.append((ChannelKind.POINT_TO_POINT, way, min(payloads), True))
+    for devices in _device_sets(num_ranks):
+        for kind in _COLLECTIVES:
+            cases += [(kind, devices, payload, False) for payload in payloads]
+            cases.append((kind, devices, min(payloads), True))
+    return cases
+
+
+_NUM_ROUNDS = 5  # medians: a quota stops a process for tens of milliseconds somewhere
+_NUM_OPERATIONS = 12  # under way at once, as those of small tensors are
+_SMALL_BYTES = 64 * 1024
+_NUM_BURSTS = 3
+_NUM_PRODUCTS = 8  # computed meanwhile if operations come one by one
+_BUSY_SIZE = 256  # a matrix product of about a millisecond on one core
+_BUSY_S = 0.3
+
+
+def _repeat(act: Callable[[], None], *, takes_part: bool) -> tuple[float, float]:
+    """(seconds, CPU seconds) of a call, medians of several between barriers."""
+    device = wire_device()
+    on_gpu = is_accelerated(device)
+    rounds = []
+    for _ in range(1 + _NUM_ROUNDS):
+        dist.barrier()
+        begin, cpu = time.perf_counter(), time.process_time()
+        if takes_part:
+            act()
+            synchronize(device)
+        rounds.append((time.perf_counter() - begin, time.process_time() - cpu))
+        dist.barrier()
+    elapsed, used = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+    return elapsed, 0.0 if on_gpu else used  # a CPU that waits for its GPU costs nothing
+
+
+def gathered(values: Sequence[float]) -> list[list[float]]:
+    """Gather the values of all ranks."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    return [part.tolist() for part in parts]
+
+
+def _point_to_point(
+    cluster: Cluster,
+    communicator: Communicator,
+    src: int,
+    dst: int,
+    payload: int,
+    stretch: float,
+) -> LinkMeasurement:
+    """Time a message one way and an empty answer, less half of an empty round trip."""
+    rank, wire = communicator.rank, wire_device()
+    results = []
+    for count in (payload // 4, 1):  # the message, and next to nothing
+        message, answer = torch.zeros(count, device=wire), torch.zeros(1, device=wire)
+
+        def act(message: Tensor = message, answer: Tensor = answer) -> None:
+            if rank == src:
+                communicator.send(message, dst, 0)
+                communicator.receive(answer, dst, 1).wait()
+            else:
+                communicator.receive(message, src, 0).wait()
+                communicator.send(answer, src, 1)
+            communicator.flush()
+
+        results.append(_repeat(act, takes_part=rank in (src, dst)))
+    (whole, cpu), (empty, _) = results
+    all_ranks = gathered([whole - empty / 2, cpu * stretch])
+    return LinkMeasurement(
+        kind=ChannelKind.POINT_TO_POINT.name.lower(),
+        devices=(cluster.devices[src].name, cluster.devices[dst].name),
+        slices=(),
+        num_bytes=payload,
+        seconds=max(all_ranks[src][0], 1e-9),
+        device_seconds=(all_ranks[src][1], all_ranks[dst][1]),
+    )
+
+
+def _collective(
+    cluster: Cluster,
+    communicator: Communicator,
+    kind: ChannelKind,
+    devices: tuple[int, ...],
+    payload: int,
+    stretch: float,
+) -> LinkMeasurement:
+    """Time a collective; small ones several at once, to see how fast they follow one another."""
+    takes_part = communicator.rank in devices
+    issue = _issuer(communicator, kind, devices, payload)
+    count = _NUM_OPERATIONS if payload <= _SMALL_BYTES else 1
+
+    def act() -> None:
+        for pending in [issue() for _ in range(count)]:
+            pending.wait()
+
+    seconds, cpu = (total / count for total in _repeat(act, takes_part=takes_part))
+    communicator.flush()
+    all_ranks = gathered([seconds, cpu * stretch])
+    return LinkMeasurement(
+        kind=kind.name.lower(),
+        devices=tuple(cluster.devices[device].name for device in devices),
+        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
+        num_bytes=payload,
+        seconds=max(all_ranks[device][0] for device in devices),
+        device_seconds=tuple(all_ranks[device][1] for device in devices),
+    )
+
+
+def _issuer(
+    communicator: Communicator, kind: ChannelKind, devices: tuple[int, ...], payload: int
+) -> Callable[[], Pending]:
+    """A function that issues a collective or a transfer of a payload, for its members."""
+    wire = wire_device()
+    count = payload // 4
+    flat = torch.zeros(count, device=wire)
+    counts = [count // len(devices)] * len(devices)
+    counts[-1] += count - sum(counts)
+    member = devices.index(communicator.rank) if communicator.rank in devices else 0
+    own = torch.zeros(counts[member], device=wire)
+
+    def issue() -> Pending:
+        if kind == ChannelKind.POINT_TO_POINT:
+            if communicator.rank == devices[1]:
+                return communicator.receive(flat, devices[0], 0)
+            communicator.send(flat, devices[1], 0)
+            return Pending(None, lambda: flat)
+        if kind == ChannelKind.REDUCE_SCATTER:
+            return communicator.reduce_scatter(flat, devices, counts)
+        if kind == ChannelKind.ALL_GATHER:
+            return communicator.all_gather(own, devices, counts, torch.cat)
+        return communicator.all_reduce(flat, devices)
+
+    return issue
+
+
+def _while_computing(
+    cluster: Cluster,
+    communicator: Communicator,
+    kind: ChannelKind,
+    devices: tuple[int, ...],
+    payload: int,
+    stretch: float,
+) -> LinkMeasurement:
+    """Time several small operations issued at once while their members compute.
+
+    Every step of a collective waits until the next member lets its communication run: on a CPU
+    that a quota has stopped, tens of milliseconds. And on a CPU communication takes time from the
+    member's own work: all that the process uses but for what its main thread computes.
+    """
+    issue = _issuer(communicator, kind, devices, payload)
+    square = torch.ones(_BUSY_SIZE, _BUSY_SIZE, device=wire_device())
+    used = 0.0
+    bursts = []
+
+    def compute_for(num_products: int) -> float:
+        begin = time.thread_time()
+        for _ in range(num_products):
+            square @ square
+        return time.thread_time() - begin
+
+    def compute_until(waiting: "Future[None]") -> None:
+        while not waiting.done():
+            compute_for(1)
+
+    def wait(pending: Sequence[Pending]) -> None:
+        for each in pending:
+            each.wait()
+        communicator.flush()
+
+    dist.barrier()
+    if communicator.rank in devices:
+        with ThreadPoolExecutor(1) as waiter:
+            # A quota is used up, a GPU's queue is full.
+            compute_until(waiter.submit(time.sleep, _BUSY_S))
+            for _ in range(_NUM_BURSTS):
+                begin = time.perf_counter()
+                compute_until(waiter.submit(wait, [issue() for _ in range(_NUM_OPERATIONS)]))
+                bursts.append((time.perf_counter() - begin) / _NUM_OPERATIONS)
+        # One after another, as gradients become ready: each wakes its own threads. None is waited
+        # for, as ranks do not wait either.
+        cpu, computed, pending = time.process_time(), 0.0, []
+        for _ in range(_NUM_BURSTS * _NUM_OPERATIONS):
+            pending.append(issue())
+            computed += compute_for(_NUM_PRODUCTS)
+        wait(pending)
+        if not is_accelerated(square):
+            used = (time.process_time() - cpu - computed) / (_NUM_BURSTS * _NUM_OPERATIONS)
+    dist.barrier()
+    all_ranks = gathered([statistics.median(bursts or [0.0]), max(used, 0.0) * stretch])
+    return _measured_while_computing(cluster, kind, devices, payload, all_ranks)
+
+
+def _measured_while_computing(
+    cluster: Cluster,
+    kind: ChannelKind,
+    devices: tuple[int, ...],
+    payload: int,
+    all_ranks: Sequence[Sequence[float]],
+) -> LinkMeasurement:
+    """Combine the ranks' (seconds of an operation, own seconds of computing) into one row."""
+    return LinkMeasurement(
+        kind=kind.name.lower(),
+        devices=tuple(cluster.devices[device].name for device in devices),
+        slices=() if kind == ChannelKind.ALL_REDUCE_RING else (1,) * len(devices),
+        num_bytes=payload,
+        seconds=max(all_ranks[device][0] for device in devices),
+        device_seconds=tuple(all_ranks[device][1] for device in devices),
+        while_computing=True,
+    )

@@ -1,0 +1,391 @@
+"""Measures the ops of a training step on the device that this process runs on.
+
+Ops are measured inside a real training step, not alone in a loop: caches hold what they will hold.
+The step is the executor's own, of a device with a part of the batch in data parallelism, with a
+communicator that sends nothing.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heterog.cluster.hardware import Device, DeviceType, Host, Link
+from heterog.cluster.overrides import is_cpu
+from heterog.cluster.topology import Cluster
+from heterog.graph.axis_plan import axis_plan
+from heterog.graph.batch_plan import batch_plan
+from heterog.graph.capture import CapturedStep
+from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.graph.parameter_groups import group_numbers, parameter_groups
+from heterog.graph.workload import Workload
+from heterog.lowering import lower
+from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.tables import graph_tables
+from heterog.pricing.measurements import STEP, OpMeasurement, op_kind, op_signature
+from heterog.runtime.accelerators import (
+    CPU,
+    has_accelerator,
+    is_accelerated,
+    own_device,
+    queue_mark,
+    synchronize,
+)
+from heterog.runtime.measure.peak_memory import peak_during, stored_bytes
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.executor import StepExecutor
+from heterog.runtime.step.grouped_optimizer import make_optimizer
+from heterog.runtime.step.local_op import local_ops
+from heterog.runtime.step.masters import Masters
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.resized import batch_by_tensor
+from heterog.runtime.step.step_order import step_order
+from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+
+_WARM_UP_STEPS = 1
+_LEAST_STEPS = 2
+_LEAST_SECONDS = 1.0  # long against the 100 ms after which a CPU quota is renewed
+_COPIES = (TaskKind.FLATTEN, TaskKind.ACCUMULATE, TaskKind.SUM)
+_UPDATE_REPEATS = 5
+
+
+class LoopbackCommunicator(Communicator):
+    """A communicator that sends nothing; what it would receive is already there."""
+
+    def __init__(self) -> None:
+        super().__init__(0, ())
+
+    def send(
+        self, tensor: Tensor, dst: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> None:
+        """Do nothing."""
+
+    def receive(
+        self, like: Tensor, src: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> Pending:
+        """Return ``like`` unchanged."""
+        return Pending(None, lambda: like)
+
+    def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
+        """Return the tensor unchanged."""
+        return Pending(None, lambda: tensor)
+
+
+class _Clock:
+    """Records the seconds of every task of a step.
+
+    On a CPU with one thread: the thread's CPU time over the share of a core that it may use. A
+    quota stops the process for tens of milliseconds wherever it happens to be; this spreads the
+    pauses over all tasks, as they are spread over many steps. On a GPU: events.
+    """
+
+    def __init__(self, device: torch.device, quota: float | None) -> None:
+        self._device = device
+        self._has_queue = is_accelerated(device)
+        self._use_cpu_time = not self._has_queue and torch.get_num_threads() == 1
+        self.stretch = 1.0 / quota if quota and self._use_cpu_time else 1.0
+        self.own: dict[int, list[Any]] = {}
+        self._begin: Any = None
+
+    def _now(self) -> Any:
+        if self._has_queue:
+            return queue_mark(self._device)
+        return time.thread_time() if self._use_cpu_time else time.perf_counter()
+
+    def begin_task(self, task: int) -> None:
+        """Note the start of a task."""
+        self._begin = self._now()
+
+    def end_task(self, task: int) -> None:
+        """Note the end of a task."""
+        end = self._now()
+        self.own.setdefault(task, []).append((self._begin, end))
+
+    def begin_update(self, parameters: Sequence[int]) -> None:
+        """Ignore the optimizer, which is measured on its own."""
+
+    def end_update(self, parameters: Sequence[int]) -> None:
+        """Ignore the optimizer, which is measured on its own."""
+
+    def waiting(self) -> None:
+        """Record no wait: the communicator sends nothing."""
+
+    def seconds(self) -> dict[int, list[float]]:
+        """Seconds of every call, by task."""
+        if self._has_queue:
+            synchronize(self._device)
+            return {
+                task: [begin.elapsed_time(end) * 1e-3 for begin, end in calls]
+                for task, calls in self.own.items()
+            }
+        return {
+            task: [(end - begin) * self.stretch for begin, end in calls]
+            for task, calls in self.own.items()
+        }
+
+
+def profile_ops(
+    captured: CapturedStep,
+    workload: Workload,
+    samples: int,
+    device_type: str,
+    quota: float | None = None,
+) -> list[OpMeasurement]:
+    """Measure the ops of a step on a part of the batch, on this process's device.
+
+    Needs a process group of this process alone.
+
+    Args:
+        captured: The step.
+        workload: The workload that it was captured from.
+        samples: Local share; at most the batch size.
+        device_type: Name of the device type in the rows.
+        quota: Fraction of a core that this process may use.
+
+    Returns:
+        One row per op signature, rows of kind ``copy`` for copies and sums, and one of kind
+        ``step``.
+    """
+    graph = captured.graph
+    device = _device_of(device_type)
+    program = _data_parallel(graph, samples)
+    model = workload.make_model().to(device)
+    named = dict(model.named_parameters())
+    named_buffers = dict(model.named_buffers())
+    parameters: dict[int, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    for tensor in range(graph.num_inputs):
+        kind, name = graph.tensors[tensor].kind, graph.tensors[tensor].name
+        if kind == TensorKind.PARAMETER:
+            parameters[tensor] = named[name]
+        elif kind == TensorKind.BUFFER:
+            buffers[tensor] = named_buffers.get(name, named.get(name, torch.empty(0))).detach()
+        elif kind == TensorKind.CONSTANT:
+            buffers[tensor] = getattr(captured.module, name).to(device)
+    masters = Masters(workload.master_dtype, list(parameters.values()))
+    groups = parameter_groups(workload, model)
+    group_of = group_numbers(groups)
+    in_groups = [group_of[graph.tensors[tensor].name] for tensor in parameters]
+    optimizer = make_optimizer(workload, groups, masters.stepped, in_groups)
+    part = RankProgram(graph, _strategy(graph, samples), program, 0)
+    executor = StepExecutor(
+        part,
+        step_order(part, range(program.num_tasks), clips=False).for_rank(part),
+        ops=local_ops(captured, axis_plan(graph), device),
+        communicator=LoopbackCommunicator(),
+        parameters=parameters,
+        buffers=buffers,
+        optimizer=optimizer,
+        masters=masters,
+        device=device,
+    )
+    batch = {
+        tensor: value.to(device)
+        for tensor, value in batch_by_tensor(captured.graph, workload.make_batch()).items()
+    }
+    for _ in range(_WARM_UP_STEPS):
+        executor(batch)
+    clock = _Clock(device, quota)
+    executor.recorder = clock
+    begin, steps = time.perf_counter(), 0
+    while steps < _LEAST_STEPS or time.perf_counter() - begin < _LEAST_SECONDS:
+        executor(batch)
+        steps += 1
+    rows = _op_rows(graph, program, clock.seconds(), samples, device_type)
+    executor.recorder = None
+    rows.append(
+        _step_row(
+            graph,
+            executor,
+            batch,
+            optimizer,
+            (time.perf_counter() - begin) / steps,
+            samples,
+            device_type,
+        )
+    )
+    rows += _update_rows(graph, parameters, optimizer, clock.stretch, samples, device_type, device)
+    return rows
+
+
+def _device_of(device_type: str) -> torch.device:
+    """This process's device of a type: its GPU, if it has one and the type is not the CPU's."""
+    return CPU if is_cpu(device_type) else own_device()
+
+
+def _data_parallel(graph: OpGraph, samples: int) -> Program:
+    return lower(graph, _pair(), _strategy(graph, samples), num_steps=1)
+
+
+def _pair() -> Cluster:
+    """Two devices of no particular kind: the program is lowered for them, not priced."""
+    kind = DeviceType(
+        name="profiled",
+        peak_flops_per_s={"float32": 1e12},
+        memory_bandwidth_bytes_per_s=1e11,
+        memory_bytes=2**50,
+        source="not priced",
+    )
+    link = Link(kind="bus", bandwidth_bytes_per_s=1e9)
+    host = Host(name="host", nic_line_rate_bytes_per_s=1e9, intra=link)
+    devices = tuple(
+        Device(name=f"host:{i}", type=kind, host_index=0, usable_memory_bytes=2**50)
+        for i in range(2)
+    )
+    return Cluster(name="profiled", hosts=(host,), devices=devices)
+
+
+def _strategy(graph: OpGraph, samples: int) -> Strategy:
+    """Data parallelism over two devices; this process acts as the first."""
+    decision = Decision(devices=(0, 1), shares=(samples, graph.batch_size - samples))
+    if samples == graph.batch_size:
+        decision = Decision(devices=(0,), shares=(samples,))
+    return Strategy(
+        graph=graph.fingerprint,
+        cluster=_pair().fingerprint(),
+        decisions=(decision,) * graph_tables(graph).num_groups,
+        homes=(REPLICATED,) * len(graph.updates),
+        bucket_bytes=25 * 2**20,
+    )
+
+
+def _op_rows(
+    graph: OpGraph,
+    program: Program,
+    seconds: Mapping[int, Sequence[float]],
+    samples: int,
+    device_type: str,
+) -> list[OpMeasurement]:
+    """Rows of ops, equal signatures together, and of copies."""
+    plan = batch_plan(graph)
+    tables = graph_tables(graph)
+    found: dict[str, tuple[int, list[float]]] = {}
+    rows = []
+    for task, calls in seconds.items():
+        kind = TaskKind(program.kind[task])
+        if kind == TaskKind.COMPUTE:
+            op = int(tables.op_id[program.subject[task]])
+            found.setdefault(op_signature(graph, op), (op, []))[1].extend(calls)
+        elif kind in _COPIES:
+            rows.append(
+                OpMeasurement(
+                    device_type=device_type,
+                    model=graph.name,
+                    signature="",
+                    kind="copy",
+                    samples=samples,
+                    flops=0.0,
+                    num_bytes=float(program.num_bytes[task]),
+                    seconds=statistics.median(calls),
+                    count=len(calls),
+                )
+            )
+    for signature, (op, calls) in found.items():
+        rows.append(
+            OpMeasurement(
+                device_type=device_type,
+                model=graph.name,
+                signature=signature,
+                kind=op_kind(graph, op),
+                samples=samples,
+                flops=float(plan.flops_fixed[op] + samples * plan.flops_per_sample[op]),
+                num_bytes=float(plan.bytes_fixed[op] + samples * plan.bytes_per_sample[op]),
+                seconds=_trimmed_mean(calls),
+                count=len(calls),
+            )
+        )
+    return rows
+
+
+def _step_row(
+    graph: OpGraph,
+    executor: StepExecutor,
+    batch: Mapping[int, Tensor],
+    optimizer: torch.optim.Optimizer,
+    seconds: float,
+    samples: int,
+    device_type: str,
+) -> OpMeasurement:
+    """Row of the whole step: its seconds, and the most bytes that tensors held in one more."""
+    num_bytes = peak_during(lambda: executor(batch))
+    if not has_accelerator():
+        state = [value for each in optimizer.state.values() for value in each.values()]
+        model = [value for group in optimizer.param_groups for value in group["params"]]
+        num_bytes += stored_bytes([*model, *(v for v in state if isinstance(v, Tensor))])
+        num_bytes += stored_bytes(batch.values()) * samples // graph.batch_size
+    return OpMeasurement(
+        device_type=device_type,
+        model=graph.name,
+        signature="",
+        kind=STEP,
+        samples=samples,
+        flops=float(graph.flops.sum()) * samples / graph.batch_size,
+        num_bytes=float(num_bytes),
+        seconds=seconds,
+        count=1,
+    )
+
+
+def _trimmed_mean(values: Sequence[float]) -> float:
+    """Mean without the highest tenth, which interrupts have lengthened."""
+    kept = sorted(values)[: math.ceil(0.9 * len(values))]
+    return sum(kept) / len(kept)
+
+
+def _update_rows(
+    graph: OpGraph,
+    parameters: Mapping[int, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    stretch: float,
+    samples: int,
+    device_type: str,
+    device: torch.device,
+) -> list[OpMeasurement]:
+    """Rows of the optimizer's steps, one per parameter size, scaled to a step of all."""
+    sizes: dict[int, tuple[int, list[int]]] = {}
+    for op, parameter, _ in graph.updates:
+        sizes.setdefault(parameters[parameter].numel(), (op, []))[1].append(parameter)
+
+    def seconds(chosen: Sequence[int]) -> float:
+        for parameter in chosen:
+            parameters[parameter].grad = torch.zeros_like(parameters[parameter])
+        times = []
+        for _ in range(_UPDATE_REPEATS):
+            begin = _stamp(device)
+            optimizer.step()
+            times.append(_stamp(device) - begin)
+        for parameter in chosen:
+            parameters[parameter].grad = None
+        return statistics.median(times) * stretch
+
+    nothing = seconds(())
+    alone = {
+        size: max(seconds(members[:1]) - nothing, 1e-9) for size, (_, members) in sizes.items()
+    }
+    together = seconds([parameter for _, parameter, _ in graph.updates])
+    total = sum(alone[size] * len(members) for size, (_, members) in sizes.items())
+    return [
+        OpMeasurement(
+            device_type=device_type,
+            model=graph.name,
+            signature=op_signature(graph, op),
+            kind=op_kind(graph, op),
+            samples=samples,
+            flops=graph.ops[op].flops,
+            num_bytes=graph.ops[op].bytes_read + graph.ops[op].bytes_written,
+            seconds=alone[size] * together / total,
+            count=len(members) * _UPDATE_REPEATS,
+        )
+        for size, (op, members) in sizes.items()
+    ]
+
+
+def _stamp(device: torch.device) -> float:
+    if is_accelerated(device):
+        synchronize(device)
+        return time.perf_counter()
+    return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()

@@ -1,0 +1,394 @@
+"""Runs a plan on all ranks at once, on shapes instead of data, to see whether it can run at all.
+
+Each rank's part is run by the code that ranks run (``StepExecutor`` and everything below it), on
+torch's *meta* device, where tensors have shapes and dtypes but no memory. All ranks follow their
+one common order turn by turn, so a rank that would read what it does not have, wait for what
+nobody sends, or give a kernel what it refuses fails here, in words, and not on the cluster.
+
+What depends on data is not checked: values, and the memory that is really needed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import AxisPlan, axis_plan
+from heterog.graph.capture import CapturedStep
+from heterog.graph.collector import without_collector
+from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.lowering.tables import graph_tables
+from heterog.methods.planner import TimeUp
+from heterog.modes.mode import fault_of_modes
+from heterog.runtime.measure.rehearsed_wire import RehearsalError, RehearsedCommunicator, Wire
+from heterog.runtime.step.executor import StepExecutor, device_sets
+from heterog.runtime.step.local_op import Extent, LocalOp, local_ops
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder, step_order
+from heterog.search.issue_order import IssuedStep, Rehearse
+from heterog.strategy.strategy import Strategy
+
+META = torch.device("meta")
+CHECKED_EVERY = 256
+"""Number of turns between two checks of the time."""
+_NUM_STEPS = 2
+"""Two, because the second step finishes what the first one has left open."""
+BEGIN, END, AFTER = -3, -4, -5
+"""Take the place of tasks: what every rank does at the start and at the end of a step, and what
+islands do after some of them."""
+_MOMENTS = {
+    **{BEGIN: "begin of the step", END: "end of the step", AFTER: "averaging"},
+    **{LOSS: "loss", NORM: "clipping"},
+}
+_OF_SLOTS = (
+    *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.SEND),
+    *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+)
+
+
+def rehearsal_of(captured: CapturedStep) -> Rehearse:
+    """A function that tells planners whether a strategy of a captured step can be executed."""
+
+    def ask(strategy: Strategy, issued: IssuedStep, check: Callable[[], None]) -> str:
+        return rehearse(
+            captured,
+            strategy,
+            issued.program,
+            issued.task_order,
+            sent_before=issued.sent_before,
+            check=check,
+        )
+
+    return ask
+
+
+def rehearse(
+    captured: CapturedStep,
+    strategy: Strategy,
+    program: Program,
+    task_order: Sequence[int],
+    *,
+    sent_before: Sequence[tuple[int, int]] = (),
+    clips: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> str:
+    """Run a plan without data.
+
+    Args:
+        captured: The step.
+        strategy: Strategy of the plan.
+        program: Program lowered from both, for one step.
+        task_order: Order of tasks of the plan.
+        sent_before: Pairs of tasks and sends to wait for, of the plan.
+        clips: Whether gradients are clipped.
+        check: Called again and again; a ``TimeUp`` that it raises ends the rehearsal.
+
+    Returns:
+        Why the plan cannot be executed; empty if it can.
+    """
+    tables = graph_tables(captured.graph, strategy.op_rules, strategy.blocks)
+    wrong = _wrong_order(program, task_order) or fault_of_modes(program, strategy, tables)
+    if wrong:
+        return wrong
+
+    def make() -> Stage:
+        return Stage(captured, strategy, program, task_order, sent_before, clips, check)
+
+    with torch.no_grad(), without_collector():
+        return _play(make)
+
+
+def _play(make: Callable[[], "Stage"]) -> str:
+    """Make and play a stage; see ``rehearse``. All that was made is freed when it returns."""
+    try:
+        stage = make()
+    except StrategyError as error:
+        return str(error)
+    return stage.play()
+
+
+def _wrong_order(program: Program, task_order: Sequence[int]) -> str:
+    """Why an order cannot be followed: not all tasks, or one before what it needs."""
+    num_tasks = program.num_tasks
+    if sorted(task_order) != list(range(num_tasks)):
+        return f"the order lists {len(task_order)} tasks, not each of the {num_tasks} once"
+    early = program.read_too_early(task_order)
+    if early is None:
+        return ""
+    return f"task {early[0]} comes before task {early[1]}, whose result it needs"
+
+
+class Stage:
+    """All ranks of a plan, side by side in this process."""
+
+    def __init__(
+        self,
+        captured: CapturedStep,
+        strategy: Strategy,
+        program: Program,
+        task_order: Sequence[int],
+        sent_before: Sequence[tuple[int, int]],
+        clips: bool,
+        check: Callable[[], None],
+    ) -> None:
+        graph = self.graph = captured.graph
+        self.check = check
+        self.strategy = strategy
+        self.program = program
+        self.wire = Wire()
+        self.now = 0, BEGIN
+        seen = RankProgram(graph, strategy, program, 0)
+        self.modes = [mode.rehearsal(self) for mode in strategy.modes]
+        for mode in strategy.modes:
+            if fault := mode.seen_fault(seen):
+                raise StrategyError(fault)
+        self.order = step_order(seen, task_order, clips=clips)
+        self.tables = seen.tables
+        ops = _rehearsed_ops(captured, axis_plan(graph, strategy.op_rules))
+        self.batch = {
+            tensor: _empty(graph, tensor) for tensor in graph.inputs_of_kind(TensorKind.BATCH)
+        }
+        self.device_sets = device_sets(program, strategy)
+        self.executors: list[StepExecutor] = []
+        for rehearsal in self.modes:
+            self.order = rehearsal.ordered(seen, self.order)
+        self.every_rank = tuple(range(program.num_devices))
+        of_channel = [tuple(dict.fromkeys(channel.devices)) for channel in program.channels]
+        alone = [(rank,) for rank in self.every_rank]
+        self.ranks_of_task = [
+            alone[device] if is_local else of_channel[channel]
+            for is_local, device, channel in zip(
+                (program.kind < FIRST_LINK_KIND).tolist(),
+                program.device.tolist(),
+                program.channel.tolist(),
+                strict=True,
+            )
+        ]
+        self.orders = self._orders()
+        for rank in range(program.num_devices):
+            self._add_rank(seen.seen_from(rank), ops, sent_before, clips)
+
+    def _orders(self) -> list[StepOrder]:
+        """The order of each rank's own tasks."""
+        turns: list[list[DueTask]] = [[] for _ in self.every_rank]
+        end: list[list[int]] = [[] for _ in self.every_rank]
+        for turn in self.order.turns:
+            for rank in self.ranks_of(turn.task):
+                turns[rank].append(turn)
+        for task in self.order.end:
+            for rank in self.ranks_of(task):
+                end[rank].append(task)
+        return [StepOrder(*own) for own in zip(turns, end, strict=True)]
+
+    def _add_rank(
+        self,
+        seen: RankProgram,
+        ops: Mapping[int, LocalOp],
+        sent_before: Sequence[tuple[int, int]],
+        clips: bool,
+    ) -> None:
+        """Make the executor of a rank, or those of the batches that it has under way."""
+        self.check()
+        graph = self.graph
+        held = {
+            tensor: nn.Parameter(_empty(graph, tensor), requires_grad=False)
+            for tensor in graph.parameters
+        }
+        part = ModelPart(graph, self.strategy, self.program, seen.rank, held)
+        buffers = {
+            tensor: held[tensor].detach() if tensor in held else _empty(graph, tensor)
+            for tensor in range(graph.num_inputs)
+            if tensor not in part.parameters and tensor not in self.batch
+        }
+        updated = part.updated or [nn.Parameter(torch.empty(0, device=META))]
+        communicator = RehearsedCommunicator(
+            seen.rank, self.device_sets, self.wire, self.program.num_devices
+        )
+
+        def make_executor(read: Callable[[int], Tensor] | None) -> StepExecutor:
+            return StepExecutor(
+                seen,
+                self.orders[seen.rank],
+                ops=ops,
+                communicator=communicator,
+                parameters=part.parameters,
+                buffers=buffers,
+                sent_before=sent_before if read is None else (),
+                optimizer=_RehearsedOptimizer(updated, {}),
+                slices=part.slices,
+                read_parameter=read,
+                max_grad_norm=1.0 if clips else None,
+                device=META,
+            )
+
+        added = [mode.add_rank(seen, part, communicator, make_executor) for mode in self.modes]
+        if not any(added):
+            self.executors.append(make_executor(None))
+
+    def play(self) -> str:
+        """Run the steps and what they leave open; returns what went wrong."""
+        try:
+            if any([mode.play() for mode in self.modes]):
+                self.wire.check_all_received()
+                return ""
+            for _ in range(1 if self.strategy.step_barrier else _NUM_STEPS):
+                self._step()
+            for mode in self.modes:
+                mode.after_steps()
+            if not self.strategy.step_barrier:
+                for task in self.order.end:
+                    for executor in self._at(task):
+                        executor.take_open(task)
+                for executor in self._at(END):
+                    executor.end_flush()
+            self.wire.check_all_received()
+        except TimeUp:
+            raise
+        except Exception as error:  # whatever a kernel or the runtime does not like
+            return f"{self._where()}: {_in_a_line(error)}"
+        return ""
+
+    def _step(self) -> None:
+        for executor in self._at(BEGIN):
+            executor.begin(self.batch)
+        for number, turn in enumerate(self.order.turns):
+            if number % CHECKED_EVERY == 0:
+                self.check()
+            task = turn.task
+            for rank in self.ranks_of(task):
+                self.now = rank, task
+                self.executors[rank].take(turn)
+        for executor in self._at(END):
+            executor.end()
+
+    def _at(self, task: int) -> Iterator[StepExecutor]:
+        """Executors of the ranks that take part in a task, one after another."""
+        for rank in self.ranks_of(task):
+            self.now = rank, task
+            yield self.executors[rank]
+
+    def ranks_of(self, task: int) -> tuple[int, ...]:
+        """Ranks that take part in a task."""
+        return self.ranks_of_task[task] if task >= 0 else self.every_rank
+
+    def _where(self) -> str:
+        """The current rank and task, in words."""
+        rank, task = self.now
+        if task < 0:
+            return f"rank {rank}, {_MOMENTS[task]}"
+        kind, subject = TaskKind(self.program.kind[task]), int(self.program.subject[task])
+        what = kind.name.lower().replace("_", " ")
+        tables, graph = self.tables, self.graph
+        if kind in OP_KINDS:
+            op = graph.ops[int(tables.op_id[subject])]
+            what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
+        elif kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
+            op = graph.ops[int(tables.op_id[tables.value_op[subject]])]
+            what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
+        elif kind in _OF_SLOTS:
+            maker = int(tables.op_id[tables.value_op[tables.slot_value[subject]]])
+            op = graph.ops[maker]
+            what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
+        else:
+            what += f" of '{graph.tensors[graph.updates[subject][1]].name}'"
+        return f"rank {rank}, {what}"
+
+
+class _RehearsedOp(LocalOp):
+    """An op that makes shapes; its kernel runs once for each combination of input shapes.
+
+    Args:
+        kernel: The op itself, on the meta device.
+        known: Results so far, of all ops, because repeated layers have the same ones.
+    """
+
+    def __init__(self, kernel: LocalOp, known: dict[Any, dict[Any, list[Tensor]]]) -> None:
+        vars(self).update(vars(kernel))
+        self.is_random = False  # no numbers are drawn
+        self._kernel = kernel
+        rules = self.along_batch, self.along_axis, self.whole
+        self._known = known.setdefault((self.call, rules), {})  # alike ops have one call
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        extent: Extent,
+        *,
+        is_first: bool = True,
+        is_first_member: bool = True,
+        first_unit: int = 0,
+    ) -> list[Tensor]:
+        """See ``LocalOp``."""
+        enters = is_first, is_first_member, first_unit if self.minds_position else 0
+        key = extent, enters, *map(Tensor.size, inputs), *map(Tensor.stride, inputs)
+        made = self._known.get(key)
+        if made is None:
+            made = self._known[key] = self._make(inputs, extent, enters)
+        return list(made)
+
+    def _make(
+        self, inputs: Sequence[Tensor], extent: Extent, enters: tuple[bool, bool, int]
+    ) -> list[Tensor]:
+        if self._is_as_captured(inputs, extent):
+            # Its outputs are known. Some kernels of the meta device refuse or shape what those
+            # of devices do not (_grouped_mm, _embedding_bag).
+            return [
+                torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
+                for meta in self.call.outputs
+            ]
+        is_first, is_first_member, first_unit = enters
+        made = self._kernel(
+            inputs,
+            extent,
+            is_first=is_first,
+            is_first_member=is_first_member,
+            first_unit=first_unit,
+        )
+        for index, value in enumerate(made):
+            wanted = self.local_shape_of_output(index, extent)
+            if tuple(value.shape) != wanted:
+                raise RehearsalError(f"it makes {tuple(value.shape)} instead of {wanted}")
+        return made
+
+    def _is_as_captured(self, inputs: Sequence[Tensor], extent: Extent) -> bool:
+        """Whether an op gets and makes whole tensors, as it did when it was captured."""
+        given = [(tuple(value.shape), value.dtype) for value in inputs]
+        return given == [
+            (meta.shape, getattr(torch, meta.dtype)) for meta in self.call.inputs
+        ] and all(
+            self.local_shape_of_output(index, extent) == meta.shape
+            for index, meta in enumerate(self.call.outputs)
+        )
+
+
+class _RehearsedOptimizer(torch.optim.Optimizer):
+    """Takes the place of the user's optimizer, which is not rehearsed.
+
+    Torch refuses gradients of another shape or dtype than their parameters'.
+    """
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Do nothing."""
+
+
+def _rehearsed_ops(captured: CapturedStep, plan: AxisPlan) -> dict[int, LocalOp]:
+    known: dict[Any, dict[Any, list[Tensor]]] = {}
+    kernels = local_ops(captured, plan, META)
+    return {index: _RehearsedOp(kernel, known) for index, kernel in kernels.items()}
+
+
+def _empty(graph: OpGraph, tensor: int) -> Tensor:
+    meta = graph.tensors[tensor]
+    return torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device=META)
+
+
+def _in_a_line(error: Exception) -> str:
+    text = str(error).strip()
+    first = text.splitlines()[0] if text else ""
+    if isinstance(error, RehearsalError | StrategyError):
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

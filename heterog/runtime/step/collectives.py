@@ -1,0 +1,474 @@
+"""Communication between ranks: process groups per device set, asynchronous, waited for once.
+
+Ranks issue communication in the plan's order, so they cannot deadlock. What gloo gets wrong is
+avoided: waiting twice on a point-to-point work hangs, blocking sends rendezvous, list collectives
+with uneven shapes fail (uneven slices travel as sends and receives), and coalescing silently drops
+later work.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from heterog.runtime.accelerators import is_accelerated
+from heterog.runtime.step.recorder import Recorder
+from heterog.runtime.step.under_way import InTurn, Sending, Works
+
+_LARGE_BYTES = 1 << 20
+"""Messages of an exchange for which turns take less time than they save."""
+_FIRST_TAG, _NUM_TAGS = 1 << 30, 1 << 20
+"""Tags of exchanges; those below are for sends and receives."""
+
+
+class Pending:
+    """A tensor whose communication is under way.
+
+    Args:
+        work: The communication; ``None`` if there is nothing to wait for.
+        finish: Makes the tensor once the communication is done.
+        waited: Called after the wait with its start and end, in seconds of the process's clock.
+        forgotten: Called with ``work`` and ``finish`` if this object is dropped before a wait. The
+            communication goes on, and writes into tensors that ``finish`` keeps.
+    """
+
+    __slots__ = ("_finish", "_forgotten", "_value", "_waited", "_work")
+
+    def __init__(
+        self,
+        work: "dist.Work | Works | None",
+        finish: Callable[[], Tensor],
+        waited: Callable[[float, float], None] | None = None,
+        forgotten: "Callable[[dist.Work | Works, Callable[[], Tensor]], None] | None" = None,
+    ) -> None:
+        self._work = work
+        self._waited = waited
+        self._forgotten = forgotten
+        self._finish: Callable[[], Tensor] | None = finish
+        self._value: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Wait for the tensor and return it; may be called any number of times."""
+        if self._finish is not None:
+            work, finish = self._work, self._finish
+            self._work = self._finish = None  # only waited for once, even if it fails
+            if work is not None:
+                begin = time.perf_counter()
+                work.wait()
+                if self._waited is not None:
+                    self._waited(begin, time.perf_counter())
+            self._value = finish()
+        if self._value is None:
+            raise RuntimeError("what this rank waits for was lost before; start the ranks again.")
+        return self._value
+
+    def __del__(self) -> None:
+        if self._work is not None and self._finish is not None and self._forgotten is not None:
+            self._forgotten(self._work, self._finish)
+
+
+class Communicator:
+    """The process groups of a plan, seen from one rank.
+
+    What leaves the process goes through ``_open``, ``_start_send``, ``_start_receive`` and
+    ``_start_all_reduce``; a subclass may replace these (``rehearsal`` does).
+
+    Args:
+        rank: Number of this rank; ranks are device indices.
+        device_sets: Every set of devices that communicates; the same on all ranks.
+
+    Attributes:
+        recorder: Recorder notified of each wait, if set.
+    """
+
+    def __init__(self, rank: int, device_sets: Iterable[tuple[int, ...]]) -> None:
+        self.rank = rank
+        self.recorder: Recorder | None = None
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._num_exchanges: Counter[tuple[int, ...]] = Counter()
+        self._known: set[tuple[int, ...]] = set()
+        self.open(device_sets)
+        self._sending: dict[int, Sending] = {}  # by destination
+        self._sent: dict[int, tuple[Sending, int]] = {}  # by tag
+        self._forgotten: list[tuple[dist.Work | Works, Callable[[], Tensor]]] = []
+
+    def open(self, device_sets: Iterable[tuple[int, ...]]) -> None:
+        """Make the process groups of device sets that have none yet; every rank has to call it."""
+        for devices in sorted(set(device_sets) - self._known):
+            self._known.add(devices)
+            # Every rank takes part in making every group.
+            group = self._open(devices)
+            if self.rank in devices:
+                self._groups[devices] = group
+
+    def _open(self, devices: tuple[int, ...]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(list(devices))
+        return group
+
+    def _start_send(
+        self, tensor: Tensor, dst: int, group: dist.ProcessGroup | None = None, tag: int = 0
+    ) -> dist.Work | None:
+        return dist.isend(tensor, dst, group, tag)
+
+    def _start_receive(
+        self, tensor: Tensor, src: int, group: dist.ProcessGroup | None = None, tag: int = 0
+    ) -> dist.Work | None:
+        return dist.irecv(tensor, src, group, tag)
+
+    def _start_all_reduce(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None
+    ) -> dist.Work | None:
+        # For a view with strides, gloo would also add up the memory in between.
+        assert tensor.is_contiguous()
+        work: dist.Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+        return work
+
+    def sum_over_all(self, tensor: Tensor) -> Pending:
+        """Sum over all ranks, in place on a contiguous tensor."""
+        return self._pending(self._start_all_reduce(tensor), lambda: tensor)
+
+    def send(
+        self, tensor: Tensor, dst: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> None:
+        """Start a send; ``wait_for_send`` and ``flush`` wait for it.
+
+        Args:
+            tensor: Tensor that is sent.
+            dst: Rank that receives it.
+            tag: Tag by which it is told apart from others.
+            devices: Device set over whose connections it goes; if ``None``, over those of all
+                ranks that most messages take.
+        """
+        tensor = tensor.contiguous()
+        work = self._start_send(tensor, dst, self._group(devices), tag)
+        self._sent[tag] = self._keep(work, tensor, dst)
+
+    def wait_for_send(self, tag: int) -> None:
+        """Wait until a sent tensor may be dropped, if it was sent here and not waited for."""
+        if tag in self._sent:
+            sending, number = self._sent.pop(tag)
+            sending.wait(number)
+
+    def receive(
+        self, like: Tensor, src: int, tag: int, devices: tuple[int, ...] | None = None
+    ) -> Pending:
+        """Receive into ``like``, a contiguous tensor; see ``send``."""
+        for sending in self._sending.values():
+            sending.release()
+        work = self._start_receive(like, src, self._group(devices), tag)
+        return self._pending(work, lambda: like)
+
+    def _group(self, devices: tuple[int, ...] | None) -> dist.ProcessGroup | None:
+        return None if devices is None else self._groups[devices]
+
+    def all_reduce(self, tensor: Tensor, devices: tuple[int, ...]) -> Pending:
+        """Sum over devices, in place on a contiguous tensor."""
+        work = self._start_all_reduce(tensor, self._groups[devices])
+        return self._pending(work, lambda: tensor)
+
+    def reduce_scatter(
+        self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
+    ) -> Pending:
+        """Sum a flat tensor over devices into this rank's slice of ``counts`` elements, in place.
+
+        Every rank sends each other rank its slice and adds up what it receives: the slices may be
+        uneven, and nothing is padded (gloo's own reduce-scatter is an all-reduce).
+        """
+        slices = list(torch.split(tensor, list(counts)))
+        own = slices[devices.index(self.rank)]
+        received = [own if device == self.rank else _room_for(own) for device in devices]
+
+        def finish() -> Tensor:
+            for part in received:
+                if part is not own:
+                    add_in_place(own, part)
+            return own
+
+        return self._pending(self._exchange(slices, received, devices), finish)
+
+    def all_gather_slices(
+        self, tensor: Tensor, devices: tuple[int, ...], counts: Sequence[int]
+    ) -> Pending:
+        """Complete a flat tensor of which each rank has its own slice, in place.
+
+        After ``reduce_scatter`` of the same tensor nothing that must still be sent is overwritten:
+        another rank sends its slice when it has all parts of it, this rank's too.
+        """
+        slices = list(torch.split(tensor, list(counts)))
+        own = slices[devices.index(self.rank)]
+        work = self._exchange([own] * len(devices), slices, devices)
+        return self._pending(work, lambda: tensor)
+
+    def reduce_scatter_slices(
+        self,
+        tensor: Tensor | None,
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        senders: Sequence[int],
+        *,
+        like: Tensor,
+        before: Pending | None = None,
+        in_place: bool = False,
+    ) -> Pending:
+        """Sum the slices of flat tensors that some of the devices have.
+
+        Args:
+            tensor: This rank's tensor; ``None`` if the rank is not one of ``senders``.
+            devices: Devices that each get the sum of their slice.
+            counts: Number of elements of each device's slice.
+            senders: Devices that have a tensor.
+            like: A tensor with the dtype and device of the slices.
+            before: A slice that the sum is added to.
+            in_place: Whether the sum may overwrite this rank's own slice of ``tensor``.
+        """
+        index, nothing = devices.index(self.rank), like.new_empty(0)
+        slices = [nothing] * len(devices)
+        if tensor is not None:
+            slices = list(torch.split(tensor, list(counts)))
+        own, slices[index] = slices[index], nothing
+        received = [
+            like.new_empty(counts[index]) if d in senders and d != self.rank else nothing
+            for d in devices
+        ]
+
+        def finish() -> Tensor:
+            parts = [part for part in received if part is not nothing]
+            if tensor is not None:
+                parts.append(own)
+            if before is not None:
+                total = before.wait()
+            elif in_place and tensor is not None:
+                total = parts.pop()
+            elif not parts:  # nobody has a gradient in this slice group, unlike in others
+                total = like.new_zeros(counts[index])
+            else:
+                total = parts.pop(0)
+                total = total.clone() if total is own else total
+            for part in parts:
+                add_in_place(total, part)
+            return total
+
+        works = self._exchange(slices, received, devices)
+        if in_place:
+            return self._pending(works, finish)
+        del slices
+
+        def finish_and_let_go() -> Tensor:
+            total = finish()
+            works.wait_for_sends()
+            return total
+
+        return self._pending(works, finish_and_let_go)
+
+    def gather_slices(
+        self,
+        own: Tensor,
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        receivers: Sequence[int],
+    ) -> Pending | None:
+        """Gather the slices of all devices on some of them, in a new flat tensor.
+
+        Returns:
+            The whole tensor, or ``None`` if this rank is not one of ``receivers``.
+        """
+        nothing = own.new_empty(0)
+        received = [nothing] * len(devices)
+        whole = nothing
+        if self.rank in receivers:
+            whole = own.new_empty(sum(counts))
+            received = list(torch.split(whole, list(counts)))
+            index = devices.index(self.rank)
+            received[index].copy_(own)
+            received[index] = nothing
+        sent = [own if d in receivers else nothing for d in devices]
+        work = self._exchange(sent, received, devices)
+        return self._pending(work, lambda: whole) if self.rank in receivers else None
+
+    def all_gather(
+        self,
+        part: Tensor,
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        combine: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """Collect flat parts of uneven sizes from all devices and combine them."""
+        parts = [
+            part if device == self.rank else part.new_empty(count)
+            for device, count in zip(devices, counts, strict=True)
+        ]
+        work = self._exchange([part] * len(devices), parts, devices)
+        return self._pending(work, lambda: combine(parts))
+
+    def all_to_all(
+        self,
+        pieces: Sequence[Tensor],
+        devices: tuple[int, ...],
+        counts: Sequence[int],
+        combine: Callable[[list[Tensor]], Tensor],
+    ) -> Pending:
+        """Send every device its flat piece, receive one from each, and combine these.
+
+        Args:
+            pieces: Piece for each of the devices, the one for this rank among them.
+            devices: Devices that take part.
+            counts: Number of elements of the piece from each of them.
+            combine: Makes one tensor of the pieces, in the order of the devices.
+        """
+        own = devices.index(self.rank)
+        parts = [
+            pieces[own] if index == own else pieces[own].new_empty(count)
+            for index, count in enumerate(counts)
+        ]
+        work = self._exchange(pieces, parts, devices)
+        return self._pending(work, lambda: combine(parts))
+
+    def _exchange(
+        self, sent: Sequence[Tensor], received: Sequence[Tensor], devices: tuple[int, ...]
+    ) -> "Works":
+        """Send one tensor to each other device and receive one from each.
+
+        Not by all-to-all: gloo's posts the sends first, so that its handshakes wait behind data on
+        the same connection, and the two directions of a link take turns.
+        """
+        group = self._groups[devices]
+        own = devices.index(self.rank)
+        others = [(own + turn) % len(devices) for turn in range(1, len(devices))]
+        if is_accelerated(received[own]):
+            operations = [
+                dist.P2POp(dist.irecv, received[index], devices[index], group)
+                for index in others
+                if received[index].numel()
+            ] + [
+                dist.P2POp(dist.isend, sent[index].contiguous(), devices[index], group)
+                for index in others
+                if sent[index].numel()
+            ]
+            return Works(dist.batch_isend_irecv(operations) if operations else [])
+        # Every exchange has a tag, as receives that wait for their turn may begin after those of
+        # the next one.
+        tag = _FIRST_TAG + self._num_exchanges[devices] % _NUM_TAGS
+        self._num_exchanges[devices] += 1
+        starts = [
+            partial(self._start_receive, received[index], devices[index], group, tag)
+            for index in reversed(others)
+            if received[index].numel()
+        ]
+        works: list[Any] = []
+        if _goes_in_turns(
+            [sent[index] for index in others], [received[index] for index in others]
+        ):
+            works.append(InTurn(starts))
+        else:
+            works.extend(start() for start in starts)
+        sends = []
+        for index in others:
+            if sent[index].numel():
+                tensor, dst = sent[index].contiguous(), devices[index]
+                sends.append(self._keep(self._start_send(tensor, dst, group, tag), tensor, dst))
+        return Works([work for work in works if work is not None], sends)
+
+    def _keep(self, work: Any, tensor: Tensor, dst: int) -> tuple[Sending, int]:
+        assert work is not None
+        sending = self._sending.get(dst)
+        if sending is None:
+            sending = self._sending[dst] = self._new_sending()
+        return sending, sending.add(work, tensor)
+
+    def _new_sending(self) -> Sending:
+        return Sending()
+
+    def _pending(self, work: "dist.Work | Works | None", finish: Callable[[], Tensor]) -> Pending:
+        waited = self.recorder.waiting() if self.recorder else None
+        return Pending(work, finish, waited, self._keep_forgotten)
+
+    def _keep_forgotten(self, work: "dist.Work | Works", finish: Callable[[], Tensor]) -> None:
+        """Keep an abandoned communication and the memory that it writes to until ``flush``.
+
+        gloo's connection hangs if the memory of a receive that is under way is let go.
+        """
+        self._forgotten.append((work, finish))
+
+    def flush(self) -> None:
+        """Wait for all sends, and for communication that was abandoned on this rank."""
+        while self._forgotten:  # finishing one may release the last reference to another
+            work, finish = self._forgotten.pop()
+            work.wait()
+            del finish
+        self._sent.clear()
+        for sending in self._sending.values():
+            sending.flush()
+
+    def close(self) -> None:
+        """End the process groups and their threads; no rank may communicate in them any more."""
+        for sending in self._sending.values():
+            sending.close()
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._sending.clear()
+        self._groups.clear()
+        self._known.clear()
+
+
+def _goes_in_turns(sent: Sequence[Tensor], received: Sequence[Tensor]) -> bool:
+    """Whether receives of an exchange wait for one another: a rank has several large ones.
+
+    If there is a rank that it sends nothing to, or gets nothing from, links are not used evenly by
+    turns, and one slow link would keep the others waiting.
+    """
+    if len(received) < 2 or received[0].is_meta:
+        return False
+    return all(each.nbytes >= _LARGE_BYTES for each in (*sent, *received))
+
+
+def _room_for(flat: Tensor) -> Tensor:
+    """Memory for a tensor like a flat one; of torch's ways the fastest on the meta device."""
+    return torch.empty(flat.shape, dtype=flat.dtype, device=flat.device)
+
+
+def add_in_place(total: Tensor, part: Tensor) -> None:
+    """``total += part``.
+
+    In a rehearsal there is nothing to add once shapes and dtypes are equal; torch would take a
+    tenth of a millisecond to find that out, some ten thousand times.
+    """
+    if total.is_meta and total.shape == part.shape and total.dtype == part.dtype:
+        return
+    total += part
+
+
+def slice_counts(num_elements: int, parts: Sequence[float]) -> list[int]:
+    """Elements of each slice of a flat tensor, in proportion to ``parts``.
+
+    >>> slice_counts(10, (0.5, 0.3, 0.2)), slice_counts(3, (0.0, 1.0))
+    ([5, 3, 2], [0, 3])
+    """
+    ends = []
+    total = 0.0
+    for part in parts:
+        total += part
+        ends.append(round(num_elements * total))
+    ends[-1] = num_elements
+    return [end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def gather_texts(text: str) -> list[str]:
+    """Gather a text from every rank, as UTF-8 bytes; objects would have to be pickled."""
+    mine = text.encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    longest = max(int(size) for size in sizes)
+    if longest == 0:
+        return [""] * len(sizes)
+    padded = torch.frombuffer(bytearray(mine.ljust(longest, b"\0")), dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    return [
+        each[: int(size)].numpy().tobytes().decode()
+        for each, size in zip(received, sizes, strict=True)
+    ]

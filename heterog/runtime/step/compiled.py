@@ -1,0 +1,95 @@
+"""Compiles the kernels of segments with torch's inductor, those that do alike once.
+
+Compiled code is kept by torch's own cache, across runs and ranks.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from heterog.runtime.step.recipes import Like
+
+_LOG = logging.getLogger(__name__)
+
+Kernels = Callable[[list[Tensor]], list[Tensor]]
+"""Takes its inputs out of a list, so that it may drop them, and returns its outputs."""
+
+
+class Compiler:
+    """Compiles functions of tensors.
+
+    Attributes:
+        seconds: Seconds that compiling has taken so far.
+        num_compiled: Number of functions that were compiled.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_compiled = 0
+        self._known: dict[tuple[Hashable, tuple[Like, ...]], Kernels] = {}
+
+    def compiled(self, key: Hashable, function: Kernels, likes: tuple[Like, ...]) -> Kernels:
+        """Compile a function, unless one that does the same has been compiled.
+
+        Args:
+            key: Functions with equal keys do the same with equal inputs.
+            function: The function.
+            likes: What its inputs are like.
+
+        Returns:
+            The compiled function, or the given one if it cannot be compiled.
+        """
+        if (key, likes) not in self._known:
+            begin = time.perf_counter()
+            try:
+                made = _inductor(function, likes)
+                self.num_compiled += 1
+            except Exception as error:  # whatever the compiler or g++ does not like
+                first = str(error).strip().partition("\n")[0]
+                _LOG.warning("not compiled, run as generated Python instead: %s", first[:200])
+                made = function
+            self._known[key, likes] = made
+            self.seconds += time.perf_counter() - begin
+        return self._known[key, likes]
+
+
+def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
+    # Seconds to import, and only needed here.
+    from torch._inductor.compile_fx import compile_fx
+
+    return as_compiled(function, likes, compile_fx)
+
+
+def as_compiled(
+    function: Kernels,
+    likes: Sequence[Like],
+    backend: Callable[[fx.GraphModule, list[Tensor]], Any],
+) -> Kernels:
+    """Trace a function with inputs of some shapes, and give the graph to a compiler.
+
+    Args:
+        function: The function.
+        likes: What its inputs are like.
+        backend: Makes a function of single tensors of the graph and inputs without memory.
+    """
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            given = [
+                torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
+                for each in likes
+            ]
+        traced = make_fx(lambda *inputs: function(list(inputs)))(*given)
+        made = backend(traced, given)
+
+    def run(inputs: list[Tensor]) -> list[Tensor]:
+        taken = tuple(inputs)
+        inputs.clear()
+        return list(made(*taken))
+
+    return run

@@ -1,0 +1,460 @@
+"""Conversion of values between divisions of the work: sends, joins, reductions, gathers."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM
+from heterog.graph.placement import Placement, R
+from heterog.graph.sharding_rules import local_shape
+from heterog.lowering.program import Program, TaskKind
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.halos import Halos
+from heterog.runtime.step.local_op import LocalOp
+from heterog.runtime.step.losses import Losses
+from heterog.runtime.step.placed import cut, join, nested
+from heterog.runtime.step.rank_program import RankProgram, has_window
+from heterog.runtime.step.spans import EVERY, Span, Spans
+from heterog.runtime.step.values import Held, Values
+
+
+class Conversions:
+    """Runs the tasks that bring a value to the devices, and into the form, that its readers need.
+
+    Args:
+        part: The program as this rank sees it.
+        ops: The op of every index.
+        values: Values of the current step.
+        losses: Loss of the current step; is given the weight of all labels.
+        communicator: Communication with the other ranks.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        ops: Mapping[int, LocalOp],
+        values: Values,
+        losses: Losses,
+        communicator: Communicator,
+    ) -> None:
+        self._part = part
+        self._ops = ops
+        self._values = values
+        self._losses = losses
+        self._communicator = communicator
+        self._halos = Halos(part, values, communicator)
+        self._goes_back: list[bool] = []  # by task, if any does
+        for mode in part.strategy.modes:
+            self._goes_back = mode.goes_back(part.program, part.tables) or self._goes_back
+
+    def run(self, task: int, kind: TaskKind, slot: int, micro: int) -> None:
+        """Run one task."""
+        part = self._part
+        if has_window(part.tables, slot):
+            self._halos.run(task, kind, slot, micro)
+        elif kind == TaskKind.REDUCE_VALUE:
+            self._reduce(task, slot, micro)
+        elif kind == TaskKind.GATHER_VALUE:
+            self._gather(task, slot, micro)
+        elif kind == TaskKind.ENCODE:
+            self._encode(task, slot, micro)
+        elif kind == TaskKind.DECODE:
+            self._decode(task, slot, micro)
+        elif kind == TaskKind.CONCAT:
+            self._concat(task, slot, micro)
+        elif kind == TaskKind.SPLIT:
+            # Its reader determines the device; the piece is the only overlap of the task's size,
+            # found when it is sent.
+            (read,) = part.reads(task)
+            held = self._values.held[read]
+            for buffer in part.made(task):
+                self._values.held[buffer] = Held(held.tensor(), held.samples, held.units)
+        else:
+            self._send(task, slot, micro)
+
+    def _tensor(self, slot: int) -> int:
+        return int(self._part.tables.value_tensor[self._part.tables.slot_value[slot]])
+
+    def _maker(self, slot: int) -> Spans:
+        """Spans of the op that makes a slot's value, along the value's axis."""
+        part = self._part
+        spans = part.spans_of_value(int(part.tables.slot_value[slot]))
+        assert spans is not None
+        return spans
+
+    def _wanted(self, task: int, slot: int, micro: int, device: int) -> tuple[Span, Span]:
+        """Samples and units that a slot brings to a device."""
+        part = self._part
+        along, reading = part.target_of_slot(slot)
+        if along.axis == BATCH_AXIS:
+            return along.own_samples(micro, device), EVERY
+        if part.program.units[task] > 0:  # boxes, which are gathered inside the team afterwards
+            return along.team_samples(micro, device), along.units_of(device)
+        whole = int(part.tables.slot_whole[slot])
+        is_sum = whole == AS_MADE and part.plan.placements[self._tensor(slot)].kind == "P"
+        by_device = reading.axis == BATCH_AXIS and whole != IN_TEAM and not is_sum
+        if by_device or whole == EVERYTHING:
+            return along.own_samples(micro, device), EVERY
+        return along.team_samples(micro, device), EVERY
+
+    def _sent(self, task: int, slot: int, micro: int) -> tuple[Span, Span]:
+        """Samples and units that a transfer moves."""
+        part = self._part
+        src, dst = part.channel(task).devices
+        samples, units = EVERY, EVERY
+        if part.program.samples[task] > 0:
+            maker = self._maker(slot)
+            samples, units = self._wanted(task, slot, micro, dst)
+            samples = _overlap(maker.samples(micro, src), samples)
+            if part.program.units[task] > 0:
+                units = _overlap(maker.units_of(src), units)
+        return samples, units
+
+    def _send(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
+        src, dst = part.channel(task).devices
+        samples, units = self._sent(task, slot, micro)
+        codec = part.program.codec_of(task)
+        if part.rank == src:
+            held = self._values.held[part.reads(task)[0]]
+            piece = self._piece(slot, held, samples, units) if codec is None else held.tensor()
+            self._communicator.send(piece, dst, task, self._lane(task))
+            return
+        like = self._values.zeros(tensor, self._shape(slot, samples, units))
+        (made,) = part.made(task)
+        if codec is not None:
+            size = codec.message_bytes(like.numel(), like.element_size())
+            like = torch.empty(size, dtype=torch.uint8, device=like.device)
+        received = self._communicator.receive(like, src, task, self._lane(task))
+        self._values.held[made] = Held(received, samples, units)
+
+    def _lane(self, task: int) -> tuple[int, ...] | None:
+        """Device set over whose connections a transfer goes; ``None``: those that most take."""
+        goes_back = self._goes_back and self._goes_back[task]
+        return gradient_lane(self._part.program) if goes_back else None
+
+    def _encode(self, task: int, slot: int, micro: int) -> None:
+        """Encode the message of a transfer."""
+        part = self._part
+        codec = part.program.codec_of(task)
+        assert codec is not None
+        samples, units = self._sent(part.message_of[task], slot, micro)
+        held = self._values.held[part.reads(task)[0]]
+        (made,) = part.made(task)
+        message = codec.encode(self._piece(slot, held, samples, units))
+        self._values.held[made] = Held(message)
+
+    def _decode(self, task: int, slot: int, micro: int) -> None:
+        """Decode a received message."""
+        part, tensor = self._part, self._tensor(slot)
+        codec = part.program.codec_of(task)
+        assert codec is not None
+        samples, units = self._sent(part.message_of[task], slot, micro)
+        shape = self._shape(slot, samples, units)
+        message = self._values.held[part.reads(task)[0]].tensor()
+        dtype = getattr(torch, part.graph.tensors[tensor].dtype)
+        value = codec.decode(message, torch.Size(shape).numel(), dtype).view(shape)
+        (made,) = part.made(task)
+        self._values.held[made] = Held(value, samples, units)
+
+    def _places(self, slot: int) -> tuple[Placement, Placement]:
+        """Placement of samples, and of units of the maker's axis, in a slot's value."""
+        plan, tensor = self._part.plan, self._tensor(slot)
+        is_ruled = plan.tensor_axis[tensor] != BATCH_AXIS
+        return plan.batch_placement(tensor), plan.placements[tensor] if is_ruled else R
+
+    def _shape(self, slot: int, samples: Span, units: Span) -> tuple[int, ...]:
+        """Shape of a part of a slot's value."""
+        part = self._part
+        in_batch, on_axis = self._places(slot)
+        shape = part.graph.tensors[self._tensor(slot)].shape
+        batch = part.graph.batch_size
+        if samples != EVERY:
+            shape = local_shape(shape, in_batch, samples[1], batch)
+            on_axis = nested(on_axis, in_batch, batch, samples[1])
+        if units != EVERY:
+            shape = local_shape(shape, on_axis, units[1], self._maker(slot).units)
+        return shape
+
+    def _piece(self, slot: int, held: Held, samples: Span, units: Span) -> Tensor:
+        """Cut samples and units out of a slot's value."""
+        in_batch, on_axis = self._places(slot)
+        value = held.tensor()
+        if samples != EVERY and in_batch.kind == "S":
+            low, owned = held.samples
+            value = cut(value, in_batch, owned, samples[0] - low, samples[1])
+            on_axis = nested(on_axis, in_batch, self._part.graph.batch_size, samples[1])
+        if units != EVERY and on_axis.kind == "S":
+            low, owned = held.units if held.units != EVERY else (0, self._maker(slot).units)
+            value = cut(value, on_axis, owned, units[0] - low, units[1])
+        return value
+
+    def _concat(self, task: int, slot: int, micro: int) -> None:
+        part = self._part
+        samples, units = self._wanted(task, slot, micro, part.rank)
+        pieces: dict[Span, list[tuple[int, Tensor]]] = {}
+        in_batch, on_axis = self._places(slot)
+        for buffer in part.reads(task):
+            held = self._values.held[buffer]
+            rows = _overlap(held.samples, samples)
+            columns = units if units == EVERY else _overlap(held.units, units)
+            piece = self._piece(slot, held, rows, columns)
+            pieces.setdefault(rows, []).append((columns[0], piece))
+        batch = part.graph.batch_size
+        parts = [
+            _joined(across, nested(on_axis, in_batch, batch, rows[1]))
+            for rows, across in sorted(pieces.items())
+        ]
+        (made,) = part.made(task)
+        self._values.held[made] = Held(join(parts, in_batch), samples, units)
+
+    def _reduce(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
+        is_early = part.is_early(task)
+        samples = EVERY
+        if part.program.samples[task] > 0:
+            samples = self._maker(slot).team_samples(micro, part.rank)
+        if is_early:
+            op = part.maker(int(part.tables.slot_value[slot]))
+            if any(mode.counts_labels_alone for mode in part.strategy.modes):
+                self._count_labels(task, op, part.value_of[tensor])
+                return
+            local = self._losses.local_label_weight(op, self._ops[op], self._maker(slot))
+        else:
+            local = self._values.zeros(tensor, self._shape(slot, samples, EVERY))
+            for buffer in part.reads(task):
+                if buffer in self._values.held:
+                    local = self._values.held[buffer].tensor().clone()
+        devices = part.channel(task).devices
+        pending = self._communicator.all_reduce(local.contiguous(), devices)
+        if is_early:
+            self._losses.keep_label_weight(part.value_of[tensor], pending)
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == part.rank:
+                self._values.held[buffer] = Held(pending, samples)
+
+    def _count_labels(self, task: int, op: int, value: int) -> None:
+        """Find the weight of all labels in the batch, which is here, without other ranks."""
+        weight = self._losses.whole_label_weight(op, self._ops[op])
+        self._losses.keep_label_weight(value, Pending(None, lambda: weight))
+        for buffer in self._part.made(task):
+            if self._part.program.buffer_device[buffer] == self._part.rank:
+                self._values.held[buffer] = Held(weight, EVERY)
+
+    def _gather(self, task: int, slot: int, micro: int) -> None:
+        part, tensor = self._part, self._tensor(slot)
+        devices = part.channel(task).devices
+        in_batch, on_axis = self._places(slot)
+        along, _ = part.target_of_slot(slot)
+        if part.program.units[task] > 0 and in_batch.kind != "S":
+            along = self._maker(slot)  # made whole before it goes to other devices
+        if part.program.units[task] > 0:
+            made = along.team_samples(micro, devices[0]), (0, along.units)
+            if in_batch.kind != "S":
+                made = EVERY, made[1]
+            boxes = {d: (made[0], along.units_of(d)) for d in devices}
+            place = nested(on_axis, in_batch, part.graph.batch_size, made[0][1])
+            if in_batch.kind != "S":
+                place = on_axis
+        else:
+            boxes = {d: (along.own_samples(micro, d), EVERY) for d in devices}
+            count = sum(samples[1] for samples, _ in boxes.values())
+            first = min(samples[0] for samples, _ in boxes.values())
+            made, place = ((first, count), EVERY), in_batch
+        shapes = {device: self._shape(slot, *box) for device, box in boxes.items()}
+        counts = [torch.Size(shapes[device]).numel() for device in devices]
+        local = self._values.zeros(tensor, (0,))
+        samples, units = boxes[part.rank]
+        is_empty = counts[devices.index(part.rank)] == 0
+        for buffer in part.reads(task):
+            # In the backward pass it also waits for a gradient.
+            is_value = part.value_in(buffer)[0] == int(part.tables.slot_value[slot])
+            if is_value and not is_empty and buffer in self._values.held:
+                held = self._values.held[buffer]
+                local = self._piece(slot, held, samples, units).reshape(-1)
+        by_units = int(part.program.units[task] > 0)
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            shaped = [
+                (boxes[device][by_units][0], flat.view(shapes[device]))
+                for device, flat in zip(devices, parts, strict=True)
+                if flat.numel()
+            ]
+            return _joined(shaped, place)
+
+        pending = self._communicator.all_gather(local, devices, counts, whole)
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == part.rank:
+                self._values.held[buffer] = Held(pending, *made)
+
+    def scatter(self, task: int, value: int, micro: int) -> None:
+        """Sum over a team a value that its members have just made; each keeps its own slice."""
+        part = self._part
+        tensor = int(part.tables.value_tensor[value])
+        along = part.spans_of_value(value)
+        assert along is not None
+        devices, batch = part.channel(task).devices, part.graph.batch_size
+        samples = along.team_samples(micro, part.rank)
+        in_batch = part.plan.batch_placement(tensor)
+        place = nested(part.plan.placements[tensor], in_batch, batch, samples[1])
+        whole = local_shape(part.graph.tensors[tensor].shape, in_batch, samples[1], batch)
+        shapes = [local_shape(whole, place, along.units_of(d)[1], along.units) for d in devices]
+        flat = None
+        for buffer in part.reads(task):
+            if buffer in self._values.held:
+                made = self._values.held[buffer].tensor()
+                pieces = [cut(made, place, along.units, *along.units_of(d)) for d in devices]
+                flat = torch.cat([piece.reshape(-1) for piece in pieces])
+        own = shapes[devices.index(part.rank)]
+        pending = self._communicator.reduce_scatter_slices(
+            flat,
+            devices,
+            [torch.Size(shape).numel() for shape in shapes],
+            sorted({int(part.program.buffer_device[buffer]) for buffer in part.reads(task)}),
+            like=self._values.zeros(tensor, (0,)),
+        )
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == part.rank:
+                summed = Pending(None, lambda: pending.wait().view(own))
+                self._values.held[buffer] = Held(summed, samples, along.units_of(part.rank))
+
+    def exchange(self, task: int, value: int, micro: int) -> None:
+        """Cut a value that its team's members have just made along another axis.
+
+        Each sends every member what lies in its own box of before and in the other's box of
+        afterwards.
+        """
+        part = self._part
+        tensor = int(part.tables.value_tensor[value])
+        before, after = part.spans_of_op(part.maker(value)), part.spans_of_value(value)
+        assert before is not None
+        assert after is not None
+        cuts = TwoCuts.of_value(part, tensor, before, after)
+        devices, rank = part.channel(task).devices, part.rank
+        local = self._values.zeros(tensor, (0,))
+        for buffer in part.reads(task):
+            if buffer in self._values.held:
+                local = self._values.held[buffer].tensor()
+        has_any = bool(before.shares[micro].get(rank, 0))
+        pieces = [
+            cuts.piece(local, micro, rank, device).reshape(-1) if has_any else local[:0]
+            for device in devices
+        ]
+        shapes = [cuts.shape(micro, device, rank) for device in devices]
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            shaped = [
+                (begin, flat.view(shape))
+                for begin, flat, shape in zip(
+                    (cuts.begin(micro, device) for device in devices), parts, shapes, strict=True
+                )
+                if flat.numel()
+            ]
+            if not shaped:
+                return local.new_zeros(cuts.shape(micro, rank, rank))
+            return _joined(shaped, cuts.place_of_parts(micro, rank))
+
+        counts = [torch.Size(shape).numel() for shape in shapes]
+        pending = self._communicator.all_to_all(pieces, devices, counts, whole)
+        samples = after.samples(micro, rank)
+        units = EVERY if after.axis == BATCH_AXIS else after.units_of(rank)
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == rank:
+                self._values.held[buffer] = Held(pending, samples, units)
+
+
+class TwoCuts(NamedTuple):
+    """A value of a team that is cut along one axis before an all-to-all, another afterwards."""
+
+    shape_of_all: tuple[int, ...]
+    batch_size: int
+    in_batch: Placement
+    made: Placement  # along the axis before, R if that is the batch
+    wanted: Placement  # along the axis afterwards, R if that is the batch
+    before: Spans
+    after: Spans
+
+    @staticmethod
+    def of_value(part: RankProgram, tensor: int, before: Spans, after: Spans) -> "TwoCuts":
+        """The cuts of a tensor."""
+        plan = part.plan
+        return TwoCuts(
+            shape_of_all=part.graph.tensors[tensor].shape,
+            batch_size=part.graph.batch_size,
+            in_batch=plan.batch.placements[tensor],
+            made=R if before.axis == BATCH_AXIS else plan.made(tensor),
+            wanted=R if after.axis == BATCH_AXIS else plan.placements[tensor],
+            before=before,
+            after=after,
+        )
+
+    def begin(self, micro: int, src: int) -> int:
+        """First sample, or first unit before, of what comes from a device."""
+        if self.before.axis == BATCH_AXIS:
+            return self.before.samples(micro, src)[0]
+        return self.before.units_of(src)[0]
+
+    def place_of_parts(self, micro: int, dst: int) -> Placement:
+        """How the parts that a device receives lie in what it has afterwards."""
+        if self.before.axis == BATCH_AXIS:
+            units = self.after.units_of(dst)[1]
+            return nested(self.in_batch, self.wanted, self.after.units, units)
+        samples = self.after.samples(micro, dst)[1]
+        made, wanted = self._inside(self.made, samples), self._inside(self.wanted, samples)
+        return nested(made, wanted, self.after.units, self.after.units_of(dst)[1])
+
+    def _inside(self, place: Placement, samples: int) -> Placement:
+        """Placement of units in a part with some samples."""
+        return nested(place, self.in_batch, self.batch_size, samples)
+
+    def _samples(self, micro: int, src: int, dst: int) -> Span:
+        """Samples that go from one device to another."""
+        return _overlap(self.before.samples(micro, src), self.after.samples(micro, dst))
+
+    def shape(self, micro: int, src: int, dst: int) -> tuple[int, ...]:
+        """Shape of what goes from one device to another."""
+        count = self._samples(micro, src, dst)[1]
+        shape = local_shape(self.shape_of_all, self.in_batch, count, self.batch_size)
+        made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
+        if self.before.axis != BATCH_AXIS:
+            units = self.before.units_of(src)[1]
+            shape = local_shape(shape, made, units, self.before.units)
+            wanted = nested(wanted, made, self.before.units, units)
+        if self.after.axis == BATCH_AXIS:
+            return shape
+        return local_shape(shape, wanted, self.after.units_of(dst)[1], self.after.units)
+
+    def piece(self, local: Tensor, micro: int, src: int, dst: int) -> Tensor:
+        """What a device sends to another of its part before."""
+        low, owned = self.before.samples(micro, src)
+        begin, count = self._samples(micro, src, dst)
+        units = self.before.units_of(src)[1]
+        in_batch = nested(self.in_batch, self.made, self.before.units, units)
+        local = cut(local, in_batch, owned, begin - low, count)
+        if self.after.axis == BATCH_AXIS:
+            return local
+        made, wanted = self._inside(self.made, count), self._inside(self.wanted, count)
+        place = nested(wanted, made, self.before.units, units)
+        return cut(local, place, self.after.units, *self.after.units_of(dst))
+
+
+def gradient_lane(program: Program) -> tuple[int, ...]:
+    """Device set over whose connections gradients go back to earlier stages that do not wait.
+
+    gloo has one connection between two ranks of a group, and the word that a rank is ready to
+    receive goes there behind the data that it sends. So with one group for both directions inputs
+    would wait for gradients that travel against them, though lines take both at once.
+    """
+    return tuple(range(program.num_devices))
+
+
+def _overlap(one: Span, other: Span) -> Span:
+    begin = max(one[0], other[0])
+    return begin, max(min(one[0] + one[1], other[0] + other[1]) - begin, 0)
+
+
+def _joined(pieces: list[tuple[int, Tensor]], place: Placement) -> Tensor:
+    """Join pieces in the order of their first units."""
+    return join([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], place)

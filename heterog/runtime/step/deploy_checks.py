@@ -1,0 +1,91 @@
+"""Whether ranks can run a plan together: their number, the captured step, its program."""
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from heterog.errors import StrategyError
+from heterog.graph.capture import CapturedStep
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.workload import Workload
+from heterog.lowering.program import Program
+from heterog.lowering.tables import graph_tables
+from heterog.modes.mode import fault_of_modes
+from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
+from heterog.search.plan import Plan
+from heterog.strategy.stepping import scope_fault
+from heterog.strategy.strategy import Strategy
+
+
+def check_world(plan: Plan) -> None:
+    """Refuse another number of ranks than that of the plan's devices."""
+    ranks = dist.get_world_size()
+    if ranks != plan.cluster.num_devices:
+        raise StrategyError(
+            f"the plan is for {plan.cluster.num_devices} devices of '{plan.cluster.name}', but "
+            f"{ranks} ranks are running; start one rank per device."
+        )
+
+
+def as_planned(captured: CapturedStep, plan: Plan, name: str) -> CapturedStep:
+    """The captured step, with the plan's word on an optimizer that was planned by its name.
+
+    Raises:
+        StrategyError: it is another step, or its optimizer would train otherwise under the plan.
+    """
+    graph = captured.graph
+    difference = plan.graph.describe_difference(graph)
+    if difference is not None:
+        raise StrategyError(f"the plan was made for another step than '{name}': {difference}.")
+    if fault := scope_fault(plan.graph, plan.strategy, graph.scope):
+        raise StrategyError(
+            f"the plan does not suit the optimizer of '{name}': {fault}. Plan again with this "
+            "workload."
+        )
+    if plan.graph.scope.allows(graph.scope):
+        return captured
+    return replace(captured, graph=replace(graph, seen_scope=plan.graph.scope))
+
+
+def check_scaled(graph: OpGraph, loss_scale: LossScale | None) -> None:
+    """Refuse a loss scale where no one loss begins the backward pass."""
+    if loss_scale is not None and op_that_begins_backward(graph) is None:
+        raise StrategyError(
+            f"loss_scale cannot scale the loss of '{graph.name}': its backward pass does not "
+            "begin with one loss (blocks with losses of their own have several); train without it."
+        )
+
+
+def check_same_everywhere(program_hash: str) -> None:
+    """All ranks must have lowered the same program, or their messages would not match."""
+    mine = torch.tensor([int(program_hash, 16) >> 1], dtype=torch.int64)
+    all_hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_hashes, mine)
+    differing = [rank for rank, each in enumerate(all_hashes) if not torch.equal(each, mine)]
+    if differing:
+        raise StrategyError(
+            f"rank {dist.get_rank()} lowered another program than ranks {differing}; every rank "
+            "needs the same plan, model code and versions of torch and heterog."
+        )
+
+
+def check_masters(strategy: Strategy, workload: Workload) -> None:
+    """Refuse master weights beside a mode that has none."""
+    faults = [mode.masters_fault for mode in strategy.modes if mode.masters_fault]
+    if faults and workload.master_dtype is not None:
+        raise StrategyError(faults[0])
+
+
+def check_modes(graph: OpGraph, strategy: Strategy, program: Program, *, clips: bool) -> None:
+    """Refuse what the modes of a plan cannot do."""
+    if clips and not all(mode.takes_clipping for mode in strategy.modes):
+        raise StrategyError(
+            "max_grad_norm is a norm over one gradient, and loss_scale asks for it, but the "
+            "islands or stages of this plan have one each; train without them, or with an exact "
+            "plan."
+        )
+    if strategy.modes:
+        tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
+        if fault := fault_of_modes(program, strategy, tables):
+            raise StrategyError(f"{fault}.")

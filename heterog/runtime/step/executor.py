@@ -1,0 +1,596 @@
+"""Runs a rank's part of a program: kernels, transfers, collectives, optimizer steps.
+
+The program says what happens and the plan in which order; nothing here decides. A rank goes
+through the order of ``step_order`` and does the tasks it takes part in: communication is issued at
+once and waited for where its result is needed. The first step is interpreted; in later ones the
+ops between two points of communication are one function (``segments``). ``conversions`` moves
+values between divisions, ``gradients`` and ``optimizer`` make new parameters.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import BATCH_AXIS
+from heterog.graph.batch_plan import micro_batches_refused
+from heterog.graph.op_graph import TensorKind
+from heterog.lowering.program import Program, TaskKind
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.compiled import Compiler
+from heterog.runtime.step.conversions import Conversions
+from heterog.runtime.step.feedback import ErrorFeedback
+from heterog.runtime.step.gradients import Gradients
+from heterog.runtime.step.local_op import LocalOp
+from heterog.runtime.step.loss_scale import LossScale, op_that_begins_backward
+from heterog.runtime.step.losses import Losses
+from heterog.runtime.step.masters import Masters
+from heterog.runtime.step.optimizer import Push, StepUpdates, Updates
+from heterog.runtime.step.random_stream import RandomStream
+from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
+from heterog.runtime.step.recorder import Recorder as Recorder
+from heterog.runtime.step.segments import NotedOp, Piece, Segments
+from heterog.runtime.step.slices import Slices
+from heterog.runtime.step.spans import Span, Spans
+from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder
+from heterog.runtime.step.values import Held, Values
+from heterog.strategy.strategy import Strategy
+
+_COMPUTE = TaskKind.COMPUTE
+
+
+class StepExecutor:
+    """One rank's part of a training step, ready to be run again and again.
+
+    Args:
+        part: The program as this rank sees it.
+        order: Order of this rank's tasks; with clipping if ``max_grad_norm`` is given.
+        sent_before: Pairs (transfer, op) of the plan; see ``sends_by_op``.
+        ops: Local op of every index, see ``local_ops``.
+        communicator: Communicator with process groups of every device set in the program.
+        parameters: Parameters of this rank, by tensor id.
+        buffers: Buffers and constants of the model, by tensor id.
+        optimizer: Optimizer of the parameters that this rank updates.
+        slices: Slices of parameters that this rank owns.
+        masters: The optimizer's copies of what it steps, if it has any.
+        push: Sink of gradients that are stepped elsewhere; if ``None``, the optimizer steps here.
+        read_parameter: Reads a parameter, by tensor id, as the batch's forward pass has read it,
+            where several batches are under way; if ``None``, parameters are read as they are.
+        max_grad_norm: Largest norm over all parameters; larger gradients are scaled down to it.
+        loss_scale: Scale of the loss, if it is scaled.
+        seed: Seed of random ops; the same on all ranks.
+        device: Device where this rank computes; all tensors it is given are there.
+        compiler: Compiles what is run from the second step on; ``None`` runs it as it is.
+
+    Attributes:
+        turns: This rank's tasks in a step, in order.
+        num_steps: Number of steps called; random ops draw other numbers in each.
+        feedback: Parts of this rank's gradients that codecs have left out so far.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        order: StepOrder,
+        *,
+        ops: Mapping[int, LocalOp],
+        communicator: Communicator,
+        parameters: Mapping[int, nn.Parameter],
+        buffers: Mapping[int, Tensor],
+        optimizer: torch.optim.Optimizer | None,
+        sent_before: Sequence[tuple[int, int]] = (),
+        slices: Slices | None = None,
+        masters: Masters | None = None,
+        push: Push | None = None,
+        read_parameter: Callable[[int], Tensor] | None = None,
+        max_grad_norm: float | None = None,
+        loss_scale: LossScale | None = None,
+        seed: int = 0,
+        device: torch.device | None = None,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.graph = part.graph
+        self.program = part.program
+        self.rank = part.rank
+        self.num_steps = 0
+        self.feedback = ErrorFeedback()
+        self._part = part
+        self._is_alone = read_parameter is None  # no other batch is under way
+        _check(part)
+        self._communicator = communicator
+        self._parameters = parameters
+        self._max_grad_norm = max_grad_norm
+        self._loss_scale = loss_scale
+        self._begins_backward = op_that_begins_backward(part.graph) if loss_scale else None
+        device = device or torch.device("cpu")
+        self._random = RandomStream(seed, device)
+        facts, modes = (part.graph, part.strategy, part.rank), part.strategy.modes
+        self._scale = None
+        for scale in filter(None, (mode.gradient_scale(*facts) for mode in modes)):
+            self._scale = torch.tensor(scale, dtype=torch.float64, device=device)
+        loss_parts = (mode.loss_part(*facts) for mode in modes)
+        self._loss_part = next((each for each in loss_parts if each is not None), None)
+        self._ops = ops
+        self.turns, self._end = order
+        self._slices = slices or Slices([], part.rank, {}, ())
+        self._updates = Updates(
+            self._part,
+            parameters,
+            optimizer,
+            communicator,
+            device,
+            self._slices,
+            masters or Masters(None, ()),
+            push,
+        )
+        self._values = Values(
+            self._part,
+            self._ops,
+            [turn.task for turn in self.turns if turn.task >= 0 and not turn.of_step_before],
+            parameters=parameters,
+            read_parameter=read_parameter or self._updates.read,
+            buffers=buffers,
+            device=device,
+        )
+        self._losses = Losses(self._part, self._values)
+        self._conversions = Conversions(
+            self._part, self._ops, self._values, self._losses, communicator
+        )
+        self._sent_before: dict[int, list[int]] = {}
+        for send, task in sent_before:
+            if self._part.channel(send).devices[0] == part.rank:
+                self._sent_before.setdefault(task, []).append(send)
+        self._open: StepUpdates | None = None
+        self._before: StepUpdates | None = None
+        self._step: StepUpdates | None = None
+        self._summed_loss: Pending | None = None
+        self._noted: dict[int, NotedOp] = {}
+        self._pieces: dict[tuple[DueTask, int, bool], list[Piece]] = {}
+        self._counted: set[int] = set()  # counters that were already stepped in this step
+        self._kind = part.kinds
+        self._action = [_ACTIONS.get(kind) for kind in part.kinds]
+        # As lists: single elements are looked up for every task of every step.
+        self._subject: list[int] = self.program.subject.tolist()
+        self._micro: list[int] = self.program.micro.tolist()
+        self._op: list[int] = self._part.tables.op_id.tolist()
+        # With a barrier all parameters are there when a step begins.
+        is_late = not (self._is_alone and part.strategy.step_barrier)
+        self._segments = Segments(
+            part=part,
+            values=self._values,
+            parameters=parameters,
+            read_parameter=(read_parameter or self._updates.read) if is_late else None,
+            buffers=buffers,
+            updates=self._updates,
+            random=self._random,
+            communicator=communicator,
+            sent_before=self._sent_before,
+            noted=self._noted,
+            compiler=compiler,
+        )
+
+    @property
+    def seen(self) -> RankProgram:
+        """The program as this rank sees it."""
+        return self._part
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Recorder notified of every task of the next steps, if set."""
+        return self._updates.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._updates.recorder = recorder
+        self._communicator.recorder = recorder
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of all gradients together, in the last step that was clipped."""
+        return self._updates.norm
+
+    def __call__(self, batch: Mapping[int, Tensor]) -> Tensor:
+        """Run one training step.
+
+        Without a step barrier its updates may still be under way when this returns.
+
+        Args:
+            batch: The global batch, by tensor id.
+
+        Returns:
+            The loss, the same on every rank.
+        """
+        with torch.no_grad():
+            self.begin(batch)
+            self.play(self.turns)
+            loss = self.end()
+            self._pieces_of(self.turns)  # after the first step, so that the second is like others
+            return loss
+
+    def begin(self, batch: Mapping[int, Tensor]) -> None:
+        """Begin a step: the first part of a call, which ``rehearsal`` goes through part by part.
+
+        Args:
+            batch: The global batch, by tensor id.
+        """
+        self._before, self._open = self._open, None
+        self._values.begin(batch)
+        # Values must not change while they are sent, and a parameter may at the next update.
+        # Values that were received and not read are freed.
+        if self._is_alone:
+            self._communicator.flush()
+        self._counted.clear()
+        self._losses.begin()
+        gradients = Gradients(
+            self._part,
+            self._values,
+            self._parameters,
+            self._communicator,
+            self._slices,
+            self.feedback,
+        )
+        self._step = StepUpdates(
+            gradients,
+            self._updates.options(),
+            scale=self._scale,
+            loss_scale=1.0 if self._loss_scale is None else self._loss_scale.scale,
+        )
+        self._summed_loss = None
+
+    def play(self, turns: Sequence[DueTask]) -> None:
+        """Run some turns that follow one another: one by one at first, then as segments."""
+        if not turns:
+            return
+        recorder, step, values = self._updates.recorder, self._step, self._values
+        assert step is not None
+        pieces = self._pieces_of(turns)
+        for turn, segment in pieces or [Piece(turn, None) for turn in turns]:
+            if segment is None:
+                self.take(turn)
+                continue
+            if recorder is not None:
+                recorder.begin_task(turn.task)
+            segment(values.held, values.batch, step, self.num_steps)
+            if recorder is not None:
+                recorder.end_task(turn.task)
+
+    def _pieces_of(self, turns: Sequence[DueTask]) -> list[Piece] | None:
+        """Turns cut into segments; ``None`` before all their ops have run once."""
+        is_recorded = self._updates.recorder is not None
+        key = turns[0], len(turns), is_recorded
+        if key not in self._pieces:
+            ops = (task for task, _ in turns if task >= 0 and self._kind[task] in OP_KINDS)
+            if not all(task in self._noted for task in ops):
+                return None
+            self._pieces[key] = self._segments.pieces(turns, apart=is_recorded)
+        return self._pieces[key]
+
+    def take(self, turn: DueTask) -> None:
+        """Run one of ``turns`` by itself; call it in their order."""
+        assert self._step is not None
+        task, of_step_before = turn
+        step = self._before if of_step_before else self._step
+        if task == LOSS:
+            if self.program.num_devices > 1:
+                self._summed_loss = self._sum_loss()
+        elif step is not None:  # there is none before the first
+            self._play(task, step)
+            if task >= 0 and not of_step_before:
+                self._values.drop_read_by(task)
+
+    def _sum_loss(self) -> Pending | None:
+        """Sum the parts of the loss: of all ranks, or of those that a mode names."""
+        total = self._losses.total
+        if self._loss_part is None:
+            return self._communicator.sum_over_all(total)
+        factor, devices = self._loss_part
+        total *= factor
+        return self._communicator.all_reduce(total, devices) if len(devices) > 1 else None
+
+    def end(self) -> Tensor:
+        """End a step after its last turn; returns the loss."""
+        if self._part.strategy.step_barrier:
+            self._updates.finish()
+        else:
+            self._updates.step()
+            self._open = self._step
+        # With a barrier the step's gradients are no longer needed.
+        self._before = self._step = None
+        if self._summed_loss is not None:
+            self._summed_loss.wait()
+        self.num_steps += 1
+        return self._losses.total
+
+    def end_forward(self) -> Pending:
+        """End the forward pass of a batch whose backward pass comes later.
+
+        Returns:
+            The loss, the same on every rank, which is still being summed.
+        """
+        loss, self._summed_loss = self._summed_loss, None
+        assert loss is not None
+        return loss
+
+    def end_backward(self) -> None:
+        """End the backward pass of a batch while others are under way: the optimizer steps."""
+        self._updates.step()
+        self._values.let_go()
+        self._before = self._step = None
+
+    def flush(self) -> None:
+        """Finish all updates; without a step barrier every rank has to call it."""
+        if self._open is None:
+            return
+        with torch.no_grad():
+            for task in self._end:
+                self.take_open(task)
+            self.end_flush()
+
+    def take_open(self, task: int) -> None:
+        """Run a task that the last step has left open; a part of ``flush``."""
+        assert self._open is not None
+        self._play(task, self._open)
+
+    def end_flush(self) -> None:
+        """Finish the updates of the last step once all its tasks have run."""
+        self._open = None
+        self._updates.finish()
+
+    def close(self) -> None:
+        """End all communication once no rank has any under way; every rank has to call it."""
+        self.flush()
+        self._communicator.flush()
+        dist.barrier()
+        self._communicator.close()
+
+    def abandon(self) -> None:
+        """Wait for issued communication without finishing updates; needs no other rank's call.
+
+        A process that ends while its communication is under way is aborted by gloo.
+        """
+        step, self._open = self._open, None
+        if step is not None:
+            with torch.no_grad():
+                step.gradients.wait_for_issued()
+                self._updates.wait_for_issued()
+                self._communicator.flush()
+
+    def _play(self, task: int, step: StepUpdates) -> None:
+        """Run one task, in the state of the step that it belongs to."""
+        if task == NORM:
+            self._updates.clip(step, self._max_grad_norm, self._loss_scale)
+            return
+        recorder = self._updates.recorder
+        if recorder is not None:
+            recorder.begin_task(task)
+        act = self._action[task]
+        assert act is not None
+        act(self, task, self._subject[task], self._micro[task], step)
+        if recorder is not None:
+            recorder.end_task(task)
+
+    def _synchronise(self, task: int, bucket: int, micro: int, step: StepUpdates) -> None:
+        kind = self._kind[task]
+        if bucket in self._part.sliced:
+            if kind == TaskKind.REDUCE_SCATTER:
+                step.gradients.scatter(task, bucket, micro)
+            else:
+                step.gradients.add_up_copies(task, bucket)
+        else:
+            step.gradients.synchronise(task, kind, bucket)
+
+    def _encode(self, task: int, subject: int, micro: int, step: StepUpdates) -> None:
+        if self.program.encodes_value(task):
+            self._conversions.run(task, TaskKind.ENCODE, subject, micro)
+        elif self._part.rule(task).is_of_parameters:
+            self._updates.encode(task, subject)
+        else:
+            step.gradients.encode(task, subject)
+
+    def _decode_sum(self, task: int, subject: int, _: int, step: StepUpdates) -> None:
+        if self._part.rule(task).is_of_parameters:
+            self._updates.decode(subject)
+        else:
+            step.gradients.decode(task)
+
+    def _convert(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
+        self._conversions.run(task, self._kind[task], slot, micro)
+
+    def _gather_value(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
+        self._conversions.run(task, TaskKind.GATHER_VALUE, slot, micro)
+        step.gradients.keep_gathered(task, slot, micro)
+
+    def _gather(self, task: int, number: int, micro: int, step: StepUpdates) -> None:
+        """Gather the parameters of a bucket: to keep, or for the ops that read them next."""
+        if self._part.ends_update(task):
+            self._updates.gather(number)
+            return
+        bucket = self._part.sliced[number]
+        made = {int(self.program.buffer_device[b]): b for b in self._part.made(task)}
+        own = self._slices.own[number].detach()
+        whole = self._communicator.gather_slices(own, bucket.devices, bucket.counts, list(made))
+        if whole is not None:
+            self._values.held[made[self.rank]] = Held(whole)
+
+    def _compute(self, task: int, row: int, micro: int, step: StepUpdates) -> None:
+        for send in self._sent_before.get(task, ()):
+            self._communicator.wait_for_send(send)
+        values = self._values
+        noted = self._noted.get(task)
+        if noted is None:
+            noted = self._noted[task] = self._first_call(task, row, micro)
+        local_op, reader = noted.local_op, noted.reader
+        op, spans = local_op.index, reader.spans
+        is_again = self._kind[task] is not _COMPUTE
+        inputs = self._inputs(noted)
+        if is_again:
+            inputs = self._with_own_buffers(op, inputs)
+        if local_op.counts_steps and spans is None:
+            # Other micro-batches of one step would count it again.
+            if op in self._counted:
+                inputs = [inputs[0], inputs[0]]  # nothing changes
+            self._counted.add(op)
+        outputs = self._outputs(noted, inputs)
+        if op == self._begins_backward:
+            outputs = [outputs[0] * step.loss_scale]
+        if local_op.weighs_labels:
+            assert spans is not None
+            weight = self._losses.label_weight(op, local_op, spans)
+            outputs[0] = outputs[0] / weight
+            if self._losses.has_all_labels(op, spans):
+                # No other device to reduce with, and the backward pass reads it.
+                outputs[1] = weight
+        made = noted.made[: len(outputs)]  # a token may follow, which only orders tasks
+        for buffer, output in zip(made, outputs, strict=True):
+            values.held[buffer] = Held(output, reader.samples, noted.units)
+        if not is_again:
+            for position in local_op.steps_buffers:
+                values.put_back(op, position, inputs[position], reader)
+            if row in self._part.makes_gradients:
+                noted.gradients = step.gradients.keep(task, spans, micro)
+            if op == self._losses.op:
+                self._losses.keep(task, spans, micro)
+        for buffer in made:
+            if not values.is_ever_read(buffer):
+                del values.held[buffer]
+
+    def _inputs(self, noted: NotedOp) -> list[Tensor]:
+        """Read an op's inputs, and note how."""
+        values, inputs = self._values, []
+        noted.inputs = []
+        for need in self._part.needs[noted.local_op.index]:
+            value, recipe = values.noted(partial(values.read, need, noted.near, noted.reader))
+            inputs.append(value)
+            noted.inputs.append(recipe)
+        return inputs
+
+    def _outputs(self, noted: NotedOp, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """What an op makes of its inputs."""
+        local_op, reader = noted.local_op, noted.reader
+        if local_op.is_of_whole_batch:
+            outputs = self.graph.outputs[local_op.index]
+            return [self._values.from_batch(tensor) for tensor in outputs]
+        run = partial(
+            local_op,
+            inputs,
+            reader.extent or local_op.whole,
+            is_first=reader.is_first,
+            is_first_member=reader.is_first_member,
+            first_unit=reader.units[0],
+        )
+        if not local_op.is_random:
+            return run()
+        # Seeded by what identifies the op: run again, it draws the same numbers.
+        where = self.num_steps, local_op.index, noted.micro
+        with self._random.drawing(*where, rank=noted.draws_for):
+            return run()
+
+    def _first_call(self, task: int, row: int, micro: int) -> NotedOp:
+        """What is known of a task before its op runs for the first time."""
+        part, op = self._part, self._op[row]
+        spans, local_op = part.spans_of_task(task, op), self._ops[op]
+        reader = self._values.reader(spans, micro)
+        steps_buffers = self._kind[task] is not _COMPUTE and self._reads_buffers(op)
+        return NotedOp(
+            local_op=local_op,
+            reader=reader,
+            near=part.near(task),
+            made=part.made(task),
+            micro=micro,
+            units=self._units_made(row) if part.is_recut[row] else reader.units,
+            draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
+            is_special=bool(
+                steps_buffers
+                or local_op.counts_steps
+                or local_op.is_of_whole_batch
+                or local_op.weighs_labels
+                or local_op.steps_buffers
+                or op in (self._begins_backward, self._losses.op)
+            ),
+        )
+
+    def _units_made(self, row: int) -> Span:
+        """Units that an op outputs if its team cuts them anew: all of the axis."""
+        along = self._part.spans_of_value(int(self._part.tables.value_start[row]))
+        assert along is not None
+        return 0, along.units
+
+    def _draws_for(self, local_op: LocalOp, spans: Spans | None, micro: int) -> int | None:
+        """The rank whose random numbers an op draws; ``None`` if every rank draws the same."""
+        along_batch, along_axis = local_op.draws_own
+        if spans is None or not (along_batch or along_axis):
+            return None
+        if along_axis or spans.axis == BATCH_AXIS:
+            return self.rank
+        if spans.num_teams == 1 and self._part.num_micro == 1:
+            return None  # the whole of it, on all devices
+        return spans.speaker(micro, self.rank)
+
+    def _reads_buffers(self, op: int) -> bool:
+        """Whether an op reads buffers of the model, which it may change."""
+        return any(self._is_buffer(tensor) for tensor in self.graph.ops[op].inputs)
+
+    def _is_buffer(self, tensor: int) -> bool:
+        return bool(self.graph.tensors[self.graph.storage[tensor]].kind == TensorKind.BUFFER)
+
+    def _with_own_buffers(self, op: int, inputs: list[Tensor]) -> list[Tensor]:
+        """Copies of the inputs that are buffers: BatchNorm updates its statistics in them."""
+        return [
+            value.clone() if self._is_buffer(tensor) else value
+            for tensor, value in zip(self.graph.ops[op].inputs, inputs, strict=True)
+        ]
+
+
+_Action = Callable[[StepExecutor, int, int, int, StepUpdates], None]
+_ACTIONS: Mapping[TaskKind, _Action] = {
+    TaskKind.COMPUTE: StepExecutor._compute,
+    TaskKind.RECOMPUTE: StepExecutor._compute,
+    TaskKind.REMAKE: StepExecutor._compute,
+    TaskKind.ACCUMULATE: lambda _, task, row, __, step: step.gradients.accumulate(task, row),
+    TaskKind.FLATTEN: lambda _, task, number, micro, step: step.gradients.flatten(
+        task, number, micro
+    ),
+    TaskKind.SUM: lambda _, task, row, __, step: step.gradients.add_pushed(task, row),
+    TaskKind.ENCODE: StepExecutor._encode,
+    TaskKind.DECODE: StepExecutor._convert,
+    TaskKind.DECODE_SUM: StepExecutor._decode_sum,
+    TaskKind.UPDATE: lambda ex, _, row, __, step: ex._updates.update(row, step),
+    TaskKind.PUSH: lambda _, task, row, __, step: step.gradients.push(task, row),
+    TaskKind.PULL: lambda ex, task, row, _, __: ex._updates.pull(task, row),
+    TaskKind.ALL_REDUCE: StepExecutor._synchronise,
+    TaskKind.REDUCE_SCATTER: StepExecutor._synchronise,
+    TaskKind.ALL_GATHER: StepExecutor._synchronise,
+    TaskKind.GATHER_PARAMETERS: StepExecutor._gather,
+    TaskKind.SPLIT: StepExecutor._convert,
+    TaskKind.CONCAT: StepExecutor._convert,
+    TaskKind.SEND: StepExecutor._convert,
+    TaskKind.REDUCE_VALUE: StepExecutor._convert,
+    TaskKind.GATHER_VALUE: StepExecutor._gather_value,
+    TaskKind.SCATTER_VALUE: lambda ex, task, value, micro, _: ex._conversions.scatter(
+        task, value, micro
+    ),
+    TaskKind.EXCHANGE_VALUE: lambda ex, task, value, micro, _: ex._conversions.exchange(
+        task, value, micro
+    ),
+}
+"""Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
+state of the step."""
+
+
+def _check(part: RankProgram) -> None:
+    """Refuse micro-batches that the graph's ops do not allow."""
+    refused = micro_batches_refused(part.graph, part.num_micro)
+    if refused:
+        raise StrategyError(refused)
+
+
+def device_sets(program: Program, strategy: Strategy) -> set[tuple[int, ...]]:
+    """Device sets of the collectives in a program, and those that modes add."""
+    used = {int(number) for number in program.channel if number >= 0}
+    found = {
+        program.channels[number].devices for number in used if program.channels[number].kind != 0
+    }
+    return found.union(*(mode.device_sets(program, strategy) for mode in strategy.modes))

@@ -1,0 +1,517 @@
+"""One op of the graph on a device's share: its arguments, its kernel, and what keeps it exact."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from heterog.errors import StrategyError
+from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan
+from heterog.graph.batch_plan import values_per_channel
+from heterog.graph.capture import CapturedStep
+from heterog.graph.capture.attention import ATTENTION_ALIASES
+from heterog.graph.halo import Rows
+from heterog.graph.op_costs import SPARSE_PRODUCT
+from heterog.graph.op_graph import OpGraph, Phase, TensorKind
+from heterog.graph.placement import Arg, OpCall, Placement, R, TensorMeta, TensorRef
+from heterog.graph.sharding_rules import (
+    RUNS_ON_WINDOWS,
+    RuleResult,
+    Special,
+    local_args,
+    local_shape,
+)
+from heterog.graph.sharding_rules.halo import halo_dim
+from heterog.graph.sharding_rules.table import positions
+from heterog.runtime.step.attention import ATTENTION
+from heterog.runtime.step.causal_rows import on_causal_rows, on_masked_rows
+from heterog.runtime.step.placed import nested
+from heterog.runtime.step.row_sets import ProductOfRows
+from heterog.runtime.step.spans import Span, unit_rows, window_rows
+from heterog.runtime.step.windows import Windows, run_on_windows
+
+_RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
+_SUM_REDUCTION = 2
+_RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
+_OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
+_AROUND = frozenset({Special.OWN_ROWS, Special.MEAN_TO_SUM})
+"""What is done before or after a kernel, on any share."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_INSTEAD = {"attention": "Use dropout_p=0 in attention, and torch.nn.Dropout after it."}
+
+_WRITTEN_OUT = {
+    "_conj.default": torch.ops.aten.conj_physical.default,
+    "_neg_view.default": torch.ops.aten.neg.default,
+}
+"""Ops that only set a flag of their input, which no message carries."""
+
+
+class Extent(NamedTuple):
+    """Amount that an op runs on: samples of the batch, and units of the axis of its rule."""
+
+    samples: int
+    units: int
+
+
+class Kernel(NamedTuple):
+    """A call of an op on a local share.
+
+    Attributes:
+        function: The function that is called.
+        positional: Its arguments; a ``TensorRef``, also inside of tuples, stands for an input.
+        keywords: Arguments by name.
+        kept: Which of the returned tensors are outputs; ``None`` if it returns a single tensor.
+    """
+
+    function: Callable[..., Any]
+    positional: tuple[Any, ...]
+    keywords: Mapping[str, Any] = _NOTHING
+    kept: tuple[int, ...] | None = None
+
+
+class LocalOp:
+    """Calls the kernel of one op on local tensors.
+
+    An op follows the batch, or it has a rule: then it follows the batch between teams of devices,
+    and the axis of its rule inside a team.
+
+    Args:
+        graph: Graph of the captured step.
+        plan: Placements of the graph along the batch and other axes.
+        index: Index of the op.
+        node: The fx node that it was read from.
+        device: Device where it runs; tensors that the graph creates on the CPU are created there.
+
+    Attributes:
+        whole: Extent of the op on one device.
+        along_batch: Rule of the op along the batch.
+        along_axis: Rule along its axis inside a team; all whole if it has none.
+        has_windows: Whether it reads rows that neighbours own.
+        minds_position: Whether its result depends on where its units begin.
+        is_random: Whether it draws from torch's default generator.
+        draws_own: Whether each share of it draws numbers of its own, along the batch and along its
+            axis.
+        is_of_whole_batch: Whether it makes something of the whole batch, on any share.
+        weighs_labels: Whether it divides by the weight of all labels of the batch.
+        steps_buffers: Positions of the running statistics that it updates in a copy of their
+            units.
+        counts_steps: Whether it counts a step in a buffer.
+        steps_statistics: Whether it normalises a batch, and steps running statistics as it runs.
+
+    Raises:
+        StrategyError: the op cannot be executed on a part of the batch.
+    """
+
+    def __init__(
+        self, graph: OpGraph, plan: AxisPlan, index: int, node: fx.Node, device: torch.device
+    ) -> None:
+        target = node.target
+        assert isinstance(target, torch._ops.OpOverload)
+        self.index = index
+        self.call = graph.call(index)
+        is_ruled = plan.op_axis[index] != BATCH_AXIS
+        self.whole = Extent(graph.batch_size, max(plan.units(index), 1) if is_ruled else 1)
+        self.along_batch, self.along_axis = _rules(plan, index, graph.outputs[index])
+        self.has_windows = self.call.kind in RUNS_ON_WINDOWS and (
+            halo_dim(self.along_axis.inputs) is not None
+        )
+        self._of_rows: ProductOfRows | None = None
+        if self.has_windows and self.call.kind == SPARSE_PRODUCT:
+            self._of_rows = ProductOfRows(self.call, graph, self.whole.units)
+        self.specials = frozenset({self.along_batch.special, self.along_axis.special})
+        self.minds_position = self.has_windows or bool(self.specials & _OF_POSITION)
+        self.is_random = bool(self.specials & _RANDOM)
+        own_stream = Special.OWN_RANDOM_STREAM
+        self.draws_own = (
+            self.along_batch.special == own_stream,
+            self.along_axis.special == own_stream,
+        )
+        self.is_of_whole_batch = Special.OF_WHOLE_BATCH in self.specials
+        self.weighs_labels = Special.NLL_GLOBAL_WEIGHT in self.specials
+        self.steps_buffers = self._steps_buffers(graph)
+        self.counts_steps = self.call.kind == "copy_.default"
+        where = f"op '{self.call.kind}' in module '{graph.ops[index].module}'"
+        self.steps_statistics = graph.ops[index].phase == Phase.FORWARD and (
+            Special.LOCAL_STATISTICS in self.specials
+        )
+        if _draws(self.call, target) and (self.call.kind == "attention" or not self.is_random):
+            raise StrategyError(
+                f"{where} draws random numbers in a way that cannot be executed on several "
+                f"devices yet. {_INSTEAD.get(self.call.kind, 'Use torch.nn.Dropout instead.')}"
+            )
+        self._target: Callable[..., Any] = _WRITTEN_OUT.get(self.call.kind, target)
+        if device.type not in ("cpu", "meta") and self.call.kind in ATTENTION:
+            # Captured as a kernel of the CPU; each kind of device has kernels of its own.
+            self._target = ATTENTION[self.call.kind]
+        self._schema = target._schema
+        self._original = {
+            name: device if isinstance(value, torch.device) else value
+            for name, value in _original_args(node, target).items()
+        }
+        meta = node.meta.get("val")
+        values = list(meta) if isinstance(meta, tuple | list) else [meta]
+        self._kept = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
+        self._kept = self._kept[: len(self.call.outputs)]
+        self._templates: dict[Extent, list[tuple[str, Arg, bool]]] = {}
+        self._shapes: dict[Extent, tuple[int, ...]] = {}
+        self._is_reshape = not self.has_windows and (
+            self.call.kind in _RESHAPES or Special.AS_RESHAPE in self.specials
+        )
+
+    def _steps_buffers(self, graph: OpGraph) -> tuple[int, ...]:
+        if Special.LOCAL_STATISTICS not in self.specials:
+            return ()
+        inputs = graph.ops[self.index].inputs
+        return tuple(
+            position
+            for position, (tensor, place) in enumerate(
+                zip(inputs, self.along_axis.inputs, strict=True)
+            )
+            if place.kind == "S"
+            and place.outer > 1  # a run of units is a view
+            and graph.tensors[tensor].kind == TensorKind.BUFFER
+        )
+
+    def __call__(
+        self,
+        inputs: Sequence[Tensor],
+        extent: Extent,
+        *,
+        is_first: bool = True,
+        is_first_member: bool = True,
+        first_unit: int = 0,
+    ) -> list[Tensor]:
+        """Run on local inputs.
+
+        Args:
+            inputs: Tensor inputs of the op, placed as its rules want them.
+            extent: Samples and units of the local share.
+            is_first: Whether this device adds what must enter a sum over the batch once.
+            is_first_member: Whether this device adds what must enter a sum over a team once.
+            first_unit: Number of the first local unit.
+
+        Returns:
+            The local outputs.
+
+        Raises:
+            StrategyError: a BatchNorm has one value per channel, of which there is no variance.
+        """
+        if self._is_reshape:
+            # After a gather or a cut the strides may not allow a view.
+            return [inputs[0].reshape(self.reshaped(extent))]
+        if self.steps_statistics and values_per_channel(inputs[0].shape) == 1:
+            raise StrategyError(
+                f"it would have one value per channel of {tuple(inputs[0].shape)}, and torch "
+                "trains BatchNorm on more than one; give the device more samples, or none."
+            )
+        if self.has_windows:
+            units = first_unit, extent.units
+            if self._of_rows is not None:
+                return self._of_rows(inputs, units)
+            return run_on_windows(self.call, inputs, self._windows(units))
+        for rule, enters in ((self.along_batch, is_first), (self.along_axis, is_first_member)):
+            if rule.special == Special.BIAS_ON_ONE_RANK and not enters:
+                summand = self._summand(rule)
+                zeros = torch.zeros_like(inputs[summand])
+                inputs = [*inputs[:summand], zeros, *inputs[summand + 1 :]]
+        if Special.OWN_ROWS in self.specials:
+            rows = _row_index(self.call, self.along_batch)
+            own = torch.arange(extent.samples, device=inputs[rows].device)
+            inputs = [*inputs[:rows], own.view(inputs[rows].shape), *inputs[rows + 1 :]]
+        if Special.CAUSAL_ROWS in self.specials and extent.units < self.whole.units:
+            return self._on_causal_rows(inputs, extent, first_unit)
+        if Special.OWN_WORDS in self.specials and extent.units < self.whole.units:
+            (table,) = positions(self.call, "weight")
+            rows = self.call.inputs[table].shape[0] // self.whole.units
+            run = partial(self._run, extent=extent)
+            return look_up_own_words(self.call, run, inputs, first_unit * rows)
+        kept = self._run(inputs, extent)
+        parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
+        for rule, share, whole in parts:
+            if rule.special == Special.MEAN_TO_SUM:
+                kept = [output * (share / whole) for output in kept]
+        return kept
+
+    def kernel(
+        self, extent: Extent, *, is_first: bool, is_first_member: bool, first_unit: int
+    ) -> "Kernel":
+        """What a call on one share comes to, if an earlier one went well; see ``__call__``."""
+        if self._is_reshape:
+            return Kernel(Tensor.reshape, (TensorRef(0), self.reshaped(extent)))
+        rules = (self.along_batch, is_first), (self.along_axis, is_first_member)
+        leaves_out = any(
+            rule.special == Special.BIAS_ON_ONE_RANK and not enters for rule, enters in rules
+        )
+        is_part = extent.units < self.whole.units and self.specials & _OF_POSITION
+        if self.has_windows or leaves_out or is_part or self.specials & _AROUND:
+            run = partial(
+                self,
+                extent=extent,
+                is_first=is_first,
+                is_first_member=is_first_member,
+                first_unit=first_unit,
+            )
+            inputs = tuple(TensorRef(place) for place in range(len(self.call.inputs)))
+            return Kernel(run, (inputs,), kept=tuple(range(len(self.call.outputs))))
+        template = self._template(extent)
+        function, returns = self._target, self._schema.returns
+        if isinstance(function, torch._ops.OpOverload):
+            function = function._op
+        is_single = self._kept == [0] and [str(each.type) for each in returns] == ["Tensor"]
+        return Kernel(
+            function,
+            tuple(value for _, value, is_keyword in template if not is_keyword),
+            {name: value for name, value, is_keyword in template if is_keyword},
+            None if is_single else tuple(self._kept),
+        )
+
+    def _run(
+        self, inputs: Sequence[Tensor], extent: Extent, instead: Mapping[str, Any] = _NOTHING
+    ) -> list[Tensor]:
+        """Call the kernel; ``instead`` replaces some of the op's own arguments."""
+        positional, keywords = [], {}
+        for name, value, is_keyword in self._template(extent):
+            given = instead[name] if name in instead else _fill(value, inputs)
+            if is_keyword:
+                keywords[name] = given
+            else:
+                positional.append(given)
+        result = self._target(*positional, **keywords)
+        outputs = result if isinstance(result, tuple | list) else (result,)
+        return [outputs[position] for position in self._kept]
+
+    def _on_causal_rows(
+        self, inputs: Sequence[Tensor], extent: Extent, first_unit: int
+    ) -> list[Tensor]:
+        """Causal attention of the queries of some units, which see keys up to their own."""
+
+        def causal(given: Sequence[Tensor], is_causal: bool) -> list[Tensor]:
+            return self._run(given, extent, {"is_causal": is_causal})
+
+        def masked(given: Sequence[Tensor], mask: Tensor) -> list[Tensor]:
+            return self._run(given, extent, {"is_causal": False, "attn_mask": mask})
+
+        (query,) = positions(self.call, "query")
+        num_rows = self.call.inputs[query].shape[2]
+        first = first_unit * num_rows // self.whole.units
+        if self._target is ATTENTION[self.call.kind]:
+            return on_masked_rows(self.call, masked, inputs, first)
+        return on_causal_rows(self.call, causal, inputs, first)
+
+    def _windows(self, units: Span) -> Windows:
+        """Rows of an op that reads rows which neighbours own."""
+        rule, all_units = self.along_axis, self.whole.units
+        dim = halo_dim(rule.inputs)
+        assert dim is not None
+
+        def rows(place: Placement, meta: TensorMeta) -> Rows | None:
+            size = meta.shape[dim] if place.is_split else 0
+            if place.kind == "H":
+                return window_rows(place, units, size)
+            return unit_rows(units, size, all_units) if place.kind == "S" else None
+
+        made = tuple(map(rows, rule.outputs, self.call.outputs))
+        own = next((each for each in made if each is not None), Rows(0, 0))
+        for where in positions(self.call, "grad_output"):
+            own = unit_rows(units, self.call.inputs[where].shape[dim], all_units)
+        if "output_mask" in self.call.args and not (rule.outputs and rule.outputs[0].is_split):
+            made = (None, *made)  # the gradient of the input is not made
+        return Windows(
+            dim=dim, rows=tuple(map(rows, rule.inputs, self.call.inputs)), made=made, own=own
+        )
+
+    def as_view(
+        self, output: int, extent: Extent
+    ) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+        """A function of the op's only input, and its further arguments, that makes an output."""
+        kernel = self.kernel(extent, is_first=True, is_first_member=True, first_unit=0)
+        first, *others = kernel.positional
+        is_method = first == TensorRef(0) and not any(map(_holds_tensor, others))
+        if is_method and kernel.kept is None and not kernel.keywords:
+            return kernel.function, tuple(others)
+        return lambda value: self([value], extent)[output], ()
+
+    def reshaped(self, extent: Extent) -> tuple[int, ...]:
+        """Shape of what the op, a reshape, makes of a local share."""
+        shape = self._shapes.get(extent)
+        if shape is None:
+            shape = self._shapes[extent] = self.local_shape_of_output(0, extent)
+        return shape
+
+    def local_shape_of_output(self, index: int, extent: Extent) -> tuple[int, ...]:
+        """Shape of an output on a local share."""
+        return self._local_shape(
+            self.call.outputs[index].shape,
+            self.along_batch.outputs[index],
+            self.along_axis.outputs[index],
+            extent,
+        )
+
+    def _local_shape(
+        self, shape: tuple[int, ...], in_batch: Placement, on_axis: Placement, extent: Extent
+    ) -> tuple[int, ...]:
+        shape = local_shape(shape, in_batch, extent.samples, self.whole.samples)
+        if extent.units == self.whole.units:
+            return shape
+        inside = nested(on_axis, in_batch, self.whole.samples, extent.samples)
+        return local_shape(shape, inside, extent.units, self.whole.units)
+
+    def _summand(self, rule: RuleResult) -> int:
+        """The input that must enter a sum over devices once."""
+        if "other" in self.call.args:  # of two that are added, or chosen from, what all have
+            both = positions(self.call, "self", "other")
+            return next(position for position in both if rule.inputs[position] == R)
+        (summand,) = positions(self.call, "bias" if "bias" in self.call.args else "self")
+        return summand
+
+    def _template(self, extent: Extent) -> list[tuple[str, Any, bool]]:
+        """Arguments in schema order for a local share, tensors still as references."""
+        if extent not in self._templates:
+            local = self._local_args(extent)
+            template: list[tuple[str, Any, bool]] = []
+            for argument in self._schema.arguments:
+                name = ATTENTION_ALIASES.get(argument.name, argument.name)
+                value: Any = local.get(name)
+                original = self._original[argument.name]
+                if not _holds_tensor(value) and value == self.call.args.get(name):
+                    # Unchanged: dtypes and devices are text in the graph, objects here.
+                    value = original
+                if self.weighs_labels and argument.name == "reduction":
+                    value = _SUM_REDUCTION
+                template.append((argument.name, value, bool(argument.kwarg_only)))
+            self._templates[extent] = template
+        return self._templates[extent]
+
+    def _local_args(self, extent: Extent) -> dict[str, Arg]:
+        """Arguments on the samples of a device or team, then on the units of a device."""
+        total, samples = self.whole.samples, extent.samples
+        args = local_args(self.call, self.along_batch, samples, total)
+        if extent.units == self.whole.units:
+            return args
+
+        def local(metas: tuple[TensorMeta, ...], places: tuple[Placement, ...]) -> Any:
+            return tuple(
+                TensorMeta(local_shape(meta.shape, place, samples, total), meta.dtype)
+                for meta, place in zip(metas, places, strict=True)
+            )
+
+        def inside(outer: tuple[Placement, ...], inner: tuple[Placement, ...]) -> Any:
+            pairs = zip(inner, outer, strict=True)
+            return tuple(nested(place, around, total, samples) for place, around in pairs)
+
+        batch, axis = self.along_batch, self.along_axis
+        call = OpCall(
+            kind=self.call.kind,
+            args=args,
+            inputs=local(self.call.inputs, batch.inputs),
+            outputs=local(self.call.outputs, batch.outputs),
+        )
+        rule = RuleResult(
+            inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
+        )
+        return local_args(call, rule, extent.units, self.whole.units)
+
+
+def look_up_own_words(
+    call: OpCall,
+    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    first: int,
+) -> list[Tensor]:
+    """Look words up in some rows of a table, with zeros for words of other rows.
+
+    Args:
+        call: The op.
+        run: Its kernel.
+        inputs: Tensor inputs of the op: those rows, and words of the whole table.
+        first: Number of the first row.
+    """
+    table, words = positions(call, "weight", "indices")
+    own = inputs[words] - first
+    elsewhere = (own < 0) | (own >= len(inputs[table]))
+    given = list(inputs)
+    given[words] = own.masked_fill(elsewhere, 0)
+    if not len(inputs[table]):
+        given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
+    return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given)]
+
+
+def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:
+    """Rules of an op along the batch, and along its axis inside a team."""
+    special = plan.specials[index]
+    own = RuleResult(
+        inputs=plan.needed[index],
+        outputs=tuple(map(plan.made, outputs)),
+        special=Special(special) if special else None,
+    )
+    if plan.op_axis[index] == BATCH_AXIS:
+        return own, RuleResult(tuple(R for _ in own.inputs), tuple(R for _ in outputs))
+    special = plan.batch.specials[index]
+    along_batch = RuleResult(
+        inputs=plan.batch.needed[index],
+        outputs=tuple(plan.batch.placements[tensor] for tensor in outputs),
+        special=Special(special) if special else None,
+    )
+    return along_batch, own
+
+
+def _draws(call: OpCall, target: torch._ops.OpOverload) -> bool:
+    """Whether an op draws random numbers; fused attention does so only with dropout."""
+    if call.kind in ("attention", "attention_backward"):
+        return call.kind == "attention" and bool(call.args["dropout_p"])
+    return torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _row_index(call: OpCall, rule: RuleResult) -> int:
+    """The input that says which sample to look into: the index of the split dimension."""
+    indices = call.args["indices"]
+    assert isinstance(indices, tuple)
+    (source,) = positions(call, "self")
+    rows = indices[rule.inputs[source].dim]
+    assert isinstance(rows, TensorRef)
+    return rows.index
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, TensorRef)
+
+
+def _fill(argument: Any, inputs: Sequence[Tensor]) -> Any:
+    if isinstance(argument, TensorRef):
+        return inputs[argument.index]
+    if isinstance(argument, tuple):
+        return [_fill(item, inputs) for item in argument]
+    return argument
+
+
+def _original_args(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
+    """The node's own arguments by schema name, defaults filled in."""
+    values: dict[str, Any] = {}
+    for position, argument in enumerate(target._schema.arguments):
+        if not argument.kwarg_only and position < len(node.args):
+            values[argument.name] = node.args[position]
+        else:
+            values[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return values
+
+
+def local_ops(captured: CapturedStep, plan: AxisPlan, device: torch.device) -> dict[int, LocalOp]:
+    """The kernels of a captured step, by index of the op.
+
+    Args:
+        captured: The step.
+        plan: Placements of its tensors along the batch and the axes of a strategy's rules.
+        device: Device on which the kernels run.
+
+    Raises:
+        StrategyError: an op cannot be executed on a part of the batch.
+    """
+    return {
+        index: LocalOp(captured.graph, plan, index, node, device)
+        for index, node in enumerate(captured.node_of_op)
+    }

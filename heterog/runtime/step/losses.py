@@ -1,0 +1,120 @@
+"""The loss of the whole batch: each rank's part of it, and the weight of all labels that count."""
+
+from torch import Tensor, ne, where
+
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS
+from heterog.runtime.step.collectives import Pending
+from heterog.runtime.step.local_op import LocalOp
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.spans import Spans
+from heterog.runtime.step.values import Reader, Values
+
+
+class Losses:
+    """This rank's part of the loss.
+
+    Args:
+        part: The program as this rank sees it.
+        values: Values of the step.
+
+    Attributes:
+        op: The op that makes the loss.
+        total: This rank's part of the loss so far, a scalar.
+    """
+
+    def __init__(self, part: RankProgram, values: Values) -> None:
+        self._part = part
+        self._values = values
+        self.op = part.loss_op()
+        self._label_weights: dict[int, Pending] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._label_weights = {}
+        self.total = self._values.zeros(self._part.graph.loss, ())
+
+    def keep(self, task: int, spans: Spans | None, micro: int) -> None:
+        """Add this rank's part of the loss when the op that makes it has run."""
+        part = self._part
+        near = {part.value_in(buffer): buffer for buffer in part.made(task)}
+        seen = self._values.look(part.graph.loss, AS_MADE, near, self._values.reader(spans, micro))
+        is_sum = part.plan.batch_placement(part.graph.loss).kind == "P"
+        counts = True
+        if spans is not None:
+            is_ruled = spans.axis != BATCH_AXIS
+            if is_sum:  # each device, or each team, has a part
+                counts = not is_ruled or seen.is_part_in_team or spans.speaks(micro, part.rank)
+            elif seen.is_part_in_team:
+                counts = spans.is_in_first_team(micro, part.rank)
+            else:
+                counts = spans.first(micro) == part.rank
+        if counts:
+            self.total += seen.value.reshape(()) / (1 if is_sum else part.num_micro)
+
+    def keep_label_weight(self, value: int, pending: Pending) -> None:
+        """Keep the weight of all labels, which is still being summed."""
+        self._label_weights[value] = pending
+
+    def label_weight(self, op: int, local_op: LocalOp, spans: Spans) -> Tensor:
+        """Weight of all labels of the batch that count, on all devices together."""
+        value = self._part.value_of[self._part.graph.outputs[op][1]]
+        if value not in self._label_weights:
+            assert self.has_all_labels(op, spans), "the program reduces the label weight first"
+            local = self.local_label_weight(op, local_op, spans, speaks=True)
+            self._label_weights[value] = Pending(None, lambda: local)
+        return self._label_weights[value].wait()
+
+    def has_all_labels(self, op: int, spans: Spans) -> bool:
+        """Whether each device that makes a loss knows the weight of all labels by itself."""
+        weight = self._part.graph.outputs[op][1]
+        is_split = spans.axis == BATCH_AXIS or self._part.plan.placements[weight].kind == "P"
+        return len(spans.devices) == 1 or (spans.num_teams == 1 and not is_split)
+
+    def local_label_weight(
+        self, op: int, local_op: LocalOp, spans: Spans, *, speaks: bool = False
+    ) -> Tensor:
+        """Weight of this rank's labels over all micro-batches.
+
+        Members of a team have the same labels: one counts for all, or with ``speaks`` each does.
+        """
+        part = self._part
+        inputs = part.graph.ops[op].inputs
+        ignored = local_op.call.args["ignore_index"]
+        assert isinstance(ignored, int)
+        total = self._values.zeros(part.graph.outputs[op][1], ())
+        for micro in range(part.num_micro):
+            if spans.range(micro, part.rank)[1] == 0:
+                continue
+            is_alike = spans.axis != BATCH_AXIS and (
+                part.plan.placements[part.graph.outputs[op][1]].kind != "P"
+            )
+            if is_alike and not speaks and not spans.speaks(micro, part.rank):
+                continue
+            reader = self._values.reader(spans, micro)
+            target = self._known(op, 1, inputs[1], reader)
+            counts = ne(target, ignored)
+            if local_op.call.args.get("weight") is not None:
+                weight = self._known(op, 2, inputs[2], reader)
+                # No mask selects elements: their number would be known to the data alone.
+                total += (weight[where(counts, target, 0)] * counts).sum()
+            else:
+                total += counts.sum()
+        return total
+
+    def whole_label_weight(self, op: int, local_op: LocalOp) -> Tensor:
+        """Weight of the labels of the whole batch, which every rank has, counted here."""
+        inputs = self._part.graph.ops[op].inputs
+        ignored = local_op.call.args["ignore_index"]
+        assert isinstance(ignored, int)
+        target = self._values.from_batch(inputs[1])
+        counts = ne(target, ignored)
+        total = self._values.zeros(self._part.graph.outputs[op][1], ())
+        if local_op.call.args.get("weight") is None:
+            return total + counts.sum()
+        weight = self._values.from_batch(inputs[2])
+        return total + (weight[where(counts, target, 0)] * counts).sum()
+
+    def _known(self, op: int, position: int, tensor: int, reader: Reader) -> Tensor:
+        """An input of the loss that follows from the batch, before the op that makes it runs."""
+        return self._values.cut_whole(self._values.from_batch(tensor), op, position, reader)

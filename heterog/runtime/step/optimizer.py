@@ -1,0 +1,384 @@
+"""New parameters: the user's optimizer makes them here, servers send them to the other ranks.
+
+An update of a whole parameter may be late: it is made when the first reader of its parameter
+comes, or at the end of the step, together with others that wait. Without a step barrier that is in
+the next step, and it still uses the learning rate that the optimizer had when its own step was
+called. A slice is stepped at its turn: its gradients were sent on and are let go then, which is
+the memory that ZeRO is chosen for.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from heterog.runtime.step.collectives import Communicator, Pending
+from heterog.runtime.step.gradients import Gradients, decoded
+from heterog.runtime.step.kept_state import is_narrow
+from heterog.runtime.step.loss_scale import LossScale
+from heterog.runtime.step.masters import Masters
+from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.recorder import Recorder
+from heterog.runtime.step.slices import Slices
+
+Options = list[dict[str, Any]]
+"""Options of each of the optimizer's parameter groups, without its parameters."""
+
+Push = Callable[[Sequence[int], Sequence[Tensor]], None]
+"""Takes the gradients of some rows of ``graph.updates``."""
+
+_NORM_EPSILON = 1e-6
+"""Same value as in ``torch.nn.utils.clip_grad_norm_``."""
+
+_STEPPED_BYTES = 64 * 2**20
+"""Bytes of parameters that are stepped in one call on a GPU: a few large kernels, small copies."""
+
+_WITHOUT_COPIES = {"cpu"}
+"""Devices where PyTorch's optimizers step one tensor after another."""
+
+
+def in_parts(rows: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Cut rows into parts, in order, of at most so many bytes where a row is not larger itself.
+
+    >>> in_parts([4, 5, 6, 7], [10, 30, 50, 10], 40)
+    [[4, 5], [6], [7]]
+    """
+    parts: list[list[int]] = [[]]
+    filled = 0
+    for row, size in zip(rows, sizes, strict=True):
+        if parts[-1] and filled + size > most:
+            parts.append([])
+            filled = 0
+        parts[-1].append(row)
+        filled += size
+    return parts
+
+
+@dataclass(slots=True)
+class StepUpdates:
+    """State of the updates of one step.
+
+    Attributes:
+        gradients: Gradients of the step.
+        options: Options of the optimizer when the step was called.
+        scale: Factor of every gradient, for clipping or where islands average; ``None`` leaves
+            them as they are.
+        loss_scale: Factor of the loss, and so of all gradients as they were made.
+        is_skipped: Whether the step changes nothing, because its gradients are not finite.
+        updated: Number of parameters that may be updated, by bucket that is updated in slices.
+    """
+
+    gradients: Gradients
+    options: Options
+    scale: Tensor | None = None
+    loss_scale: float = 1.0
+    is_skipped: bool = False
+    updated: dict[int, int] = field(default_factory=dict)
+
+
+class Updates:
+    """Brings this rank's parameters up to date.
+
+    Args:
+        part: the program as this rank sees it.
+        parameters: this rank's parameters by tensor id.
+        optimizer: steps those that this rank updates; ``None`` if there are none.
+        communicator: talks to the other ranks.
+        device: where this rank computes.
+        slices: that this rank owns.
+        masters: the optimizer's copies of what it steps.
+        push: takes gradients that a server steps the optimizer with; ``None``: it is stepped here.
+
+    Attributes:
+        recorder: Recorder notified of every call of the optimizer, if set.
+        norm: Norm of the gradients in the last step that was clipped.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        parameters: Mapping[int, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None,
+        communicator: Communicator,
+        device: torch.device,
+        slices: Slices,
+        masters: Masters,
+        push: Push | None = None,
+    ) -> None:
+        self.recorder: Recorder | None = None
+        self.norm: Tensor | None = None
+        self._part = part
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._communicator = communicator
+        self._device = device
+        self._slices = slices
+        self._masters = masters
+        self._together = not part.graph.updates_elementwise  # all in one call
+        self._push = push
+        self._owned = [
+            row
+            for row in range(len(part.graph.updates))
+            if part.rank in part.owners(row) and not part.zero_stage(row)
+        ]
+        # Those of which the optimizer gets a gradient in another dtype than it was summed in.
+        self._copied = {
+            row
+            for row, (_, tensor, _) in enumerate(part.graph.updates)
+            if tensor in parameters
+            and masters.of(parameters[tensor]).dtype != part.gradient_dtype(row)
+        }
+        self._step: StepUpdates | None = None  # that all waiting parameters belong to
+        self._waiting: dict[int, int] = {}  # row by tensor id
+        self._arriving: dict[int, Pending] = {}  # by tensor id
+        self._gathering: dict[int, Pending] = {}  # by bucket
+        self._messages: dict[int, Tensor] = {}  # of parameters, by the transfer
+
+    def options(self) -> Options:
+        """The optimizer's options as they are now."""
+        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        return [
+            {
+                # A learning rate may be a tensor, which a scheduler changes in place.
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in groups
+        ]
+
+    def read(self, tensor: int) -> nn.Parameter:
+        """A parameter, with all pending updates done."""
+        if tensor in self._arriving:
+            self._arriving.pop(tensor).wait()
+        if tensor in self._waiting:
+            self.step()
+        if self._gathering:
+            bucket = self._part.sliced_of_tensor.get(tensor)
+            if bucket is not None and bucket.number in self._gathering:
+                self._gathering.pop(bucket.number).wait()
+        return self._parameters[tensor]
+
+    def gather(self, bucket: int) -> None:
+        """Send a bucket's new slices to all devices that keep its parameters whole."""
+        sliced = self._part.sliced[bucket]
+        whole = self._slices.whole[bucket]
+        self._gathering[bucket] = self._communicator.all_gather_slices(
+            whole, sliced.devices, sliced.counts
+        )
+
+    def update(self, row: int, step: StepUpdates) -> None:
+        """Allow the update of a parameter, or of this rank's slice of it, from now on."""
+        bucket = self._part.sliced_bucket(row)
+        if bucket is None:
+            assert not self._waiting or self._step is step
+            self._step = step
+            self._waiting[self._part.graph.updates[row][1]] = row
+            return
+        # A slice cuts through parameters: all of them must be free to change.
+        step.updated[bucket.number] = step.updated.get(bucket.number, 0) + 1
+        if step.updated[bucket.number] == len(bucket.rows):
+            total = step.gradients.slice_total(bucket.number)
+            runs = self._slices.runs[bucket.number]
+            targets = [(run.value, total[run.begin : run.end]) for run in runs]
+            self._apply(step, targets, bucket.rows)
+            del total, targets
+            step.gradients.let_go_slice(bucket)
+
+    def pull(self, task: int, row: int) -> None:
+        """Send a new parameter to a replica, or receive it."""
+        src, dst = self._part.channel(task).devices
+        tensor = self._part.graph.updates[row][1]
+        codec = self._part.program.codec_of(task)
+        if self._part.rank == src:
+            value = self.read(tensor).detach()
+            self._communicator.send(
+                value if codec is None else self._messages.pop(task), dst, task
+            )
+            return
+        like = self.read(tensor).detach()  # the one before may be under way if nobody read it
+        if codec is not None:
+            self._arriving[tensor] = decoded(self._communicator, like, src, task, codec, into=like)
+            return
+        self._arriving[tensor] = self._communicator.receive(like, src, task)
+
+    def encode(self, task: int, row: int) -> None:
+        """Encode a new parameter that a replica pulls."""
+        codec = self._part.program.codec_of(task)
+        assert codec is not None
+        value = self.read(self._part.graph.updates[row][1]).detach()
+        self._messages[self._part.message_of[task]] = codec.encode(value)
+
+    def decode(self, row: int) -> None:
+        """Decode a pulled parameter's message, unless a reader of the parameter already has."""
+        arriving = self._arriving.pop(self._part.graph.updates[row][1], None)
+        if arriving is not None:
+            arriving.wait()
+
+    def finish(self) -> None:
+        """Run the remaining updates; wait for all parameters and for all sends."""
+        self.step()
+        self.wait_for_issued()
+        self._communicator.flush()
+
+    def wait_for_issued(self) -> None:
+        """Wait for the parameters that are being received."""
+        for pending in (*self._arriving.values(), *self._gathering.values()):
+            pending.wait()
+        self._arriving.clear()
+        self._gathering.clear()
+
+    def clip(
+        self, step: StepUpdates, max_norm: float | None, loss_scale: LossScale | None = None
+    ) -> None:
+        """Compute the factor that scales the gradients down to a norm over all parameters.
+
+        The formula, and what happens to a norm that is not finite, are those of
+        ``torch.nn.utils.clip_grad_norm_``: scale = min(1, max_norm / (norm + 1e-6)). Each
+        parameter's total gradient counts once, on the rank that owns it, and so does each slice.
+
+        Args:
+            step: The step that the gradients belong to.
+            max_norm: Largest norm; ``None`` leaves the norm as it is.
+            loss_scale: Scale of the loss, out of which gradients are taken first; with one, a step
+                whose norm is not finite is skipped.
+        """
+        # In double precision: squares of large norms overflow where the norms do not.
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        gradients = step.gradients
+        parts = [gradients.total(row) for row in self._owned]
+        parts += [
+            gradients.slice_total(number)
+            for number, own in self._slices.own.items()
+            if own.numel() and self._slices.buckets[number].is_first
+        ]
+        norms = [
+            # The norm of small float16 numbers may be too large for one.
+            torch.linalg.vector_norm(
+                part, dtype=torch.float32 if part.dtype == torch.float16 else None
+            )
+            for part in parts
+        ]
+        if norms:
+            squares += torch.stack([norm.double() for norm in norms]).square().sum()
+        squares = self._communicator.sum_over_all(squares).wait()
+        self.norm = squares.sqrt() / step.loss_scale
+        step.scale = torch.ones_like(self.norm)
+        if max_norm is not None:
+            step.scale = (max_norm / (self.norm + _NORM_EPSILON)).clamp(max=1.0)
+        step.scale = step.scale / step.loss_scale
+        if loss_scale is not None:
+            step.is_skipped = not bool(self.norm.isfinite())
+            loss_scale.update(is_finite=not step.is_skipped)
+
+    def step(self) -> None:
+        """Update the whole parameters that wait for it, in as few calls as possible."""
+        if not self._waiting:
+            return
+        assert self._step is not None
+        step, waiting = self._step, self._waiting
+        self._step, self._waiting = None, {}
+        gradients = step.gradients
+        rows = list(waiting.values())
+        # One by one where gradients are copied into another dtype: the copies of all of them would
+        # be there together.
+        # So it is where state is widened for the step.
+        is_copied = is_narrow(self._optimizer) or not self._copied.isdisjoint(rows)
+        one_by_one = is_copied and not self._together
+        for part in [[row] for row in rows] if one_by_one else self._stepped_together(rows):
+            tensors = [self._part.graph.updates[row][1] for row in part]
+            targets = [
+                (self._parameters[tensor], gradients.total(row))
+                for tensor, row in zip(tensors, part, strict=True)
+            ]
+            self._apply(step, targets, part)
+            for row in part:
+                gradients.let_go(row)
+
+    def _stepped_together(self, rows: list[int]) -> list[list[int]]:
+        """Rows in parts that the optimizer steps in one call each.
+
+        PyTorch's own optimizers have kernels for many tensors on a GPU, which make intermediate
+        copies of all of them: in parts, these take little memory beside the gradients. Those that
+        step parameters independently of each other get the same numbers.
+        """
+        if self._push is not None or self._together or self._device.type in _WITHOUT_COPIES:
+            return [rows]
+        updates = self._part.graph.updates
+        sizes = [self._parameters[updates[row][1]].nbytes for row in rows]
+        return in_parts(rows, sizes, _STEPPED_BYTES)
+
+    def _apply(
+        self, step: StepUpdates, targets: list[tuple[nn.Parameter, Tensor]], rows: Sequence[int]
+    ) -> None:
+        """Call the optimizer for parameters, or slices, with their gradients.
+
+        Args:
+            step: The step that the gradients belong to.
+            targets: Parameters or slices, each with the sum of its gradients.
+            rows: Rows of ``graph.updates`` that are updated.
+        """
+        if self._push is not None:
+            self._push(rows, [total for _, total in targets])
+            return
+        if step.is_skipped:
+            return
+        assert self._optimizer is not None
+        stepped = [self._masters.of(parameter) for parameter, _ in targets]
+        for parameter, (_, total) in zip(stepped, targets, strict=True):
+            # A factor is taken in the wider dtype: 1/65536 has few digits in float16.
+            gradient = total.contiguous()
+            scale = step.scale
+            if scale is not None:
+                gradient = gradient.to(torch.promote_types(gradient.dtype, parameter.dtype))
+                gradient = gradient * scale.to(gradient.dtype)
+            parameter.grad = gradient.to(parameter.dtype)
+        if self.recorder is not None:
+            self.recorder.begin_update(rows)
+        with _only_with_gradients(self._optimizer), _with_options(self._optimizer, step.options):
+            self._optimizer.step()
+        self._masters.write_back(parameter for parameter, _ in targets)
+        if self.recorder is not None:
+            self.recorder.end_update(rows)
+        for parameter in stepped:
+            parameter.grad = None
+
+
+@contextmanager
+def _only_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hide parameters without a gradient from the optimizer, which looks at each of them.
+
+    A step may call it once per served parameter.
+    """
+    every = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [value for value in group["params"] if value.grad is not None]
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, every, strict=True):
+            group["params"] = values
+
+
+@contextmanager
+def _with_options(optimizer: torch.optim.Optimizer, options: Options) -> Iterator[None]:
+    """Give an optimizer the options of an earlier time, and its own ones back afterwards.
+
+    Only options that differ are touched; counters that the optimizer keeps in them stay.
+    """
+    own: list[dict[str, Any]] = []
+    for group, wanted in zip(optimizer.param_groups, options, strict=True):
+        own.append({})
+        for key, value in wanted.items():
+            now = group[key]
+            if isinstance(now, Tensor) or now != value:
+                own[-1][key] = now
+                group[key] = value
+    try:
+        yield
+    finally:
+        for group, values in zip(optimizer.param_groups, own, strict=True):
+            group.update(values)

@@ -1,0 +1,514 @@
+"""A program as one rank sees it: spans, buffers and tasks, looked up and fixed at deployment."""
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING, IN_TEAM, axis_plan
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import IntArray, OpGraph
+from heterog.graph.placement import Placement
+from heterog.graph.sharding_rules import local_shape
+from heterog.lowering.channels import Channel
+from heterog.lowering.program import FIRST_LINK_KIND, LAST_OP_KIND, Program, TaskKind
+from heterog.lowering.tables import Domain, GraphTables, Recut, graph_tables
+from heterog.modes.mode import MessageRule
+from heterog.runtime.step.op_inputs import needs, sources
+from heterog.runtime.step.placed import cut, join
+from heterog.runtime.step.slices import SlicedBucket, parameter_rings, sliced_buckets
+from heterog.runtime.step.spans import Spans, spans_of_groups
+from heterog.strategy.rings import Ring
+from heterog.strategy.strategy import Strategy
+
+_KINDS = {int(kind): kind for kind in TaskKind}
+# Looked up for every task, and members of an enum are slow in Python 3.11.
+_GATHER_PARAMETERS = TaskKind.GATHER_PARAMETERS
+CONVERSIONS = frozenset(
+    {
+        *(TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND),
+        *(TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE),
+    }
+)
+"""Kinds of tasks that bring a value to the devices, and into the form, that readers need."""
+OP_KINDS = frozenset({TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE})
+"""Kinds of tasks that run an op; their subject is its row in the tables."""
+_ENDS_UPDATE = frozenset({TaskKind.UPDATE, TaskKind.PULL})
+_CODES = frozenset({TaskKind.ENCODE, TaskKind.DECODE, TaskKind.DECODE_SUM})
+
+WINDOW = -1
+"""Marks a value that holds rows of neighbours, in place of how much of it was gathered."""
+Near = dict[tuple[int, int], int]
+"""Buffer of each value that a task reads, by (value, how much of it was gathered)."""
+
+
+def has_window(tables: GraphTables, slot: int) -> bool:
+    """Whether a slot brings rows that neighbours own."""
+    return bool(tables.slot_window[slot, 3])
+
+
+def gathered(bucket: int) -> tuple[int, int]:
+    """Key of the parameters of a bucket, gathered for some ops, in place of a value."""
+    return -2 - bucket, EVERYTHING
+
+
+def nearest(near: Near, value: int, whole: int) -> int | None:
+    """Find the buffer that holds as much of a value as a reader needs; ``None`` if there is none.
+
+    A value that needed no conversion is found as it was made.
+    """
+    for level in _LEVELS[whole]:
+        if (value, level) in near:
+            return near[value, level]
+    return None
+
+
+_LEVELS = {
+    AS_MADE: (AS_MADE, IN_TEAM, EVERYTHING),
+    IN_TEAM: (IN_TEAM, AS_MADE, EVERYTHING),
+    EVERYTHING: (EVERYTHING, IN_TEAM, AS_MADE),
+}
+
+
+def sharded_parameters(graph: OpGraph, strategy: Strategy) -> dict[int, tuple[Placement, Spans]]:
+    """Placement and spans of parameters that live in slices, by row of ``graph.updates``."""
+    plan = axis_plan(graph, strategy.op_rules)
+    spans = spans_of_groups(strategy, plan.axes)
+    group = group_ops(graph).group
+    return {
+        row: (
+            plan.placements[parameter],
+            spans[int(plan.tensor_axis[parameter])][int(group[op])],
+        )
+        for row, (op, parameter, _) in enumerate(graph.updates)
+        if parameter in plan.sharded
+    }
+
+
+def _messages(program: Program) -> dict[int, int]:
+    """The transfer or collective of a message, by the task that encodes or decodes it."""
+    if not program.codecs:
+        return {}
+    found: dict[int, int] = {}
+    is_message = (program.codec > 0) & (program.kind >= FIRST_LINK_KIND)
+    for task in np.flatnonzero(is_message).tolist():
+        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        makers = program.buffer_maker[reads]
+        found |= dict.fromkeys(makers[program.kind[makers] == TaskKind.ENCODE].tolist(), task)
+    decodes = np.isin(program.kind, (TaskKind.DECODE, TaskKind.DECODE_SUM))
+    for task in np.flatnonzero(decodes).tolist():
+        reads = program.read_buffer[program.read_start[task] : program.read_start[task + 1]]
+        makers = program.buffer_maker[reads]
+        found[task] = int(makers[is_message[makers]][0])
+    return found
+
+
+def _groups_of_readers(program: Program, tables: GraphTables) -> dict[int, int]:
+    """Group of the ops that read what is made again for them, by the task that makes it."""
+    found: dict[int, int] = {}
+    is_remade = program.kind == TaskKind.REMAKE
+    maker = program.buffer_maker[program.read_buffer]
+    reader = np.repeat(np.arange(program.num_tasks), np.diff(program.read_start))
+    chosen = np.flatnonzero(is_remade[maker])[::-1]  # readers that are made again themselves first
+    for task, by in zip(maker[chosen].tolist(), reader[chosen].tolist(), strict=True):
+        group = found.get(by) if is_remade[by] else int(tables.op_group[program.subject[by]])
+        assert group is not None
+        assert program.kind[by] <= LAST_OP_KIND
+        found[task] = group
+    return found
+
+
+def _early_reductions(program: Program, tables: GraphTables) -> frozenset[int]:
+    """Tasks that reduce a value that follows from the batch alone."""
+    tasks = np.flatnonzero(program.kind == TaskKind.REDUCE_VALUE)
+    values = tables.slot_value[program.subject[tasks]]
+    return frozenset(tasks[tables.value_is_early[values] == 1].tolist())
+
+
+def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int], list[int]]:
+    """The value in each buffer, and how much of it was gathered; see ``RankProgram.value_in``."""
+    maker = program.buffer_maker
+    kind, subject = program.kind[maker], program.subject[maker]
+    value, whole = np.full(len(maker), -1, np.int32), np.full(len(maker), AS_MADE, np.int32)
+
+    def made_by(*kinds: TaskKind) -> IntArray:
+        return np.flatnonzero(np.isin(kind, kinds)).astype(np.int32)
+
+    of_ops = made_by(*OP_KINDS)
+    first = tables.value_start[subject[of_ops]] - program.buffer_start[maker[of_ops]]
+    value[of_ops] = first + of_ops
+    is_token = value[of_ops] >= tables.value_start[subject[of_ops] + 1]
+    value[of_ops[is_token]] = -1
+    recut = made_by(TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE)
+    value[recut] = subject[recut]
+    converted = made_by(*CONVERSIONS)
+    slot = subject[converted]
+    value[converted] = tables.slot_value[slot]
+    is_window = tables.slot_window[slot, 3] != 0
+    whole[converted] = np.where(is_window, WINDOW, tables.slot_whole[slot])
+    gathers = made_by(TaskKind.GATHER_PARAMETERS)
+    for buffer in gathers[program.buffer_device[gathers] >= 0].tolist():
+        value[buffer], whole[buffer] = gathered(int(subject[buffer]))
+    return value.tolist(), whole.tolist()
+
+
+class RankProgram:
+    """The program of a strategy, seen from one rank.
+
+    Args:
+        graph: The captured step.
+        strategy: Strategy of the plan.
+        program: Program lowered from both.
+        rank: Number of this rank; ranks are device indices.
+
+    Attributes:
+        plan: Placements of the graph's tensors along the batch and the axes of rules.
+        sources: Where each tensor comes from.
+        needs: Inputs of each op, as it needs them.
+        tables: The graph in flat arrays.
+        kinds: Kind of each task of the program.
+        num_micro: Number of micro-batches of the step.
+        micro_begin: First sample of each micro-batch.
+        value_of: Value of each tensor that owns its memory, by tensor id.
+        is_recut: Whether a team cuts anew what an op makes, by row of the tables.
+        sharded: Placement and spans of the parameters that live in slices, by row.
+        parameters_of_value: Rows of ``graph.updates`` whose gradient a value holds, by value.
+        makes_gradients: Ops that make gradients, as rows of the tables.
+        accumulated: Gradients, as (row, micro-batch), that this rank adds to those before.
+        given_to_replicas: Gradients, as (row, micro-batch), that this rank gives to replicas
+            without one.
+        bucket_members: Rows of each bucket, in their order in it.
+        sliced: Buckets that this rank updates in slices, by number.
+        sliced_of_tensor: The same buckets by tensor id of the parameters in them.
+        is_mine: Whether this rank takes part in each task of the program.
+        message_of: Transfer or collective of a message, by the task that encodes or decodes it.
+    """
+
+    def __init__(self, graph: OpGraph, strategy: Strategy, program: Program, rank: int) -> None:
+        self.graph = graph
+        self.strategy = strategy
+        self.program = program
+        self.plan = axis_plan(graph, strategy.op_rules)
+        self.tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
+        self.num_micro = strategy.num_micro_batches
+        self.sources = sources(graph, strategy.op_rules)
+        self.needs = needs(graph, strategy.op_rules)
+        self._group = group_ops(graph).group
+        self._spans = spans_of_groups(strategy, self.plan.axes)
+        self.sharded = sharded_parameters(graph, strategy)
+        spans = self._spans[BATCH_AXIS][0]
+        sizes = [spans.size(micro) for micro in range(self.num_micro)]
+        self.micro_begin = [sum(sizes[:micro]) for micro in range(self.num_micro)]
+        self._spans_of_op = [
+            self._spans[axis][group] if group >= 0 else None
+            for axis, group in zip(self.plan.op_axis.tolist(), self._group.tolist(), strict=True)
+        ]
+        tables = self.tables
+        self.value_of = {
+            tensor: value for value, tensor in enumerate(tables.value_tensor.tolist())
+        }
+        self.is_recut: list[bool] = (tables.op_recut != Recut.NONE).tolist()
+        self.parameters_of_value: dict[int, list[int]] = {}
+        for row, value in enumerate(tables.parameter_gradient.tolist()):
+            self.parameters_of_value.setdefault(value, []).append(row)
+        made = tables.parameter_gradient[tables.parameter_gradient >= 0]
+        self.makes_gradients = frozenset(tables.value_op[made].tolist())
+        self._bucket: list[int] = program.bucket.tolist()
+        self.bucket_members: dict[int, list[int]] = {}
+        self._fill_buckets()
+        self._rings = parameter_rings(graph, strategy)
+        self._buckets = sliced_buckets(graph, strategy, program)
+        self.sliced: dict[int, SlicedBucket] = {}
+        self.sliced_of_tensor: dict[int, SlicedBucket] = {}
+        # As lists: single elements are looked up for every task.
+        self.kinds = [_KINDS[kind] for kind in program.kind.tolist()]
+        self._read_start: list[int] = program.read_start.tolist()
+        self._read_buffer: list[int] = program.read_buffer.tolist()
+        self._buffer_start: list[int] = program.buffer_start.tolist()
+        self.message_of = _messages(program)
+        self._early = _early_reductions(program, tables)
+        self._reads_of: dict[int, list[int]] = {}
+        self._near_of: dict[int, Near] = {}
+        self._ring_devices: dict[int, tuple[int, ...]] = {}
+        self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        self._value_in, self._whole_in = _values_in_buffers(program, tables)
+        is_conversion = np.isin(program.kind, list(CONVERSIONS))
+        self._is_converted: list[bool] = is_conversion[program.buffer_maker].tolist()
+        self._remade_for: dict[int, int] = {}  # the group for which each task makes a value
+        self._given_by = self._find_given()
+        self._look_from(rank)
+
+    def _find_given(self) -> dict[int, set[tuple[int, int]]]:
+        """Gradients, as (row, micro-batch), that each rank gives to replicas without one."""
+        program = self.program
+        found: dict[int, set[tuple[int, int]]] = {}
+        for task in np.flatnonzero(program.kind == TaskKind.PUSH).tolist():
+            row, (src, dst) = int(program.subject[task]), self.channel(task).devices
+            if not self.is_served_by(row, dst):
+                found.setdefault(src, set()).add((row, int(program.micro[task])))
+        return found
+
+    def seen_from(self, rank: int) -> "RankProgram":
+        """The same program as another rank sees it; what does not depend on the rank is shared."""
+        other = copy.copy(self)
+        other._look_from(rank)
+        return other
+
+    def _look_from(self, rank: int) -> None:
+        """Compute the fields that depend on the rank."""
+        program = self.program
+        self.rank = rank
+        self.sliced = {each.number: each for each in self._buckets if rank in each.devices}
+        self.sliced_of_tensor = {
+            self.graph.updates[row][1]: bucket
+            for bucket in self.sliced.values()
+            for row in bucket.rows
+        }
+        adds = (program.kind == TaskKind.ACCUMULATE) & (program.device == rank)
+        self.accumulated = frozenset(
+            zip(program.subject[adds].tolist(), program.micro[adds].tolist(), strict=True)
+        )
+        self.given_to_replicas = self._given_by.get(rank, set())
+        member = np.array([rank in channel.devices for channel in program.channels], np.bool_)
+        is_mine = np.where(
+            program.kind < FIRST_LINK_KIND, program.device == rank, member[program.channel]
+        )
+        self.is_mine: list[bool] = is_mine.tolist()
+        gathers = (program.kind == TaskKind.GATHER_VALUE) & is_mine
+        self._gathered_slots = frozenset(program.subject[gathers].tolist())
+
+    def _fill_buckets(self) -> None:
+        for row in range(len(self.graph.updates)):
+            bucket = self._bucket[row]
+            if bucket >= 0:
+                self.bucket_members.setdefault(bucket, []).append(row)
+
+    def spans_of_op(self, op: int) -> Spans | None:
+        """Spans of an op's group along the op's axis; ``None`` for constants."""
+        return self._spans_of_op[op]
+
+    def spans_of_task(self, task: int, op: int) -> Spans | None:
+        """Spans along an op's axis of the group for which a task runs it.
+
+        What is made again where it is read is made for its readers' group.
+        """
+        if self.kinds[task] is not TaskKind.REMAKE:
+            return self.spans_of_op(op)
+        if not self._remade_for:
+            self._remade_for = _groups_of_readers(self.program, self.tables)
+        return self._spans[int(self.plan.op_axis[op])][self._remade_for[task]]
+
+    def spans_of_value(self, value: int) -> Spans | None:
+        """Spans of a value's group along the axis that it lies along; ``None`` for constants."""
+        group = int(self._group[self.maker(value)])
+        return self._spans[int(self.tables.value_axis[value])][group] if group >= 0 else None
+
+    def target_of_slot(self, slot: int) -> tuple[Spans, Spans]:
+        """Spans of the group that a slot brings its value to.
+
+        One along the axis of the value, one along that of the reader.
+        """
+        tables, group = self.tables, int(self.tables.slot_group[slot])
+        made = int(tables.value_axis[tables.slot_value[slot]])
+        return self._spans[made][group], self._spans[int(tables.slot_axis[slot])][group]
+
+    def owners(self, row: int) -> list[int]:
+        """Devices whose copies of a parameter count: home or first replica, or all slices."""
+        if row in self.sharded:
+            _, spans = self.sharded[row]
+            return [device for device in spans.first_team() if spans.units_of(device)[1]]
+        home = self.strategy.homes[row]
+        if home >= 0:
+            return [home]
+        group = int(self._group[self.graph.updates[row][0]])
+        return [self.strategy.decisions[group].devices[0]]
+
+    def gradient_dtype(self, row: int) -> torch.dtype:
+        """Dtype of a parameter's gradient, which may differ from the parameter's."""
+        dtype: torch.dtype = getattr(torch, self.graph.tensors[self.graph.updates[row][2]].dtype)
+        return dtype
+
+    def gradient_is_converted(self, row: int) -> bool:
+        """Whether a gradient is made in parts here, which a collective completes."""
+        slot = int(self.tables.gradient_slot[row])
+        return slot >= 0 and slot in self._gathered_slots
+
+    def zero_stage(self, row: int) -> int:
+        """Stage of ZeRO in which a parameter is updated in slices, 0 if it is not."""
+        if self._bucket[row] < 0:
+            return 0
+        group = int(self._group[self.graph.updates[row][0]])
+        return int(self.strategy.decisions[group].sync.sharded)
+
+    def bucket(self, row: int) -> int:
+        """Number of the bucket of a parameter's gradient; -1 if it is in none."""
+        return self._bucket[row]
+
+    def sliced_bucket(self, row: int) -> SlicedBucket | None:
+        """The bucket in which this rank updates a slice of a parameter, if it does."""
+        return self.sliced.get(self._bucket[row])
+
+    def rings(self, row: int) -> tuple[Ring, ...]:
+        """All rings that add up a parameter's gradients."""
+        return self._rings[row]
+
+    def ring_size(self, row: int, ring: Ring) -> int:
+        """Elements of a parameter that a ring adds up."""
+        size = self.graph.tensors[self.graph.updates[row][1]].meta.num_elements
+        return size if row not in self.sharded else round(size * ring.part)
+
+    def place_in_ring(self, row: int, ring: Ring) -> tuple[int, int]:
+        """First element, and number of elements, of a parameter in its bucket of a ring."""
+        place = self._place_in_ring.get((row, ring.devices))
+        if place is None:
+            begin = 0
+            for each in self.bucket_members[self._bucket[row]]:
+                size = self.ring_size(each, ring)
+                self._place_in_ring[each, ring.devices] = begin, size
+                begin += size
+            place = self._place_in_ring[row, ring.devices]
+        return place
+
+    def flattened_for(self, task: int) -> Ring:
+        """The ring for which a task copies gradients together."""
+        if not self._ring_devices:
+            self._find_rings_of_copies()
+        devices = self._ring_devices[task]
+        row = int(self.program.subject[task])
+        return self.ring_over(row, devices)
+
+    def ring_over(self, row: int, devices: tuple[int, ...]) -> Ring:
+        """The ring of a parameter's gradients over some devices."""
+        return next(ring for ring in self.rings(row) if ring.devices == devices)
+
+    def _find_rings_of_copies(self) -> None:
+        """Note the devices over which copies are summed: those of the task that reads them."""
+        program = self.program
+        collective = (TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER)
+        for task in np.flatnonzero(np.isin(program.kind, collective)).tolist():
+            for buffer in self.reads(task):
+                maker = int(program.buffer_maker[buffer])
+                while self.kinds[maker] is TaskKind.ENCODE:
+                    maker = int(program.buffer_maker[self.reads(maker)[0]])
+                if self.kinds[maker] is TaskKind.FLATTEN:
+                    # Slice groups add up later what was scattered first.
+                    self._ring_devices.setdefault(maker, self.channel(task).devices)
+
+    def cut_to_ring(self, gradient: Tensor, row: int, ring: Ring) -> Tensor:
+        """The part of this rank's gradient of a parameter that a ring sums."""
+        if row not in self.sharded:
+            return gradient
+        place, spans = self.sharded[row]
+        begin, count = spans.units_of(self.rank)
+        return cut(gradient, place, count, ring.begin - begin, ring.end - ring.begin)
+
+    def join_rings(self, row: int, pieces: Sequence[Tensor]) -> Tensor:
+        """Join the parts of a gradient that several rings have summed, in their order."""
+        place, spans = self.sharded[row]
+        shape = self.graph.tensors[self.graph.updates[row][1]].shape
+        own = [ring for ring in self.rings(row) if self.rank in ring.devices]
+        shaped = [
+            piece.view(local_shape(shape, place, ring.end - ring.begin, spans.units))
+            for piece, ring in zip(pieces, own, strict=True)
+        ]
+        return join(shaped, place)
+
+    def senders(self, task: int) -> list[int]:
+        """Devices that give gradients to a reduce-scatter, besides slices of earlier ones."""
+        program = self.program
+        found = {
+            int(program.buffer_device[buffer])
+            for buffer in self.reads(task)
+            if self.kinds[int(program.buffer_maker[buffer])] is not TaskKind.REDUCE_SCATTER
+        }
+        return sorted(found - {-1})
+
+    def is_served_by(self, row: int, device: int) -> bool:
+        """Whether gradients of a parameter are pushed to a device because it is the server.
+
+        A server that is also a replica, of which each has the whole gradient, may have made none
+        itself; then it gets each micro-batch's like any other replica.
+        """
+        if self.strategy.homes[row] != device:
+            return False
+        group = int(self._group[self.graph.updates[row][0]])
+        decision = self.strategy.decisions[group]
+        domain = int(self.tables.gradient_domain[row])
+        has_one_team = len(decision.division.all_teams) == 1
+        is_whole = domain == Domain.NOBODY or (domain == Domain.PEERS and has_one_team)
+        return not (is_whole and device in decision.devices)
+
+    def gives(self, row: int, micro: int) -> bool:
+        """Whether this rank's gradient of a parameter enters the sum over devices.
+
+        Where all devices are in one ring, only the first of the team members that made the same
+        gradient gives it.
+        """
+        if not any(ring.is_once for ring in self.rings(row)):
+            return True
+        value = int(self.tables.parameter_gradient[row])
+        spans = self.spans_of_op(self.maker(value))
+        assert spans is not None
+        team = spans.team_of(self.rank)
+        if self.tables.gradient_slot[row] >= 0:  # gathered, so that every member has it
+            return team[0] == self.rank
+        return spans.speaks(micro, self.rank)
+
+    def is_converted(self, buffer: int) -> bool:
+        """Whether a buffer holds the result of a conversion."""
+        return self._is_converted[buffer]
+
+    def ends_update(self, task: int) -> bool:
+        """Whether a task makes new parameters: updates them or sends them to other devices."""
+        kind = self.kinds[task]
+        if kind is _GATHER_PARAMETERS:
+            return self.zero_stage(int(self.program.subject[task])) < 3
+        if kind in _CODES:
+            return self.rule(task).is_of_parameters
+        return kind in _ENDS_UPDATE
+
+    def rule(self, task: int) -> MessageRule:
+        """Codec rule of the message that a task encodes, moves or decodes."""
+        return self.program.codecs[int(self.program.codec[task]) - 1]
+
+    def channel(self, task: int) -> Channel:
+        """Channel of a communication task."""
+        return self.program.channels[int(self.program.channel[task])]
+
+    def is_early(self, task: int) -> bool:
+        """Whether a task reduces a value that follows from the batch alone."""
+        return task in self._early
+
+    def maker(self, value: int) -> int:
+        """The op that makes a value."""
+        return int(self.tables.op_id[self.tables.value_op[value]])
+
+    def loss_op(self) -> int:
+        """The op that makes the loss."""
+        return int(self.graph.producer[self.graph.storage[self.graph.loss]])
+
+    def reads(self, task: int) -> list[int]:
+        """Buffers that a task reads; looked up once."""
+        reads = self._reads_of.get(task)
+        if reads is None:
+            span = slice(self._read_start[task], self._read_start[task + 1])
+            reads = self._reads_of[task] = self._read_buffer[span]
+        return reads
+
+    def made(self, task: int) -> range:
+        """Buffers that a task makes."""
+        return range(self._buffer_start[task], self._buffer_start[task + 1])
+
+    def near(self, task: int) -> Near:
+        """Buffer of each value that a task reads; looked up once."""
+        near = self._near_of.get(task)
+        if near is None:
+            near = {self.value_in(buffer): buffer for buffer in self.reads(task)}
+            self._near_of[task] = near
+        return near
+
+    def value_in(self, buffer: int) -> tuple[int, int]:
+        """The value in a buffer, and how much of it was gathered; value -1 for tokens."""
+        return self._value_in[buffer], self._whole_in[buffer]

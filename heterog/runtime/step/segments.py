@@ -1,0 +1,458 @@
+"""Code of what a rank does between two points where it has to talk to other ranks.
+
+The first step is interpreted, op by op, and notes how each op reads its inputs. From then on a run
+of ops is a function of generated Python, straight-line code on local variables:
+
+    v0 = batch[c0]
+    v1 = addmm(parameters[c1], cut(v0, c2, 8, 0, 4), t(parameters[c3]))
+    del v0
+    held[c4] = Held(v1, c5, c6)
+
+Everything else (communication, conversions, ops that need more of the step than tensors) is a turn
+of its own between two segments, in the same order as before. A value is dropped after the last op
+that reads it, as in the interpreter. What differs between segments that do alike (parameters,
+buffers, samples) is a constant ``c``, so that they have one text, which Python compiles once.
+
+Where steps are compiled, the ops of a segment are a function of their own, which inductor compiles
+(``compiled``): what it reads goes in, what others read comes out. Ops that draw random numbers or
+step statistics stay outside, and draw the same numbers as ever. A segment then ends where
+gradients of micro-batches are added up, so that they need not all be there at once.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from itertools import groupby
+from types import CodeType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx.immutable_collections import immutable_list
+
+from heterog.graph.placement import Placement, TensorRef
+from heterog.lowering.program import TaskKind
+from heterog.runtime.step.collectives import Communicator
+from heterog.runtime.step.compiled import Compiler
+from heterog.runtime.step.local_op import Kernel, LocalOp
+from heterog.runtime.step.optimizer import StepUpdates, Updates
+from heterog.runtime.step.random_stream import RandomStream
+from heterog.runtime.step.rank_program import OP_KINDS, Near, RankProgram
+from heterog.runtime.step.recipes import Begin, Like, Recipe
+from heterog.runtime.step.spans import Span
+from heterog.runtime.step.step_order import DueTask
+from heterog.runtime.step.values import Held, Reader, Values
+
+Segment = Callable[[dict[int, Held], Mapping[int, Tensor], StepUpdates, int], None]
+"""Takes what is held, the batch, the state of the step and its number."""
+
+
+@dataclass(slots=True, kw_only=True)
+class NotedOp:
+    """What a task does that runs an op, and how it read its inputs when it last ran.
+
+    Attributes:
+        local_op: The op.
+        reader: This rank, as the op reads.
+        near: Buffers that the task reads.
+        made: Buffers that it makes.
+        micro: The micro-batch.
+        units: Part of its outputs.
+        draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
+        is_special: Whether it needs more of the step than its inputs, so that it is no part of a
+            segment.
+        inputs: How each input was read; ``None`` where more was done than views and cuts.
+        gradients: Rows of ``graph.updates`` whose gradients it made, and how they were read.
+    """
+
+    local_op: LocalOp
+    reader: Reader
+    near: Near
+    made: range
+    micro: int
+    units: Span
+    draws_for: int | None
+    is_special: bool
+    inputs: list[Recipe | None] = field(default_factory=list)
+    gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that it does is known."""
+        recipes = *self.inputs, *(recipe for _, recipe in self.gradients)
+        return not self.is_special and None not in recipes
+
+    def kernel(self) -> Kernel:
+        """The call of its kernel."""
+        reader, op = self.reader, self.local_op
+        return op.kernel(
+            reader.extent or op.whole,
+            is_first=reader.is_first,
+            is_first_member=reader.is_first_member,
+            first_unit=reader.units[0],
+        )
+
+
+class _Way(Enum):
+    """How a turn is run: by itself, in a segment, or in one that is compiled."""
+
+    ALONE = 0
+    IN_SEGMENT = 1
+    COMPILED = 2
+
+
+class Piece(NamedTuple):
+    """Turns that are run together.
+
+    Attributes:
+        turn: The first turn.
+        segment: Runs all of them; ``None`` if the turn is alone, and run in another way.
+    """
+
+    turn: DueTask
+    segment: Segment | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segments:
+    """Makes segments of one rank's turns.
+
+    Args:
+        part: The program as this rank sees it.
+        values: Values of the step.
+        parameters: Parameters of this rank, by tensor id.
+        read_parameter: Reads a parameter that may be under way; ``None`` if none is in a step.
+        buffers: Buffers and constants of the model, by tensor id.
+        updates: Is told which parameters may be updated.
+        random: Random numbers of ops.
+        communicator: Communication with the other ranks.
+        sent_before: Transfers that ops wait for, by task.
+        noted: What is known of tasks that run ops, by task.
+        compiler: Compiles segments; ``None`` runs them as they are.
+    """
+
+    part: RankProgram
+    values: Values
+    parameters: Mapping[int, nn.Parameter]
+    read_parameter: Callable[[int], Tensor] | None
+    buffers: Mapping[int, Tensor]
+    updates: Updates
+    random: RandomStream
+    communicator: Communicator
+    sent_before: Mapping[int, Sequence[int]]
+    noted: Mapping[int, NotedOp]
+    compiler: Compiler | None = None
+
+    def pieces(self, turns: Sequence[DueTask], *, apart: bool) -> list[Piece]:
+        """Cut turns into segments and what is between them.
+
+        Args:
+            turns: Turns that follow one another.
+            apart: Whether each turn is a piece of its own, so that it can be timed.
+        """
+        pieces: list[Piece] = []
+        for way, group in groupby(turns, self._way):
+            run = list(group)
+            if way is _Way.ALONE:
+                pieces += [Piece(turn, None) for turn in run]
+                continue
+            compiles = way is _Way.COMPILED and not apart
+            parts = self._layers(run) if compiles else [run]
+            for part in [[turn] for turn in run] if apart else parts:
+                pieces.append(Piece(part[0], _Writer(self, part, compiles=compiles).segment()))
+        return pieces
+
+    def _layers(self, turns: Sequence[DueTask]) -> list[list[DueTask]]:
+        """Cut turns where a numbered layer of the model ends: layers that do alike are many.
+
+        What is shorter than a layer stays with what comes before it, so that it can be fused.
+        """
+        parts: list[list[DueTask]] = [[]]
+        now = ""
+        for turn in turns:
+            noted = self.noted.get(turn.task)
+            if noted is not None:
+                layer = _LAYER.match(self.part.graph.ops[noted.local_op.index].module)
+                name = layer.group() if layer else ""
+                if name != now and len(parts[-1]) >= _LEAST_OF_A_LAYER:
+                    parts.append([])
+                now = name
+            parts[-1].append(turn)
+        return parts
+
+    def _way(self, turn: DueTask) -> "_Way":
+        """How a turn is run."""
+        task, noted = turn.task, self.noted.get(turn.task)
+        if not self._fits(turn):
+            return _Way.ALONE
+        if self.compiler is None or task in self.sent_before:
+            return _Way.IN_SEGMENT
+        if noted is None:
+            is_update = self.part.kinds[task] is TaskKind.UPDATE
+            return _Way.COMPILED if is_update else _Way.IN_SEGMENT
+        stays = noted.local_op.is_random or noted.local_op.steps_statistics
+        return _Way.IN_SEGMENT if stays else _Way.COMPILED
+
+    def _fits(self, turn: DueTask) -> bool:
+        """Whether a turn can be a part of a segment."""
+        task, of_step_before = turn
+        if task < 0 or of_step_before:
+            return False
+        kind = self.part.kinds[task]
+        if kind in OP_KINDS:
+            return task in self.noted and self.noted[task].is_plain
+        return kind in (TaskKind.UPDATE, TaskKind.ACCUMULATE)
+
+
+class _Body:
+    """The lines of a function, and what is constant in them."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._constants: dict[object, tuple[str, object]] = {}
+
+    def add(self, line: str) -> None:
+        """Add a line."""
+        self.lines.append(line)
+
+    def constant(self, value: object) -> str:
+        """The name of something that is the same in every step."""
+        key = (type(value), value) if type(value) in _BY_VALUE else id(value)
+        name, _ = self._constants.setdefault(key, (f"c{len(self._constants)}", value))
+        return name
+
+    def function(self, parameters: str) -> Callable[..., Any]:
+        """The function."""
+        names: dict[str, Any] = {"Held": Held}
+        exec(_compiled(self._text(parameters)), names)
+        made: Callable[..., Any] = names["make"](*(value for _, value in self._constants.values()))
+        return made
+
+    def key(self, parameters: str) -> tuple[Hashable, ...]:
+        """Equal for functions that do the same."""
+        values = (value for _, value in self._constants.values())
+        alike = (repr(each) if type(each) in _SHOWN else id(each) for each in values)
+        return self._text(parameters), *alike
+
+    def _text(self, parameters: str) -> str:
+        return _TEXT.format(
+            names=", ".join(name for name, _ in self._constants.values()),
+            parameters=parameters,
+            body="\n        ".join(self.lines or ["pass"]),
+        )
+
+
+class _Writer:
+    """Writes one segment.
+
+    Where it is compiled, its ops are in a function of their own, ``inner``, which is called after
+    the lines of ``outer`` that read and before those that keep what was made (``after``).
+    """
+
+    def __init__(self, given: Segments, turns: Sequence[DueTask], *, compiles: bool) -> None:
+        self._given, self._tasks = given, [turn.task for turn in turns]
+        self._compiles = compiles
+        self._outer = _Body()
+        self._inner = _Body() if compiles else self._outer
+        self._after: list[str] = [] if compiles else self._outer.lines
+        self._inputs: dict[str, tuple[str, Like]] = {}  # of ``inner``: how each is read
+        self._outputs: dict[str, None] = {}
+        self._names: dict[int, str] = {}  # of buffers in local variables
+        self._num_names = 0
+        self._reads: dict[int, int] = {}  # of each buffer in this segment
+        self._op_reads: dict[int, int] = {}  # by ops
+        self._last: dict[int, list[int]] = {}  # buffers by the task that reads them last
+        last: dict[int, int] = {}
+        for task in self._tasks:
+            counts = [self._reads] + [self._op_reads] * (given.part.kinds[task] in OP_KINDS)
+            for buffer in given.part.reads(task):
+                for count in counts:
+                    count[buffer] = count.get(buffer, 0) + 1
+                last[buffer] = task
+        for buffer, task in last.items():
+            self._last.setdefault(task, []).append(buffer)
+        self._made: set[int] = set()  # here
+        self._own: set[int] = set()  # those that no task outside of this segment looks for
+
+    def segment(self) -> Segment:
+        """The function."""
+        given = self._given
+        for task in self._tasks:
+            kind, subject = given.part.kinds[task], int(given.part.program.subject[task])
+            constant = self._outer.constant
+            if kind is TaskKind.UPDATE:
+                self._after.append(f"{constant(given.updates.update)}({constant(subject)}, step)")
+            elif kind is TaskKind.ACCUMULATE:
+                where = f"{constant(task)}, {constant(subject)}"
+                self._after.append(f"step.gradients.accumulate({where})")
+            else:
+                self._write_op(task, given.noted[task])
+            self._drop_read_by(task)
+        if self._compiles:
+            self._call_inner()
+        return self._outer.function("held, batch, step, number")
+
+    def _call_inner(self) -> None:
+        """Have the ops compiled, and called between what reads and what keeps."""
+        compiler, outer, inner = self._given.compiler, self._outer, self._inner
+        assert compiler is not None
+        if self._outputs:
+            names = ", ".join(self._inputs)
+            inner.lines[:0] = [f"[{names}] = given", "given.clear()"]
+            inner.add(f"return [{', '.join(self._outputs)}]")
+            likes = tuple(like for _, like in self._inputs.values())
+            run = compiler.compiled(inner.key("given"), inner.function("given"), likes)
+            reads, outer.lines[:] = list(outer.lines), []
+            outer.add(f"given = [{', '.join(read for read, _ in self._inputs.values())}]")
+            outer.lines += reads
+            outer.add(f"[{', '.join(self._outputs)}] = {outer.constant(run)}(given)")
+        outer.lines += self._after
+
+    def _write_op(self, task: int, noted: NotedOp) -> None:
+        outer, inner = self._outer, self._inner
+        for send in self._given.sent_before.get(task, ()):
+            wait = outer.constant(self._given.communicator.wait_for_send)
+            outer.add(f"{wait}({outer.constant(send)})")
+        inputs = [self._read(recipe) for recipe in noted.inputs if recipe is not None]
+        kernel = noted.kernel()
+        given = [self._argument(each, inputs) for each in kernel.positional]
+        given += [f"{name}={self._argument(v, inputs)}" for name, v in kernel.keywords.items()]
+        call = f"{inner.constant(kernel.function)}({', '.join(given)})"
+        values = self._given.values
+        of_gradients = {recipe.key for _, recipe in noted.gradients if recipe is not None}
+        # A token may follow what is made, which only orders tasks.
+        outputs = noted.made[: 1 if kernel.kept is None else len(kernel.kept)]
+        kept = [b for b in outputs if values.is_ever_read(b) or b in of_gradients]
+        self._made.update(kept)
+        indent = ""
+        if noted.local_op.is_random:
+            which = ", ".join(map(outer.constant, (noted.local_op.index, noted.micro)))
+            stream, rank = map(outer.constant, (self._given.random.drawing, noted.draws_for))
+            outer.add(f"with {stream}(number, {which}, rank={rank}):")
+            indent = "    "
+        if not kept:
+            inner.add(f"{indent}{call}")
+        elif kernel.kept is None:
+            inner.add(f"{indent}{self._name(kept[0])} = {call}")
+        else:
+            inner.add(f"{indent}made = {call}")
+            for buffer, place in zip(outputs, kernel.kept, strict=True):
+                if buffer in kept:
+                    inner.add(f"{self._name(buffer)} = made[{place}]")
+            inner.add("del made")
+        self._keep(noted, kept)
+
+    def _keep(self, noted: NotedOp, kept: Sequence[int]) -> None:
+        """Keep what an op has made for those who look for it."""
+        values, constant = self._given.values, self._outer.constant
+        for buffer in kept:
+            if values.num_value_reads(buffer) > self._op_reads.get(buffer, 0):
+                name = self._names[buffer]
+                share = f"{constant(noted.reader.samples)}, {constant(noted.units)}"
+                self._after.append(f"held[{constant(buffer)}] = Held({name}, {share})")
+                self._outputs[name] = None
+            else:
+                self._own.add(buffer)
+        for row, recipe in noted.gradients:
+            assert recipe is not None
+            gradient = self._read(recipe)
+            if self._compiles:
+                name = self._new_name()
+                self._inner.add(f"{name} = {gradient}")
+                self._outputs[name] = None
+                gradient = name
+            where = f"{constant(row)}, {constant(noted.micro)}"
+            self._after.append(f"step.gradients.keep_row({where}, {gradient})")
+        for buffer in kept:
+            if buffer not in self._reads:
+                self._drop(buffer)
+
+    def _drop(self, buffer: int) -> None:
+        """Delete a buffer's local variable, if there is one."""
+        name = self._names.pop(buffer, "")
+        if name and name not in self._outputs:
+            self._inner.add(f"del {name}")
+
+    def _drop_read_by(self, task: int) -> None:
+        """Drop the buffers of which a task is the last reader here."""
+        constant = self._outer.constant
+        for buffer in self._last.get(task, ()):
+            self._drop(buffer)
+            if buffer not in self._own and self._given.part.value_in(buffer)[0] != -1:
+                # Before compiled ops are called, if it is not they that make it.
+                lines = self._after if buffer in self._made else self._outer.lines
+                drop = constant(self._given.values.count_reads)
+                lines.append(f"{drop}({constant(buffer)}, {self._reads[buffer]})")
+
+    def _read(self, recipe: Recipe) -> str:
+        """An expression that reads as noted."""
+        begin, key, like, steps = recipe
+        constant = self._outer.constant
+        if begin is Begin.HELD:
+            text = self._names.get(key, "")
+            if not text:
+                text = self._name(key)
+                value = f"held[{constant(key)}].tensor()"
+                if self._compiles:
+                    self._inputs[text] = value, like
+                else:
+                    self._outer.add(f"{text} = {value}")
+        else:
+            if begin is Begin.BATCH:
+                text = f"batch[{constant(key)}]"
+            elif begin is Begin.MODEL_BUFFER:
+                text = f"{constant(self._given.buffers)}[{constant(key)}]"
+            elif self._given.read_parameter is not None:
+                text = f"{constant(self._given.read_parameter)}({constant(key)})"
+            else:
+                text = f"{constant(self._given.parameters)}[{constant(key)}]"
+            if self._compiles:
+                known = next((name for name, how in self._inputs.items() if how[0] == text), "")
+                name = known or self._new_name()
+                self._inputs[name] = text, like
+                text = name
+        for function, arguments in steps:
+            others = "".join(f", {self._inner.constant(each)}" for each in arguments)
+            text = f"{self._inner.constant(function)}({text}{others})"
+        return text
+
+    def _argument(self, value: Any, inputs: Sequence[str]) -> str:
+        """An argument of a kernel."""
+        if isinstance(value, TensorRef):
+            return inputs[value.index]
+        if isinstance(value, tuple):
+            return f"[{', '.join(self._argument(each, inputs) for each in value)}]"
+        return repr(value) if type(value) in _LITERALS else self._inner.constant(value)
+
+    def _name(self, buffer: int) -> str:
+        """A new local variable for a buffer."""
+        name = self._names[buffer] = self._new_name()
+        return name
+
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"v{self._num_names - 1}"
+
+
+_LAYER = re.compile(r"[^0-9]*[0-9]+(?=\.|$)")
+"""The first numbered module of a path: ``encoder.layer.3`` of ``encoder.layer.3.output.dense``."""
+_LEAST_OF_A_LAYER = 12
+"""Ops of a part that is compiled by itself: a layer of a transformer has some 15 in each pass, and
+the modules of a perceptron one, which are better fused."""
+_LITERALS = (int, bool, type(None))
+_BY_VALUE = (int, tuple, type(None), MethodType)
+_SHOWN = (int, float, tuple, list, immutable_list, type(None), slice, Placement, torch.dtype)
+"""Types whose values do the same if they look alike."""
+_TEXT = """\
+def make({names}):
+    def segment({parameters}):
+        {body}
+    return segment
+"""
+
+
+@lru_cache(maxsize=4096)
+def _compiled(text: str) -> CodeType:
+    return compile(text, "<segment>", "exec")

@@ -1,0 +1,247 @@
+"""Parameters under ZeRO: the flat buckets that hold them, and this rank's slice of each.
+
+The parameters of a bucket lie one after another in a flat tensor, which is cut at element
+boundaries into one slice per device. Where every device keeps whole parameters (stages 1 and 2)
+they are views of the flat tensor, and so is the slice that the optimizer steps; nothing is copied
+when the new parameters are gathered. In stage 3 there is nothing but the slice.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.lowering import ring_decision
+from heterog.lowering.channels import slice_parts
+from heterog.lowering.program import Program
+from heterog.lowering.tables import graph_tables
+from heterog.runtime.step.collectives import slice_counts
+from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.strategy import REPLICATED, Strategy
+
+
+class RowPart(NamedTuple):
+    """Elements ``begin`` to ``end`` of one flattened parameter, which a slice holds."""
+
+    row: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlicedBucket:
+    """A bucket of parameters that are updated in slices together.
+
+    Attributes:
+        number: Number of the bucket in the program.
+        stage: Stage of ZeRO, 1 to 3.
+        rows: Rows of ``graph.updates``, in the order in which they lie in the flat tensor.
+        sizes: Number of elements of each of ``rows``.
+        devices: Devices that own slices.
+        counts: Number of elements of each device's slice, 0 allowed.
+        ring: The devices, which of them have a part of the sum of the gradients, and which units
+            of parameters that live in slices they hold.
+        is_first: Whether no bucket of the same number before this one, among other devices, has
+            the same elements.
+    """
+
+    number: int
+    stage: int
+    rows: tuple[int, ...]
+    sizes: tuple[int, ...]
+    devices: tuple[int, ...]
+    counts: tuple[int, ...]
+    ring: Ring
+    is_first: bool = True
+
+    @property
+    def num_elements(self) -> int:
+        """Number of elements of all its parameters."""
+        return sum(self.sizes)
+
+    def range(self, device: int) -> tuple[int, int]:
+        """First element of a device's slice, and the one after its last."""
+        index = self.devices.index(device)
+        begin = sum(self.counts[:index])
+        return begin, begin + self.counts[index]
+
+    def begins(self) -> dict[int, int]:
+        """First element of each row."""
+        begins = accumulate(self.sizes[:-1], initial=0)
+        return dict(zip(self.rows, begins, strict=True))
+
+    def size_of(self, row: int) -> int:
+        """Number of elements of a row that lie in the bucket."""
+        return self.sizes[self.rows.index(row)]
+
+    def pieces(self, device: int) -> Iterator[RowPart]:
+        """The part of each parameter that a device's slice holds, in order."""
+        low, high = self.range(device)
+        begin = 0
+        for row, size in zip(self.rows, self.sizes, strict=True):
+            first, last = max(low - begin, 0), min(high - begin, size)
+            if first < last:
+                yield RowPart(row, first, last)
+            begin += size
+
+
+def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list[SlicedBucket]:
+    """All buckets that are updated in slices."""
+    group = group_ops(graph).group
+    rings = parameter_rings(graph, strategy)
+    members: dict[int, list[int]] = {}
+    for row, (op, _, _) in enumerate(graph.updates):
+        decision = strategy.decisions[int(group[op])]
+        if decision.sync.is_sharded and program.bucket[row] >= 0:
+            members.setdefault(int(program.bucket[row]), []).append(row)
+    found = []
+    for number, rows in members.items():
+        decision = strategy.decisions[int(group[graph.updates[number][0]])]
+        tensors = [graph.tensors[graph.updates[row][1]] for row in rows]
+        for place, ring in enumerate(rings[number]):
+            sizes = tuple(round(each.meta.num_elements * ring.part) for each in tensors)
+            own = ring_decision(ring, decision)
+            found.append(
+                SlicedBucket(
+                    number=number,
+                    stage=int(decision.sync.sharded),
+                    rows=tuple(rows),
+                    sizes=sizes,
+                    devices=ring.devices,
+                    counts=tuple(slice_counts(sum(sizes), slice_parts(own))),
+                    ring=ring,
+                    is_first=all(
+                        (each.begin, each.end) != (ring.begin, ring.end)
+                        for each in rings[number][:place]
+                    ),
+                )
+            )
+    return found
+
+
+def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]]:
+    """The rings that sum the gradients of each parameter, by row of ``graph.updates``.
+
+    Empty for a parameter that a server updates; in slice groups, one ring for each of them.
+    """
+    tables = graph_tables(graph, strategy.op_rules, strategy.blocks)
+    axes = tuple(int(units) for units in tables.axis_units[1:])
+    rings: list[tuple[Ring, ...]] = []
+    alone = strategy.trains_apart
+    domains, groups = tables.gradient_domain.tolist(), tables.parameter_group.tolist()
+    for domain, group, home in zip(domains, groups, strategy.homes, strict=True):
+        division = strategy.decisions[group].division
+        is_summed = domain >= 0 and home == REPLICATED
+        own = gradient_rings(division, axes, alone)[domain] if is_summed else ()
+        groups = strategy.decisions[group].slice_groups
+        rings.append(tuple(part for ring in own for part in slice_rings(ring, groups)))
+    return rings
+
+
+class SliceRun(NamedTuple):
+    """Elements ``begin`` to ``end`` of a slice, of parameters of one group of the optimizer.
+
+    Attributes:
+        value: The elements, which the optimizer steps as one tensor: a view, or the whole slice.
+        begin: First element in the slice.
+        end: The one after the last.
+        group: Number of the parameter group.
+    """
+
+    value: nn.Parameter
+    begin: int
+    end: int
+    group: int
+
+
+class Slices:
+    """The slices that this rank owns, made from whole parameters, which become views or empty.
+
+    Args:
+        buckets: All buckets of the program.
+        rank: Number of this rank.
+        parameters: Parameters of the model, by row of ``graph.updates``.
+        group_of: Number of the parameter group of each row of ``graph.updates``.
+
+    Attributes:
+        own: Slices that this rank updates, by bucket; a slice may be empty.
+        runs: Parts of them that the optimizer steps, by bucket: one for each run of parameters of
+            one group, none of an empty slice.
+        whole: The flat tensor of each bucket of stages 1 and 2, by bucket.
+    """
+
+    def __init__(
+        self,
+        buckets: list[SlicedBucket],
+        rank: int,
+        parameters: Mapping[int, nn.Parameter],
+        group_of: Sequence[int],
+    ) -> None:
+        self.rank = rank
+        self.buckets = {each.number: each for each in buckets if rank in each.devices}
+        self.own: dict[int, nn.Parameter] = {}
+        self.runs: dict[int, list[SliceRun]] = {}
+        self.whole: dict[int, Tensor] = {}
+        for number, bucket in self.buckets.items():
+            members = [parameters[row] for row in bucket.rows]
+            flat = torch.cat([each.detach().reshape(-1) for each in members])
+            own = flat.narrow(0, *_begin_and_length(bucket.range(rank)))
+            if bucket.stage == 3:
+                own = own.clone()
+                for each in members:
+                    release(each)
+            else:
+                self.whole[number] = flat
+                for each, part in zip(members, torch.split(flat, list(bucket.sizes)), strict=True):
+                    each.data = part.view(each.shape)
+            self.own[number] = nn.Parameter(own)
+            self.runs[number] = _runs(bucket, rank, self.own[number], group_of)
+
+    def stepped(self) -> list[SliceRun]:
+        """All runs, for the optimizer."""
+        return [run for runs in self.runs.values() for run in runs]
+
+    def of_parameter(self, value: nn.Parameter) -> tuple[SlicedBucket, SliceRun] | None:
+        """The bucket and run of one of the optimizer's tensors; ``None`` for a parameter."""
+        return next(
+            (
+                (self.buckets[number], run)
+                for number, runs in self.runs.items()
+                for run in runs
+                if run.value is value
+            ),
+            None,
+        )
+
+
+def _runs(
+    bucket: SlicedBucket, rank: int, own: nn.Parameter, group_of: Sequence[int]
+) -> list[SliceRun]:
+    """The runs of a rank's slice."""
+    at, spans = 0, list[tuple[int, int, int]]()  # (begin, end, group)
+    for row, first, last in bucket.pieces(rank):
+        begin, end, group = at, at + last - first, group_of[row]
+        if spans and spans[-1][2] == group:
+            begin = spans.pop()[0]
+        spans.append((begin, end, group))
+        at = end
+    if len(spans) == 1:
+        return [SliceRun(own, *spans[0])]
+    flat = own.detach()
+    return [
+        SliceRun(nn.Parameter(flat[begin:end]), begin, end, group) for begin, end, group in spans
+    ]
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Free a parameter's memory but keep its shape."""
+    parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+
+
+def _begin_and_length(span: tuple[int, int]) -> tuple[int, int]:
+    return span[0], span[1] - span[0]

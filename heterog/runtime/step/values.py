@@ -1,0 +1,560 @@
+"""The values that a rank holds during a step, and how an op's inputs are read from them."""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
+from heterog.graph.halo import Rows
+from heterog.graph.op_graph import TensorKind
+from heterog.graph.sharding_rules import local_shape
+from heterog.lowering.program import TaskKind
+from heterog.runtime.step.collectives import Pending
+from heterog.runtime.step.local_op import Extent, LocalOp
+from heterog.runtime.step.op_inputs import Need, Source
+from heterog.runtime.step.placed import cut, nested, put
+from heterog.runtime.step.rank_program import (
+    CONVERSIONS,
+    OP_KINDS,
+    WINDOW,
+    Near,
+    RankProgram,
+    gathered,
+    nearest,
+)
+from heterog.runtime.step.recipes import Begin, Like, Notes, Recipe
+from heterog.runtime.step.row_sets import (
+    RowSet,
+    count,
+    pattern_of_placement,
+    rows_of_neighbours,
+    take,
+)
+from heterog.runtime.step.spans import EVERY, Span, Spans, unit_rows, window_rows
+from heterog.runtime.step.windows import fit
+
+_ENCODE = TaskKind.ENCODE
+_READS_VALUES = CONVERSIONS | OP_KINDS | {TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE}
+
+
+@dataclass(slots=True)
+class Held:
+    """Contents of a buffer: a tensor or one under way, and which part of the value it is.
+
+    Attributes:
+        value: The tensor.
+        samples: Samples of the micro-batch, if the value is split along the batch.
+        units: Units of the axis of the rule that made it, if the value is split along that.
+        rows: Rows that it holds, if they were gathered for a reader of more than the rows of its
+            own units.
+    """
+
+    value: Tensor | Pending
+    samples: Span = EVERY
+    units: Span = EVERY
+    rows: RowSet | None = None
+
+    def tensor(self) -> Tensor:
+        """The tensor, after a wait if it is under way."""
+        return self.value.wait() if isinstance(self.value, Pending) else self.value
+
+
+class Reader(NamedTuple):
+    """The reader of a tensor in a micro-batch, and the samples and units that it works on.
+
+    Without spans, a constant: it reads and makes whole tensors. ``is_first`` and
+    ``is_first_member`` say whether this rank adds what must enter a sum over the batch, or over a
+    team, once.
+    """
+
+    spans: Spans | None
+    micro: int = 0
+    samples: Span = (0, 0)  # of the micro-batch
+    first_sample: int = 0  # of the micro-batch in the batch
+    all_samples: Span = (0, 0)  # of the batch
+    units: Span = (0, 1)
+    all_units: int = 1
+    extent: Extent | None = None
+    is_first: bool = True
+    is_first_member: bool = True
+
+
+class Values:
+    """The values of a step on this rank.
+
+    Args:
+        part: The program as this rank sees it.
+        ops: The op of every index, for the views between a value and its reader.
+        tasks: This rank's tasks in a step; a value is dropped after its last reader.
+        parameters: Tensor ids of the parameters that this rank holds.
+        read_parameter: Returns a parameter by tensor id, with all pending updates done.
+        buffers: The model's buffers and constants, by tensor id.
+        device: Device on which this rank computes.
+
+    Attributes:
+        held: Contents of each buffer.
+        batch: The batch of the step, by tensor id.
+    """
+
+    def __init__(
+        self,
+        part: RankProgram,
+        ops: Mapping[int, LocalOp],
+        tasks: Iterable[int],
+        *,
+        parameters: Iterable[int],
+        read_parameter: Callable[[int], Tensor],
+        buffers: Mapping[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        self._part = part
+        self._sources, self._needs = part.sources, part.needs
+        self._ops = ops
+        self._parameters = frozenset(parameters)
+        self._read_parameter = read_parameter
+        self._buffers = buffers
+        self._device = device
+        self._num_reads: dict[int, int] = {}
+        self._num_value_reads: dict[int, int] = {}  # by tasks that look for the value here
+        self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
+        self._position: dict[int, int] = {}
+        kinds = part.kinds
+        for position, task in enumerate(tasks):
+            self._position[task] = position
+            kind = kinds[task]
+            reads_values = kind in _READS_VALUES or (
+                kind is _ENCODE and part.program.encodes_value(task)
+            )
+            for buffer in part.reads(task):
+                self._num_reads[buffer] = self._num_reads.get(buffer, 0) + 1
+                if reads_values:
+                    self._num_value_reads[buffer] = self.num_value_reads(buffer) + 1
+                    self._last_op[buffer] = position
+        # Where parameters lie in their buckets.
+        self._span: dict[int, slice] = {}
+        buckets = {id(bucket): bucket for bucket in part.sliced_of_tensor.values()}
+        for bucket in buckets.values():
+            for (row, begin), size in zip(bucket.begins().items(), bucket.sizes, strict=True):
+                tensor = part.graph.updates[row][1]
+                if part.sliced_of_tensor.get(tensor) is bucket:
+                    self._span[tensor] = slice(begin, begin + size)
+        self.held: dict[int, Held] = {}
+        self._left: dict[int, int] = {}
+        self.batch: Mapping[int, Tensor] = {}
+        self._from_batch: dict[int, Tensor] = {}
+        self._readers: dict[tuple[Spans | None, int], Reader] = {}
+        self._notes: Notes | None = None  # of the reading under way, where it is noted
+
+    def begin(self, batch: Mapping[int, Tensor]) -> None:
+        """Start a step with the global batch, by tensor id."""
+        self.held = {}
+        self._left = dict(self._num_reads)
+        self.batch = batch
+        self._from_batch = {}
+
+    def let_go(self) -> None:
+        """Drop the batch at the end of a step, and what follows from it."""
+        self.batch, self._from_batch = {}, {}
+
+    def reader(self, spans: Spans | None, micro: int) -> Reader:
+        """This rank, as it reads for an op with these spans; looked up once."""
+        reader = self._readers.get((spans, micro))
+        if reader is None:
+            reader = self._readers[spans, micro] = self._make_reader(spans, micro)
+        return reader
+
+    def _make_reader(self, spans: Spans | None, micro: int) -> Reader:
+        part, rank = self._part, self._part.rank
+        if spans is None:
+            return Reader(None, micro, all_samples=(0, part.graph.batch_size))
+        is_ruled = spans.axis != BATCH_AXIS
+        samples = spans.samples(micro, rank)
+        units = spans.range(micro, rank) if is_ruled else (0, 1)
+        return Reader(
+            spans=spans,
+            micro=micro,
+            samples=samples,
+            first_sample=part.micro_begin[micro],
+            all_samples=(0, part.graph.batch_size),
+            units=units,
+            all_units=spans.units if is_ruled else 1,
+            extent=Extent(samples[1], units[1]),
+            # The micro-batches of a step are summed like its devices.
+            is_first=micro == 0
+            and (spans.is_in_first_team(micro, rank) if is_ruled else spans.first(micro) == rank),
+            is_first_member=not is_ruled or spans.speaks(micro, rank),
+        )
+
+    def is_ever_read(self, buffer: int) -> bool:
+        """Whether a task on this rank reads a buffer."""
+        return buffer in self._num_reads
+
+    def num_value_reads(self, buffer: int) -> int:
+        """Number of this rank's tasks that look for a buffer's value in ``held``."""
+        return self._num_value_reads.get(buffer, 0)
+
+    def is_needed_after(self, task: int, buffer: int) -> bool:
+        """Whether an op or conversion on this rank reads a buffer after a task.
+
+        Updates do not count: they read the summed gradient.
+        """
+        return self._last_op.get(buffer, -1) > self._position[task]
+
+    def drop_read_by(self, task: int) -> None:
+        """Drop the buffers that a task that has run was the last to read."""
+        for buffer in self._part.reads(task):
+            self.count_reads(buffer, 1)
+
+    def count_reads(self, buffer: int, number: int) -> None:
+        """Count a number of tasks that have read a buffer; it is dropped after the last one."""
+        left = self._left[buffer] = self._left[buffer] - number
+        if left == 0:
+            self.held.pop(buffer, None)
+
+    def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
+        """Zeros of a tensor's dtype on this rank's device."""
+        dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def noted(self, read: Callable[[], Tensor]) -> tuple[Tensor, Recipe | None]:
+        """Read, and note how: all that decides about it is the same in every step.
+
+        Returns:
+            The tensor, and its recipe; none where more is done than views and cuts.
+        """
+        notes = self._notes = Notes()
+        try:
+            value = read()
+        finally:
+            self._notes = None
+        return value, notes.recipe()
+
+    def _begins(self, begin: Begin, key: int, value: Tensor) -> Tensor:
+        """Begin with a tensor, and note it."""
+        if self._notes is not None:
+            self._notes.fails |= self._notes.begin is not None
+            self._notes.begin = begin, key, Like.of(value)
+        return value
+
+    def _fails(self) -> None:
+        if self._notes is not None:
+            self._notes.fails = True
+
+    def _then(self, function: Callable[..., Tensor], value: Tensor, *arguments: Any) -> Tensor:
+        """Apply a function, and note it."""
+        if self._notes is not None:
+            self._notes.steps.append((function, arguments))
+        return function(value, *arguments)
+
+    def read(self, need: Need, near: Near, reader: Reader) -> Tensor:
+        """A tensor placed as an op on this rank needs it.
+
+        Args:
+            need: The input of the op.
+            near: Buffers that the task reads.
+            reader: This rank, as the op reads.
+        """
+        if need.on_axis.kind == "H":
+            self._fails()
+            return self._window(need, near, reader)
+        seen = self.look(need.tensor, need.whole, near, reader)
+        spans, rank, is_ruled = reader.spans, self._part.rank, need.is_ruled
+        if spans is None:
+            return seen.value
+        self._cut_free(seen, need, reader, along_axis=True)
+        if need.in_batch.kind == "P":
+            # A whole value read as a part of a sum enters it once: on the first device, or team.
+            # So does what all members of a team have alike.
+            micro = reader.micro
+            holders = None if seen.made is None else self._part.spans_of_op(seen.made.maker)
+            speaks = spans.speaker(micro, rank, among=holders) == rank
+            if seen.is_part_of_sum:
+                enters = is_ruled or not seen.is_alike_in_team or speaks
+            elif seen.is_converted:  # converted only for the devices on which it enters
+                enters = True
+            else:
+                enters = spans.is_in_first_team(micro, rank) and (
+                    is_ruled or seen.is_part_in_team or speaks
+                )
+            if not enters:
+                return self._then(torch.zeros_like, seen.value)
+        if is_ruled and need.on_axis.kind == "P" and not seen.is_part_in_team:
+            if not reader.is_first_member:
+                return self._then(torch.zeros_like, seen.value)
+        return seen.value
+
+    def _window(self, need: Need, near: Near, reader: Reader) -> Tensor:
+        """The rows of a tensor that an op on this rank needs, and no others."""
+        part, tensor = self._part, need.tensor
+        place, in_batch = need.on_axis, need.in_batch
+        if place.pattern:
+            return self._neighbours(need, near, reader)
+        size = part.graph.tensors[tensor].shape[place.dim]
+        wanted = window_rows(place, reader.units, size)
+        value = part.value_of.get(tensor, -1)
+        if part.plan.window_needed(need.op, need.position, tensor) is None:
+            seen = self.look(tensor, need.whole, near, reader)
+            self._cut_free(seen, need, reader, along_axis=False)
+            return fit(seen.value, place.dim, Rows(0, size), wanted)
+        buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
+        if buffer is None:  # this device needs none of it, and has none
+            shape = list(part.graph.tensors[tensor].shape)
+            shape = list(
+                local_shape(tuple(shape), in_batch, reader.samples[1], reader.all_samples[1])
+            )
+            shape[place.dim] = 0
+            return self.zeros(tensor, tuple(shape))
+        held = self.held[buffer]
+        result = held.tensor()
+        if reader.samples != held.samples:
+            (low, owned), (begin, count) = held.samples, reader.samples
+            result = cut(result, in_batch, owned, begin - low, count)
+        have = rows_held(held, size, reader.all_units)
+        assert isinstance(have, Rows)
+        return fit(result, place.dim, have, wanted)
+
+    def _neighbours(self, need: Need, near: Near, reader: Reader) -> Tensor:
+        """Rows of a tensor that this rank's rows of a sparse product read, in their order."""
+        part, plan, graph = self._part, self._part.plan, self._part.graph
+        tensor, place, in_batch = need.tensor, need.on_axis, need.in_batch
+        pattern = pattern_of_placement(graph, place)
+        wanted = rows_of_neighbours(pattern, reader.units, reader.all_units)
+        if not plan.is_brought(need.op, need.position, tensor):
+            seen = self.look(tensor, need.whole, near, reader)
+            self._cut_free(seen, need, reader, along_axis=False)
+            return take(seen.value, place.dim, Rows(0, pattern.num_columns), wanted)
+        storage = int(graph.storage[tensor])
+        value = part.value_of[storage]
+        buffer = near.get((value, WINDOW), near.get((value, AS_MADE)))
+        shown = list(
+            local_shape(
+                graph.tensors[tensor].shape, in_batch, reader.samples[1], reader.all_samples[1]
+            )
+        )
+        shown[place.dim] = count(wanted)
+        if buffer is None:  # it needs none, and has none
+            return self.zeros(tensor, tuple(shown))
+        held = self.held[buffer]
+        result = held.tensor()
+        if reader.samples != held.samples:
+            (low, owned), (begin, number) = held.samples, reader.samples
+            result = cut(result, plan.batch_placement(storage), owned, begin - low, number)
+        have = rows_held(held, pattern.num_columns, reader.all_units)
+        return take(result, plan.placements[storage].dim, have, wanted).reshape(shown)
+
+    def cut_whole(self, value: Tensor, op: int, position: int, reader: Reader) -> Tensor:
+        """Cut an op's own samples or units out of a whole tensor."""
+        seen = Seen(value)
+        self._cut_free(seen, self._needs[op][position], reader, along_axis=True)
+        return seen.value
+
+    def put_back(self, op: int, position: int, value: Tensor, reader: Reader) -> None:
+        """Write units of a buffer that an op has updated to the position they were read from."""
+        place = self._part.plan.needed[op][position]
+        buffer = self._buffers[self._part.graph.ops[op].inputs[position]]
+        put(buffer, place, reader.all_units, reader.units[0], value)
+
+    def gradient(self, tensor: int, near: Near, held: Held, reader: Reader) -> Tensor:
+        """A gradient, as made or as gathered, through the views of it.
+
+        Args:
+            tensor: The gradient.
+            near: Buffer that holds it.
+            held: Contents of that buffer now or before they were dropped.
+            reader: This rank, as the op that made the gradient.
+        """
+        ((_, whole),), (buffer,) = near.keys(), near.values()
+        is_there = buffer in self.held
+        self.held[buffer] = held
+        found = self.look(tensor, whole, near, reader).value
+        if not is_there:
+            del self.held[buffer]
+        return found
+
+    def _cut_free(self, seen: "Seen", need: Need, reader: Reader, *, along_axis: bool) -> None:
+        """Cut whole values where an op wants only its own samples or units."""
+        if reader.spans is None:
+            return
+        in_batch, on_axis = need.in_batch, need.on_axis
+        if in_batch.kind == "S":
+            if not seen.has_samples and reader.samples != reader.all_samples:
+                total = reader.all_samples[1]
+                begin, count = reader.samples[0] + reader.first_sample, reader.samples[1]
+                seen.value = self._then(cut, seen.value, in_batch, total, begin, count)
+            seen.has_samples = True
+        if along_axis and need.is_ruled and on_axis.kind == "S" and not seen.has_units:
+            if seen.has_samples:
+                on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
+            seen.value = self._then(cut, seen.value, on_axis, reader.all_units, *reader.units)
+            seen.has_units = True
+
+    def look(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
+        """Read a tensor through the views between it and the value that they show."""
+        source = self._sources[tensor]
+        if source.maker < 0:
+            return self._step_input(tensor, whole, near, reader)
+        if not source.is_view:
+            return self._value(tensor, whole, near, reader)
+        need = self._needs[source.maker][0]
+        inner = max(whole, need.whole)
+        seen = self.look(need.tensor, inner, near, reader)
+        if inner == EVERYTHING:  # and so is everything after it
+            return Seen(self._view(source, seen.value, None))
+        self._cut_free(seen, need, reader, along_axis=inner == AS_MADE)
+        extent = Extent(
+            reader.samples[1] if seen.has_samples else reader.all_samples[1],
+            reader.units[1] if seen.has_units else self._ops[source.maker].whole.units,
+        )
+        seen.value = self._view(source, seen.value, extent)
+        return seen
+
+    def from_batch(self, tensor: int) -> Tensor:
+        """The whole of a tensor that follows from the batch (``BatchPlan.follows_batch``).
+
+        Every rank has the whole batch, so nothing needs to be sent. Kept until the step ends.
+        """
+        known = self._from_batch.get(tensor)
+        if known is not None:
+            return known
+        graph = self._part.graph
+        maker = int(graph.producer[tensor])
+        if maker < 0:
+            is_batch = graph.tensors[tensor].kind == TensorKind.BATCH
+            return (self.batch if is_batch else self._buffers)[tensor]
+        local_op = self._ops[maker]
+        inputs = [self.from_batch(each) for each in graph.ops[maker].inputs]
+        made = local_op(inputs, local_op.whole)
+        self._from_batch |= dict(zip(graph.outputs[maker], made, strict=True))
+        return self._from_batch[tensor]
+
+    def _view(self, source: Source, value: Tensor, extent: Extent | None) -> Tensor:
+        """A view of a tensor, which is an output of an op."""
+        local_op = self._ops[source.maker]
+        share = extent or local_op.whole
+        if self._notes is not None:
+            self._notes.steps.append(local_op.as_view(source.output, share))
+        return local_op([value], share)[source.output]
+
+    def _step_input(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
+        part, source = self._part, self._sources[tensor]
+        bucket = part.sliced_of_tensor.get(tensor)
+        if bucket is not None and bucket.stage == 3:
+            buffer = near[gathered(bucket.number)]
+            flat = self._begins(Begin.HELD, buffer, self.held[buffer].tensor())
+            value = self._then(operator.getitem, flat, self._span[tensor])
+            shape = self._read_parameter(tensor).shape
+            return Seen(self._then(Tensor.view, value, shape), has_units=source.is_ruled)
+        if tensor in self._parameters:
+            value = self._begins(Begin.PARAMETER, tensor, self._read_parameter(tensor))
+            return Seen(value, has_units=source.is_ruled)
+        if tensor not in self.batch:
+            return Seen(self._begins(Begin.MODEL_BUFFER, tensor, self._buffers[tensor]))
+        value = self._begins(Begin.BATCH, tensor, self.batch[tensor])
+        if whole == EVERYTHING or source.on_axis.kind != "S" or reader.spans is None:
+            return Seen(value)
+        begin, count = reader.samples
+        total = reader.all_samples[1]
+        return Seen(
+            self._then(cut, value, source.on_axis, total, begin + reader.first_sample, count),
+            has_samples=True,
+        )
+
+    def _value(self, tensor: int, whole: int, near: Near, reader: Reader) -> "Seen":
+        """The value in a buffer, narrowed to the samples and units that are wanted."""
+        part, source = self._part, self._sources[tensor]
+        value = part.value_of[tensor]
+        in_batch, on_axis, is_ruled = source.in_batch, source.on_axis, source.is_ruled
+        buffer = nearest(near, value, whole)
+        is_part = in_batch.kind == "P" or on_axis.kind == "P"
+        if whole == AS_MADE and is_part:
+            buffer = near.get((value, AS_MADE))  # the whole sum beside it is none of its parts
+        if buffer is None:
+            assert is_part, f"tensor {tensor} is not here"
+            # A whole value seen as a partial sum: it is on another device, and zero on this one.
+            return self._nothing(tensor, reader)
+        held = self.held[buffer]
+        result = self._begins(Begin.HELD, buffer, held.tensor())
+        if whole == EVERYTHING:
+            return Seen(result)
+        has_samples = in_batch.kind == "S" and reader.spans is not None
+        if has_samples and reader.samples != held.samples:
+            (low, owned), (begin, count) = held.samples, reader.samples
+            result = self._then(cut, result, in_batch, owned, begin - low, count)
+        has_units = is_ruled and on_axis.kind == "S" and whole == AS_MADE
+        if has_units and reader.units != held.units:
+            if has_samples:
+                on_axis = nested(on_axis, in_batch, reader.all_samples[1], reader.samples[1])
+            low, owned = (0, reader.all_units) if held.units == EVERY else held.units
+            begin, count = reader.units
+            result = self._then(cut, result, on_axis, owned, begin - low, count)
+        is_converted = part.is_converted(buffer)
+        is_part_in_team = on_axis.kind == "P" and (
+            whole == AS_MADE or part.value_in(buffer)[1] == AS_MADE
+        )
+        return Seen(
+            result,
+            has_samples=has_samples,
+            has_units=has_units,
+            is_part_of_sum=in_batch.kind == "P" and not (is_ruled and self._has_one_team(source)),
+            is_alike_in_team=is_ruled and not is_part_in_team,
+            # Without a rule each device has a part of its own.
+            is_part_in_team=is_part_in_team,
+            is_converted=is_converted and on_axis.kind == "P",
+            made=None if is_converted else source,
+        )
+
+    def _has_one_team(self, source: Source) -> bool:
+        """Whether the devices that make a tensor are one team, which has all samples."""
+        spans = self._part.spans_of_op(source.maker)
+        return spans is not None and spans.num_teams == 1
+
+    def _nothing(self, tensor: int, reader: Reader) -> "Seen":
+        """Zeros in place of a part of a sum that is on another device."""
+        self._fails()
+        shape = self._part.graph.tensors[tensor].shape
+        in_batch = self._sources[tensor].in_batch
+        if in_batch.kind == "S":
+            shape = local_shape(shape, in_batch, reader.samples[1], reader.all_samples[1])
+        return Seen(
+            self.zeros(tensor, shape),
+            has_samples=in_batch.kind == "S",
+            is_part_of_sum=True,
+            is_part_in_team=True,
+        )
+
+
+def rows_held(held: Held, size: int, all_units: int) -> RowSet:
+    """Rows of a tensor that are held: those gathered, those of some units, or all."""
+    if held.rows is not None:
+        return held.rows
+    return Rows(0, size) if held.units == EVERY else unit_rows(held.units, size, all_units)
+
+
+@dataclass(slots=True)
+class Seen:
+    """A tensor as a reader gets it; views and cuts on the way to the reader change it.
+
+    Attributes:
+        value: The tensor.
+        has_samples: Whether it is cut to the reader's samples.
+        has_units: Whether it is cut to the reader's units.
+        is_part_of_sum: Whether it is a part of a sum over the batch.
+        is_alike_in_team: Whether all members of a team have the same part.
+        is_part_in_team: Whether it is a part of a sum over the team (or, where there is none, a
+            device's own part of one over the batch).
+        is_converted: Whether it was a part of a sum and has come from elsewhere as the whole.
+        made: Where it comes from, if it is on the devices that made it.
+    """
+
+    value: Tensor
+    has_samples: bool = False
+    has_units: bool = False
+    is_part_of_sum: bool = False
+    is_alike_in_team: bool = False
+    is_part_in_team: bool = False
+    is_converted: bool = False
+    made: Source | None = None

@@ -1,0 +1,183 @@
+"""The whole model: made alike on every rank, brought together from what ranks hold of it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.sharding_rules import local_shape
+from heterog.graph.workload import Workload
+from heterog.runtime.accelerators import rank_device
+from heterog.runtime.step.buffer_owners import Buffers
+from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.placed import cut, join, put
+from heterog.runtime.step.slices import SlicedBucket
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """Brings parameters and buffers together; every rank has to call a method, or none.
+
+    Attributes:
+        model: Model as this rank has it.
+        graph: The captured step.
+        part: Part of the model that this rank holds.
+        buffers: Ranks that hold each buffer.
+        rank: Number of this process.
+    """
+
+    model: nn.Module
+    graph: OpGraph
+    part: ModelPart
+    buffers: Buffers
+    rank: int
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """All parameters and buffers on rank 0, ``None`` on the others.
+
+        A replicated parameter comes from its first replica, BatchNorm statistics from the first
+        one with samples.
+        """
+        graph = self.graph
+        named = dict(self.model.named_parameters())
+        state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        sliced = {row for bucket in self.part.buckets if bucket.stage == 3 for row in bucket.rows}
+        for row, (_, parameter, _) in enumerate(graph.updates):
+            name = graph.tensors[parameter].name
+            if row in self.part.sharded and row not in sliced:
+                whole = self._whole(row, named[name].detach())
+                if whole is not None:
+                    state[name] = whole
+                continue
+            owner = self.part.owner(row)
+            if owner == 0 or row in sliced:
+                continue
+            self._bring(state, name, named[name].detach(), owner)
+        trained = {graph.tensors[parameter].name for _, parameter, _ in graph.updates}
+        for name, owner in self.buffers.owners.items():
+            if owner and name in state and name not in trained:
+                self._bring(state, name, state[name], owner)
+        pieces: dict[int, list[tuple[int, Tensor]]] = {}
+        for bucket in self.part.buckets:
+            if bucket.stage == 3 and bucket.is_first:
+                for row, piece in self._collect(bucket):
+                    pieces.setdefault(row, []).append((bucket.ring.begin, piece))
+        for row, found in pieces.items():
+            state[graph.tensors[graph.updates[row][1]].name] = self._put_together(row, found)
+        if self.rank != 0:
+            return None
+        for name, twin in _tied_names(self.model).items():
+            state[name] = state[twin]
+        return state
+
+    def join_statistics(self) -> None:
+        """Gather buffers that are updated in parts on their owner."""
+        if not self.buffers.split:
+            return
+        # Also frozen parameters, which the forward pass may write (a target network).
+        named = {name: value.detach() for name, value in self.model.named_parameters()}
+        named |= dict(self.model.named_buffers())
+        for name, (place, spans, members) in self.buffers.split.items():
+            owner = self.buffers.owners[name]
+            own = named[name]
+            for device in members:
+                begin, count = spans.units_of(device)
+                if device == owner or count == 0 or self.rank not in (device, owner):
+                    continue
+                part = cut(own, place, spans.units, begin, count).contiguous()
+                if self.rank == device:
+                    dist.send(part, owner)
+                else:
+                    part = torch.empty_like(part)
+                    dist.recv(part, device)
+                    put(own, place, spans.units, begin, part)
+
+    def _bring(self, state: dict[str, Tensor], name: str, own: Tensor, owner: int) -> None:
+        """Send the owner's copy of a tensor to rank 0."""
+        if self.rank == owner:
+            dist.send(own.contiguous(), 0)
+        elif self.rank == 0:
+            state[name] = torch.empty_like(own)
+            dist.recv(state[name], owner)
+
+    def _collect(self, bucket: SlicedBucket) -> list[tuple[int, Tensor]]:
+        """Gather the slices of a bucket on rank 0: each row with its elements, flat."""
+        own = self.part.slices.own.get(bucket.number) if self.rank in bucket.devices else None
+        if self.rank != 0:
+            if own is not None and own.numel():
+                dist.send(own.detach(), 0)
+            return []
+        graph = self.graph
+        dtype = getattr(torch, graph.tensors[graph.updates[bucket.rows[0]][1]].dtype)
+        flat = torch.empty(bucket.num_elements, dtype=dtype, device=rank_device())
+        parts = torch.split(flat, list(bucket.counts))
+        for device, part in zip(bucket.devices, parts, strict=True):
+            if device == 0:
+                assert own is not None
+                part.copy_(own.detach())
+            elif part.numel():
+                dist.recv(part, device)
+        return list(zip(bucket.rows, torch.split(flat, list(bucket.sizes)), strict=True))
+
+    def _put_together(self, row: int, found: list[tuple[int, Tensor]]) -> Tensor:
+        """Join the pieces of a parameter that its rings have, by first unit."""
+        graph = self.graph
+        shape = graph.tensors[graph.updates[row][1]].shape
+        if row not in self.part.sharded:
+            return found[0][1].view(shape)
+        place, spans = self.part.sharded[row]
+        pieces = []
+        for _, piece in sorted(found, key=lambda pair: pair[0]):
+            units = piece.numel() * spans.units // math.prod(shape)
+            pieces.append(piece.view(local_shape(shape, place, units, spans.units)))
+        return join(pieces, place)
+
+    def _whole(self, row: int, own: Tensor) -> Tensor | None:
+        """Gather all slices of a sharded parameter on rank 0; ``None`` on the others."""
+        place, spans = self.part.sharded[row]
+        shape = self.graph.tensors[self.graph.updates[row][1]].shape
+        parts: list[tuple[int, Tensor]] = []
+        for device in spans.first_team():
+            begin, count = spans.units_of(device)
+            if count == 0:
+                continue
+            if device == 0:
+                parts.append((begin, own))
+            elif self.rank == device:
+                dist.send(own.contiguous(), 0)
+            elif self.rank == 0:
+                parts.append((begin, own.new_empty(local_shape(shape, place, count, spans.units))))
+                dist.recv(parts[-1][1], device)
+        if self.rank != 0:
+            return None
+        return join([part for _, part in sorted(parts, key=lambda pair: pair[0])], place).clone()
+
+
+def _tied_names(model: nn.Module) -> dict[str, str]:
+    """Names of the state dict that are other names of a parameter or buffer."""
+    first: dict[int, str] = {id(value): name for name, value in model.named_parameters()}
+    first |= {id(value): name for name, value in model.named_buffers()}
+    every = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    kept = model.state_dict().keys()
+    return {
+        name: first[id(value)]
+        for name, value in every
+        if first[id(value)] != name and name in kept
+    }
+
+
+def one_model(workload: Workload, device: torch.device) -> nn.Module:
+    """The model on a device, with rank 0's weights everywhere."""
+    model = workload.make_model().to(device)
+    with torch.no_grad():
+        for value in (*model.parameters(), *model.buffers()):
+            sent = value.detach().contiguous().reshape(-1).view(torch.uint8)  # of any dtype
+            dist.broadcast(sent, 0)
+            value.copy_(sent.view(value.dtype).view(value.shape))
+    return model

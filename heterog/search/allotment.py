@@ -1,0 +1,177 @@
+"""The seconds of an answer: those for searches, and those kept back for all that follows.
+
+A budget in seconds is for everything after the capture; with unforeseen delays an answer may be a
+fifth late. When the searches have ended, their best strategy is ordered, rehearsed, put through
+noise, explained and written. How long that takes follows from the number of turns that ranks take
+in a step of it, and of ops in its graph. So the best strategy so far is lowered and ordered while
+the search goes on (once: it is the plan's if that strategy wins). What the answer needs whichever
+strategy wins is done before the searches.
+
+Seconds for a turn and an op were measured under data parallelism, parameter servers and pipelines
+on eight devices for vgg19, bert_large_24l and resnet200 (``endings.py`` in git, at c8348ba).
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from heterog.methods.planner import Budget, Candidate
+from heterog.search.issue_order import IssuedSteps
+
+NOISE_PART = 0.08
+"""Part of a budget in seconds for the draws of noise that ranges of gains come from."""
+LATE = 0.1
+"""Part of a budget by which an answer may be late in the schedule; the limit is twice that."""
+_LATEST = 0.17
+"""The same for rehearsal and noise: an answer a little later is better than one with a plan that
+was not rehearsed."""
+LATE_S, _LATEST_S = 3.0, 6.0
+"""Most seconds of both."""
+STARTED_PART = 0.1
+"""Most of a budget that goes to what a command did before its time is counted."""
+REHEARSAL_S = 2.6e-5
+NOISE_S = 1e-6
+EXPLANATION_S = 8e-6
+"""Seconds of each for a turn; an explanation without savings by purchases."""
+REHEARSAL_OP_S = 1e-4
+WRITING_OP_S = 4e-5
+"""Seconds for each op of the graph, whatever the strategy."""
+LAST_S = 0.45
+"""Seconds to print, and for Python to end."""
+MOST_KEPT = 0.5
+"""Most of a budget that is kept back; whatever then has no time is left out, and said to be."""
+_NO_TIME_S = 1e-3
+CHANGES_PART = 0.08
+MOST_CHANGES = 0.2
+"""Parts of a budget for savings by purchases: kept back, and taken if there is more."""
+_COMPARISON_S = 2e-5
+"""Seconds for a turn: 200 simulations without and with a purchase. Nothing is kept back if that
+part of a budget does not suffice for one."""
+
+
+class Allotment:
+    """The seconds left of a budget, by purpose; infinite under a budget in evaluations.
+
+    Until ``follow`` is called, only draws of noise come after the searches.
+
+    Args:
+        budget: Budget for all of an answer.
+        is_explained: Whether an explanation and files come last.
+        with_changes: Whether savings by purchases are looked for, too.
+        clock: Function that returns the seconds of some clock.
+        started_s: Function that returns the seconds that a command took before it plans, which a
+            person waits for as well: libraries are loaded and the graph is read. Up to
+            ``STARTED_PART`` of the budget is taken off for them, so that kernels that are compiled
+            for the first time leave most of it.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        *,
+        is_explained: bool = False,
+        with_changes: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        started_s: Callable[[], float] = float,
+    ) -> None:
+        self.clock = clock
+        self._started_s = started_s
+        self._budget_s = budget.seconds or math.inf
+        self._begin_s = clock()
+        self._is_explained = is_explained
+        self._with_changes = with_changes
+        self._issued: IssuedSteps | None = None
+        self._is_rehearsed = False
+        self._ahead: Callable[[], object] = lambda: None
+        self._num_turns = 0
+        self._num_ops = 0
+
+    def begin(self) -> None:
+        """Start counting time, after libraries and kernels are loaded."""
+        self._begin_s = self.clock()
+        if not math.isinf(self._budget_s):
+            self._begin_s -= min(self._started_s(), STARTED_PART * self._budget_s)
+        self._ahead()
+
+    def follow(
+        self,
+        issued: IssuedSteps,
+        *,
+        is_rehearsed: bool,
+        ahead: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Expect a plan after the searches, so that their best strategy gets an order.
+
+        Args:
+            issued: Object that makes the orders.
+            is_rehearsed: Whether the plan is rehearsed.
+            ahead: Function that does what the plan needs whichever strategy wins; called when
+                time starts, so that nothing has to be kept back for it.
+        """
+        self._issued, self._is_rehearsed, self._ahead = issued, is_rehearsed, ahead
+        self._num_ops = issued.num_ops
+
+    def search_s(self, found: Sequence[Candidate]) -> float:
+        """Seconds left for searches.
+
+        Args:
+            found: Best strategies of the methods that have ended, judged by the referee.
+        """
+        if math.isinf(self._budget_s):
+            return math.inf
+        follows_s = NOISE_PART * self._budget_s
+        if self._issued is not None and found:
+            best = min(found, key=_preference)
+            self._num_turns = self._issued.num_turns(best)
+            follows_s = self._num_turns * NOISE_S + self._last_s
+            follows_s += self._kept_for_changes_s - self._late_s
+            rehearsal_s = self._num_turns * REHEARSAL_S + self._num_ops * REHEARSAL_OP_S
+            rehearsal_s *= self._is_rehearsed
+            # A rehearsal that cannot end in time is left out, and no time is kept back for it.
+            if follows_s + rehearsal_s <= MOST_KEPT * self._budget_s:
+                follows_s += rehearsal_s
+        kept_s = min(max(follows_s, 0.0), MOST_KEPT * self._budget_s)
+        return self._left_s(0.0) - kept_s
+
+    @property
+    def rehearsal_s(self) -> float:
+        """Seconds that rehearsals may take, which leave just the time to explain and write."""
+        return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
+
+    @property
+    def noise_s(self) -> float:
+        """Seconds that the draws of noise may take."""
+        return max(self._left_s(self._latest_s) - self._last_s, _NO_TIME_S)
+
+    @property
+    def changes_s(self) -> float:
+        """Seconds that looking for savings by purchases may take."""
+        left_s = min(self._left_s(self._late_s) - self._last_s, MOST_CHANGES * self._budget_s)
+        return max(left_s, _NO_TIME_S)
+
+    @property
+    def _late_s(self) -> float:
+        return min(LATE * self._budget_s, LATE_S)
+
+    @property
+    def _latest_s(self) -> float:
+        return min(_LATEST * self._budget_s, _LATEST_S)
+
+    def _left_s(self, late_s: float) -> float:
+        return self._budget_s + late_s - (self.clock() - self._begin_s)
+
+    @property
+    def _kept_for_changes_s(self) -> float:
+        part_s = CHANGES_PART * self._budget_s
+        return part_s if self._with_changes and part_s >= _COMPARISON_S * self._num_turns else 0.0
+
+    @property
+    def _last_s(self) -> float:
+        """Seconds of what always comes last: to explain, to write, to print."""
+        last_s = self._num_turns * EXPLANATION_S + self._num_ops * WRITING_OP_S + LAST_S
+        return last_s * self._is_explained
+
+
+def _preference(candidate: Candidate) -> tuple[float, float]:
+    assert candidate.judged is not None
+    return candidate.judged.preference

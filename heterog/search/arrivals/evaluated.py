@@ -1,0 +1,230 @@
+"""Jobs on a cluster of unequal GPUs, which take as long as heterog's own evaluator predicts.
+
+A job that gets k devices is planned on just these by cheap methods, and takes its steps times the
+step that the referee vouches for. So twice the devices are worth what they are worth: links, slow
+cards and memory count, where PAC-ML's splits are perfect. Step times are kept by model, and by
+which kinds of devices on which kinds of hosts. Jobs do not slow each other down where they share a
+host's link to others: that is not simulated.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError, UnknownNameError
+from heterog.graph.op_graph import OpGraph
+from heterog.methods.planner import Budget
+from heterog.search.arrivals.queueing import JobFeatures, Place
+from heterog.search.arrivals.ramp import devices_of
+from heterog.search.host_subset import HostSubset
+from heterog.search.portfolio import run_methods
+from heterog.search.request import Request
+from heterog.simulator.evaluator import Evaluator
+
+METHODS = ("cp_ar", "ddp_accumulate")
+"""Methods without search: a fraction of a second for each set of devices."""
+IF_TOO_LARGE = ("pipeline",)
+_SEARCHED = Budget(evaluations=100)
+"""Budget of a method with search, which is asked where no baseline fits into memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob:
+    """What jobs of one kind train.
+
+    Attributes:
+        graph: Graph of one training step.
+        num_steps: Number of training steps.
+    """
+
+    graph: OpGraph
+    num_steps: int
+
+    @property
+    def features(self) -> JobFeatures:
+        """What a scheduler may see of the job: FLOPs as compute, written bytes as memory."""
+        ops = self.graph.ops
+        edges = [
+            float(self.graph.tensors[tensor].meta.num_bytes) for op in ops for tensor in op.inputs
+        ]
+        return JobFeatures.of(
+            [op.flops for op in ops], [op.bytes_written for op in ops], edges, self.num_steps
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step on some devices: its seconds and method; ``None`` seconds if no method can run it."""
+
+    seconds: float | None
+    method: str = ""
+
+
+class EvaluatedCluster:
+    """Training jobs on a cluster, as ``queueing.JobCluster``.
+
+    Args:
+        cluster: The cluster.
+        jobs: Training jobs by the names of their kinds.
+        methods: Names of baselines that plan each job; the fastest that fits counts.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        jobs: Mapping[str, TrainingJob],
+        methods: Sequence[str] = METHODS,
+    ) -> None:
+        self.cluster = cluster
+        self.jobs = dict(jobs)
+        self.methods = tuple(methods)
+        self.num_devices = cluster.num_devices
+        self.degrees = tuple(_degrees(cluster.num_devices))
+        self.most_degree = cluster.num_devices
+        self.num_planned = 0
+        self._steps: dict[tuple[object, ...], _Step] = {}
+        self._alone_s: dict[str, float] = {}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the jobs."""
+        return tuple(self.jobs)
+
+    def alone_s(self, kind: str) -> float:
+        """Seconds of a job on the fastest device; if none holds it, device seconds on the fewest.
+
+        Raises:
+            HeterogError: not even all devices hold it.
+        """
+        if kind not in self._alone_s:
+            for degree in self.degrees:
+                place = self.place(kind, degree, 0)
+                if place is not None:
+                    self._alone_s[kind] = degree * place.seconds
+                    break
+            else:
+                raise HeterogError(
+                    f"job '{kind}' does not fit into the memory of cluster '{self.cluster.name}', "
+                    f"not on all {self.num_devices} devices by {', '.join(self.methods)} or "
+                    f"{', '.join(IF_TOO_LARGE)}; reduce its batch_size or give it more devices."
+                )
+        return self._alone_s[kind]
+
+    def features(self, kind: str) -> JobFeatures:
+        """What a scheduler may see of a job."""
+        return self._job(kind).features
+
+    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+        """The better of two sets of free devices: the fastest, and those of the fewest hosts."""
+        job = self._job(kind)
+        found: list[tuple[float, tuple[int, ...], str]] = []
+        for devices in self._choices(degree, occupied):
+            step = self._step(kind, job.graph, devices)
+            if step.seconds is not None:
+                found.append((job.num_steps * step.seconds, devices, step.method))
+        if not found:
+            return None
+        seconds, devices, method = min(found)
+        return Place(
+            devices=sum(1 << device for device in devices),
+            seconds=seconds,
+            detail=f"{method} on {self.described(devices)}",
+        )
+
+    def described(self, devices: Sequence[int]) -> str:
+        """Devices in words, by type and host: ``2 x V100-16GB (A), 1 x P100-12GB (B)``."""
+        counts: dict[tuple[str, str], int] = {}
+        for device in devices:
+            each = self.cluster.devices[device]
+            key = each.type.name, self.cluster.hosts[each.host_index].name
+            counts[key] = counts.get(key, 0) + 1
+        return ", ".join(f"{n} x {kind} ({host})" for (kind, host), n in counts.items())
+
+    def _job(self, kind: str) -> TrainingJob:
+        if kind not in self.jobs:
+            raise UnknownNameError("job", kind, self.jobs)
+        return self.jobs[kind]
+
+    def _choices(self, degree: int, occupied: int) -> Iterator[tuple[int, ...]]:
+        free = devices_of(~occupied & ((1 << self.num_devices) - 1))
+        if len(free) < degree or degree < 1:
+            return
+        cluster = self.cluster
+        speeds = [max(device.type.peak_flops_per_s.values()) for device in cluster.devices]
+        room: dict[int, int] = {}
+        for device in free:
+            host = cluster.devices[device].host_index
+            room[host] = room.get(host, 0) + 1
+
+        def by_speed(device: int) -> tuple[float, int, int]:
+            host = cluster.devices[device].host_index
+            # Filling a host leaves whole hosts to other jobs.
+            return (
+                -speeds[device],
+                room[host] if room[host] >= degree else 10**6 - room[host],
+                device,
+            )
+
+        def by_host(device: int) -> tuple[bool, float, int, int]:
+            host = cluster.devices[device].host_index
+            return room[host] < degree, -speeds[device], -room[host], device
+
+        chosen = (tuple(sorted(sorted(free, key=key)[:degree])) for key in (by_speed, by_host))
+        yield from dict.fromkeys(chosen)
+
+    def _step(self, kind: str, graph: OpGraph, devices: tuple[int, ...]) -> _Step:
+        key = kind, *self._likeness(devices)
+        if key not in self._steps:
+            self._steps[key] = self._planned(graph, devices)
+        return self._steps[key]
+
+    def _likeness(self, devices: tuple[int, ...]) -> tuple[object, ...]:
+        """A key that is equal for sets of devices on which every job takes equally long."""
+        cluster = self.cluster
+        if cluster.pairs:  # the lines between hosts are individual
+            return devices
+        hosts: dict[int, list[object]] = {}
+        for device in devices:
+            each = cluster.devices[device]
+            hosts.setdefault(each.host_index, []).append(
+                (each.type.name, each.usable_memory_bytes)
+            )
+        return tuple(sorted((cluster.host_kind[host], *kinds) for host, kinds in hosts.items()))
+
+    def _planned(self, graph: OpGraph, devices: tuple[int, ...]) -> _Step:
+        self.num_planned += 1
+        evaluator = Evaluator(graph, part_of(self.cluster, devices))
+        for methods in (self.methods, IF_TOO_LARGE if len(devices) > 1 else ()):
+            if not methods:
+                continue
+            request = Request(
+                graph=graph, cluster=evaluator.cluster, methods=methods, budget=_SEARCHED
+            )
+            rows = run_methods(evaluator, request)
+            fits = [(row.step_time_s, row.method) for row in rows if row.step_time_s is not None]
+            if fits:
+                seconds, method = min(fits)
+                return _Step(seconds=seconds, method=method)
+        return _Step(seconds=None)
+
+
+def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """Some devices of a cluster as a cluster of their own, with their hosts and links."""
+    wanted = set(devices)
+    hosts = tuple(sorted({cluster.devices[device].host_index for device in devices}))
+    subset = HostSubset(whole=cluster, hosts=hosts)
+    kept = tuple(
+        each
+        for device, each in zip(subset.devices, subset.part.devices, strict=True)
+        if device in wanted
+    )
+    return replace(subset.part, devices=kept)
+
+
+def _degrees(num_devices: int) -> list[int]:
+    """Numbers of devices to choose from: 1, 2, 3, 4, 6, 8, 12, 16, ... and all of them."""
+    found, power = {num_devices}, 1
+    while power <= num_devices:
+        found |= {power, *([3 * power // 2] if power > 1 else [])}
+        power *= 2
+    return sorted(degree for degree in found if degree <= num_devices)

@@ -1,0 +1,186 @@
+"""PAC-ML's jobs: profiled graphs of ops that are split perfectly, placed on RAMP."""
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import resources
+
+from heterog.errors import UnknownNameError
+from heterog.search.arrivals.queueing import JobFeatures, Place
+from heterog.search.arrivals.ramp import MOST_PARTS, RampNetwork
+
+NUM_STEPS = 50
+_QUANTUM = 0.01
+"""Cost of a forward op, in the profile's unit, that is worth a part of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfiledOp:
+    """A forward op and its backward twin.
+
+    Attributes:
+        forward: Seconds of the forward op. Profiles are in milliseconds, which the authors'
+            simulator takes for seconds; so do we, or jobs would never be in the cluster together.
+        backward: Seconds of its twin, likewise.
+        activation_bytes: Bytes of the activations that it hands on.
+        parameter_bytes: Bytes of its parameters.
+        inputs: Positions of the ops whose outputs it reads.
+    """
+
+    forward: float
+    backward: float
+    activation_bytes: int
+    parameter_bytes: int
+    inputs: tuple[int, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of activations and parameters; a split op sends both, as the authors' do."""
+        return self.activation_bytes + self.parameter_bytes
+
+    def parts(self, degree: int) -> int:
+        """Number of parts it is split into: max(1, min(2 ceil(ceil(cost / 0.01) / 2), degree))."""
+        wanted = 2 * math.ceil(math.ceil(self.forward / _QUANTUM) / 2)
+        return max(1, min(wanted, degree))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledJob:
+    """A model to train for 50 steps.
+
+    Attributes:
+        name: Name of the model.
+        ops: Forward ops, in the order of the profile.
+    """
+
+    name: str
+    ops: tuple[ProfiledOp, ...]
+
+    @cached_property
+    def alone_s(self) -> float:
+        """Seconds of the whole job on one worker."""
+        return NUM_STEPS * sum(op.forward + op.backward for op in self.ops)
+
+    def widths(self, degree: int) -> tuple[int, ...]:
+        """Numbers of parts that occur in a split of at most some parts, ascending."""
+        return tuple(sorted({op.parts(degree) for op in self.ops}))
+
+    def step_s(self, degree: int, network: RampNetwork, blocks: dict[int, int]) -> float:
+        """Seconds of a training step whose ops are split into at most ``degree`` parts.
+
+        A split op takes its time over its number of parts. A message between ops on the same
+        block is an all-reduce, other messages are one to one, and each split backward op sends its
+        parts to each other. Unlike in the paper's simulator, nothing overlaps: all communication
+        together is below 0.2 % of a job.
+
+        Args:
+            degree: Most parts of an op.
+            network: Network that prices messages.
+            blocks: Block of workers for each number of parts.
+        """
+        total = 0.0
+        for op in self.ops:
+            parts = op.parts(degree)
+            total += (op.forward + op.backward) / parts
+            if parts > 1:
+                pair = (min(2, side) for side in network.extent(blocks[parts]))
+                total += network.all_reduce_s(2 * op.memory_bytes / parts, *pair)
+            for index in op.inputs:
+                total += 2 * self._edge_s(self.ops[index], parts, degree, network, blocks)
+        return total
+
+    @staticmethod
+    def _edge_s(
+        source: ProfiledOp, parts: int, degree: int, network: RampNetwork, blocks: dict[int, int]
+    ) -> float:
+        sent_from = source.parts(degree)
+        if blocks[sent_from] != blocks[parts]:
+            return network.one_to_one_s(source.memory_bytes / (sent_from * parts))
+        if parts == 1:
+            return 0.0
+        return network.all_reduce_s(source.memory_bytes, *network.extent(blocks[parts]))
+
+    @cached_property
+    def features(self) -> JobFeatures:
+        """What a scheduler may see of the job: forward and backward ops together."""
+        costs = [cost for op in self.ops for cost in (op.forward, op.backward)]
+        memory = [float(op.memory_bytes) for op in self.ops for _ in range(2)]
+        sent = [op.activation_bytes for op in self.ops]
+        edges = [float(sent[i]) for op in self.ops for i in op.inputs]
+        edges += [float(op.activation_bytes) for op in self.ops for _ in op.inputs]
+        edges.append(float(sent[-1]))  # from the last forward op to its twin
+        return JobFeatures.of(costs, memory, edges, NUM_STEPS)
+
+
+def profiled_jobs() -> dict[str, ProfiledJob]:
+    """The paper's five jobs by name: AlexNet, ResNet-18, SqueezeNet, VGG-16 and GNMT."""
+    table = resources.files("heterog.search.arrivals") / "pipedream_jobs.csv"
+    lines = table.read_text(encoding="utf-8").splitlines()
+    ops: dict[str, list[ProfiledOp]] = {}
+    for row in csv.DictReader(io.StringIO("\n".join(lines[1:]))):
+        ops.setdefault(row["job"], []).append(
+            ProfiledOp(
+                forward=float(row["forward_ms"]),
+                backward=float(row["backward_ms"]),
+                activation_bytes=int(row["activation_bytes"]),
+                parameter_bytes=int(row["parameter_bytes"]),
+                inputs=tuple(map(int, row["inputs"].split())),
+            )
+        )
+    return {name: ProfiledJob(name=name, ops=tuple(found)) for name, found in ops.items()}
+
+
+class RampCluster:
+    """Profiled jobs on RAMP, as ``queueing.JobCluster``.
+
+    Args:
+        jobs: Jobs that may arrive; the paper's by default.
+        network: The network; the paper's by default.
+    """
+
+    def __init__(
+        self, jobs: Sequence[ProfiledJob] | None = None, network: RampNetwork | None = None
+    ) -> None:
+        known = list(profiled_jobs().values()) if jobs is None else jobs
+        self.jobs = {job.name: job for job in known}
+        self.network = network or RampNetwork()
+        self.num_devices = self.network.num_workers
+        self.degrees = self.network.legal_degrees
+        self.most_degree = MOST_PARTS
+        self._seconds: dict[tuple[str, int, tuple[int, ...]], float] = {}
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the jobs."""
+        return tuple(self.jobs)
+
+    def alone_s(self, kind: str) -> float:
+        """Seconds of a job on one worker."""
+        return self._job(kind).alone_s
+
+    def features(self, kind: str) -> JobFeatures:
+        """What a scheduler may see of a job."""
+        return self._job(kind).features
+
+    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+        """First-fit blocks, one for each number of parts that occurs; a worker has one job."""
+        job = self._job(kind)
+        blocks: dict[int, int] = {}
+        devices = 0
+        for parts in job.widths(degree):
+            blocks[parts] = self.network.first_fit(parts, occupied)
+            if not blocks[parts]:
+                return None
+            devices |= blocks[parts]
+        key = kind, degree, tuple(blocks.values())
+        if key not in self._seconds:
+            self._seconds[key] = NUM_STEPS * job.step_s(degree, self.network, blocks)
+        return Place(devices=devices, seconds=self._seconds[key])
+
+    def _job(self, kind: str) -> ProfiledJob:
+        if kind not in self.jobs:
+            raise UnknownNameError("job", kind, self.jobs)
+        return self.jobs[kind]

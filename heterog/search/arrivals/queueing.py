@@ -1,0 +1,344 @@
+"""Jobs arrive one by one and each gets devices at once or is turned away: the simulation.
+
+Time goes from event to event. A job that is accepted holds its devices until it ends; a device has
+one job. Jobs that end when another arrives end first. A job is *blocked* if it is rejected, if no
+devices for it are free, or if it would end after the time that its user accepts.
+"""
+
+import heapq
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from heterog.errors import HeterogError
+from heterog.search.arrivals.ramp import devices_of
+
+_ROUNDING = 1e-12
+"""Part of a job's seconds that rounding may add: a job alone takes what it takes alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Devices for a job, and how long it takes there.
+
+    Attributes:
+        devices: Set of devices, one bit for each.
+        seconds: Seconds of the whole job there.
+        detail: How the job runs there, for people; empty if there is nothing to say.
+    """
+
+    devices: int
+    seconds: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFeatures:
+    """What a scheduler may see of a job before it decides.
+
+    Attributes:
+        num_ops: Number of ops of a training step.
+        num_edges: Number of tensors between them.
+        memory_bytes: Bytes of all ops.
+        edge_bytes: Bytes of all tensors between ops.
+        num_steps: Number of training steps.
+        compute_mean, compute_median: Compute of an op, in any unit that all jobs share.
+        memory_mean, memory_median: Bytes of an op.
+        edge_mean, edge_median: Bytes of a tensor between ops.
+    """
+
+    num_ops: float
+    num_edges: float
+    memory_bytes: float
+    edge_bytes: float
+    num_steps: float
+    compute_mean: float
+    compute_median: float
+    memory_mean: float
+    memory_median: float
+    edge_mean: float
+    edge_median: float
+
+    @staticmethod
+    def of(
+        compute: Sequence[float], memory: Sequence[float], edges: Sequence[float], num_steps: int
+    ) -> "JobFeatures":
+        """Features from the compute and memory of each op and the bytes of each edge."""
+        sent = edges or [0.0]
+        return JobFeatures(
+            num_ops=len(compute),
+            num_edges=len(edges),
+            memory_bytes=sum(memory),
+            edge_bytes=sum(sent),
+            num_steps=num_steps,
+            compute_mean=statistics.fmean(compute),
+            compute_median=statistics.median(compute),
+            memory_mean=statistics.fmean(memory),
+            memory_median=statistics.median(memory),
+            edge_mean=statistics.fmean(sent),
+            edge_median=statistics.median(sent),
+        )
+
+
+class JobCluster(Protocol):
+    """Where jobs run: the numbers of devices they may get, and how long they take there."""
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the cluster."""
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Numbers of parts, or of devices, that a job may get, ascending."""
+
+    @property
+    def most_degree(self) -> int:
+        """The largest degree that may be chosen."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Names of the jobs that may arrive."""
+
+    def alone_s(self, kind: str) -> float:
+        """Seconds of a job on one device."""
+
+    def features(self, kind: str) -> JobFeatures:
+        """What a scheduler may see of a job."""
+
+    def place(self, kind: str, degree: int, occupied: int) -> Place | None:
+        """Devices for a job beside those already occupied; ``None`` if there are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """A job that arrives.
+
+    Attributes:
+        name: Name of this job.
+        kind: Name of what it trains, which the cluster knows.
+        arrives_s: Arrival time.
+        acceptable_s: Longest time from arrival to end that its user accepts; infinite: any.
+        most_devices: Most devices that it may get.
+    """
+
+    name: str
+    kind: str
+    arrives_s: float
+    acceptable_s: float = float("inf")
+    most_devices: int = 10**9
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.arrives_s < float("inf") or not self.acceptable_s > 0.0:
+            raise HeterogError(
+                f"job '{self.name}' arrives at {self.arrives_s:g} s and must end within "
+                f"{self.acceptable_s:g} s; give an arrival from 0 on and a time above 0."
+            )
+
+
+class Outcome(StrEnum):
+    """The outcome of a job; the values are printed."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    """The rule turned it away: it asked for no devices."""
+    NO_ROOM = "no room"
+    """No devices were free, or none in a shape that the job could use."""
+    TOO_LATE = "too late"
+    """It would have ended after the time that its user accepts."""
+    UNFINISHED = "unfinished"
+    """It was running when the simulation ended, where that counts as blocked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The decision about a job.
+
+    Attributes:
+        request: The job.
+        outcome: Whether it was accepted, or why not.
+        degree: Number of devices asked for; 0 for a rejection.
+        devices: Devices that it got; empty if it was blocked.
+        starts_s: Start time, or the time at which it was turned away.
+        ends_s: End time; if it was too late, the time at which it would have ended.
+        detail: How it runs, see ``Place``.
+    """
+
+    request: JobRequest
+    outcome: Outcome
+    degree: int
+    devices: tuple[int, ...] = ()
+    starts_s: float
+    ends_s: float
+    detail: str = ""
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether it ran to its end."""
+        return self.outcome == Outcome.ACCEPTED
+
+
+class JobQueueing:
+    """Arrivals on a cluster, decided one after another in the order of arrival.
+
+    Args:
+        cluster: Cluster on which they run.
+        requests: The jobs.
+        waits: Whether a job that finds no devices waits for others to end, as long as it would
+            still be in time, and all later ones behind it. The paper's jobs do not.
+        end_s: End of the simulation; jobs that still run then count as blocked, as in the paper's.
+    """
+
+    def __init__(
+        self,
+        cluster: JobCluster,
+        requests: Sequence[JobRequest],
+        *,
+        waits: bool = False,
+        end_s: float = float("inf"),
+    ) -> None:
+        self.cluster = cluster
+        self.requests = sorted(requests, key=lambda request: request.arrives_s)
+        self.waits = waits
+        self.end_s = end_s
+        self.now_s = 0.0
+        self.verdicts: list[Verdict] = []
+        self._running: list[tuple[float, int, int]] = []  # (end, number of the job, devices)
+        self.occupied = 0
+        self._arrive()
+
+    @property
+    def request(self) -> JobRequest | None:
+        """The job to decide about; ``None`` when all are decided."""
+        number = len(self.verdicts)
+        return self.requests[number] if number < len(self.requests) else None
+
+    @property
+    def num_free(self) -> int:
+        """Number of devices without a job."""
+        return self.cluster.num_devices - self.occupied.bit_count()
+
+    @property
+    def num_running(self) -> int:
+        """Number of jobs that run now."""
+        return len(self._running)
+
+    def legal(self) -> list[int]:
+        """Degrees that the job at hand may ask for now, without 0; ascending.
+
+        As in the paper these are no more than the free devices, but their shape may be missing.
+        """
+        request = self.request
+        if request is None:
+            return []
+        most = min(self.num_free, request.most_devices, self.cluster.most_degree)
+        return [degree for degree in self.cluster.degrees if degree <= most]
+
+    def place(self, degree: int) -> Place | None:
+        """Place where the job at hand would run now; ``None`` if there is none."""
+        request = self.request
+        assert request is not None
+        return self.cluster.place(request.kind, degree, self.occupied)
+
+    def in_time(self, place: Place) -> bool:
+        """Whether the job at hand would end in time there, were it to start now."""
+        request = self.request
+        assert request is not None
+        waited_s = self.now_s - request.arrives_s
+        return waited_s + place.seconds <= request.acceptable_s * (1.0 + _ROUNDING)
+
+    def decide(self, degree: int) -> Verdict | None:
+        """Give the job at hand up to ``degree`` devices; 0, or an illegal number, rejects it.
+
+        Returns:
+            What became of it; ``None`` if it waits and is to be decided again.
+        """
+        request = self.request
+        if request is None:
+            raise HeterogError("all jobs are decided; begin another simulation.")
+        legal = self.legal()
+        place = self.place(degree) if degree in legal else None
+        outcome, ends_s = Outcome.ACCEPTED, self.now_s
+        if degree in legal and place is None:
+            outcome = Outcome.NO_ROOM
+        elif place is None:
+            outcome = Outcome.REJECTED if legal else Outcome.NO_ROOM
+        else:
+            ends_s = self.now_s + place.seconds
+            if not self.in_time(place):
+                outcome = Outcome.TOO_LATE
+        if outcome in (Outcome.NO_ROOM, Outcome.TOO_LATE) and self._may_wait():
+            self._pass_to_next_end()
+            return None
+        accepted = place is not None and outcome == Outcome.ACCEPTED
+        verdict = Verdict(
+            request=request,
+            outcome=outcome,
+            degree=degree,
+            devices=devices_of(place.devices) if accepted and place else (),
+            starts_s=self.now_s,
+            ends_s=ends_s,
+            detail=place.detail if accepted and place else "",
+        )
+        if accepted and place:
+            heapq.heappush(self._running, (ends_s, len(self.verdicts), place.devices))
+            self.occupied |= place.devices
+        self.verdicts.append(verdict)
+        self._arrive()
+        return verdict
+
+    def final(self) -> list[Verdict]:
+        """All verdicts; jobs that run at ``end_s`` are unfinished, and so blocked."""
+        return [
+            _unfinished(verdict)
+            if verdict.is_accepted and verdict.ends_s > self.end_s
+            else verdict
+            for verdict in self.verdicts
+        ]
+
+    def _may_wait(self) -> bool:
+        request = self.request
+        if not self.waits or not self._running or request is None:
+            return False
+        return self._running[0][0] - request.arrives_s < request.acceptable_s
+
+    def _pass_to_next_end(self) -> None:
+        self.now_s = max(self.now_s, self._running[0][0])
+        self._release()
+
+    def _arrive(self) -> None:
+        request = self.request
+        if request is not None:
+            self.now_s = max(self.now_s, request.arrives_s)
+            self._release()
+
+    def _release(self) -> None:
+        while self._running and self._running[0][0] <= self.now_s:
+            self.occupied &= ~heapq.heappop(self._running)[2]
+
+
+def _unfinished(verdict: Verdict) -> Verdict:
+    return Verdict(
+        request=verdict.request,
+        outcome=Outcome.UNFINISHED,
+        degree=verdict.degree,
+        devices=verdict.devices,
+        starts_s=verdict.starts_s,
+        ends_s=verdict.ends_s,
+        detail=verdict.detail,
+    )
+
+
+def blocking_rate(verdicts: Sequence[Verdict]) -> float:
+    """Part of the jobs that were blocked; 0 without jobs."""
+    blocked = sum(not verdict.is_accepted for verdict in verdicts)
+    return blocked / max(len(verdicts), 1)
+
+
+def causes(verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Part of the jobs with each outcome."""
+    counts = {str(outcome): 0 for outcome in Outcome}
+    for verdict in verdicts:
+        counts[str(verdict.outcome)] += 1
+    return {name: count / max(len(verdicts), 1) for name, count in counts.items()}

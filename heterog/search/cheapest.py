@@ -1,0 +1,284 @@
+"""The cheapest plan: every method is asked about several sets of hosts, and the objective decides.
+
+Methods know seconds, not money. On a fixed set of hosts the two are the same, so each method is
+asked for the fastest plan on the whole cluster, and again on the sets that ``host_sets`` puts
+first. A set is left out if not even its lower bound could be cheaper than the best plan so far, or
+in time for the deadline. What is found on some hosts is a plan for the whole cluster
+(``host_subset``) and is judged by its referee.
+
+Under a budget in evaluations the whole cluster is searched exactly as for the shortest step, with
+all of the budget, and all other sets together get as much again. So the cheapest plan never costs
+more than the fastest one of the same seed; and as nothing but the choice at the end knows the
+deadline, a later one never makes a plan dearer. A budget in seconds is divided: the rest of it
+goes on with the set of the best plan. While no plan ends in time, the whole cluster gets more.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from heterog.cluster.topology import Cluster
+from heterog.methods.planner import Budget, Candidate, MethodRow
+from heterog.methods.registry import AUTO
+from heterog.search.allotment import Allotment
+from heterog.search.host_sets import ranked_host_sets
+from heterog.search.host_subset import HostSubset
+from heterog.search.objective import hosts_used, rent_per_s
+from heterog.search.portfolio import prepare, run_methods
+from heterog.search.request import Request, Session
+from heterog.search.seeds import SeedPlanner
+from heterog.simulator.evaluator import Evaluator
+from heterog.simulator.lower_bound import lower_bound_s
+
+MOST_SEARCHED = 8
+"""Most sets of hosts beside the whole cluster that are searched in."""
+WHOLE_PART, SETS_PART = 0.35, 0.45
+"""Parts of a budget in seconds for the whole cluster and for all other sets; the rest goes on
+with the set of the best plan."""
+LEAST_SET_S = 0.7
+"""Seconds below which a search in a set finds little more than baselines: fewer sets then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A trade of time for money that a search found.
+
+    Attributes:
+        hosts: Names of the hosts that are rented.
+        method: Name of the method that found it.
+        step_time_s: Seconds per step.
+        cost_per_step: Cost of a step, in the currency of the cluster.
+    """
+
+    hosts: tuple[str, ...]
+    method: str
+    step_time_s: float
+    cost_per_step: float
+
+
+class CheapestSearch:
+    """Searches one set of hosts after another; see the module docstring.
+
+    Args:
+        evaluator: Evaluator of the graph and the whole cluster, which has prices.
+        request: Request whose objective decides among the plans found.
+        session: Who hears of it, may end it, and takes part.
+    """
+
+    def __init__(self, evaluator: Evaluator, request: Request, session: Session) -> None:
+        self._evaluator = evaluator
+        self._objective = request.objective
+        self._request, self._session = request, session
+        self._evaluators: dict[tuple[int, ...], Evaluator] = {}
+        self._found: list[tuple[HostSubset, MethodRow]] = []
+
+    def run(self, budget: Budget, allotment: Allotment) -> list[MethodRow]:
+        """Search until the budget is over; one row per method, the best by the objective."""
+        named = self._request.methods
+        wanted = [each for each in self._request.known if AUTO in named or each.name in named]
+        prepare(self._evaluator, wanted, self._session)
+        allotment.begin()
+        everything = tuple(range(self._evaluator.cluster.num_hosts))
+        sets = [
+            each.hosts for each in ranked_host_sets(self._evaluator) if each.hosts != everything
+        ][:MOST_SEARCHED]
+        each_s = 0.0
+        if budget.seconds is None:
+            parts = [budget, *[budget.part(1.0 / max(len(sets), 1))] * len(sets)]
+        else:
+            whole_s = allotment.search_s(())
+            sets = sets[: max(int(SETS_PART * whole_s / LEAST_SET_S), 1)]
+            each_s = SETS_PART * whole_s / max(len(sets), 1)
+            first_s = WHOLE_PART * whole_s if sets else whole_s
+            parts = [Budget(seconds=first_s), *[Budget(seconds=each_s)] * len(sets)]
+        self._search(everything, parts.pop(0))
+        if budget.seconds is not None and sets and self._is_late():
+            # Fewer hosts are hardly faster: half of their time goes to meeting the deadline.
+            kept = (len(sets) + 1) // 2
+            self._search(everything, Budget(seconds=each_s * (len(sets) - kept) or 0.5 * each_s))
+            sets = sets[:kept]
+        for hosts, part in zip(sets, parts, strict=False):
+            if not (self._session.stop.is_requested or self._is_hopeless(hosts)):
+                self._search(hosts, part)
+        if budget.seconds is not None and sets:
+            self._go_on(allotment, LEAST_SET_S)
+        return self._rows()
+
+    def offers(self) -> tuple[Offer, ...]:
+        """The trades of time for money that no other beats in both, fastest first."""
+        cluster = self._evaluator.cluster
+        every = []
+        for subset, row in self._found:
+            if row.step_time_s is not None:
+                names = _used_names(subset, row)
+                rent = math.fsum(
+                    cluster.host_price_per_s(host)
+                    for host in range(cluster.num_hosts)
+                    if cluster.hosts[host].name in names
+                )
+                every.append(
+                    Offer(
+                        hosts=names,
+                        method=row.method,
+                        step_time_s=row.step_time_s,
+                        cost_per_step=row.step_time_s * rent,
+                    )
+                )
+        return best_trades(every)
+
+    def _search(self, hosts: tuple[int, ...], part: Budget) -> None:
+        subset = HostSubset(whole=self._evaluator.cluster, hosts=hosts)
+        evaluator = self._on(subset)
+        request, session = self._request, self._session
+        progress = session.progress
+        if not subset.is_whole:
+            where = subset.name
+            progress = lambda method, fraction, best: session.progress(  # noqa: E731
+                f"{method} on {where}", fraction, best
+            )
+        rows = run_methods(
+            evaluator,
+            replace(
+                request,
+                cluster=subset.part,
+                budget=part,
+                given=request.given if subset.is_whole else None,
+                seeds=self._seeds(subset),
+            ),
+            replace(
+                session,
+                progress=progress,
+                allotment=None if part.seconds is None else Allotment(part),
+            ),
+        )
+        self._found += [(subset, row) for row in rows]
+
+    def _go_on(self, allotment: Allotment, least_s: float) -> None:
+        """Spend what is left of a budget in seconds on the hosts of the best plan."""
+        able = [pair for pair in self._found if pair[1].candidate is not None]
+        if not able or self._session.stop.is_requested:
+            return
+        subset, best = min(able, key=lambda pair: self._rank(*pair))
+        assert best.candidate is not None
+        strategy = subset.lifted(best.candidate.strategy)
+        left_s = allotment.search_s([replace(best.candidate, strategy=strategy)])
+        used = _used(subset, best)
+        if left_s >= least_s:
+            self._search(used, Budget(seconds=left_s))
+
+    def _seeds(self, subset: HostSubset) -> SeedPlanner | None:
+        """Starts of a search on some hosts: what was found there before, and given seeds."""
+        again = [
+            row.candidate
+            for other, row in self._found
+            if other.hosts == subset.hosts and row.candidate is not None
+        ]
+        if again:
+            return SeedPlanner("continued", again)
+        if self._request.seeds is None:
+            return None
+        return self._request.seeds.on(subset)
+
+    def _on(self, subset: HostSubset) -> Evaluator:
+        if subset.is_whole:
+            return self._evaluator
+        if subset.hosts not in self._evaluators:
+            whole = self._evaluator
+            made = Evaluator(whole.graph, subset.part, whole.cost_model)
+            self._evaluators[subset.hosts] = made
+        return self._evaluators[subset.hosts]
+
+    def _is_late(self) -> bool:
+        """Whether even the fastest plan so far ends after the deadline."""
+        times = [row.step_time_s for _, row in self._found if row.step_time_s is not None]
+        return self._objective.missed_s(min(times, default=0.0)) > 0.0
+
+    def _is_hopeless(self, hosts: tuple[int, ...]) -> bool:
+        """Whether no plan that needs all of these hosts can be the best one.
+
+        A plan that needs fewer of them is found on those.
+        """
+        objective, whole = self._objective, self._evaluator
+        part = HostSubset(whole=whole.cluster, hosts=hosts).part
+        bound = lower_bound_s(whole.graph, part, whole.cost_model, with_op_rules=True)
+        least_s = bound.seconds if self._request.step_barrier else bound.compute_s
+        rent = rent_per_s(whole.cluster, hosts)
+        best = min(
+            (self._rank(*pair) for pair in self._found if pair[1].step_time_s is not None),
+            default=None,
+        )
+        return best is not None and objective.key(step_time_s=least_s, cost_per_s=rent) > best
+
+    def _rank(self, subset: HostSubset, row: MethodRow) -> tuple[float, ...]:
+        return self._objective.rank(subset.part)(row)
+
+    def _rows(self) -> list[MethodRow]:
+        """One row per method: the best that it found on any hosts, judged on the whole cluster."""
+        by_method: dict[str, list[tuple[HostSubset, MethodRow]]] = {}
+        for subset, row in self._found:
+            if row.method != "continued":
+                by_method.setdefault(row.method, []).append((subset, row))
+        return [self._best(found) for found in by_method.values()]
+
+    def _best(self, found: Sequence[tuple[HostSubset, MethodRow]]) -> MethodRow:
+        able = [pair for pair in found if pair[1].candidate is not None] or [found[0]]
+        subset, row = min(able, key=lambda pair: self._rank(*pair)) if len(able) > 1 else able[0]
+        row = row if subset.is_whole else self._lifted(subset, row)
+        rows = [each for _, each in found]
+        return replace(
+            row,
+            num_evaluations=sum(each.num_evaluations for each in rows),
+            search_seconds=sum(each.search_seconds for each in rows),
+        )
+
+    def _lifted(self, subset: HostSubset, row: MethodRow) -> MethodRow:
+        """A row of some hosts as one of the whole cluster."""
+        where = f"on {subset.name}"
+        row = replace(row, note="; ".join(filter(None, (where, row.note))))
+        if row.candidate is None:
+            return row
+        strategy = subset.lifted(row.candidate.strategy)
+        judged = self._evaluator.referee(strategy, row.candidate.orders[0])
+        return replace(
+            row,
+            outcome=str(judged.outcome),
+            step_time_s=judged.step_time_s if judged.is_ok else None,
+            peak_memory_bytes=judged.peak_memory_bytes,
+            shortage=judged.shortage,
+            overflow_bytes=judged.overflow_bytes,
+            candidate=Candidate(strategy=strategy, orders=(judged.order,), judged=judged),
+        )
+
+
+def _used(subset: HostSubset, row: MethodRow) -> tuple[int, ...]:
+    """Hosts of the whole cluster that a row's strategy uses."""
+    assert row.candidate is not None
+    return tuple(subset.hosts[h] for h in hosts_used(row.candidate.strategy, subset.part))
+
+
+def _used_names(subset: HostSubset, row: MethodRow) -> tuple[str, ...]:
+    return tuple(subset.whole.hosts[host].name for host in _used(subset, row))
+
+
+def best_trades(offers: Iterable[Offer]) -> tuple[Offer, ...]:
+    """Trades that no other beats in both time and cost, fastest first."""
+    kept: list[Offer] = []
+    for each in sorted(offers, key=lambda offer: (offer.step_time_s, offer.cost_per_step)):
+        if not kept or each.cost_per_step < kept[-1].cost_per_step:
+            kept.append(each)
+    return tuple(kept)
+
+
+def offers_of_rows(rows: Iterable[MethodRow], cluster: Cluster) -> tuple[Offer, ...]:
+    """The best trades among rows of a whole cluster."""
+    return best_trades(
+        Offer(
+            hosts=tuple(cluster.hosts[h].name for h in used),
+            method=row.method,
+            step_time_s=row.step_time_s,
+            cost_per_step=row.step_time_s * rent_per_s(cluster, used),
+        )
+        for row in rows
+        if row.step_time_s is not None and row.candidate is not None
+        for used in (hosts_used(row.candidate.strategy, cluster),)
+    )

@@ -1,0 +1,213 @@
+"""The order in which ranks take up a plan's tasks, and the time at which they release sends."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from heterog.lowering.program import (
+    FIRST_LINK_KIND,
+    LAST_OP_KIND,
+    FloatArray,
+    IntArray,
+    Program,
+    TaskKind,
+)
+from heterog.methods.planner import Candidate
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+from heterog.units import MIB
+
+AHEAD_BYTES = 2 * MIB
+"""Bytes by which a parameter server announces ahead what it receives and sends, enough for the
+40 ms that TCP may delay an acknowledgement at 100 Mbit/s; little beside what a step holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class IssuedStep:
+    """A strategy as ranks run it.
+
+    Attributes:
+        program: Program lowered from the strategy, for one step.
+        task_order: All tasks in the order in which ranks take them up; see ``issue_order``.
+        sent_before: Latest op for each transfer; see ``sends_by_op``.
+    """
+
+    program: Program
+    task_order: tuple[int, ...]
+    sent_before: tuple[tuple[int, int], ...]
+
+
+class Rehearse(Protocol):
+    """Function that plays a strategy through without data."""
+
+    def __call__(
+        self, strategy: Strategy, issued: IssuedStep, check: Callable[[], None], /
+    ) -> str:
+        """Why ranks could not execute a strategy; empty if they can.
+
+        Args:
+            strategy: Strategy in question.
+            issued: The strategy as ranks would run it.
+            check: Called again and again; an exception from it ends the rehearsal.
+        """
+
+
+MOST_WRITTEN = 2_000_000
+"""Most ops, on all devices and in all micro-batches of a step, whose order a plan holds: a
+minute of work and a hundred megabytes."""
+
+_MADE_AT_ONCE = 100_000
+"""Most tasks of a step whose order is made only to know its size."""
+
+
+class IssuedSteps:
+    """The programs and orders of candidates on one evaluator, each made once.
+
+    A step of more than ``MOST_WRITTEN`` ops has none: its plan can be judged and compared, but
+    neither rehearsed nor run.
+
+    Args:
+        evaluator: Evaluator of the graph and cluster.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._known: dict[tuple[Strategy, Order], IssuedStep | None] = {}
+        self._turns: dict[tuple[Strategy, Order], int] = {}
+
+    @property
+    def num_ops(self) -> int:
+        """Number of ops of the graph."""
+        return self._evaluator.graph.num_ops
+
+    def of(self, candidate: Candidate) -> IssuedStep | None:
+        """The program and order of a candidate, in the first of its orders."""
+        key = candidate.strategy, candidate.orders[0]
+        if key not in self._known:
+            is_written = self._tasks_of(candidate) <= MOST_WRITTEN
+            self._known[key] = issued_step(self._evaluator, candidate) if is_written else None
+        return self._known[key]
+
+    def num_turns(self, candidate: Candidate) -> int:
+        """Turns of all ranks in a step; for many tasks, their number; 0 if nothing is written."""
+        key = candidate.strategy, candidate.orders[0]
+        if key not in self._turns:
+            self._turns[key] = self._count_turns(candidate)
+        return self._turns[key]
+
+    def _count_turns(self, candidate: Candidate) -> int:
+        num_tasks = self._tasks_of(candidate)
+        if num_tasks > MOST_WRITTEN:
+            return 0
+        step = self.of(candidate) if num_tasks <= _MADE_AT_ONCE else None
+        return num_tasks if step is None else num_turns(step.program)
+
+    def _tasks_of(self, candidate: Candidate) -> int:
+        choice = self._evaluator.encode(candidate.strategy)
+        return self._evaluator.tasks_of(choice._replace(num_steps=1))
+
+
+def num_turns(program: Program) -> int:
+    """Turns of all ranks in a step: one for each task, and for each pair that exchanges messages.
+
+    In a collective every member does so with every other one.
+    """
+    members = np.array([len(set(channel.devices)) for channel in program.channels], np.int64)
+    sizes = members[program.channel[program.kind >= FIRST_LINK_KIND]]
+    return program.num_tasks + int((sizes * (sizes - 1) // 2).sum())
+
+
+def issued_step(evaluator: Evaluator, candidate: Candidate) -> IssuedStep:
+    """The program and order of a candidate, in the first of its orders."""
+    # The order is for one step, as ranks run it, even if eight were simulated.
+    choice = evaluator.encode(candidate.strategy)._replace(num_steps=1)
+    program, start, finish = evaluator.timings(choice, candidate.orders[0])
+    order = issue_order(program, start, finish)
+    return IssuedStep(
+        program=program,
+        task_order=tuple(order.tolist()),
+        sent_before=sends_by_op(program, start, finish, order),
+    )
+
+
+def issue_order(program: Program, start: FloatArray, finish: FloatArray) -> IntArray:
+    """The order in which ranks take up the tasks of a schedule.
+
+    A rank issues communication only between two ops. One that begins while an op runs is issued
+    before it: after it, the other ranks would wait, and hold what they send. So ops are listed by
+    their end, communication by its begin, and transfers from and to parameter servers a little
+    before. What a task needs has ended when it begins, and is listed before it. Of tasks with the
+    same moment the one that starts first is listed first: several transfers of a link may be moved
+    up to the same moment.
+
+    Args:
+        program: Program with the tasks.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
+
+    Returns:
+        All tasks in that order.  # [num_tasks]
+    """
+    moment = np.where(program.kind < FIRST_LINK_KIND, finish, start)
+    _announce_ahead(program, start, moment)
+    order: IntArray = np.lexsort((np.arange(program.num_tasks), start, moment)).astype(np.int32)
+    return order
+
+
+def sends_by_op(
+    program: Program, start: FloatArray, finish: FloatArray, order: IntArray
+) -> tuple[tuple[int, int], ...]:
+    """The op before which a sender releases each transfer, if all goes as planned.
+
+    A rank that is faster than planned would otherwise run ahead of those it sends to, and hold
+    more and more that they have not received: more than the plan says it needs.
+
+    Args:
+        program: Program that is run.
+        start: Start of each task, in seconds.  # [num_tasks]
+        finish: End of each task, in seconds.  # [num_tasks]
+        order: Order from ``issue_order``.
+
+    Returns:
+        (transfer of a value, the first op on its source that begins when it has ended), for the
+        transfers for which there is such an op.
+    """
+    is_op = program.kind[order] <= LAST_OP_KIND
+    ops_in_order = order[is_op]
+    place = np.argsort(order)
+    sends = np.flatnonzero(program.kind == TaskKind.SEND)
+    first = np.array([channel.devices[0] for channel in program.channels], np.int32)
+    source = first[program.channel[sends]]
+    found = np.full(len(sends), -1, np.int64)
+    for device in np.unique(source):
+        ops = ops_in_order[program.device[ops_in_order] == device]
+        own = np.flatnonzero(source == device)
+        number = np.searchsorted(start[ops], finish[sends[own]])
+        has_later = number < len(ops)
+        found[own[has_later]] = ops[number[has_later]]
+    is_pair = found >= 0
+    is_pair[is_pair] = place[found[is_pair]] > place[sends[is_pair]]
+    return tuple(zip(sends[is_pair].tolist(), found[is_pair].tolist(), strict=True))
+
+
+def _announce_ahead(program: Program, start: FloatArray, moment: FloatArray) -> None:
+    """Move up what parameter servers receive and send, by at most ``AHEAD_BYTES`` of the link.
+
+    A server that waits for one gradient would otherwise announce the next one only when it has
+    this one, and the link would be idle for as long as two ranks need to agree.
+    """
+    served = np.flatnonzero((program.kind == TaskKind.PUSH) | (program.kind == TaskKind.PULL))
+    for channel in np.unique(program.channel[served]):
+        tasks = served[program.channel[served] == channel]
+        tasks = tasks[np.lexsort((tasks, start[tasks]))]
+        bytes_before = np.cumsum(program.num_bytes[tasks]) - program.num_bytes[tasks]
+        oldest = np.searchsorted(bytes_before, bytes_before - AHEAD_BYTES)
+        latest = 0.0
+        for task, place in zip(tasks.tolist(), oldest.tolist(), strict=True):
+            needed = moment[program.dependencies(task)].max(initial=0.0)
+            # Transfers of one link keep their order.
+            latest = max(latest, needed, float(start[tasks[place]]))
+            moment[task] = latest = min(latest, float(moment[task]))

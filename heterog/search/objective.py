@@ -1,0 +1,198 @@
+"""The objective of a plan: the shortest step, or the least money before a deadline.
+
+Only this module defines how outcomes compare. Inside a fixed set of hosts that are all rented,
+money is seconds times a constant, so every method searches for the shortest step as always; the
+objective decides between sets of hosts (``search.cheapest``), between methods, and which plan is
+handed over.
+
+A host is rented whole and for the whole run, from the first step to the last: it costs the same
+whether a plan uses one of its devices or all of them, and a host that no group and no parameter is
+placed on costs nothing.
+"""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from heterog.cluster.topology import Cluster
+from heterog.errors import HeterogError
+from heterog.graph.op_graph import OpGraph, TensorKind
+from heterog.methods.planner import MethodRow, Rank, by_time
+from heterog.strategy.strategy import Strategy
+
+_DURATION = re.compile(r"(\d+(?:\.\d*)?)\s*(s|m|min|h|d|w)")
+_SECONDS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+MAX_STEPS = 10**12
+"""Most steps of a training run; seconds and money then stay far within the range of floats."""
+
+
+class Aim(StrEnum):
+    """The quantity that is made as small as possible."""
+
+    TIME = "time"
+    """Seconds of a step."""
+    COST = "cost"
+    """Money for all steps."""
+    COST_PER_TOKEN = "cost_per_token"
+    """Money for a token, or for a sample where samples have no tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """The quantity to make small, the number of steps, and the deadline for all of them.
+
+    Attributes:
+        aim: Quantity to make small.
+        num_steps: Number of steps of the whole training run; ``None`` if not given.
+        deadline_s: Seconds that all steps may take; needs ``num_steps``.
+
+    >>> two_days = Objective(aim=Aim.COST, num_steps=1000, deadline_s=172800.0)
+    >>> two_days.key(step_time_s=100.0, cost_per_s=0.5), two_days.missed_s(200.0)
+    ((0.0, 0.0, 50.0, 100.0), 27200.0)
+    """
+
+    aim: Aim = Aim.TIME
+    num_steps: int | None = None
+    deadline_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_steps is not None and not 1 <= self.num_steps <= MAX_STEPS:
+            raise HeterogError(
+                f"a run of {self.num_steps:,} steps; give a number from 1 to {MAX_STEPS:,}."
+            )
+        if self.deadline_s is not None:
+            if not 0.0 < self.deadline_s < math.inf:
+                raise HeterogError(
+                    f"a deadline of {self.deadline_s:g} s; give a time above 0, 36h or 2d say."
+                )
+            if self.num_steps is None:
+                raise HeterogError(
+                    "a deadline without a number of steps; give a number of steps, samples or "
+                    "tokens, so that there is an end that can be late."
+                )
+        if self.aim == Aim.COST and self.num_steps is None:
+            raise HeterogError(
+                "the objective cost without a number of steps; give one, or a number "
+                "of samples or tokens, or ask for cost_per_token."
+            )
+
+    @property
+    def is_time(self) -> bool:
+        """Whether only seconds count, so that no prices are needed."""
+        return self.aim == Aim.TIME
+
+    def key(
+        self, *, step_time_s: float, cost_per_s: float = 0.0, overflow_bytes: float = 0.0
+    ) -> tuple[float, ...]:
+        """Sort key of an outcome; smaller is better.
+
+        Outcomes that fit come first, then those that end before the deadline (or are late the
+        least), then cheaper ones; where two cost the same, the faster one.
+
+        Args:
+            step_time_s: Seconds per step.
+            cost_per_s: Rent of all hosts used, for a second.
+            overflow_bytes: Missing bytes on the worst device; infinite if it cannot run.
+        """
+        if self.is_time:
+            return overflow_bytes, step_time_s
+        late_s = self.missed_s(step_time_s)
+        return overflow_bytes, late_s, step_time_s * cost_per_s, step_time_s
+
+    def missed_s(self, step_time_s: float) -> float:
+        """Seconds from the deadline to the end of the last step; 0 if in time or without one."""
+        if self.deadline_s is None or self.num_steps is None:
+            return 0.0
+        return max(step_time_s * self.num_steps - self.deadline_s, 0.0)
+
+    def rank(self, cluster: Cluster) -> Rank:
+        """Function that ranks the rows of methods on a cluster."""
+        if self.is_time:
+            return by_time
+
+        def key(row: MethodRow) -> tuple[float, ...]:
+            assert row.candidate is not None
+            strategy = row.candidate.strategy
+            return self.key(
+                step_time_s=row.step_time_s or _seconds_if_it_fitted(row),
+                cost_per_s=cost_per_s(strategy, cluster),
+                overflow_bytes=row.overflow_bytes,
+            )
+
+        return key
+
+    def require_prices(self, cluster: Cluster) -> None:
+        """Refuse an objective that needs prices if the cluster has none.
+
+        Raises:
+            ClusterError: names a host without a price.
+        """
+        if not self.is_time:
+            for host in range(cluster.num_hosts):
+                cluster.host_price_per_s(host)
+
+
+FASTEST = Objective()
+"""The default: the shortest step, whatever it costs."""
+
+
+def _seconds_if_it_fitted(row: MethodRow) -> float:
+    judged = row.candidate.judged if row.candidate is not None else None
+    return 0.0 if judged is None else judged.step_time_s
+
+
+def hosts_used(strategy: Strategy, cluster: Cluster) -> tuple[int, ...]:
+    """Hosts that a strategy places a group or a parameter on, ascending."""
+    devices = {device for each in dict.fromkeys(strategy.decisions) for device in each.devices}
+    devices |= {home for home in strategy.homes if home >= 0}
+    return tuple(sorted({cluster.host_of[device] for device in devices}))
+
+
+def cost_per_s(strategy: Strategy, cluster: Cluster) -> float:
+    """Rent of the hosts that a strategy uses for a second, in the currency of the cluster."""
+    return rent_per_s(cluster, hosts_used(strategy, cluster))
+
+
+def rent_per_s(cluster: Cluster, hosts: Iterable[int]) -> float:
+    """Rent of some hosts together for a second."""
+    return math.fsum(cluster.host_price_per_s(host) for host in hosts)
+
+
+def tokens_per_sample(graph: OpGraph) -> int | None:
+    """Tokens of a sample, if the first tensor of the batch is a table of token numbers.
+
+    Such a table has whole numbers and a row for each sample. Padding counts as tokens, because
+    it is computed like them.
+    """
+    for tensor in graph.tensors[: graph.num_inputs]:
+        if tensor.kind == TensorKind.BATCH:
+            is_table = len(tensor.shape) == 2 and tensor.shape[0] == graph.batch_size
+            return tensor.shape[1] if is_table and "int" in tensor.dtype else None
+    return None
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``"2d"``, ``"36h"``, ``"90min"`` or ``"600s"``.
+
+    Raises:
+        HeterogError: the text is something else, or the time is not above 0.
+
+    >>> parse_duration("2d"), parse_duration("1.5 h")
+    (172800.0, 5400.0)
+    """
+    found = _DURATION.fullmatch(text.strip())
+    seconds = 0.0 if found is None else float(found[1]) * _SECONDS[found[2]]
+    if not 0.0 < seconds < math.inf:
+        raise HeterogError(f"cannot read the time '{text}'; write 36h, 2d, 90min or 600s.")
+    return seconds
+
+
+def steps_for(amount: int, per_step: int) -> int:
+    """Number of steps for some samples or tokens; the last one may have too many.
+
+    >>> steps_for(1000, 64)
+    16
+    """
+    return -(-amount // per_step)

@@ -1,0 +1,315 @@
+"""Runs methods side by side on one graph and cluster; ``auto`` is the portfolio of all of them.
+
+Every method is judged in the same way: the referee re-scores each of its candidates, a baseline's
+in the orders of its definition, a search's in all orders that are allowed, and the best counts.
+Searches get the strategies that earlier methods found, to start from (``local_search`` does).
+``auto`` looks at all rows, the baselines' too, so it is never worse than any of them by the
+referee.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import import_module
+
+from heterog.errors import StrategyError
+from heterog.lowering.kernels import compilation_told
+from heterog.methods.given import GIVEN
+from heterog.methods.planner import (
+    Candidate,
+    MethodRow,
+    Planner,
+    Problem,
+    Progress,
+    Rank,
+    Spending,
+    by_time,
+)
+from heterog.methods.registry import AUTO, Methods
+from heterog.search.allotment import Allotment
+from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
+from heterog.search.judging import under_noise
+from heterog.search.request import Request, Session
+from heterog.search.sharing import Shares, SharesTogether
+from heterog.search.stability import reference_of
+from heterog.search.together import Together, can_be_sent
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Strategy
+from heterog.workers import Seats
+
+
+def run_methods(
+    evaluator: Evaluator,
+    request: Request,
+    session: Session | None = None,
+    *,
+    without: Collection[str] = (),
+) -> list[MethodRow]:
+    """Run the methods of a request and judge them by the referee.
+
+    Nothing is counted before every kernel is compiled and every library imported. Then a budget in
+    seconds is for all that ``auto`` does: baselines get ``BASELINE_PART`` of it, the searches the
+    rest, except what ``allotment`` keeps back: ``FIRST_ROUND`` of it in equal parts
+    (``BudgetSplit``), the rest in rounds where it pays (``rounds``). A budget in evaluations is
+    divided among the searches in equal parts; baselines do not count.
+
+    Args:
+        evaluator: Evaluator of the request's graph and cluster.
+        request: Methods and what limits them; each method that searches has the budget, which
+            ``auto`` divides among its searches. Objective and asynchronous method are not used.
+        session: Who hears of it, may end it, and takes part; by default nobody.
+        without: Names of methods that do not run at all, not even to give searches a start.
+
+    Returns:
+        One row per method, in the order they ran: baselines first.
+
+    Raises:
+        UnknownNameError: a method does not exist.
+    """
+    session = session or Session()
+    chosen, running = _planners_of(request, evaluator, without)
+    prepare(evaluator, running, session)
+    budget, searching = request.budget, any(each.stage == "search" for each in chosen)
+    is_shared = AUTO in request.methods or (
+        session.allotment is not None and budget.seconds is not None
+    )
+    allotment = session.allotment or Allotment(budget, clock=session.clock)
+    together = None
+    if session.seats is not None and is_shared:
+        together = _seated(session.seats, evaluator, request, running, session.progress)
+    allotment.begin()
+    asked = Problem(
+        evaluator=evaluator,
+        budget=budget,
+        seed=request.seed,
+        step_barrier=request.step_barrier,
+        orders=request.orders,
+        stop=session.stop,
+        clock=allotment.clock,
+    )
+    shares = Shares(asked, running, allotment, session.progress)
+    if together is not None:
+        shares = SharesTogether(asked, running, allotment, session.progress, together)
+    if is_shared:
+        shares.divide()
+        if budget.seconds is not None and searching:
+            shares.go_on([planner for planner in chosen if planner.resumes])
+    else:
+        shares.give_each()
+    return [
+        shares.rows[planner.name]
+        for planner in running
+        if planner in chosen and planner.name in shares.rows
+    ]
+
+
+def _planners_of(
+    request: Request, evaluator: Evaluator, without: Collection[str]
+) -> tuple[list[Planner], list[Planner]]:
+    """The methods asked for, and those that run: baselines too, where searches start from them."""
+    chosen = [each for each in _chosen(request, evaluator) if each.name not in without]
+    searching = any(planner.stage == "search" for planner in chosen)
+    running = [
+        planner
+        for planner in request.known
+        if planner in chosen
+        or (searching and planner.stage == "baseline" and planner.name not in without)
+    ]
+    running.sort(key=lambda planner: planner.comes_last)
+    for own in (request.given, request.seeds):
+        if own is not None:
+            chosen.append(own)
+            running.insert(0, own)
+    return chosen, running
+
+
+def _seated(
+    seats: Seats,
+    evaluator: Evaluator,
+    request: Request,
+    running: Sequence[Planner],
+    progress: Progress,
+) -> Together:
+    """Workers who know the request and have prepared the methods whose code they have."""
+    progress(f"load kernels on {len(seats)} workers", 0.0, math.inf)
+    # The evaluator's model is resolved; a user's methods stay here.
+    asked = replace(
+        request, cost_model=evaluator.cost_model, known=Methods(()), given=None, seeds=None
+    )
+    together = Together(seats, asked)
+    together.prepare([planner for planner in running if can_be_sent(planner)])
+    return together
+
+
+def prepare(evaluator: Evaluator, running: Sequence[Planner], session: Session) -> None:
+    """Import, read and compile what methods need, which no budget counts.
+
+    Raises:
+        KeyboardInterrupt: a stop was requested during compilation: nothing to hand over.
+    """
+
+    def tell(name: str, part: float) -> None:
+        if session.stop.is_requested:
+            raise KeyboardInterrupt
+        session.progress(f"compile kernels (once, {part:.0%}): {name}", part, math.inf)
+
+    # Methods import it where they use it, because ranks import methods and need not wait for it.
+    import_module("scipy.interpolate")
+    session.progress("load kernels", 0.0, math.inf)
+    with compilation_told(tell):
+        evaluator.warm_up()
+    session.progress("load methods", 0.0, math.inf)
+    for planner in running:
+        planner.prepare(evaluator)
+
+
+def with_noise(
+    evaluator: Evaluator,
+    rows: Sequence[MethodRow],
+    spending: Spending | None = None,
+    rank: Rank = by_time,
+) -> list[MethodRow]:
+    """The rows, with seconds under noise for those between which a gain is quoted.
+
+    These are the winner, the row of ``reference_of`` and a given layout, as far as they fit. If
+    the spending is over before all of them are done, none gets any: gains are then quoted without
+    a range.
+    """
+    quoted = [best_row(rows, rank), reference_of(rows)]
+    quoted += [row for row in rows if row.method == GIVEN]
+    wanted = {row.method for row in quoted if row is not None and row.step_time_s is not None}
+    result: list[MethodRow] = []
+    with spending.limits() if spending is not None else nullcontext():
+        for row in rows:
+            if row.method in wanted and row.candidate is not None:
+                seconds = under_noise(evaluator, row.candidate.strategy, row.candidate.orders[0])
+                row = replace(row, noisy_step_times_s=seconds)
+            result.append(row)
+    return result if len(result) == len(rows) else list(rows)
+
+
+def best_row(rows: Sequence[MethodRow], rank: Rank = by_time) -> MethodRow:
+    """The winner: the shortest step of those that fit; the nearest to fitting if none does.
+
+    Args:
+        rows: Rows of methods.
+        rank: Function that ranks them, by default by their steps; see ``Objective.rank``.
+
+    Raises:
+        StrategyError: no method has a strategy at all; says why of each.
+    """
+    applicable = [row for row in rows if row.candidate is not None]
+    if not applicable:
+        reasons = "; ".join(f"{row.method}: {row.shortage or 'no reason given'}" for row in rows)
+        raise StrategyError(f"no method applies here ({reasons}); ask another one, or auto.")
+    return min(applicable, key=rank)
+
+
+def rehearsed(
+    issued: IssuedSteps,
+    rows: Sequence[MethodRow],
+    rehearse: Rehearse,
+    *,
+    every: bool = False,
+    spending: Spending | None = None,
+    rank: Rank = by_time,
+) -> list[MethodRow]:
+    """The rows, rehearsed from the best one on until one is known to run.
+
+    Args:
+        issued: Programs and orders of candidates.
+        rows: Rows of methods.
+        rehearse: Function that says why a strategy could not be executed.
+        every: Whether to go through all rows that fit, not only up to the winner.
+        spending: Limit of all rehearsals together. The row that is not reached says so.
+        rank: Function that ranks the rows.
+
+    Returns:
+        The rows in their order; ``cannot_run`` with the reason where a rehearsal failed.
+    """
+    result = list(rows)
+    known: dict[tuple[Strategy, Order], str] = {}
+    fitting = [number for number, row in enumerate(rows) if row.step_time_s is not None]
+    for number in sorted(fitting, key=lambda index: rank(result[index])):
+        row = result[number]
+        assert row.candidate is not None
+        key = row.candidate.strategy, row.candidate.orders[0]
+        if key not in known and issued.of(row.candidate) is None:
+            result[number] = replace(row, note="; ".join(filter(None, (row.note, UNWRITTEN))))
+            break
+        if key not in known:
+            said = _said_of(issued, row.candidate, rehearse, spending)
+            if said is None:
+                result[number] = replace(row, note="; ".join(filter(None, (row.note, UNPLAYED))))
+                break
+            known[key] = said
+        if not known[key]:
+            result[number] = replace(row, is_rehearsed=True)
+            if not every:
+                break
+            continue
+        result[number] = replace(
+            row,
+            outcome=str(Outcome.CANNOT_RUN),
+            step_time_s=None,
+            shortage=known[key],
+            overflow_bytes=math.inf,
+            is_rehearsed=True,
+        )
+    return result
+
+
+UNPLAYED = "not rehearsed: the budget was over; a larger budget plays it through before it says ok"
+
+
+UNWRITTEN = (
+    f"not rehearsed: a step of more than {MOST_WRITTEN:,} ops on all devices is judged and "
+    "compared, but no plan to run is written"
+)
+
+
+def _said_of(
+    issued: IssuedSteps, candidate: Candidate, rehearse: Rehearse, spending: Spending | None
+) -> str | None:
+    """Result of a rehearsal; ``None`` if time was up before it had ended."""
+    step = issued.of(candidate)
+    assert step is not None
+    if spending is None:
+        return rehearse(candidate.strategy, step, lambda: None)
+    said: str | None = None
+    with spending.limits():
+        said = rehearse(candidate.strategy, step, spending.check)
+    return said
+
+
+def use_op_rules(rows: Sequence[MethodRow]) -> bool:
+    """Whether any strategy gives ops rules of their own, so that another lower bound holds."""
+    return any(row.candidate is not None and row.candidate.strategy.op_rules for row in rows)
+
+
+def assert_not_below(rows: Sequence[MethodRow], bound_s: float) -> None:
+    """Check that no row beats the lower bound of a step: a search finds holes in metrics.
+
+    Steps that overlap may.
+    """
+    for row in rows:
+        modes = () if row.candidate is None else row.candidate.strategy.modes
+        if any(mode.overlaps_steps for mode in modes):
+            continue
+        assert row.step_time_s is None or row.step_time_s >= bound_s * (1.0 - 1e-9), (
+            f"{row.method} claims {row.step_time_s} s, below the lower bound of {bound_s} s"
+        )
+
+
+def _chosen(request: Request, evaluator: Evaluator) -> list[Planner]:
+    if AUTO not in request.methods:
+        return [request.known[name] for name in request.methods]
+    graph, cluster = evaluator.graph, evaluator.cluster
+    return [
+        planner
+        for planner in request.known
+        if planner.name in request.methods or planner.joins_auto(graph, cluster)
+    ]

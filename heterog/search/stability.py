@@ -1,0 +1,63 @@
+"""How stable a gain is: the same comparison when speeds are not as predicted."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from heterog.methods.planner import MethodRow
+
+BEST_DDP, TUNED_UNIFORM = "best_ddp", "tuned_uniform"
+REFERENCES = (BEST_DDP, TUNED_UNIFORM)
+"""The methods over the better of which speed-ups are quoted."""
+DATA_PARALLEL = ("ev_ps", "ev_ar", "cp_ps", "cp_ar", "ddp", "ddp_accumulate")
+"""Methods of data parallelism as people run it, for comparison where no reference was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gain:
+    """A speed-up and its range under noise.
+
+    Attributes:
+        over: Name of the method that it is measured against.
+        speedup: Predicted speed-up.
+        low: Least speed-up over all draws.
+        high: Largest speed-up over all draws.
+    """
+
+    over: str
+    speedup: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.speedup:.2f}x, {self.low:.2f}x to {self.high:.2f}x under noise"
+
+
+def gain(row: MethodRow, baseline: MethodRow) -> Gain:
+    """Speed-up of one row over another; both must be ``ok``.
+
+    Compared draw by draw: the two were replayed with the same factors on devices and links.
+    """
+    assert row.step_time_s is not None
+    assert baseline.step_time_s is not None
+    nominal = baseline.step_time_s / row.step_time_s
+    pairs = zip(baseline.noisy_step_times_s, row.noisy_step_times_s, strict=True)
+    ratios = [slow / fast for slow, fast in pairs] or [nominal]
+    return Gain(over=baseline.method, speedup=nominal, low=min(ratios), high=max(ratios))
+
+
+def reference_of(rows: Iterable[MethodRow]) -> MethodRow | None:
+    """The row that speed-ups are quoted over: the faster one of ``REFERENCES``.
+
+    If neither can run, or neither was asked, the fastest one of ``DATA_PARALLEL``; ``None`` if
+    none can run.
+    """
+    own = list(rows)
+    return fastest([row for row in own if row.method in REFERENCES]) or fastest(
+        [row for row in own if row.method in DATA_PARALLEL]
+    )
+
+
+def fastest(rows: Sequence[MethodRow]) -> MethodRow | None:
+    """The row with the shortest step, ``None`` if nothing can run."""
+    timed = [(row.step_time_s, index) for index, row in enumerate(rows) if row.step_time_s]
+    return rows[min(timed)[1]] if timed else None

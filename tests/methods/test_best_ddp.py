@@ -1,0 +1,146 @@
+"""The best data parallelism is what trying everything finds, in a small part of a budget."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from heterog.cluster import Cluster
+from heterog.graph.capture import capture
+from heterog.graph.op_graph import OpGraph
+from heterog.graph.update_scope import UpdateScope
+from heterog.graph.workload import Workload
+from heterog.lowering import Choice
+from heterog.lowering.channels import proportional_slices
+from heterog.methods.best_ddp import BUCKETS, BestDataParallel, class_sets
+from heterog.methods.data_parallel import balanced_homes, device_speeds, uniform_strategy
+from heterog.methods.planner import Budget, Problem
+from heterog.methods.two_segment import TwoSegment
+from heterog.search.allotment import Allotment
+from heterog.search.judging import run_method
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.strategy import Decision, Sync
+from tests.search.asking import run_methods
+from tests.search.test_budget import clocked
+from tests.thorough import one_in
+
+CLUSTER = Cluster.load("paper_8gpu")
+
+
+def model(width: int, batch_size: int) -> OpGraph:
+    def layers() -> nn.Module:
+        inner = [each for _ in range(4) for each in (nn.Linear(width, width), nn.ReLU())]
+        return nn.Sequential(*inner, nn.Linear(width, 8))
+
+    batch = (torch.zeros(batch_size, width), torch.zeros(batch_size, 8))
+    return capture(Workload(layers, batch, functional.mse_loss, torch.optim.Adam))
+
+
+def brute_force_s(evaluator: Evaluator) -> float:
+    """The shortest step, by the engine, of everything that the definition names."""
+    cluster, batch = evaluator.cluster, evaluator.graph.batch_size
+    speeds, best = device_speeds(evaluator), float("inf")
+    hosts = {kind: [] for kind in cluster.host_kind}  # type: dict[int, list[int]]
+    for host, kind in enumerate(cluster.host_kind):
+        hosts[kind] += cluster.host_devices(host)
+    for taken in product((False, True), repeat=len(hosts)):
+        some = [own for own, is_taken in zip(hosts.values(), taken, strict=True) if is_taken]
+        devices = tuple(sorted(device for own in some for device in own))
+        if not devices:
+            continue
+        of_speeds = split_in_proportion(batch, [speeds[device] for device in devices])
+        one = (max(devices, key=lambda d: cluster.nic_bandwidth_bytes_per_s(cluster.host_of[d])),)
+        for shares, bucket_bytes, sync in product(
+            (of_speeds, split_evenly(batch, len(devices))), (*BUCKETS, 1 << 40), list(Sync)[:4]
+        ):
+            slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
+            decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
+            balanced = balanced_homes(evaluator, devices)
+            for homes in (one * len(balanced), balanced) if sync.is_served else (None,):
+                strategy = uniform_strategy(
+                    evaluator, decision, homes=homes, bucket_bytes=bucket_bytes
+                )
+                found = [evaluator.evaluate(strategy, order) for order in Order]
+                best = min([best, *(each.step_time_s for each in found if each.is_ok)])
+    return best
+
+
+@one_in(2)
+@pytest.mark.parametrize("efficiency", [0.05, 0.7])
+@pytest.mark.parametrize("width", [512, 2048])
+def test_it_is_what_trying_everything_finds(width: int, efficiency: float) -> None:
+    evaluator = Evaluator(model(width, 256), replace(CLUSTER, efficiency=efficiency))
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
+    found = BestDataParallel().plan(problem)
+    first = found.candidates[0]
+    assert first.strategy.num_micro_batches == 1
+    seconds = evaluator.evaluate(first.strategy, first.orders[0]).step_time_s
+    assert seconds == pytest.approx(brute_force_s(evaluator), rel=1e-9)
+    tried = 7 * 2 * (3 * 5 + 2) * 3
+    assert found.num_evaluations < tried / 2  # most is known to be behind
+
+
+def test_as_few_micro_batches_as_it_takes_to_fit() -> None:
+    graph = model(512, 1 << 16)
+    ample = Evaluator(graph, CLUSTER)
+    needed = max(run_method(BestDataParallel(), problem_of(ample)).peak_memory_bytes)
+    devices = [replace(each, usable_memory_bytes=int(0.7 * needed)) for each in CLUSTER.devices]
+    tight = Evaluator(graph, replace(CLUSTER, devices=tuple(devices)))
+    row = run_method(BestDataParallel(), problem_of(tight))
+    assert row.outcome == "ok"
+    assert row.candidate is not None
+    found = row.candidate.strategy
+    count = found.num_micro_batches
+    assert count > 1
+    # With the same devices and shares, one less does not fit.
+    sizes = (split_evenly(graph.batch_size, count - 1), *((0,) * (count - 1),) * 7)
+    fewer = replace(found, micro_batches=sizes if count > 2 else ())
+    assert not tight.evaluate(fewer, row.candidate.orders[0]).is_ok
+
+
+def problem_of(evaluator: Evaluator) -> Problem:
+    return Problem(evaluator=evaluator, budget=Budget(evaluations=1))
+
+
+def test_classes_are_hosts_that_are_alike() -> None:
+    assert class_sets(CLUSTER)[0] == tuple(range(8))
+    assert set(class_sets(CLUSTER)) == {
+        (0, 1, 2, 3, 4, 5, 6, 7), (0, 1, 2, 3, 4, 5), (0, 1, 6, 7), (2, 3, 4, 5, 6, 7),
+        (0, 1), (2, 3, 4, 5), (6, 7),
+    }  # fmt: skip
+
+
+def test_it_takes_a_twentieth_of_a_budget_that_methods_share() -> None:
+    evaluator, clock = clocked(0.05)
+    budget = Budget(seconds=20.0)
+    allotment = Allotment(budget, clock=clock)
+    rows = run_methods(evaluator, ["best_ddp", "two_segment"], budget=budget, allotment=allotment)
+    row = next(row for row in rows if row.method == "best_ddp")
+    assert row.step_time_s is not None
+    assert 0.0 < row.search_seconds <= 0.05 * 20.0 * 1.2
+
+
+def test_enumerations_pass_over_what_the_optimizer_forbids(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two segments on different devices would each step a part of the parameters."""
+    evaluator = Evaluator(replace(model(64, 32), seen_scope=UpdateScope.MODEL), CLUSTER)
+    outcomes: list[Outcome] = []
+    evaluate = evaluator.evaluate
+
+    def noted(choice: Choice, order: Order) -> Evaluation:
+        evaluation = evaluate(choice, order)
+        outcomes.append(evaluation.outcome)
+        return evaluation
+
+    monkeypatch.setattr(evaluator, "evaluate", noted)
+    result = TwoSegment().plan(Problem(evaluator=evaluator, budget=Budget(evaluations=60)))
+    assert result.candidates
+    assert len(outcomes) >= 20
+    assert outcomes.count(Outcome.CANNOT_RUN) == 0

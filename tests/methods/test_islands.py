@@ -1,0 +1,199 @@
+"""Islands: unlike pipelines, against exhaustive search and by hand."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+
+from heterog.cluster import Cluster, PairLimit
+from heterog.graph.op_graph import OpGraph
+from heterog.methods.islands.composing import (
+    Composition,
+    Estimator,
+    Island,
+    islands_of,
+    partitions,
+    stages_of,
+    structures,
+)
+from heterog.methods.islands.planner import CompositionSearch, Islands
+from heterog.methods.islands.slices import Slices, kinds_of
+from heterog.methods.planner import Budget, Problem
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.layout import Recompute
+from tests.simulator.builders import cluster_of
+from tests.strategy.test_layouts import GRAPH, graph_of
+
+MIXED = cluster_of((25.0, ["V100-16GB"] * 2), (10.0, ["T4"] * 2))
+
+
+def problem_of(cluster: Cluster, evaluations: int, graph: OpGraph = GRAPH) -> Problem:
+    evaluator = Evaluator(graph, cluster)
+    return Problem(evaluator=evaluator, budget=Budget(evaluations=evaluations))
+
+
+@pytest.mark.parametrize(("count", "bell"), [(1, 1), (2, 2), (3, 5), (4, 15)])
+def test_partitions_are_as_many_as_bell_says(count: int, bell: int) -> None:
+    found = list(partitions(range(count)))
+    assert len({frozenset(map(frozenset, each)) for each in found}) == len(found) == bell
+
+
+def test_structures_of_many_kinds_are_few() -> None:
+    assert len(list(structures(range(4)))) < 100
+    assert list(structures(range(6))) == [
+        ((0, 1, 2, 3, 4, 5),),
+        *[((kind,),) for kind in range(6)],
+        ((0,), (1,), (2,), (3,), (4,), (5,)),
+    ]
+
+
+def test_all_kinds_together_and_each_alone_come_before_all_other_structures() -> None:
+    found = list(structures(range(3)))
+    assert found[:4] == [((0, 1, 2),), ((0,),), ((1,),), ((2,),)]
+    assert len(found) == len(set(found)) == 21
+
+
+def test_hosts_are_divided_into_teams_and_stages() -> None:
+    cluster = cluster_of(*[(10.0, ["T4"] * 4)] * 2)
+    slices = Slices(Evaluator(GRAPH, cluster))
+    (kind,) = kinds_of(cluster)
+    assert (kind.hosts, kind.size) == ((0, 1), 4)
+    found = {(each.hosts, each.members, each.stages) for each in islands_of(slices, 0)}
+    assert found == {
+        (hosts, members, stages)
+        for hosts in (1, 2)
+        for members in (1, 2, 4)
+        if members <= slices.most_members
+        for stages in (1, 2, 4, 8)
+        if stages <= min(slices.num_layers, 4 * hosts // members)
+    }
+    stages = stages_of((Island(0, 2, 2, 2),), slices)
+    assert [(stage.teams, stage.hosts) for stage in stages] == [(2, 1), (2, 1)]
+
+
+def test_a_host_of_unlike_cards_is_a_kind_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hand over micro-batches inside the host, and each gets the layers it is fast for."""
+    cluster = cluster_of((10.0, ["V100-16GB", "T4", "V100-16GB", "T4"]))
+    kinds = kinds_of(cluster)
+    assert [(kind.hosts, kind.devices) for kind in kinds] == [((0,), ((0, 2),)), ((0,), ((1, 3),))]
+    slices = Slices(Evaluator(GRAPH, cluster))
+    inside = cluster.hosts[0].intra.bandwidth_bytes_per_s
+    assert slices.hop_bytes_per_s((0, 1), (1, 1)) == inside
+    # One takes a second for a layer and the other three: eight layers are six and two.
+    each = np.ones(slices.num_layers)
+    monkeypatch.setattr(slices, "seconds", lambda kind, *_, **__: (1.0 + 2.0 * kind) * each)
+    pool = Island(0, 1, 1, 1), Island(1, 1, 1, 1)
+    whole = Composition((pool,), 2, Recompute.NONE, 0, samples=(GRAPH.batch_size,))
+    found = Estimator(slices).cut(whole)
+    assert found is not None
+    assert found[1].layers == ((6, 2),)
+
+
+def test_layers_on_one_device_take_what_their_ops_take() -> None:
+    evaluator = Evaluator(GRAPH, MIXED)
+    slices = Slices(evaluator)
+    seconds = slices.seconds(0, 1, 4, recompute=Recompute.NONE)
+    of_ops = evaluator.cost_model.op_seconds(GRAPH, MIXED.device_types[0], 4)
+    inside = [op for op in range(GRAPH.num_ops) if slices._layer_of_op[op] >= 0]
+    assert seconds.sum() == pytest.approx(of_ops[inside].sum())
+    assert slices.state_bytes.sum() == pytest.approx(
+        sum(GRAPH.tensor_bytes[p] for _, p, _ in GRAPH.updates)
+        * (2.0 + evaluator.tables.state_ratio)
+    )
+
+
+def test_a_balanced_pipeline_is_estimated_by_hand() -> None:
+    """Two equal stages, no messages to speak of: (m + 2/3) halves of a micro-batch."""
+    cluster = cluster_of(*[(1e6, ["T4"])] * 2)
+    slices = Slices(Evaluator(GRAPH, cluster))
+    estimator = Estimator(slices)
+    pool = (Island(0, 1, 2, 2),)
+    point = Composition((pool,), 8, recompute=Recompute.NONE, zero=0)
+    whole = slices.seconds(0, 1, GRAPH.batch_size // 8, recompute=Recompute.NONE).sum()
+    found = estimator.pool_seconds(pool, GRAPH.batch_size, point)
+    assert found == pytest.approx((8 + 2 / 3) * whole / 2)
+
+
+def exhaustive(search: CompositionSearch, most_micro: int) -> Iterator[Composition]:
+    """Every composition with every cut and every split of the samples."""
+    layers, batch_size = search.slices.num_layers, search.evaluator.graph.batch_size
+    for structure in structures(range(len(search.slices.kinds))):
+        options = [[search.options[kind] for kind in pool] for pool in structure]
+        for pools in product(*(product(*pool) for pool in options)):
+            counts = [sum(island.stages for island in pool) for pool in pools]
+            if max(counts) > layers:
+                continue
+            cuts = [
+                [
+                    tuple(np.diff((0, *inner, layers)).tolist())
+                    for inner in combinations(range(1, layers), count - 1)
+                ]
+                for count in counts
+            ]
+            for num_micro in [1 << power for power in range(most_micro.bit_length())]:
+                units = batch_size // num_micro
+                splits = [(units,)] if len(pools) == 1 else [
+                    (first, units - first) for first in range(1, units)
+                ]  # fmt: skip
+                for (recompute, zero), split, cut in product(
+                    search.manners, splits, product(*cuts)
+                ):
+                    yield Composition(
+                        tuple(pools),
+                        num_micro,
+                        recompute,
+                        zero,
+                        tuple(unit * num_micro for unit in split),
+                        cut,
+                    )
+
+
+def test_it_is_as_good_as_exhaustive_search() -> None:
+    cluster = cluster_of((25.0, ["V100-16GB"]), (10.0, ["T4"] * 2))
+    graph = graph_of(5, batch_size=16)
+    every = CompositionSearch(problem_of(cluster, 10**6, graph))
+    for point in exhaustive(every, 4):
+        every.simulate(point)
+    assert len(every.found) > 500
+    best = every.found[every.found.best(1)[0]].step_time_s
+    searched = CompositionSearch(problem_of(cluster, 120, graph))
+    with searched.spending.limits():
+        searched.run()
+    found = searched.found[searched.found.best(1)[0]].step_time_s
+    assert found <= best * 1.03
+    assert len(searched.found) * 4 < len(every.found)
+
+
+def test_a_search_that_is_cut_short_has_refined_its_best() -> None:
+    search = CompositionSearch(problem_of(MIXED, 40))
+    with search.spending.limits():
+        search.run()
+    assert any(point not in search.found for point in search.ranked)  # it was cut short
+    assert any(set(search.beside(point)) & set(search.found) for point in search.refined)
+
+
+def test_what_it_returns_is_legal_and_keeps_kinds_apart() -> None:
+    problem = problem_of(MIXED, 60)
+    result = Islands().plan(problem)
+    assert result.candidates
+    assert "V100-16GB" in result.note
+    for candidate in result.candidates:
+        candidate.strategy.check(GRAPH, MIXED)
+        assert problem.evaluator.evaluate(candidate.strategy, Order.FIFO).is_ok
+
+
+def test_slow_lines_keep_a_site_to_itself() -> None:
+    """Where sites are joined by next to nothing, the best uses one of them."""
+    cluster = cluster_of(*[(100.0, ["V100-16GB"] * 2)] * 2, *[(100.0, ["T4"] * 2)] * 2)
+    sides = ((0, 1), (2, 3))
+    pairs = tuple(
+        PairLimit(sources=a, targets=b, bandwidth_bytes_per_s=1e5, latency_s=0.1)
+        for a, b in (sides, sides[::-1])
+    )
+    problem = problem_of(replace(cluster, pairs=pairs), 150)
+    best = Islands().plan(problem).candidates[0].strategy
+    hosts = {cluster.host_of[d] for decision in best.decisions for d in decision.devices}
+    assert hosts <= {0, 1} or hosts <= {2, 3}

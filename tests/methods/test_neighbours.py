@@ -1,0 +1,183 @@
+"""Random walks of the local search: every point is legal, and what is fixed stays."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from heterog.graph.grouping import group_ops
+from heterog.graph.op_graph import OpGraph
+from heterog.lowering.space import StrategySpace
+from heterog.methods.data_parallel import device_speeds
+from heterog.methods.local_search.group_rules import GroupRules
+from heterog.methods.local_search.neighbours import Neighbours, State
+from heterog.methods.local_search.planner import LocalSearch, _Search
+from heterog.methods.planner import Budget, Candidate, Problem
+from heterog.methods.teams import without_needless_rules
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.strategy import Decision, Strategy, Sync
+from tests.runtime.strategies import cluster, graph_of, strategy_of
+from tests.runtime.walks import all_sharded, decoded, everywhere, moves_of, start
+from tests.simulator.builders import cluster_of
+
+UNEVEN = ((2, 1, 1), (0, 2, 0), (1, 0, 1))
+"""Micro-batches of three devices for a batch of 8."""
+
+
+def in_stages(graph: OpGraph) -> Strategy:
+    """A pipeline that says of each device which samples it takes: two have the whole batch."""
+    num_groups = group_ops(graph).num_groups
+    stages = [
+        Decision(devices=(0,), shares=(8,)),
+        Decision(devices=(1, 2), shares=(5, 3), sync=Sync.RING),
+    ]
+    decisions = [stages[2 * group >= num_groups] for group in range(num_groups)]
+    return replace(strategy_of(graph, decisions), micro_batches=((3, 3, 2), (2, 2, 1), (1, 1, 1)))
+
+
+def check_point(moves: Neighbours, state: State) -> None:
+    """The strategy is legal, and the quick encoding means the same as the careful one."""
+    evaluator = moves.problem.evaluator
+    strategy = decoded(moves, state)
+    # As a search hands it over: what rules no longer shard has a home where it is served.
+    without_needless_rules(evaluator.graph, strategy).check(evaluator.graph, evaluator.cluster)
+    careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
+    number = moves.rules.rule_set(state.rules, state.blocks)
+    assert number is not None
+    choice = moves.space.encode(
+        state.row,
+        bucket_bytes=state.bucket_bytes,
+        num_steps=1,
+        micro_batches=state.micro_batches,
+        schedule=state.schedule,
+        tables=evaluator.rules.of(number).tables,
+    )
+    assert evaluator.evaluate(choice._replace(rule_set=number), Order.RANK) == careful
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+@pytest.mark.parametrize("beginning", ["plain", "zero", "uneven", "stages", "sharded"])
+def test_every_point_of_a_walk_is_legal(name: str, beginning: str) -> None:
+    graph = graph_of(name)
+    strategy = {
+        "plain": everywhere(graph),
+        "zero": everywhere(graph, Sync.ZERO1),
+        "uneven": replace(everywhere(graph), micro_batches=UNEVEN),
+        "stages": in_stages(graph),
+        "sharded": all_sharded(graph),
+    }[beginning]
+    moves = moves_of(graph)
+    state = start(moves, strategy)
+    assert decoded(moves, state) == strategy
+    seen = set()
+    for step in range(300):
+        state = moves.of(state)
+        seen.add((bool(state.rules), len(state.micro_batches) > 0))
+        if step % 10 == 0:
+            check_point(moves, state)
+    assert len(seen) > 1  # from rules or micro-batches to none, or the other way
+
+
+def test_rules_are_put_on_and_taken_off_place_by_place() -> None:
+    graph = graph_of("gpt")
+    rules = GroupRules(Evaluator(graph, cluster()))
+    whole: tuple[int, ...] = ()
+    places = [place for places in rules.layers for place in places]
+    for place in places:
+        assert not rules.holds(whole, place)
+        whole = rules.added(whole, place)
+    assert all(rules.holds(whole, place) for place in places)
+    assert rules.op_rules(whole) == all_sharded(graph).op_rules
+    assert rules.row_of(all_sharded(graph).op_rules) == whole
+    first = rules.removed(whole, places[0])
+    assert not rules.holds(first, places[0])
+    assert all(rules.holds(first, place) for place in places[1:])
+    for place in places:
+        whole = rules.without(whole, set(place))
+    assert whole == ()
+
+
+def test_uneven_micro_batches_are_moved_with_the_shares_that_follow_them() -> None:
+    graph = graph_of("gpt")
+    moves = moves_of(graph)
+    state = start(moves, replace(everywhere(graph), micro_batches=UNEVEN))
+    for _ in range(20):
+        state = moves._moved_between_cuts(state)
+        sums = tuple(sum(counts) for counts in state.micro_batches)
+        assert sum(sums) == graph.batch_size
+        assert {moves.space.candidates[number].shares for number in state.row} == {sums}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "uneven"])
+def test_the_search_keeps_what_it_was_given_and_scores_it_once(kind: str) -> None:
+    graph = graph_of("gpt")
+    given = {
+        "sharded": all_sharded(graph),
+        "uneven": replace(everywhere(graph), micro_batches=UNEVEN),
+    }[kind]
+    evaluator = Evaluator(graph, cluster())
+    problem = Problem(
+        evaluator=evaluator,
+        budget=Budget(evaluations=400),
+        seeds=(Candidate(strategy=given, orders=tuple(Order)),),
+    )
+    search = _Search(problem)
+    search._seed()
+    assert evaluator.num_evaluations <= len(search.engine.found) + len(search.referee.found)
+    assert all(state.key in search.engine.found for state in search._states(problem.seeds[0]))
+    best = LocalSearch().plan(problem).candidates[0].strategy
+    referee = Evaluator(graph, cluster()).referee
+    assert referee(best).step_time_s <= referee(given).step_time_s
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_teams_are_formed_and_left_and_stay_legal(name: str) -> None:
+    """On unlike machines: teams beside replicas, micro-batches and ZeRO beside rules, blocks."""
+    graph = graph_of(name)
+    machines = cluster_of((4.0, ["V100-16GB"] * 3), (2.0, ["T4"] * 2), (1.0, ["T4"]))
+    evaluator = Evaluator(graph, machines)
+    space = StrategySpace(
+        graph, machines, evaluator.tables, evaluator.channels, device_speeds(evaluator)
+    )
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=1))
+    moves = Neighbours(problem, space, GroupRules(evaluator), np.random.default_rng(0))
+    moves.may_team = moves.may_shard = True
+    state = State(np.zeros(moves.num_groups, np.int32), 0, Order.RANK)
+    seen: Counter[str] = Counter()
+    for step in range(600):
+        state = moves.of(state)
+        decided = [space.candidates[number] for number in set(state.row.tolist())]
+        in_teams = any(len(team) > 1 for each in decided for team in each.teams)
+        assert in_teams <= bool(state.rules)
+        seen["teams"] += in_teams
+        seen["teams in micro-batches"] += in_teams and bool(state.micro_batches)
+        seen["ZeRO beside rules"] += bool(state.rules) and any(d.sync.is_sharded for d in decided)
+        seen["blocks"] += bool(state.blocks)
+        seen["caps"] += bool(state.schedule.in_flight)
+        if step % 10 == 0:
+            check_point(moves, state)
+    assert all(seen.values()), seen
+    assert seen["teams"] < 600  # they are left again
+
+
+def test_what_a_search_hands_over_is_what_it_scored() -> None:
+    """Rules that only teams of one device would have are not said; it takes no longer so."""
+    graph = graph_of("gpt")
+    machines = cluster_of((4.0, ["V100-16GB"] * 2), (1.0, ["T4"]), (1.0, ["T4"]))
+    evaluator = Evaluator(graph, machines)
+    problem = Problem(evaluator=evaluator, budget=Budget(evaluations=300))
+    search = _Search(problem)
+    search.neighbours.may_team = True
+    search._seed()
+    start = search.engine.best[0][1]
+    for size in search.neighbours.team_sizes:
+        half = np.arange(search.num_groups // 2, dtype=np.int32)
+        state = search.neighbours.in_teams(start, size, half)
+        strategy = search._strategy(state)
+        strategy.check(graph, machines)
+        found = evaluator.referee(strategy, state.order)
+        assert found.step_time_s <= 1.02 * search.referee.cost(state)
+        again = search._states(Candidate(strategy=strategy, orders=(state.order,)))[0]
+        assert again.rules in ((), search.rules.of_teams)

@@ -1,0 +1,33 @@
+"""Pipelines of machines: the sequences that are tried, and what comes out of them."""
+
+from itertools import permutations
+
+from heterog.cluster import Cluster
+from heterog.methods.pipeline import stage_sequences
+from tests.simulator.builders import cluster_of
+
+
+def test_alike_machines_come_in_one_order_only() -> None:
+    alike = stage_sequences(cluster_of((1.0, ["T4"]), (1.0, ["T4"]), (1.0, ["T4"])))
+    # Two or three stages: blocks (1, 1), (1, 2), (2, 1), (1, 1, 1), always in the same order.
+    assert sorted(alike) == [((0,), (1,)), ((0,), (1,), (2,)), ((0,), (1, 2)), ((0, 1), (2,))]
+
+
+def test_unlike_machines_come_in_every_order() -> None:
+    cluster = cluster_of((1.0, ["T4"]), (2.0, ["T4"]), (1.0, ["V100-16GB"]))
+    found = stage_sequences(cluster)
+    assert {stages for stages in found if len(stages) == 3} == {
+        tuple((device,) for device in order) for order in permutations(range(3))
+    }
+
+
+def test_many_machines_give_few_sequences() -> None:
+    cluster = Cluster.load("hap_v100_p100")
+    found = stage_sequences(cluster)
+    assert 4 <= len(found) <= 60
+    kinds = {frozenset(range(16)), frozenset(range(16, 64)), frozenset(range(64))}
+    for stages in found:
+        devices = [device for stage in stages for device in stage]
+        assert len(devices) == len(set(devices))
+        assert frozenset(devices) in kinds  # all machines, or all of one kind
+    assert {frozenset(d for stage in stages for d in stage) for stages in found} == kinds
