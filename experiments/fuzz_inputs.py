@@ -7,7 +7,7 @@ of other types; huge, negative and infinite numbers; texts with quotes and line 
 shuffled and lengthened; bytes cut off, garbled and packed; bombs) and reads it in a process of its
 own with limits. What is refused has to be refused by one line. What is accepted is looked at again
 by code that shares nothing with the readers: indices, permutations, sums, simulated seconds. Calls
-of the command line with outputs of all kinds are a kind, too (``fuzzing/changes.py``).
+of the command line with outputs of all kinds are a kind, too (``fuzzing/outputs.py``).
 
 The worker is forked from a process that has imported everything, so a case takes milliseconds.
 """

@@ -132,8 +132,15 @@ class Evaluator(Runner):
     ) -> list[Evaluation]:
         """Like ``evaluate`` in several orders, lowered once.
 
+        Where an optimizer would not see all that it looks at, nothing is simulated or counted:
+        seconds and bytes are lower bounds.
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
+        if self.feasibility.scope_fault(choice):
+            self._ran = None
+            self.poll()
+            kept = resident_bytes(self.tables_of(choice), choice)
+            return [self._unsimulated(choice, kept, order) for order in orders]
         lowered = self._begun(choice, orders)
         if isinstance(lowered, list):
             return lowered
@@ -228,17 +235,9 @@ class Evaluator(Runner):
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
     def _begun(self, choice: Choice, orders: Sequence[Order]) -> Lowered | list[Evaluation]:
-        """A choice lowered, or for each order the reason why it is not simulated.
-
-        What cannot run is not counted either. Its seconds and bytes are lower bounds.
-        """
+        """A choice lowered, or for each order the reason why it is not simulated."""
         self._ran = None
-        if self.feasibility.refused(choice):
-            self.poll()
-            kept: FloatArray | None = resident_bytes(self.tables_of(choice), choice)
-        else:
-            kept = self._overfull(choice)
-        if kept is not None:
+        if (kept := self._overfull(choice)) is not None:
             return [self._unsimulated(choice, kept, order) for order in orders]
         return self._ready(choice) or [self._too_large(choice, order) for order in orders]
 

@@ -68,10 +68,10 @@ class Feasibility:
         return (
             micro_batches_refused(self._graph, choice.num_micro)
             or self._lone_norm(choice)
-            or self._scope_fault(choice)
+            or self.scope_fault(choice)
         )
 
-    def _scope_fault(self, choice: Choice) -> str:
+    def scope_fault(self, choice: Choice) -> str:
         """Why an optimizer that looks at all parameters would not see all, or empty."""
         if self._graph.scope != UpdateScope.MODEL or not self._graph.updates:
             return ""
