@@ -1,5 +1,6 @@
 """The ranks of a job: this process's rank, and exchanges of a few numbers."""
 
+import ctypes
 import os
 from collections.abc import Sequence
 
@@ -22,6 +23,8 @@ def keep_to_the_end(group: dist.ProcessGroup) -> None:
     """
     if all(each is not group for each in _kept):
         _kept.append(group)
+        # Not freed with this module either: gloo's thread would end the process by SIGABRT.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class RankGroup:
