@@ -10,8 +10,6 @@ from torch import Tensor
 
 from heterog.runtime.accelerators import wire_device
 
-_kept: list[dist.ProcessGroup] = []
-
 
 def keep_to_the_end(group: dist.ProcessGroup) -> None:
     """Keep a process group of DistributedDataParallel until this process ends.
@@ -21,10 +19,8 @@ def keep_to_the_end(group: dist.ProcessGroup) -> None:
     end, which may need the GIL to free the barrier that has just been passed (PyTorch's issue
     56297). Happens on busy CPUs, without a balancer too.
     """
-    if all(each is not group for each in _kept):
-        _kept.append(group)
-        # Not freed with this module either: gloo's thread would end the process by SIGABRT.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    # A list here would free it with this module, where gloo's thread ends the process by SIGABRT.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class RankGroup:
