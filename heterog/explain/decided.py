@@ -2,11 +2,9 @@
 
 Ranges are cut where decisions change; everything else is read from the lowered program.
 
-Facts about a plan from its lowered program: the work of each device, the ways of gradients.
-
-Nothing is read from a strategy's decisions where the program knows better: rules split ops along
-other axes than the batch, and parameters that live in slices are not aggregated whatever their
-group's decision.
+That program also tells the work of each device and the ways of gradients. Nothing is read from a
+strategy's decisions where the program knows better: rules split ops along other axes than the
+batch, and parameters that live in slices are not aggregated whatever their group's decision.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,7 @@
-"""Numbers and lists in words.
+"""Words for answers, explanations and reports.
 
-Words about how well a peak of memory is known, for answers, explanations and reports.
-
-What a plan decides, in words: ranges of devices, micro-batches, sums of gradients.
+Numbers and lists, how well a peak of memory is known, and what a plan decides: ranges of devices,
+micro-batches, sums of gradients.
 """
 
 from collections.abc import Iterable, Sequence

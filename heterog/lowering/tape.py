@@ -1,8 +1,7 @@
 """The tape: the records that lowering writes a program to, task by task.
 
-Working memory of the kernel during a step: which buffer holds what on which device.
-
-Turns: the order in which each device runs its tasks, and its limit of micro-batches.
+``Scratch`` is the kernel's working memory during a step: which buffer holds what on which device.
+*Turns* are the order in which each device runs its tasks, and its limit of micro-batches.
 
 The engine takes the tasks of one turn of a device in program order. By default the turns are the
 micro-batches, and the earliest that can go on does. Under a ``PipelineSchedule`` the weight

@@ -1,6 +1,6 @@
 """The protocol of planners, their budgets and results.
 
-The points of a search: each is made into a strategy and evaluated once.
+``Tried`` keeps the points of a search: each is made into a strategy and evaluated once.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Tables for people, at 100 columns: methods, models, clusters.
+"""What a terminal of 100 columns shows: tables of methods, models and clusters, and explanations.
 
-Explanations for a terminal of 100 columns: paragraphs with headings, memory as a table.
+An explanation is paragraphs with headings, and memory as a table.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
-"""A method that hands over strategies known before a search, for the others to start from.
+"""Methods that hand over strategies known before a search.
 
-A person's own layout as a row beside the methods, judged as all others are.
+Seeds are what the others start from; a person's own layout is a row beside the methods, judged as
+all others are.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,8 @@ Stages are numbered in the order of the model. Where devices hold several stages
 sets) hold v *chunks* each: interleaved, stage k lies on rank k mod p; in a V, rank i has stages i
 and 2 p - 1 - i. All devices of a rank share its micro-batches and so have the same turns.
 
-The order in which devices process micro-batches: caps, split backward passes, explicit orders.
+A ``PipelineSchedule`` says the order in which devices process micro-batches: caps, split backward
+passes, explicit orders.
 
 Without any of it a device does the next op of the earliest micro-batch that has one ready. That is
 fast, and keeps as many micro-batches alive as arrive before their gradients do. A *cap* bounds
