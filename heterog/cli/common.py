@@ -81,7 +81,8 @@ LayoutOption = Annotated[
     typer.Option(
         "--layout",
         help="what you run today, as a row beside ours: tp=2,pp=4,micro_batch=1,zero=1,..., or a "
-        "file of torchtitan (.toml), DeepSpeed (.json) or Accelerate (.yaml)",
+        "file of torchtitan (.toml), DeepSpeed (.json), Accelerate, NeMo, Megatron-Bridge (.yaml) "
+        "or Megatron-LM's command line (.sh, .txt)",
     ),
 ]
 AsynchronousOption = Annotated[

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from heterog.errors import HeterogError, InputFileError
-from heterog.strategy.layouts.files import LayoutFile, read_layout
+from heterog.strategy.layouts.fields import LayoutFile
+from heterog.strategy.layouts.files import read_layout
 from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
 
 TORCHTITAN = """
@@ -196,6 +197,26 @@ def test_accelerate(tmp_path: Path) -> None:
         ("a.yaml", "a: 1\na: 2", "there twice"),
         ("a.yaml", "", "the file is empty"),
         ("a.ini", "", "cannot tell what"),
+        ("a.sh", "echo hello", "has no options"),
+        ("a.sh", "echo 'hello", "is no command line"),
+        ("a.txt", "--tensor-model-parallel-size $1", r"is '\$1'; it must be a whole number"),
+        ("a.txt", "--micro-batch-size 2 --micro-batch-size 4", "as 2 and as 4"),
+        (
+            "a.yaml",
+            "model: {tensor_model_parallel_size: 2}\nb: {micro_batch_size: 1}\n"
+            "c: {micro_batch_size: 2}",
+            "sections say 'micro_batch_size' as 1 and as 2",
+        ),
+        (
+            "a.yaml",
+            "{tensor_model_parallel_size: 2, trainer: {num_nodes: 1, devices: 3}}",
+            "3 devices are not tp 2",
+        ),
+        (
+            "a.yaml",
+            "{tensor_model_parallel_size: 2, pipeline_model_parallel_layout: Et|t}",
+            "pipeline_model_parallel_layout .* cannot be said",
+        ),
         ("a.yaml", "model: {tensor_parallel: 2}", r"\(model\) .* another program.*tp=2"),
         ("a.json", '{"tensor_model_parallel_size": 2}', "another program"),
     ],
@@ -209,6 +230,82 @@ def test_what_is_wrong_is_said_in_one_line(
     assert str(tmp_path / name) in str(refused.value)
 
 
+SCRIPT = """#!/bin/bash
+# --tensor-model-parallel-size 64 in a comment
+GPUS_PER_NODE=8
+TP=${TP:-8}
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes 32
+)
+MODEL_ARGS=(
+    --num-layers 96
+    --tensor-model-parallel-size $TP
+    --pipeline-model-parallel-size 16 --num-layers-per-virtual-pipeline-stage 2
+)
+TRAINING_ARGS=" --micro-batch-size 1 \\
+    --global-batch-size 1536 --sequence-parallel --use-distributed-optimizer "
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${MODEL_ARGS[@]} $TRAINING_ARGS \\
+    --recompute-granularity=selective --new-parallel-thing 3 --lr 1e-4
+"""
+NEMO = """
+trainer: {devices: 8, num_nodes: 4, precision: bf16}
+model:
+  micro_batch_size: 1
+  global_batch_size: 256
+  tensor_model_parallel_size: 4
+  pipeline_model_parallel_size: 4
+  virtual_pipeline_model_parallel_size: null
+  activations_checkpoint_granularity: full
+  activations_checkpoint_method: block
+  activations_checkpoint_num_layers: 2
+  optim: {name: distributed_fused_adam, lr: 6e-4}
+"""
+BRIDGE = """
+model: {_target_: a.B, tensor_model_parallel_size: 2, sequence_parallel: true, num_layers: 30,
+        pipeline_model_parallel_size: 4, decoder_first_pipeline_num_layers: 6}
+train: {global_batch_size: 128, micro_batch_size: 1}
+ddp: {use_megatron_fsdp: true, data_parallel_sharding_strategy: optim_grads}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "layout", "batch"),
+    [
+        (
+            "a.sh",
+            SCRIPT,
+            "tp=8,pp=16,dp=2,micro_batch=1,zero=1,recompute=selective,schedule=interleaved,chunks=3,"
+            "sequence_parallel=true",
+            1536,
+        ),
+        ("a.yaml", NEMO, "tp=4,pp=4,dp=2,micro_batch=1,zero=1,recompute=full", 256),
+        (
+            "a.yml",
+            BRIDGE,
+            "tp=2,pp=4,micro_batch=1,zero=2,layers=6-8-8-8,sequence_parallel=true",
+            128,
+        ),
+        ("a.toml", "[experimental]\npipeline_parallel_degree = 4", "tp=1,pp=4,micro_batch=1,"
+         "zero=3,recompute=op,schedule=1f1b", 0),
+    ],
+)  # fmt: skip
+def test_the_family_of_megatron(
+    tmp_path: Path, name: str, text: str, layout: str, batch: int
+) -> None:
+    found = read(tmp_path, name, text)
+    assert (str(found.layout), found.batch_size) == (layout, batch)
+
+
+def test_what_speaks_of_parallelism_is_named_before_the_rest(tmp_path: Path) -> None:
+    (remark,) = read(tmp_path, "a.sh", SCRIPT).remarks
+    assert remark == "Not used from the file: new_parallel_thing, lr."
+    assert any("every layer" in each for each in read(tmp_path, "a.yaml", NEMO).remarks)
+    text = "[training]\nlocal_batch_size = 1\n[new]\nslice_parallel_degree = 4\n"
+    (remark,) = read(tmp_path, "a.toml", text).remarks
+    assert "new.slice_parallel_degree" in remark
+
+
 def test_a_field_that_nobody_knows_is_named(tmp_path: Path) -> None:
     text = "[parallelism]\nmagic_degree = 4\n"
     found = read(tmp_path, "a.toml", text)
@@ -218,7 +315,7 @@ def test_a_field_that_nobody_knows_is_named(tmp_path: Path) -> None:
 def test_damaged_files_are_refused_in_a_line_or_read(tmp_path: Path) -> None:
     random = Random(20)
     samples = [("a.toml", TORCHTITAN), ("a.json", json.dumps(DEEPSPEED)), ("a.yaml", FSDP),
-               ("b.yaml", MEGATRON)]  # fmt: skip
+               ("b.yaml", MEGATRON), ("c.sh", SCRIPT), ("c.yaml", NEMO)]  # fmt: skip
     pieces = ["[", "{", "}", '"', "\n", "= -1", ": null", "é", "\x00", "1e999", "- ", "&a *a",
               "true", "!!python/object", "0" * 30, "'"]  # fmt: skip
     accepted = 0

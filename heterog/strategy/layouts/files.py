@@ -1,4 +1,4 @@
-"""Layouts in files of other programs: torchtitan's TOML, DeepSpeed's JSON, Accelerate's YAML.
+"""Layouts in files of other programs: torchtitan, DeepSpeed, Accelerate and Megatron's family.
 
 Only fields about parallelism and the batch are read. What such a field asks for and a layout
 cannot say is refused, or named in a remark where the answer stays meaningful without it; a field
@@ -8,43 +8,34 @@ workload and are passed over.
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from heterog.errors import InputFileError
 from heterog.files import parse_json, read_bytes
 from heterog.names import shown
+from heterog.strategy.layouts.fields import Fields, LayoutFile
 from heterog.strategy.layouts.layout import (
-    MOST,
     Layout,
     LayoutError,
     Recompute,
     fsdp_words,
     layout_of_words,
 )
+from heterog.strategy.layouts.megatron import (
+    command_line_document,
+    flat_document,
+    is_of_megatron,
+    read_megatron,
+)
 from heterog.yaml_files import parse_yaml
 
 MAX_FILE_BYTES = 1024**2
 """Size limit of a layout's file: a hundred times the largest shipped with those programs."""
-_SUFFIXES = (".toml", ".json", ".yaml", ".yml")
+_YAML = (".yaml", ".yml")
+_COMMAND_LINE = (".sh", ".txt")
+_SUFFIXES = (".toml", ".json", *_YAML, *_COMMAND_LINE)
 _MOST_SECTIONS = 10_000
-_MOST_UNREAD = 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutFile:
-    """A layout read from a file.
-
-    Attributes:
-        layout: The layout.
-        batch_size: Number of samples of the global batch; 0 if the file does not say.
-        remarks: Sentences about parts of the file that the layout does not express.
-    """
-
-    layout: Layout
-    batch_size: int = 0
-    remarks: tuple[str, ...] = ()
 
 
 def is_layout_file(source: str) -> bool:
@@ -68,11 +59,15 @@ def read_layout(path: str | Path) -> LayoutFile:
     if ending not in _SUFFIXES:
         raise InputFileError(
             f"cannot tell what {path} is; a layout is read from .toml (torchtitan), .json "
-            "(DeepSpeed) or .yaml (Accelerate)."
+            "(DeepSpeed), .yaml (Accelerate, NeMo, Megatron-Bridge) or .sh and .txt (Megatron-LM)."
         )
     kind, read = _READERS[ending]
     content = read_bytes(path, kind, MAX_FILE_BYTES)
-    fields = _Fields(_parsed(content, path, kind, ending), f"{kind} {path}")
+    document = _parsed(content, path, kind, ending)
+    if ending in _YAML and is_of_megatron(document):
+        kind, read = "Megatron configuration", read_megatron
+        document = flat_document(document, f"{kind} {path}")
+    fields = Fields(document, f"{kind} {path}")
     try:
         found = read(fields)
         fields.check_that_some_are_known()
@@ -89,6 +84,8 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputFileError(f"{where}: byte {error.start} is not UTF-8.") from error
+    if ending in _COMMAND_LINE:
+        return command_line_document(text, where)
     if ending == ".toml":
         # Each level of a nested table or array is a call of the parser.
         if text.count("[") > _MOST_SECTIONS or text.count("{") > _MOST_SECTIONS:
@@ -98,138 +95,14 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
         except (tomllib.TOMLDecodeError, RecursionError, ValueError) as error:
             reason = (str(error).splitlines() or ["it is nested too deeply"])[0][:200]
             raise InputFileError(f"{where} is not valid TOML: {reason}.") from error
-    what = "a configuration of Accelerate"
+    what = "a configuration of Accelerate or Megatron"
     return parse_yaml(text, path, what=what, if_empty="run 'accelerate config'")[1]
 
 
-class _Fields:
-    """The fields of a document, each read once, with its type checked.
-
-    Args:
-        document: Content of the file.
-        where: Start of every message.
-
-    Attributes:
-        remarks: Sentences about fields so far.
-    """
-
-    def __init__(self, document: object, where: str) -> None:
-        if not isinstance(document, dict):
-            raise InputFileError(f"{where} holds {shown(document)}, not fields with names.")
-        self._document: dict[str, Any] = document
-        self._where = where
-        self._taken: dict[str, set[str]] = {}
-        self.remarks: list[str] = []
-
-    def section(self, path: str) -> dict[str, Any]:
-        """The mapping at a dotted path; empty if there is none.
-
-        Raises:
-            InputFileError: there is something else.
-        """
-        found: Any = self._document
-        for part in filter(None, path.split(".")):
-            found = found.get(part)
-            if found is None:
-                return {}
-            if not isinstance(found, dict):
-                self._refuse(path, found, "a section with fields")
-        self._taken.setdefault(path, set())
-        return dict(found)
-
-    def _take(self, path: str, name: str) -> Any:
-        section = self.section(path)
-        self._taken.setdefault(path, set()).add(name)
-        return section.get(name)
-
-    def number(
-        self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
-    ) -> int:
-        """A whole number; ``"auto"`` stands for the default where the program chooses it."""
-        value = self._take(path, name)
-        if value is None or (auto and value == "auto"):
-            return default
-        if type(value) is not int or not least <= value <= MOST:
-            self._refuse(f"{path}.{name}", value, f"a whole number from {least} to {MOST}")
-        return int(value)
-
-    def flag(self, path: str, name: str, *, default: bool = False) -> bool:
-        """True or false."""
-        value = self._take(path, name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            self._refuse(f"{path}.{name}", value, "true or false")
-        return bool(value)
-
-    def word(self, path: str, name: str, default: str = "") -> str:
-        """A text; a number of one digit counts as one."""
-        value = self._take(path, name)
-        if value is None:
-            return default
-        if type(value) is int and 0 <= value < 10:
-            return str(value)
-        if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
-            self._refuse(f"{path}.{name}", value, "a text")
-        return str(value)
-
-    def words(self, path: str, name: str) -> tuple[str, ...]:
-        """A list of texts."""
-        value = self._take(path, name)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(
-            isinstance(each, str) and each.isprintable() for each in value
-        ):
-            self._refuse(f"{path}.{name}", value, "a list of texts")
-        return tuple(value)
-
-    def skip(self, path: str, *names: str) -> None:
-        """Ignore fields that do not change where and when ops run."""
-        self._taken.setdefault(path, set()).update(names)
-
-    def remark(self, text: str) -> None:
-        """Add a remark about something that the layout does not express."""
-        self.remarks.append(text)
-
-    def check_that_some_are_known(self) -> None:
-        """Refuse a file of another program, which would be taken for plain data parallelism.
-
-        Raises:
-            LayoutError: no field was looked for, though there are some.
-        """
-        known = {path.split(".")[0] for path in self._taken} | self._taken.get("", set())
-        if self._document and not known & self._document.keys():
-            names = ", ".join(shown(name)[1:-1] for name in [*self._document][:_MOST_UNREAD])
-            raise LayoutError(
-                f"its fields ({names}) are none that are read, so it is for another program. Say "
-                "the layout in words instead, such as tp=2,pp=4."
-            )
-
-    def unread(self) -> list[str]:
-        """A sentence that lists unknown fields of the sections that were read."""
-        left = [
-            f"{path}.{name}".lstrip(".")
-            for path, taken in self._taken.items()
-            if path
-            for name in self.section(path)
-            if name not in taken
-        ]
-        if not left:
-            return []
-        listed = ", ".join(shown(name)[1:-1] for name in left[:_MOST_UNREAD])
-        more = f" and {len(left) - _MOST_UNREAD} more" if len(left) > _MOST_UNREAD else ""
-        return [f"Not used from the file: {listed}{more}."]
-
-    def _refuse(self, name: str, value: object, wanted: str) -> None:
-        raise InputFileError(
-            f"{self._where}: field '{name.lstrip('.')}' is {shown(value)}; it must be {wanted}."
-        )
-
-
-def _torchtitan(fields: _Fields) -> LayoutFile:
+def _torchtitan(fields: Fields) -> LayoutFile:
     """The sections ``parallelism``, ``training`` and ``activation_checkpoint`` of torchtitan."""
     at = "parallelism"
+    fields.merge(at, older="experimental")
     replicas = fields.number(at, "data_parallel_replicate_degree", 1)
     shards = fields.number(at, "data_parallel_shard_degree", -1, least=-1)
     keeps = fields.word(at, "fsdp_reshard_after_forward", "default") == "never"
@@ -274,7 +147,7 @@ def _torchtitan(fields: _Fields) -> LayoutFile:
     return LayoutFile(layout=layout_of_words(said), batch_size=max(whole, 0))
 
 
-def _torchtitan_experts(fields: _Fields, tp: int, cp: int) -> int:
+def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
     """Replicas that share experts, where torchtitan counts devices.
 
     They take in all of ``cp``, and ``tp`` unless that splits each expert.
@@ -294,7 +167,7 @@ def _torchtitan_experts(fields: _Fields, tp: int, cp: int) -> int:
     return ep // inside
 
 
-def _torchtitan_checkpoints(fields: _Fields) -> dict[str, str]:
+def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:
     at = "activation_checkpoint"
     mode = fields.word(at, "mode", "selective")  # torchtitan's own default
     every = fields.word(at, "selective_ac_option", "op")
@@ -311,8 +184,9 @@ def _torchtitan_checkpoints(fields: _Fields) -> dict[str, str]:
     return {"recompute": every}
 
 
-def _deepspeed(fields: _Fields) -> LayoutFile:
+def _deepspeed(fields: Fields) -> LayoutFile:
     """Batch sizes, ZeRO and tensor parallelism of a DeepSpeed configuration."""
+    fields.skip("", *_DEEPSPEED_WORKLOAD)
     at = "zero_optimization"
     stage = fields.number(at, "stage", 0, least=0, auto=True)
     for name in ("offload_optimizer", "offload_param"):
@@ -343,6 +217,12 @@ def _deepspeed(fields: _Fields) -> LayoutFile:
     )
 
 
+_DEEPSPEED_WORKLOAD = (
+    "steps_per_print", "gradient_clipping", "prescale_gradients", "wall_clock_breakdown",
+    "zero_allow_untested_optimizer", "dump_state", "communication_data_type", "sparse_gradients",
+    "gradient_predivide_factor", "zero_force_ds_cpu_optimizer", "seed",
+)  # fmt: skip
+"""Fields of the optimizer, the loop and what is printed."""
 _DEEPSPEED_TUNING = (
     "allgather_partitions", "allgather_bucket_size", "overlap_comm", "reduce_scatter",
     "reduce_bucket_size", "contiguous_gradients", "round_robin_gradients", "sub_group_size",
@@ -354,11 +234,12 @@ _DEEPSPEED_TUNING = (
 """Fields of ``zero_optimization`` that change only speed: buckets, prefetching, saving."""
 
 
-def _accelerate(fields: _Fields) -> LayoutFile:
+def _accelerate(fields: Fields) -> LayoutFile:
     """The output of ``accelerate config``."""
+    fields.skip("", *_ACCELERATE_LAUNCH)
     kind = fields.word("", "distributed_type", "NO").upper().replace("-", "_")
     count = fields.number("", "num_processes", 0, least=0)
-    readers: dict[str, Callable[[_Fields], Layout]] = {
+    readers: dict[str, Callable[[Fields], Layout]] = {
         "FSDP": _accelerate_fsdp,
         "DEEPSPEED": _accelerate_deepspeed,
         "MEGATRON_LM": _accelerate_megatron,
@@ -384,7 +265,16 @@ def _accelerate(fields: _Fields) -> LayoutFile:
     return LayoutFile(layout=layout)
 
 
-def _with_mesh(fields: _Fields, layout: Layout) -> Layout:
+_ACCELERATE_LAUNCH = (
+    "compute_environment", "debug", "downcast_bf16", "dynamo_backend", "enable_cpu_affinity",
+    "gpu_ids", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
+    "mixed_precision", "num_machines", "rdzv_backend", "same_network", "tpu_env",
+    "tpu_use_cluster", "tpu_use_sudo", "use_cpu",
+)  # fmt: skip
+"""Fields about where ranks start and find each other."""
+
+
+def _with_mesh(fields: Fields, layout: Layout) -> Layout:
     """The sizes of ``parallelism_config``, if there is one."""
     at, name = "parallelism_config", "parallelism_config_"
     if not fields.section(at):
@@ -406,7 +296,7 @@ def _with_mesh(fields: _Fields, layout: Layout) -> Layout:
     )
 
 
-def _accelerate_fsdp(fields: _Fields) -> Layout:
+def _accelerate_fsdp(fields: Fields) -> Layout:
     at = "fsdp_config"
     strategy = fields.word(at, "fsdp_sharding_strategy")
     if strategy:
@@ -438,7 +328,7 @@ _FSDP_TUNING = (
 """Fields of ``fsdp_config`` about wrapping, prefetching and saving."""
 
 
-def _accelerate_deepspeed(fields: _Fields) -> Layout:
+def _accelerate_deepspeed(fields: Fields) -> Layout:
     at = "deepspeed_config"
     if (other := fields.word(at, "deepspeed_config_file", "none")) != "none":
         raise LayoutError(
@@ -464,7 +354,7 @@ def _accelerate_deepspeed(fields: _Fields) -> Layout:
     )
 
 
-def _accelerate_megatron(fields: _Fields) -> Layout:
+def _accelerate_megatron(fields: Fields) -> Layout:
     at, name = "megatron_lm_config", "megatron_lm_"
     selective = fields.flag(at, f"{name}recompute_activations")
     fields.skip(at, f"{name}gradient_clipping")
@@ -479,9 +369,11 @@ def _accelerate_megatron(fields: _Fields) -> Layout:
     )
 
 
-_READERS: dict[str, tuple[str, Callable[[_Fields], LayoutFile]]] = {
+_READERS: dict[str, tuple[str, Callable[[Fields], LayoutFile]]] = {
     ".toml": ("torchtitan configuration", _torchtitan),
     ".json": ("DeepSpeed configuration", _deepspeed),
     ".yaml": ("Accelerate configuration", _accelerate),
     ".yml": ("Accelerate configuration", _accelerate),
+    ".sh": ("Megatron command line", read_megatron),
+    ".txt": ("Megatron command line", read_megatron),
 }

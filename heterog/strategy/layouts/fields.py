@@ -1,0 +1,194 @@
+"""The fields of another program's file: each is read once, and what was not read is named."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from heterog.errors import InputFileError
+from heterog.names import shown
+from heterog.strategy.layouts.layout import MOST, Layout, LayoutError
+
+_MOST_UNREAD = 8
+_TELLING = re.compile(
+    "parallel|batch|recompute|checkpoint_|shard|zero|fsdp|pipeline|expert|moe|offload|overlap"
+)
+"""Names of fields that may change where and when ops run."""
+
+
+DEEPEST = 8
+"""How far sections are looked for in sections."""
+
+
+def leaves(document: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """The fields of all sections with their dotted paths.
+
+    >>> [*leaves({"a": {"b": 1}, "c": 2})]
+    [('a.b', 1), ('c', 2)]
+    """
+    if not isinstance(document, dict) or depth > DEEPEST:
+        yield path, document
+        return
+    for name, value in document.items():
+        yield from leaves(value, f"{path}.{name}".lstrip("."), depth + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFile:
+    """A layout read from a file.
+
+    Attributes:
+        layout: The layout.
+        batch_size: Number of samples of the global batch; 0 if the file does not say.
+        remarks: Sentences about parts of the file that the layout does not express.
+    """
+
+    layout: Layout
+    batch_size: int = 0
+    remarks: tuple[str, ...] = ()
+
+
+class Fields:
+    """The fields of a document, each read once, with its type checked.
+
+    Args:
+        document: Content of the file.
+        where: Start of every message.
+
+    Attributes:
+        remarks: Sentences about fields so far.
+    """
+
+    def __init__(self, document: object, where: str) -> None:
+        if not isinstance(document, dict):
+            raise InputFileError(f"{where} holds {shown(document)}, not fields with names.")
+        self._document: dict[str, Any] = document
+        self._where = where
+        self._taken: dict[str, set[str]] = {}
+        self.remarks: list[str] = []
+
+    def section(self, path: str) -> dict[str, Any]:
+        """The mapping at a dotted path; empty if there is none.
+
+        Raises:
+            InputFileError: there is something else.
+        """
+        found: Any = self._document
+        for part in filter(None, path.split(".")):
+            found = found.get(part)
+            if found is None:
+                return {}
+            if not isinstance(found, dict):
+                self._refuse(path, found, "a section with fields")
+        self._taken.setdefault(path, set())
+        return dict(found)
+
+    def _take(self, path: str, name: str) -> Any:
+        section = self.section(path)
+        self._taken.setdefault(path, set()).add(name)
+        return section.get(name)
+
+    def merge(self, path: str, older: str) -> None:
+        """Read the fields of another section, too, where a program's older files have them."""
+        both = {**self.section(older), **self.section(path)}
+        self._document = {**self._document, path: both}
+        self._document.pop(older, None)
+        self._taken.pop(older, None)
+
+    def take(self, name: str) -> Any:
+        """The value of a field at the top, of any type; ``None`` if it is not there."""
+        return self._take("", name)
+
+    def number(
+        self, path: str, name: str, default: int, *, least: int = 1, auto: bool = False
+    ) -> int:
+        """A whole number; ``"auto"`` stands for the default where the program chooses it."""
+        value = self._take(path, name)
+        if value is None or (auto and value == "auto"):
+            return default
+        if type(value) is not int or not least <= value <= MOST:
+            self._refuse(f"{path}.{name}", value, f"a whole number from {least} to {MOST}")
+        return int(value)
+
+    def flag(self, path: str, name: str, *, default: bool = False) -> bool:
+        """True or false."""
+        value = self._take(path, name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            self._refuse(f"{path}.{name}", value, "true or false")
+        return bool(value)
+
+    def word(self, path: str, name: str, default: str = "") -> str:
+        """A text; a number of one digit counts as one."""
+        value = self._take(path, name)
+        if value is None:
+            return default
+        if type(value) is int and 0 <= value < 10:
+            return str(value)
+        if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
+            self._refuse(f"{path}.{name}", value, "a text")
+        return str(value)
+
+    def words(self, path: str, name: str) -> tuple[str, ...]:
+        """A list of texts."""
+        value = self._take(path, name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(
+            isinstance(each, str) and each.isprintable() for each in value
+        ):
+            self._refuse(f"{path}.{name}", value, "a list of texts")
+        return tuple(value)
+
+    def skip(self, path: str, *names: str) -> None:
+        """Ignore fields that do not change where and when ops run."""
+        self._taken.setdefault(path, set()).update(names)
+
+    def remark(self, text: str) -> None:
+        """Add a remark about something that the layout does not express."""
+        self.remarks.append(text)
+
+    def check_that_some_are_known(self) -> None:
+        """Refuse a file of another program, which would be taken for plain data parallelism.
+
+        Raises:
+            LayoutError: no field was looked for, though there are some.
+        """
+        known = {path.split(".")[0] for path in self._taken} | self._taken.get("", set())
+        if self._document and not known & self._document.keys():
+            names = ", ".join(shown(name)[1:-1] for name in [*self._document][:_MOST_UNREAD])
+            raise LayoutError(
+                f"its fields ({names}) are none that are read, so it is for another program. Say "
+                "the layout in words instead, such as tp=2,pp=4."
+            )
+
+    def unread(self) -> list[str]:
+        """A sentence that lists fields of the sections that were read.
+
+        Names that speak of parallelism or batches are listed to the last one, of every section.
+        """
+        left = [
+            f"{path}.{name}".lstrip(".")
+            for path, taken in self._taken.items()
+            for name, value in self.section(path).items()
+            if name not in taken and not isinstance(value, dict)
+        ]
+        left += [
+            path
+            for path, _ in leaves(self._document)
+            if path.rpartition(".")[0] not in self._taken and _TELLING.search(path)
+        ]
+        if not left:
+            return []
+        left.sort(key=lambda name: not _TELLING.search(name))
+        telling = sum(1 for name in left if _TELLING.search(name))
+        most = max(telling, _MOST_UNREAD)
+        listed = ", ".join(shown(name)[1:-1] for name in left[:most])
+        more = f" and {len(left) - most} more" if len(left) > most else ""
+        return [f"Not used from the file: {listed}{more}."]
+
+    def _refuse(self, name: str, value: object, wanted: str) -> None:
+        raise InputFileError(
+            f"{self._where}: field '{name.lstrip('.')}' is {shown(value)}; it must be {wanted}."
+        )
