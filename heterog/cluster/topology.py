@@ -13,7 +13,7 @@ What transfers occupy: sides of NICs, ports inside hosts and limits between host
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,37 @@ class Cluster:
     def host_devices(self, host_index: int) -> tuple[int, ...]:
         """Indices of the devices of one host."""
         return self._host_devices[host_index]
+
+    def part(self, devices: Iterable[int]) -> "Cluster":
+        """Some devices, in ascending order, with their hosts and what lies between these.
+
+        Raises:
+            ClusterError: there is no device.
+        """
+        left = sorted(set(devices))
+        hosts = sorted({self.host_of[device] for device in left})
+        if not hosts:
+            raise ClusterError(f"no device of '{self.name}' is left.")
+        if len(left) == self.num_devices:
+            return self
+        place = {host: number for number, host in enumerate(hosts)}
+
+        def kept(members: Sequence[int]) -> tuple[int, ...]:
+            return tuple(place[host] for host in members if host in place)
+
+        limits = [
+            replace(limit, sources=kept(limit.sources), targets=kept(limit.targets))
+            for limit in self.pairs
+        ]
+        return replace(
+            self,
+            hosts=tuple(self.hosts[host] for host in hosts),
+            devices=tuple(
+                replace(self.devices[device], host_index=place[self.host_of[device]])
+                for device in left
+            ),
+            pairs=tuple(limit for limit in limits if limit.sources and limit.targets),
+        )
 
     def host_price_per_s(self, host_index: int) -> float:
         """Price of a whole host per second, in the currency of ``prices``.

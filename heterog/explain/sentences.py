@@ -4,6 +4,7 @@ A sentence is left out if it would say nothing: limits that do not exist, change
 asked for.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -102,12 +103,23 @@ def recommendation(facts: "Explanation") -> str:
         words = "Plan again with a larger budget before running this plan: a quick search on the "
         words += f"same cluster already found {format_seconds(facts.quickly_found_s)}."
     else:
-        words = "Run this plan."
+        words = f"Run this plan{_unused(facts)}."
     if facts.changes and facts.changes[0].saving >= 0.05:
         change = facts.changes[0]
         words += f" If something is to be bought, {change.what} would save most "
         words += f"({percent(change.saving)} of the step)."
     return words
+
+
+def _unused(facts: "Explanation") -> str:
+    """Devices that a plan has no work for, by type.
+
+    They need not be reserved; exports for Slurm and Kubernetes leave them out.
+    """
+    devices = facts.plan.cluster.devices
+    counts = Counter(devices[device].type.name for device in facts.decided.idle)
+    unused = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"; {unused} not used" if unused else ""
 
 
 def _left_out_machines(facts: "Explanation") -> list[str]:

@@ -5,7 +5,8 @@
 Each target names the parts of the plan that it cannot express, or refuses. Any plan goes to
 ``torchrun``, ``slurm`` and ``kubernetes``, where heterog runs it; what is ``uniform`` also to
 ``ddp`` and ``deepspeed``, which do without. ``folder`` writes the files, ``stock`` the one that a
-person fills in, ``readme`` the one that a person reads; ``ranks`` says which rank runs where.
+person fills in, ``readme`` the one that a person reads; ``ranks`` says which rank runs where,
+``used`` leaves out idle devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -9,6 +9,7 @@ import yaml
 from heterog.export.folder import Export, ExportError
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
+from heterog.export.used import on_used_devices
 from heterog.search.plan import Plan
 from heterog.units import format_bytes
 
@@ -29,7 +30,8 @@ _WHAT = (
 
 
 def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
-    """The folder of any plan."""
+    """The folder of any plan, for the devices that it uses."""
+    plan, unused = on_used_devices(plan)
     ranks = ranks_of(plan.cluster)
     name = _dns_label(f"heterog-{plan.graph.name}", 24)
     hosts = _host_labels(by_host(ranks), name)
@@ -41,7 +43,7 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
             Target(TARGET, _WHAT, "kubectl apply --server-side -k ."),
             sources,
             ranks,
-            remarks=remarks,
+            remarks=(*unused, *remarks),
             plan_file=PLAN_FILE,
         )
 

@@ -7,6 +7,7 @@ from heterog.cluster import Cluster
 from heterog.export.folder import Export, fill
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
+from heterog.export.used import on_used_devices
 from heterog.search.plan import Plan
 
 TARGET = "slurm"
@@ -21,14 +22,15 @@ Kind = tuple[str, ...]
 
 
 def export_slurm(plan: Plan, sources: Sequence[str] = ()) -> Export:
-    """The folder of any plan."""
+    """The folder of any plan, for the devices that it uses."""
+    plan, unused = on_used_devices(plan)
     ranks = ranks_of(plan.cluster)
     folder = runtime_folder(
         plan,
         Target(TARGET, _WHAT, "sbatch job.sbatch --steps 100"),
         sources,
         ranks,
-        remarks=_unlike_links(plan.cluster, ranks),
+        remarks=(*unused, *_unlike_links(plan.cluster, ranks)),
     )
     files = {
         **folder.files,

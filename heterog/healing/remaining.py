@@ -1,6 +1,6 @@
 """Clusters without lost devices, or with slow ones."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -37,30 +37,7 @@ def remaining(cluster: Cluster, lost: Collection[int]) -> Remaining:
     left = [device for device in range(cluster.num_devices) if device not in lost]
     if not left:
         raise ClusterError(f"all {cluster.num_devices} devices of '{cluster.name}' are lost.")
-    hosts = sorted({cluster.host_of[device] for device in left})
-    place = {host: number for number, host in enumerate(hosts)}
-
-    def kept(members: Sequence[int]) -> tuple[int, ...]:
-        return tuple(place[host] for host in members if host in place)
-
-    pairs = [
-        replace(limit, sources=kept(limit.sources), targets=kept(limit.targets))
-        for limit in cluster.pairs
-        if kept(limit.sources) and kept(limit.targets)
-    ]
-    devices = [
-        replace(cluster.devices[device], host_index=place[cluster.host_of[device]])
-        for device in left
-    ]
-    return Remaining(
-        cluster=replace(
-            cluster,
-            hosts=tuple(cluster.hosts[host] for host in hosts),
-            devices=tuple(devices),
-            pairs=tuple(pairs),
-        ),
-        device_of=tuple(left),
-    )
+    return Remaining(cluster=cluster.part(left), device_of=tuple(left))
 
 
 def slowed(cluster: Cluster, factors: Mapping[int, float]) -> Cluster:

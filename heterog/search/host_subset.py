@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from heterog.cluster.hardware import PairLimit
 from heterog.cluster.topology import Cluster
 from heterog.search.objective import hosts_used
 from heterog.strategy.strategy import Decision, Strategy
@@ -56,31 +55,13 @@ class HostSubset:
     @cached_property
     def part(self) -> Cluster:
         """The cluster of these hosts alone, with the lines that still have hosts on both sides."""
-        if self.is_whole:
-            return self.whole
-        place = {host: number for number, host in enumerate(self.hosts)}
-
-        def kept(hosts: Sequence[int]) -> tuple[int, ...]:
-            return tuple(place[host] for host in hosts if host in place)
-
-        limits: list[PairLimit] = []
-        for limit in self.whole.pairs:
-            sources, targets = kept(limit.sources), kept(limit.targets)
-            if sources and targets:
-                limits.append(replace(limit, sources=sources, targets=targets))
-        devices = (self.whole.devices[device] for device in self.devices)
-        return replace(
-            self.whole,
-            hosts=tuple(self.whole.hosts[host] for host in self.hosts),
-            devices=tuple(replace(each, host_index=place[each.host_index]) for each in devices),
-            pairs=tuple(limits),
-        )
+        return self.whole.part(self.devices)
 
     def lifted(self, strategy: Strategy) -> Strategy:
         """A strategy for the part as one for the whole cluster, where other hosts do nothing."""
         if self.is_whole:
             return strategy
-        return _renumbered(strategy, self.devices, self.whole)
+        return renumbered(strategy, self.devices, self.whole)
 
     def lowered(self, strategy: Strategy) -> Strategy | None:
         """A strategy for the whole cluster, for the part; ``None`` if it uses other hosts."""
@@ -91,14 +72,14 @@ class HostSubset:
         place = [-1] * self.whole.num_devices
         for number, device in enumerate(self.devices):
             place[device] = number
-        return _renumbered(strategy, place, self.part)
+        return renumbered(strategy, place, self.part)
 
 
-def _renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
+def renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
     """The same strategy on other devices, in the same order.
 
     Args:
-        strategy: Strategy to renumber.
+        strategy: Strategy to renumber, whose modes name no devices.
         place: New number of each old device; -1 if there is none, for devices that do nothing.
         cluster: The new cluster.
     """

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import gzip
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ from heterog import cli
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
 from heterog.export import TARGETS, Export, ExportError, export_plan, make_export
+from heterog.export.used import on_used_devices
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
@@ -31,7 +33,9 @@ from heterog.graph.workload import Workload
 from heterog.modes.codecs.value import CodecRule, Traffic, parse_codec, with_rules
 from heterog.runtime.launch import free_port
 from heterog.runtime.ranks.testbed import load_testbed
-from heterog.search.plan import Plan
+from heterog.search.plan import Plan, load_plan
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
 from tests.search.asking import make_plan
@@ -487,6 +491,39 @@ def test_slurm_gives_ranks_by_node(graph: OpGraph, tmp_path: Path) -> None:
     ], done.stderr
     environment["SLURM_JOB_NODELIST_HET_GROUP_1"] = "n4"
     assert "the plan needs 3 different nodes, got: n4 n4 n9" in run().stderr
+
+
+@pytest.mark.parametrize("target", ["slurm", "kubernetes"])
+def test_devices_without_work_are_not_reserved(
+    graph: OpGraph, tmp_path: Path, target: str
+) -> None:
+    cluster = cluster_of(tmp_path, ("x", "T4", 2), ("y", "V100-16GB", 3), ("z", "T4", 2))
+    plan = plan_of(graph, cluster, Decision(devices=(3, 4), shares=(6, 2)))
+    made = make_export(plan, target)
+    name = "plan.json" if target == "slurm" else "plan.json.gz"
+    content = made.files[name]
+    (tmp_path / "part.json").write_bytes(gzip.decompress(content) if ".gz" in name else content)
+    part = load_plan(tmp_path / "part.json")  # checks the program, its order and peaks
+    assert [device.name for device in part.cluster.devices] == ["y:1", "y:2"]
+    assert part.strategy.decisions[0].shares == (6, 2)
+    evaluator = Evaluator(graph, part.cluster)
+    again = evaluator.referee(part.strategy, Order[part.order.upper()])
+    assert again.step_time_s == pytest.approx(plan.step_time_s, rel=1e-12)
+    assert any("4 T4, 1 V100-16GB not used" in each for each in made.not_expressed)
+    script = made.files["job.sbatch" if target == "slurm" else "kubernetes.yaml"].decode()
+    assert "t4" not in script.lower().replace("trait4", "")
+    assert ("gpu:v100_16gb:2" if target == "slurm" else "nvidia.com/gpu: 2") in script
+
+
+def test_idle_devices_beside_others_of_another_type_stay(graph: OpGraph, tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, ("x", "T4", 2), ("y", "V100-16GB", 1))
+    mixed = replace(
+        cluster,
+        devices=(*cluster.devices[:2], replace(cluster.devices[2], host_index=0)),
+        hosts=cluster.hosts[:1],
+    )
+    plan = plan_of(graph, mixed, Decision(devices=(0, 2), shares=(4, 4)))
+    assert on_used_devices(plan) == (plan, ())
 
 
 def test_slurm_on_hosts_of_one_kind_is_a_plain_job(graph: OpGraph, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ host's link to others: that is not simulated.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError, UnknownNameError
@@ -16,7 +16,6 @@ from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget
 from heterog.search.arrivals.queueing import JobFeatures, Place
 from heterog.search.arrivals.ramp import devices_of
-from heterog.search.host_subset import HostSubset
 from heterog.search.portfolio import run_methods
 from heterog.search.request import Request
 from heterog.simulator.evaluator import Evaluator
@@ -193,7 +192,7 @@ class EvaluatedCluster:
 
     def _planned(self, graph: OpGraph, devices: tuple[int, ...]) -> _Step:
         self.num_planned += 1
-        evaluator = Evaluator(graph, part_of(self.cluster, devices))
+        evaluator = Evaluator(graph, self.cluster.part(devices))
         for methods in (self.methods, IF_TOO_LARGE if len(devices) > 1 else ()):
             if not methods:
                 continue
@@ -206,19 +205,6 @@ class EvaluatedCluster:
                 seconds, method = min(fits)
                 return _Step(seconds=seconds, method=method)
         return _Step(seconds=None)
-
-
-def part_of(cluster: Cluster, devices: Sequence[int]) -> Cluster:
-    """Some devices of a cluster as a cluster of their own, with their hosts and links."""
-    wanted = set(devices)
-    hosts = tuple(sorted({cluster.devices[device].host_index for device in devices}))
-    subset = HostSubset(whole=cluster, hosts=hosts)
-    kept = tuple(
-        each
-        for device, each in zip(subset.devices, subset.part.devices, strict=True)
-        if device in wanted
-    )
-    return replace(subset.part, devices=kept)
 
 
 def _degrees(num_devices: int) -> list[int]:
