@@ -11,7 +11,7 @@ PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 
 # Packages, or parts of them, of which little or nothing is ever imported.
-RARE := tests|testing|_inductor|transformers|ray|plotly|selenium|networkx|pip|setuptools|pygments|mypyc?
+RARE := tests|testing|_inductor|transformers|ray|selenium|networkx|pip|setuptools|pygments|mypyc?
 
 .PHONY: setup bytecode demo browser test test-all lint types docs docs-serve check check-oldest format clean
 

@@ -8,6 +8,7 @@ import gymnasium as gym
 
 ONE_SHOT = "heterog/StrategyOneShot-v1"
 STEP_BY_STEP = "heterog/Strategy-v1"
+STRATEGY_ZOO = "heterog/StrategyZoo-v1"
 JOB_PARTITION = "heterog/JobPartition-v0"
 IMPROVE = "heterog/Improve-v0"
 
@@ -17,6 +18,7 @@ def register_envs() -> None:
     for name, where in (
         (ONE_SHOT, "strategy_env:StrategyOneShotEnv"),
         (STEP_BY_STEP, "strategy_env:StrategyEnv"),
+        (STRATEGY_ZOO, "strategy_env:strategy_env_of_names"),
         (JOB_PARTITION, "job_partition:JobPartitionEnv"),
         (IMPROVE, "improve_env:ImproveEnv"),
     ):

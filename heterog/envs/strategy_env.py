@@ -1,5 +1,6 @@
 """The two environments: a whole strategy in one action, and one block a step."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy.typing as npt
 
 # Registers the baselines that rewards are relative to.
 import heterog.search.portfolio  # noqa: F401
+from heterog.cluster import Cluster
 from heterog.envs.pair import Pair, RunningMemory
 from heterog.envs.reward import RewardFunction, reward_of
 from heterog.envs.spaces import LIMIT, Padded, Padding, pad_pair, pair_space, read_action
@@ -21,7 +23,7 @@ Action = npt.NDArray[np.int64]
 class _StrategyEnv(gym.Env[Padded, Any]):
     """Base of both environments: pairs, padding, the end of an episode."""
 
-    metadata = {"render_modes": []}  # noqa: RUF012  (as Gymnasium declares it)
+    metadata = {"render_modes": ["ansi"], "render_fps": 1}  # noqa: RUF012  (as Gymnasium declares it)
     observation_space: gym.Space[Any]
 
     def __init__(
@@ -29,8 +31,10 @@ class _StrategyEnv(gym.Env[Padded, Any]):
         pairs: Sequence[Pair] | None = None,
         padding: Padding | None = None,
         reward: RewardFunction = reward_of,
+        render_mode: str | None = None,
     ) -> None:
-        self._reward = reward
+        self._reward, self.render_mode = reward, render_mode
+        self._shown: tuple[list[int], Info] = [], {}
         self.pairs = [pair.judged() for pair in pairs or [Pair(chain_graph(), toy_cluster())]]
         self.padding = padding or Padding.of(self.pairs)
         self.padding.check(self.pairs)
@@ -45,6 +49,24 @@ class _StrategyEnv(gym.Env[Padded, Any]):
     def pair(self) -> Pair:
         """The pair of the current episode."""
         return self.pairs[self._number]
+
+    def render(self) -> str | None:
+        """The blocks decided so far, a line for each run of alike ones; ``None`` if not asked."""
+        if self.render_mode is None:
+            return None
+        row, found = self._shown
+        lines = [self.pair.name]
+        for choice, run in itertools.groupby(range(len(row)), key=row.__getitem__):
+            blocks = list(run)
+            taken = self.pair.table[choice]
+            names = [self.pair.cluster.devices[device].name for device in taken.devices]
+            parts = ", ".join(f"{n} {s}" for n, s in zip(names, taken.shares, strict=True))
+            which = f"{blocks[0] + 1} to {blocks[-1] + 1} of {self.pair.num_blocks}"
+            lines.append(f"block {which}: {parts} by {taken.sync.name.lower()}")
+        if found:
+            seconds, speedup = found["step_time_s"], found["speedup"]
+            lines.append(f"{seconds:.6f} s a step, {speedup:.2f}x of data parallelism")
+        return "\n".join(lines)
 
     def _static(self) -> Padded:
         """The pair's arrays, which the caller owns.
@@ -113,7 +135,7 @@ class StrategyOneShotEnv(_StrategyEnv):
 
     ## Arguments
     ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
-    another function of pair and score.
+    another function of pair and score. ``render_mode="ansi"``: ``render`` gives a text.
 
     ## Version
     v1: observation version 2; one communicator runs one operation at a time (one of each kind in
@@ -131,12 +153,14 @@ class StrategyOneShotEnv(_StrategyEnv):
         """Draw a pair."""
         super().reset(seed=seed)
         self._choose(options)
+        self._shown = [], {}
         return self._static(), {}
 
     def step(self, action: Action) -> tuple[Padded, float, bool, bool, Info]:
         """Score the whole strategy."""
         row, masked = read_action(self.pair, action)
         reward, info = self._finish(row, masked)
+        self._shown = row.tolist(), info
         return self._static(), reward, True, False, info
 
     def action_masks(self) -> npt.NDArray[np.bool_]:
@@ -180,7 +204,7 @@ bound, and the part of the batch that changed devices |
 
     ## Arguments
     ``pairs``: what to draw from; a toy if none is given. ``padding``: sizes to pad to. ``reward``:
-    another function of pair and score.
+    another function of pair and score. ``render_mode="ansi"``: ``render`` gives a text.
 
     ## Version
     v1: observation version 2; one communicator runs one operation at a time (one of each kind in
@@ -210,6 +234,7 @@ bound, and the part of the batch that changed devices |
         self._row: list[int] = []
         self._steps = self._masked = 0
         self._estimate = np.zeros(3)
+        self._shown = self._row, {}
         return self._observe(), {"masked_actions": 0}
 
     def step(self, action: int | np.int64) -> tuple[Padded, float, bool, bool, Info]:
@@ -230,6 +255,7 @@ bound, and the part of the batch that changed devices |
         reward, done = 0.0, len(self._row) == pair.num_blocks
         if done:
             reward, info = self._finish(np.array(self._row), self._masked)
+            self._shown = self._row, info
         truncated = not done and self._steps >= 4 * pair.num_blocks
         return self._observe(), reward, done, truncated, info
 
@@ -255,3 +281,24 @@ bound, and the part of the batch that changed devices |
             "used": used,
             "estimate": np.minimum(self._estimate, LIMIT).astype(np.float32),
         }
+
+
+def strategy_env_of_names(
+    models: Sequence[str], clusters: Sequence[str], **options: Any
+) -> StrategyEnv:
+    """``heterog/StrategyZoo-v1``: every model on every cluster.
+
+    Args:
+        models: Names of built-in models, or ``file.py:function``.
+        clusters: Names of built-in clusters, or files.
+        options: Further arguments of ``StrategyEnv``.
+
+    Raises:
+        HeterogError: there is no such model or cluster.
+    """
+    from heterog.graph.capture import capture
+    from heterog.zoo import load_workload
+
+    found = [Cluster.load(name) for name in clusters]
+    graphs = [capture(load_workload(name)) for name in models]
+    return StrategyEnv([Pair(graph, each) for graph in graphs for each in found], **options)

@@ -12,7 +12,7 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import heterog.envs
-from heterog.envs.registration import IMPROVE, JOB_PARTITION, ONE_SHOT, STEP_BY_STEP
+from heterog.envs.registration import IMPROVE, JOB_PARTITION, ONE_SHOT, STEP_BY_STEP, STRATEGY_ZOO
 from heterog.envs.spaces import Padding
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
 from heterog.errors import HeterogError
@@ -49,7 +49,7 @@ def test_importing_the_package_registers_its_environments() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "WARN" not in done.stderr
-    names = " ".join(sorted([IMPROVE, JOB_PARTITION, ONE_SHOT, STEP_BY_STEP]))
+    names = " ".join(sorted([IMPROVE, JOB_PARTITION, ONE_SHOT, STEP_BY_STEP, STRATEGY_ZOO]))
     assert done.stdout.splitlines() == [names] * len(WAYS)
 
 
@@ -150,3 +150,35 @@ def test_a_padding_that_is_too_small_is_refused_at_once() -> None:
         StrategyEnv([small, large], replace(padding, pairs=2))
     with pytest.raises(HeterogError, match=r"the padding has 1 pairs, and the pairs need 2"):
         StrategyEnv([small, small], padding)
+
+
+@pytest.mark.parametrize("name", [ONE_SHOT, STEP_BY_STEP])
+def test_an_episode_can_be_shown_as_text(name: str) -> None:
+    assert StrategyEnv([toy_pair()]).render() is None
+    env = gym.make(name, render_mode="ansi")
+    env.reset(seed=0)
+    env.action_space.seed(0)
+    done = False
+    while not done:
+        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        done = terminated or truncated
+    first, *blocks, last = str(env.render()).splitlines()
+    assert " on " in first
+    assert all(line.startswith("block ") and " by " in line for line in blocks)
+    assert "x of data parallelism" in last
+
+
+def test_models_and_clusters_by_name(tmp_path: Path) -> None:
+    (tmp_path / "mlp.py").write_text(
+        "import heterog, torch\n"
+        "def workload():\n"
+        "    batch = torch.zeros(8, 16), torch.zeros(8, 4)\n"
+        "    return heterog.Workload(lambda: torch.nn.Linear(16, 4), batch,\n"
+        "                            torch.nn.functional.mse_loss, torch.optim.SGD, name='mlp')\n"
+    )
+    models = [f"{tmp_path / 'mlp.py'}:workload"]
+    env = gym.make(STRATEGY_ZOO, models=models, clusters=["rtx_mixed", "paper_8gpu"])
+    names = [pair.name for pair in env.unwrapped.pairs]  # type: ignore[attr-defined]
+    assert names == ["mlp on rtx_mixed", "mlp on paper_8gpu"]
+    with pytest.raises(HeterogError, match="unknown model 'mlpp'"):
+        gym.make(STRATEGY_ZOO, models=["mlpp"], clusters=["paper_8gpu"])
