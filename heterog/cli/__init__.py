@@ -4,7 +4,8 @@ With ``--json`` one document goes to stdout and nothing else; progress and notes
 input ends with exit code 2 and one clear line. Each command is a module here and a line below.
 
 - Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
-  ``objective``, past plans in ``library``, what is printed about a new one in ``found``.
+  ``objective``, past plans in ``library``, what is printed about a new one in ``found``, settings
+  in a file in ``run_file``.
 - Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
 - Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``schedule``. What there is: ``listing``,
   ``cluster``.
@@ -40,6 +41,7 @@ from heterog.cli import (
     train,
 )
 from heterog.cli.outputs import errors_spelled, outputs_checked, standard_streams
+from heterog.cli.run_file import FromRunFile
 from heterog.errors import HeterogError, HeterogWarning
 
 app = typer.Typer(
@@ -56,7 +58,8 @@ for _command in (
     *(schedule.schedule, profile.profile, calibrate.calibrate, fidelity.fidelity),
     *(report.report, export.export),
 ):
-    app.command()(errors_spelled(outputs_checked(_command)))
+    _kind = FromRunFile if _command is plan.plan else None
+    app.command(cls=_kind)(errors_spelled(outputs_checked(_command)))
 
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
 cluster_app.command("detect")(errors_spelled(outputs_checked(cluster.detect)))

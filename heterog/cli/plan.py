@@ -43,7 +43,8 @@ from heterog.cli.objective import (
     objective_for,
     parse_aim,
 )
-from heterog.cli.outputs import HTML, JSON, not_replaced
+from heterog.cli.outputs import HTML, JSON, YAML, not_replaced
+from heterog.cli.run_file import run_file, save_settings
 from heterog.errors import HeterogError
 from heterog.units import format_seconds
 from heterog.workers import open_seats
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 
 def plan(
+    context: typer.Context,
     model: ModelArgument,
     cluster: ClusterOption,
     batch_size: BatchOption = None,
@@ -130,11 +132,17 @@ def plan(
         bool,
         typer.Option("--explain", help="also print every method, what was decided, and why"),
     ] = False,
+    save_config: Annotated[
+        Path | None,
+        typer.Option("--save-config", help="run.yaml, to be given in place of the model"),
+        YAML,
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find how to train a model on a cluster.
 
-    Prints the answer in at most 15 lines; --explain prints everything there is to say.
+    Prints the answer in at most 15 lines; --explain prints everything there is to say. In place of
+    the model a run file (.yaml) may stand, with the options as its lines.
     """
     from heterog.cli.found import Found
     from heterog.methods.planner import Budget
@@ -144,6 +152,8 @@ def plan(
     from heterog.search.request import Request, Session
     from heterog.simulator.evaluator import Evaluator
 
+    written = output, trace, report, save_config
+    not_replaced(run_file(context), "the run file", *written)
     limit = _slow_down_limit(slow_down, background, background_batch)
     codec = _codec(lossy, lossy_target)
     parsed = Budget.parse(budget)
@@ -154,7 +164,7 @@ def plan(
     if codec is not None:
         _check_beside_codec(background, averaged)
     target = load_cluster(cluster)
-    not_replaced(target.calibration, f"the calibration of {cluster}", output, trace, report)
+    not_replaced(target.calibration, f"the calibration of {cluster}", *written)
     aim = parse_aim(objective)
     deadline_s = check_amounts(aim, steps, samples, tokens, deadline)
     if aim != "time":
@@ -209,6 +219,8 @@ def plan(
             best = best.with_background(load_model_graph(background, background_batch), limit)
         _write(best, output, trace)
         explanation = _explained(best, evaluator, request, session, with_changes=not no_changes)
+    if save_config is not None:
+        save_settings(context, save_config)
     if report is not None:
         from heterog.report.html import write_report
 
@@ -218,7 +230,7 @@ def plan(
         explanation=explanation,
         about_codec=about_codec,
         about_library=shelf.remark(best),
-        files=_written(output=output, trace=trace, report=report),
+        files=_written(output=output, trace=trace, report=report, save_config=save_config),
     )
     if as_json:
         print_json(found.document())
@@ -319,7 +331,14 @@ def _end_with_best(plan: "Plan", output: Path | None) -> None:
     end_interrupted(f"the best so far ({plan.method}, {step}) is {where}")
 
 
-def _written(*, output: Path | None, trace: Path | None, report: Path | None) -> list[str]:
+def _written(
+    *, output: Path | None, trace: Path | None, report: Path | None, save_config: Path | None
+) -> list[str]:
     """The files written, and their uses."""
-    files = [(output, ""), (trace, " (for ui.perfetto.dev)"), (report, "")]
+    files = [
+        (output, ""),
+        (trace, " (for ui.perfetto.dev)"),
+        (report, ""),
+        (save_config, " (a run file)"),
+    ]
     return [f"{path}{use}" for path, use in files if path is not None]
