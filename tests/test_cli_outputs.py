@@ -165,7 +165,7 @@ def test_every_output_is_marked_as_one() -> None:
             is_output = any(isinstance(it, Written) for it in get_args(parameter.annotation))
             assert is_output != (name in INPUTS), f"{each.callback.__name__}: {name}"
             marked += is_output
-    assert marked == 18
+    assert marked == 19
 
 
 STREAMS = """
