@@ -71,6 +71,23 @@ def batches(workload):
 """
 
 
+KILLED = """
+import os, signal, torch
+
+_all = batches
+
+def batches(workload):
+    for step, batch in enumerate(_all(workload)):
+        if step == 1 and os.environ["RANK"] == "1" and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+def evaluate(train, step):
+    return {"ranks": torch.distributed.get_world_size()}
+"""
+
+
 # --- plans --------------------------------------------------------------------------------------
 
 
@@ -307,9 +324,18 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path) -> None:
     folder = tmp_path / "job"
     export_plan(plan, "torchrun", folder, sources=[str(model)])
     model.unlink()
-    fill_in(folder, BATCHES)
-    options = ("--steps", str(NUM_STEPS), "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+    fill_in(folder, BATCHES + KILLED)
+    options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--checkpoint", "ckpt"]
+    options += ["--every", "1", "--log", "log.jsonl", "--evaluate-every", "2"]
+    with pytest.raises(AssertionError, match="137"):
+        launch(folder, ["a", "b"], *options)
+    assert json.loads((folder / "ckpt" / "checkpoint.json").read_text())["extra"] == {"step": 1}
+    launch(folder, ["a", "b"], *options)
+    told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in told] == [1, 2, 2, 3]
+    assert told[2] == {"step": 2, "ranks": 3}
+    losses = [f"step {each['step']} loss {each['loss']:.9g}" for each in told if "loss" in each]
+    assert_trained_like_one_device(folder, "\n".join(losses))
 
 
 STUB_DEEPSPEED = """
