@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rows import finish, progress, script_parser
+from rows import finish, option, progress, script_parser
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -150,13 +150,15 @@ def measure(
 
 def main() -> None:
     """Measure every script."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--scripts", default=",".join(SCRIPTS))
-    parser.add_argument("--epochs", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--pixels", type=int, default=PIXELS)
-    parser.add_argument("--testbeds", default="skew_compute,equal")
-    parser.add_argument("--default-allocator", action="store_true")
+    parser = script_parser(
+        __doc__,
+        option("--scripts", default=",".join(SCRIPTS)),
+        option("--epochs", type=int, default=8),
+        option("--rounds", type=int, default=2),
+        option("--pixels", type=int, default=PIXELS),
+        option("--testbeds", default="skew_compute,equal"),
+        option("--default-allocator", action="store_true"),
+    )
     arguments = parser.parse_args()
     if arguments.epochs <= SETTLING:
         parser.error(f"--epochs {arguments.epochs}: the first {SETTLING} are left out")

@@ -25,7 +25,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from rows import progress, script_parser
+from rows import asked_of, option, progress
 
 ROOT = Path(__file__).parents[1]
 MODELS = "vgg19,bert_base,bert_large_24l,resnet200"
@@ -143,11 +143,12 @@ def table(models: list[str], budgets: list[float], *, in_cpu: bool) -> list[dict
 
 def main() -> None:
     """Print the rows."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--models", default=MODELS)
-    parser.add_argument("--budgets", default=BUDGETS, help="seconds, with commas")
-    parser.add_argument("--cpu", action="store_true", help="count CPU seconds of the process")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--models", default=MODELS),
+        option("--budgets", default=BUDGETS, help="seconds, with commas"),
+        option("--cpu", action="store_true", help="count CPU seconds of the process"),
+    )
     rows = table(
         arguments.models.split(","),
         [float(each) for each in arguments.budgets.split(",")],

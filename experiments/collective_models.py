@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from device_models import read, rounded, write_section
-from rows import finish, script_parser
+from rows import asked_of, finish, option
 from scipy.optimize import least_squares
 
 from heterog.cluster.catalog import device_type
@@ -93,10 +93,9 @@ def repeated(fitted: list[dict[str, str]], tested: list[dict[str, str]]) -> Floa
 
 def main() -> None:
     """Fit, print, and write if asked to."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--write", action="store_true")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__, option("--data", type=Path, required=True), option("--write", action="store_true")
+    )
     grouped: dict[tuple[str, str, str], list[dict[str, str]]] = defaultdict(list)
     for row in read(arguments.data / "nccl.csv.gz"):
         if not row["device"].startswith("vTrain") and row["op"] in KINDS:

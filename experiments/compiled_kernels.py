@@ -1,43 +1,27 @@
 """How many kernels does heterog count in compiled training steps, and how many does inductor make?
 
-python experiments/compiled_kernels.py --json             # compiles each model on this CPU
-python experiments/compiled_kernels.py --gpu --json       # inductor's scheduler told of an A100
-python experiments/compiled_kernels.py --speed --json     # predicted: eager beside compiled
+    python experiments/compiled_kernels.py --json
 
 Inductor's scheduler hands over its kernels once it has fused them (its option
-``_post_fusion_custom_pass``). On a CPU they are then compiled and run. Beside them stands
-``metrics.generated_kernel_count``, which counts every loop nest inside a C++ kernel. With
-``--gpu`` the same graphs are scheduled on fake tensors of a GPU, and nothing is compiled; see
-``pretended_gpu``. Dynamo cuts some models into several graphs, each with its own numbers.
+``_post_fusion_custom_pass``), and they are then compiled and run. Beside them stands
+``metrics.generated_kernel_count``, which counts every loop nest inside a C++ kernel. Dynamo cuts
+some models into several graphs, each with its own numbers.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
-from rows import script_parser
+from rows import asked_of, finish, option, progress
 from torch import Tensor, nn
 from torch.nn import functional
 
-from heterog.cluster.catalog import device_type
-from heterog.cluster.topology import Execution
 from heterog.graph.capture import capture
-from heterog.graph.op_graph import OpGraph, Phase
+from heterog.graph.op_graph import Phase
 from heterog.graph.workload import Workload
 from heterog.pricing.device_models.fusion.fused import fused_kernels
-from heterog.pricing.device_models.model import DeviceModels
 from heterog.zoo import build
-
-SPEED_MODELS = ("resnet50", "vit_base", "bert_base", "gpt2")
-SPEED_TYPES = {name: device_type(name) for name in ("V100-32GB", "A100-80GB")}
-SPEED_TYPES["A100-80GB, TF32"] = replace(
-    SPEED_TYPES["A100-80GB"],
-    name="A100-80GB-custom",
-    peak_flops_per_s={**SPEED_TYPES["A100-80GB"].peak_flops_per_s, "float32": 156e12},
-)
 
 
 class ResidualNet(nn.Module):
@@ -171,65 +155,26 @@ def count_of(nodes: Sequence[Any]) -> int:
     return sum(not isinstance(node, others) for node in nodes)
 
 
-def counted(graph: OpGraph, *, on_gpu: bool) -> list[int]:
-    """(forward, backward) kernels as heterog counts them."""
-    fused = fused_kernels(graph, on_gpu=on_gpu)
-    return [fused.count(Phase.FORWARD), fused.count(Phase.BACKWARD)]
-
-
-def speed_row(name: str) -> dict[str, Any]:
-    """Predicted seconds of the step of a zoo model on one device, eager and compiled."""
-    graph = capture(build(name))
-    fused = fused_kernels(graph)
-    row: dict[str, Any] = {
-        "model": name,
-        "batch_size": graph.batch_size,
-        "kernels": sum(not each.is_own for each in fused.kernels),
-        "fused_ops": int(fused.is_fused.sum()),
-        "bytes": float(graph.bytes_moved[fused.is_fused].sum()),
-        "bytes_fused": float(fused.num_bytes.sum()),
-    }
-    for name_of_type, kind in SPEED_TYPES.items():
-        eager, compiled = (
-            float(DeviceModels(each).op_seconds(graph, kind, graph.batch_size).sum())
-            for each in (Execution.EAGER, Execution.COMPILED)
-        )
-        row[name_of_type] = {"eager_s": eager, "compiled_s": compiled, "faster": eager / compiled}
-    return row
-
-
-def kernel_row(name: str, workload: Workload, *, on_gpu: bool) -> dict[str, Any]:
-    """Kernels of one model by heterog and by inductor."""
-    row: dict[str, Any] = {"model": name, "heterog": counted(capture(workload), on_gpu=on_gpu)}
-    if not on_gpu:
-        return row | inductor_kernels(workload)
-    from pretended_gpu import kernels_on_gpu
-
-    return row | {"scheduled": [count_of(nodes) for nodes in kernels_on_gpu(workload)]}
+def kernel_row(name: str, workload: Workload) -> dict[str, Any]:
+    """Kernels of one model by heterog (forward, backward) and by inductor."""
+    fused = fused_kernels(capture(workload), on_gpu=False)
+    ours = [fused.count(phase) for phase in (Phase.FORWARD, Phase.BACKWARD)]
+    return {"model": name, "heterog": ours} | inductor_kernels(workload)
 
 
 def main() -> None:
     """Print a row for each model."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--gpu", action="store_true", help="schedule for an A100, compile nothing")
-    parser.add_argument("--speed", action="store_true", help="predict eager and compiled steps")
-    parser.add_argument("--models", default="", help="by commas; name:batch for one of the zoo")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__, option("--models", default="", help="by commas; name:batch for one of the zoo")
+    )
+    own = models()
     rows = []
-    if arguments.speed:
-        rows = [speed_row(name) for name in SPEED_MODELS]
-    else:
-        own = models()
-        for name in arguments.models.split(",") if arguments.models else own:
-            known, _, batch = name.partition(":")
-            workload = own[name] if name in own else build(known, int(batch) if batch else None)
-            rows.append(kernel_row(name, workload, on_gpu=arguments.gpu))
-            if not arguments.json:
-                print(rows[-1], flush=True)
-    if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2))
-    elif arguments.speed:
-        print(*rows, sep="\n")
+    for name in arguments.models.split(",") if arguments.models else own:
+        known, _, batch = name.partition(":")
+        workload = own[name] if name in own else build(known, int(batch) if batch else None)
+        rows.append(kernel_row(name, workload))
+        progress(rows[-1])
+    finish(arguments, {"torch": torch.__version__, "rows": rows})
 
 
 if __name__ == "__main__":

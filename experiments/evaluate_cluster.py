@@ -19,7 +19,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rows import geometric_mean, keep_row, progress, read_rows, script_parser, teller
+from rows import asked_of, geometric_mean, keep_row, option, progress, read_rows, teller
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
@@ -194,21 +194,20 @@ def run_pairs(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Evaluate, and print."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--policy", default="heldout", help="names or files with commas")
-    parser.add_argument("--models", default=",".join(HELD_OUT_MODELS))
-    parser.add_argument("--clusters", default=",".join(HELD_OUT_CLUSTERS))
-    parser.add_argument("--budget", default="300s", help="of auto without the policy; or 5000e")
-    parser.add_argument(
-        "--cpu-seconds", action="store_true", help="budget of auto in this process's time"
+    arguments = asked_of(
+        __doc__,
+        option("--policy", default="heldout", help="names or files with commas"),
+        option("--models", default=",".join(HELD_OUT_MODELS)),
+        option("--clusters", default=",".join(HELD_OUT_CLUSTERS)),
+        option("--budget", default="300s", help="of auto without the policy; or 5000e"),
+        option("--cpu-seconds", action="store_true", help="budget of auto in this process's time"),
+        option("--finetune", default="", help="60s, say; none if empty"),
+        option("--no-search", action="store_true", help="leaves agent+search out"),
+        option("--seed", type=int, default=0),
+        option("--graphs", type=Path, help="folder that keeps captured graphs"),
+        option("-o", "--output", type=Path, help="JSON lines, added to"),
+        option("--summary", action="store_true", help="only print what the file holds"),
     )
-    parser.add_argument("--finetune", default="", help="60s, say; none if empty")
-    parser.add_argument("--no-search", action="store_true", help="leaves agent+search out")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
-    parser.add_argument("-o", "--output", type=Path, help="JSON lines, added to")
-    parser.add_argument("--summary", action="store_true", help="only print what the file holds")
-    arguments = parser.parse_args()
     rows = run_pairs(arguments)
     if arguments.json:
         print(json.dumps(summarise(rows), indent=1))

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_steps import Case, workload_of
-from rows import finish, script_parser
+from rows import asked_of, finish, option
 
 from heterog.cluster.catalog import device_type
 from heterog.cluster.spec import parse_cluster
@@ -143,10 +143,9 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Compare all rows."""
-    parser = script_parser(__doc__)
-    parser.add_argument("steps", type=Path, nargs="+")
-    parser.add_argument("--only", default="")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__, option("steps", type=Path, nargs="+"), option("--only", default="")
+    )
     rows = []
     for path in arguments.steps:
         for row in read(path):

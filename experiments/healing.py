@@ -1,6 +1,6 @@
 """Kills one of four ranks at a random step, again and again, and measures how the job goes on.
 
-    python -m experiments.healing --kills 20 --json
+    python experiments/healing.py --kills 20 --json
 
 Each trial trains with ``HealingJob`` on four local ranks (four hosts of one device, gloo), kills
 one of them with SIGKILL at a random step and lets it go on with three. Then the same is done
@@ -9,18 +9,17 @@ ranks resume it with the very plan that the healed job chose. Losses have to be 
 After each trial processes, shared memory and temporary files are looked for.
 """
 
-import argparse
-import json
 import os
 import random
 import shutil
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from rows import asked_of, finish, option, progress
 
 from heterog.cluster import Cluster, Device, Host, Link, device_type
 from heterog.graph.capture import capture
@@ -187,12 +186,12 @@ def run_trial(folder: Path, chance: random.Random, wait: bool) -> Trial:
 
 def main() -> None:
     """Run the trials and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--wait", action="store_true", help="kill after plans were prepared")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--kills", type=int, default=20),
+        option("--seed", type=int, default=0),
+        option("--wait", action="store_true", help="kill after plans were prepared"),
+    )
     chance = random.Random(arguments.seed)
     trials = []
     with tempfile.TemporaryDirectory(prefix="healing-") as name:
@@ -206,15 +205,13 @@ def main() -> None:
         for number in range(arguments.kills):
             trials.append(run_trial(folder, chance, arguments.wait))
             each = trials[-1]
-            print(
+            progress(
                 f"{number:2} rank {each.victim} in step {each.killed_in_step}: on after step "
                 f"{each.resumed_after_step} in {each.total_s:.1f} s (detect {each.detect_s:.2f}, "
                 f"plan {each.plan_s:.2f}, move {each.move_s:.2f}, first step "
                 f"{each.first_step_s:.3f}), {each.method}, losses off by "
                 f"{each.most_difference:.1e}, complete {each.is_complete}, left "
-                f"{each.left_behind or 'nothing'}",
-                file=sys.stderr,
-                flush=True,
+                f"{each.left_behind or 'nothing'}"
             )
     totals = [each.total_s for each in trials]
     summary = {
@@ -225,10 +222,7 @@ def main() -> None:
         "all_complete": all(each.is_complete for each in trials),
         "nothing_left": not any(each.left_behind for each in trials),
     }
-    if arguments.json:
-        print(json.dumps(summary | {"trials": [asdict(each) for each in trials]}, indent=2))
-    else:
-        print(summary)
+    finish(arguments, summary | {"trials": [asdict(each) for each in trials]}, [summary])
 
 
 if __name__ == "__main__":

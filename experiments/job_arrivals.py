@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from rows import finish, progress, script_parser
+from rows import asked_of, finish, option, progress
 
 from heterog.agents.job_ppo import play, train_jobs
 from heterog.cluster import Cluster
@@ -141,13 +141,14 @@ def _row(name: str, deadlines: str, rates: list[float]) -> dict[str, object]:
 
 def main() -> None:
     """Print the table."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--deadlines", default=",".join(DEADLINES))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--learn", type=int, default=0, help="decisions to learn from; 0: none")
-    parser.add_argument("--cluster", default="", help="preset or file; RAMP by default")
-    parser.add_argument("--models", default="resnet50,bert_base")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--deadlines", default=",".join(DEADLINES)),
+        option("--seeds", type=int, default=3),
+        option("--learn", type=int, default=0, help="decisions to learn from; 0: none"),
+        option("--cluster", default="", help="preset or file; RAMP by default"),
+        option("--models", default="resnet50,bert_base"),
+    )
     setting = Setting(cluster=RampCluster(), spacing_s=SPACING_S, episode_s=EPISODE_S)
     if arguments.cluster:
         setting = unequal(arguments.cluster, arguments.models)

@@ -52,7 +52,7 @@ from published_runs import (
     few_layer_terms,
     read_rows,
 )
-from rows import progress, script_parser
+from rows import asked_of, option, progress
 from scipy.optimize import least_squares
 
 from heterog.cluster.topology import Execution
@@ -335,11 +335,12 @@ def to_ship(rows: Sequence[Row], predictor: Predictor) -> dict[str, Any]:
 
 def main() -> None:
     """Leave each regime out once."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--only", default="", help="regimes that begin so")
-    parser.add_argument("--ship", action="store_true", help="fit what ships, leaving nothing out")
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--data", type=Path, required=True),
+        option("--only", default="", help="regimes that begin so"),
+        option("--ship", action="store_true", help="fit what ships, leaving nothing out"),
+    )
     rows = read_rows(arguments.data / "vtrain_one_node.csv")
     predictor = Predictor()
     if arguments.ship:

@@ -15,8 +15,6 @@ one, relative to the largest weight. A row is equal if the first holds and the s
 and words of it. Any other row that raises an error has failed.
 """
 
-import argparse
-import json
 import logging
 import os
 import sys
@@ -30,6 +28,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from loops import accelerated, plain, with_lightning, with_trainer
 from loops.cases import CASES, SHARES, Case, Record, Run
+from rows import finish, option, progress, script_parser
 
 from heterog.runtime.launch import free_port
 
@@ -73,9 +72,9 @@ class Row(NamedTuple):
 
 def main() -> int:
     """Run rows and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="rows as LOOP/CASE, separated by commas")
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(
+        __doc__, option("--only", default="", help="rows as LOOP/CASE, separated by commas")
+    )
     options = parser.parse_args()
     every = [(loop, case) for loop in LOOPS for case in CASES]
     asked = [tuple(each.split("/", 1)) for each in options.only.split(",") if each]
@@ -87,14 +86,11 @@ def main() -> int:
     for loop, case in asked or every:
         begin = time.monotonic()
         rows.append(run_row(loop, case))
-        print(f"{rows[-1]} ({time.monotonic() - begin:.0f} s)", file=sys.stderr, flush=True)
+        progress(f"{rows[-1]} ({time.monotonic() - begin:.0f} s)")
     equal = sum(row.equal for row in rows)
     refused = sum(row.refused is not None for row in rows)
-    if options.json:
-        record = {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused}
-        print(json.dumps(record, indent=1))
-    else:
-        print(f"{equal} of {len(rows)} rows are equal, {refused} are refused")
+    record = {"rows": [row._asdict() for row in rows], "equal": equal, "refused": refused}
+    finish(options, record, [f"{equal} of {len(rows)} rows are equal, {refused} are refused"])
     return 0 if equal + refused == len(rows) else 1
 
 

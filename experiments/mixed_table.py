@@ -11,14 +11,13 @@ or with it (``--with-row``). ``--cpu-seconds`` counts budgets in seconds of this
 other work on the machine does not shorten searches.
 """
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rows import geometric_mean, progress, script_parser
+from rows import asked_of, finish, geometric_mean, option, progress
 
 import heterog.search.portfolio as portfolio
 from heterog.cluster import Cluster
@@ -103,17 +102,16 @@ def row_of(graph: OpGraph, cluster: Cluster, setting: Setting) -> dict[str, Any]
 
 def main() -> None:
     """Run the cases and print a table, or JSON."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--method", default=AUTO)
-    parser.add_argument("--against", default="megatron_grid")
-    parser.add_argument("--budget", default="20s", help="of each method on each case")
-    parser.add_argument("--with-row", action="store_true", help="auto asks the other one, too")
-    parser.add_argument(
-        "--cpu-seconds", action="store_true", help="budgets in this process's time"
+    options = asked_of(
+        __doc__,
+        option("--models", default=",".join(MODELS)),
+        option("--clusters", default=",".join(CLUSTERS)),
+        option("--method", default=AUTO),
+        option("--against", default="megatron_grid"),
+        option("--budget", default="20s", help="of each method on each case"),
+        option("--with-row", action="store_true", help="auto asks the other one, too"),
+        option("--cpu-seconds", action="store_true", help="budgets in this process's time"),
     )
-    options = parser.parse_args()
     rows, pair = [], (options.against, options.method)
     setting = Setting(
         budget=Budget.parse(options.budget),
@@ -132,10 +130,12 @@ def main() -> None:
             )
     gains = [row["gain"] for row in rows if row["gain"]]
     mean = geometric_mean(gains) if gains else None
-    if options.json:
-        print(json.dumps({"rows": rows, "mean_gain": mean}, indent=1))
-    elif mean is not None:
-        print(f"geometric mean {mean:.3f} over {len(gains)}, {min(gains):.3f} to {max(gains):.3f}")
+    said = (
+        f"geometric mean {mean:.3f} over {len(gains)}, {min(gains):.3f} to {max(gains):.3f}"
+        if mean
+        else ""
+    )
+    finish(options, {"rows": rows, "mean_gain": mean}, [said])
 
 
 if __name__ == "__main__":

@@ -9,26 +9,26 @@ under parameter servers, a pipeline with micro-batches, ZeRO-3, op rules, and th
 steps on one device; see ``families/running.py`` for BatchNorm and random numbers.
 """
 
-import argparse
-import json
 import sys
 import time
 
 import torch
 from families import FAMILIES
 from families.running import Row, run_family
+from rows import finish, option, progress, script_parser
 
 from heterog.simulator.compile_kernels import main as compile_kernels
 
 
 def main() -> int:
     """Run families and print a table, or JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="names of families, separated by commas")
-    parser.add_argument("--quick", action="store_true", help="those of the test suite only")
-    parser.add_argument("--no-search", action="store_true", help="leave out the plan searched for")
-    parser.add_argument("--limit-s", type=float, default=180.0, help="seconds between answers")
-    parser.add_argument("--json", action="store_true")
+    parser = script_parser(
+        __doc__,
+        option("--only", default="", help="names of families, separated by commas"),
+        option("--quick", action="store_true", help="those of the test suite only"),
+        option("--no-search", action="store_true", help="leave out the plan searched for"),
+        option("--limit-s", type=float, default=180.0, help="seconds between answers"),
+    )
     options = parser.parse_args()
     every = [name for name, family in FAMILIES.items() if family.is_quick or not options.quick]
     names = options.only.split(",") if options.only else every
@@ -42,16 +42,12 @@ def main() -> int:
         begin = time.monotonic()
         rows.append(run_family(FAMILIES[name], options.limit_s, searches=not options.no_search))
         seconds = time.monotonic() - begin
-        print(f"{number + 1}/{len(names)} {_line(rows[-1])} ({seconds:.0f} s)", file=sys.stderr)
+        progress(f"{number + 1}/{len(names)} {_line(rows[-1])} ({seconds:.0f} s)")
     equal = sum(row.equal for row in rows)
-    if options.json:
-        record = {"rows": [row._asdict() for row in rows], "equal": equal, "families": len(rows)}
-        print(json.dumps(record, indent=1))
-    else:
-        refused = sum("capture" in row.refused for row in rows if row.equal)
-        print(
-            f"{equal} of {len(rows)} families are equal, or refused as they should be ({refused})"
-        )
+    refused = sum("capture" in row.refused for row in rows if row.equal)
+    said = f"{equal} of {len(rows)} families are equal, or refused as they should be ({refused})"
+    record = {"rows": [row._asdict() for row in rows], "equal": equal, "families": len(rows)}
+    finish(options, record, [said])
     return 0 if equal == len(rows) else 1
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import published_runs
 from published_rows import Run
-from rows import progress, script_parser
+from rows import asked_of, option, progress
 from scipy.stats import binomtest
 
 from heterog.pricing.device_models.parameters import shipped_peak_errors
@@ -95,9 +95,7 @@ def held(errors: PeakErrors, peaks: Sequence[Peak]) -> int:
 
 def main() -> None:
     """Fit to the runs on few nodes, test on the others, and print both."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = asked_of(__doc__, option("--data", type=Path, required=True))
     peaks = peaks_of(arguments.data / FILE)
     few = [peak for peak in peaks if peak.num_nodes <= _FITTED_NODES]
     more = [peak for peak in peaks if peak.num_nodes > _FITTED_NODES]

@@ -10,26 +10,23 @@ simulated, with the predicted gains beside. Plans are made with a calibration of
 other workloads than these.
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rows import finish, geometric_mean, progress, script_parser
-from testbeds import calibrated, on_rank, results_of_ranks, seconds_in_turn, workload_of
+from rows import asked_of, finish, geometric_mean, option, progress
+from testbeds import FOLDER, Task, calibrated, measured, workload_of
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.graph.capture import capture
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.methods.poplar import STAGES, EvenZero, Poplar
-from heterog.runtime.deploy import deploy
 from heterog.search.judging import run_method
-from heterog.search.plan import Plan, Searched, load_plan, plan_from_rows
+from heterog.search.plan import Plan, Searched, plan_from_rows
 from heterog.simulator.evaluator import Evaluator
 
 CASES = (("vgg", 768), ("gpt", 192), ("encoder", 144), ("mlp", 8192))
@@ -58,24 +55,13 @@ def make_plans(cluster: Cluster, model: str, batch_size: int, budget: Budget) ->
     return plans
 
 
-def serve(folder: Path, model: str, batch_size: int, num_pairs: int) -> Any:
-    """One rank: all plans in turn; rank 0 writes the seconds."""
-    workload = workload_of(model, batch_size)
-    batch = workload.make_batch()
-    steps = {
-        path.stem: partial(deploy(workload, load_plan(path)), batch)
-        for path in sorted(folder.glob("*.json"))
-    }
-    return seconds_in_turn(steps, num_pairs)
-
-
 def measure(
     cluster: Cluster, model: str, batch_size: int, budget: Budget, num_pairs: int
 ) -> list[dict[str, Any]]:
     """Rows of one workload: plan, then run all plans on the testbed."""
     plans = make_plans(cluster, model, batch_size, budget)
-    arguments = ["--cases", f"{model}:{batch_size}", "--pairs", str(num_pairs)]
-    seconds = results_of_ranks(__file__, cluster, plans, arguments)[0]
+    task = Task(model=model, rounds=num_pairs, batch_size=batch_size)
+    seconds = measured(cluster, plans, task).seconds
     return [_row(plans, seconds, stage) for stage in STAGES]
 
 
@@ -111,8 +97,8 @@ def line(row: dict[str, Any]) -> str:
     """A row for people."""
 
     def seconds(name: str) -> str:
-        measured, predicted = row[f"{name}_step_time_s"], row[f"predicted_{name}_step_time_s"]
-        return f"{measured:.3f} s (predicted {predicted:.3f})"
+        actual, predicted = row[f"{name}_step_time_s"], row[f"predicted_{name}_step_time_s"]
+        return f"{actual:.3f} s (predicted {predicted:.3f})"
 
     return (
         f"{row['model']:8} batch {row['batch_size']:5} ZeRO-{row['zero_stage']}: "
@@ -124,22 +110,15 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> int:
     """Calibrate, plan, measure, compare."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--testbed", default="skew_compute")
-    parser.add_argument("--cases", default=",".join(f"{name}:{size}" for name, size in CASES))
-    parser.add_argument("--budget", default="40e")
-    parser.add_argument("--pairs", type=int, default=20)
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        option("--testbed", default="skew_compute"),
+        option("--cases", default=",".join(f"{name}:{size}" for name, size in CASES)),
+        option("--budget", default="40e"),
+        option("--pairs", type=int, default=20),
+        FOLDER,
+    )
     cases = [case.split(":") for case in arguments.cases.split(",")]
-    if arguments.rank_folder:
-        ((model, batch_size),) = cases
-        on_rank(
-            arguments.rank_folder,
-            lambda folder: serve(folder, model, int(batch_size), arguments.pairs),
-        )
-        return 0
     rows: list[dict[str, Any]] = []
     try:
         with tempfile.TemporaryDirectory() as scratch:

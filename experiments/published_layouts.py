@@ -22,7 +22,7 @@ import layout_oracle as oracle
 import numpy as np
 from published_models import graph_of
 from published_rows import Run, sailor_rows, vtrain_rows
-from rows import finish, progress, script_parser
+from rows import asked_of, finish, option, progress
 
 from heterog.cluster.topology import Sends
 from heterog.errors import HeterogError
@@ -311,22 +311,23 @@ def judge(run: Run, most_tasks: float, sends: Sends = Sends.OVERLAPPED) -> dict[
 
 def main() -> None:
     """Judge every row of the files."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--vtrain", type=Path, help="CSV with vTrain's columns")
-    parser.add_argument("--sailor", type=Path, help="JSON with Sailor's fields")
-    parser.add_argument("--only", default="", help="texts that rows' layouts have, with ; between")
-    parser.add_argument("--every", type=int, default=1, help="judge one row of so many")
-    parser.add_argument(
-        "--most-tasks",
-        type=float,
-        default=4e7,
-        help="of a program; larger ones are lowered with two smaller numbers of micro-batches, by "
-        "which everything grows in equal steps",
+    arguments = asked_of(
+        __doc__,
+        option("--vtrain", type=Path, help="CSV with vTrain's columns"),
+        option("--sailor", type=Path, help="JSON with Sailor's fields"),
+        option("--only", default="", help="texts that rows' layouts have, with ; between"),
+        option("--every", type=int, default=1, help="judge one row of so many"),
+        option(
+            "--most-tasks",
+            type=float,
+            default=4e7,
+            help="of a program; larger ones are lowered with two smaller numbers of micro-"
+            "batches, by which everything grows in equal steps",
+        ),
+        option(
+            "--sends", default="overlapped", choices=list(map(str, Sends)), help="of who executed"
+        ),
     )
-    parser.add_argument(
-        "--sends", default="overlapped", choices=list(map(str, Sends)), help="of who executed"
-    )
-    arguments = parser.parse_args()
     runs = vtrain_rows(arguments.vtrain) if arguments.vtrain else []
     runs += sailor_rows(arguments.sailor) if arguments.sailor else []
     only = [text for text in arguments.only.split(";") if text]

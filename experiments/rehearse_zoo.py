@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rows import finish, progress, script_parser
+from rows import finish, option, progress, script_parser
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
@@ -74,10 +74,12 @@ def rows_of(model: str, cluster: Cluster, budget: Budget) -> list[dict[str, Any]
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Rehearse and print."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--models", default=",".join(names()))
-    parser.add_argument("--cluster", default="paper_8gpu")
-    parser.add_argument("--budget", default="60e")
+    parser = script_parser(
+        __doc__,
+        option("--models", default=",".join(names())),
+        option("--cluster", default="paper_8gpu"),
+        option("--budget", default="60e"),
+    )
     options = parser.parse_args(arguments)
 
     cluster, budget = Cluster.load(options.cluster), Budget.parse(options.budget)

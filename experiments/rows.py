@@ -7,17 +7,37 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 
-def script_parser(doc: str | None) -> argparse.ArgumentParser:
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of a script, as ``add_argument`` takes it."""
+
+    flags: tuple[str, ...]
+    settings: dict[str, Any]
+
+
+def option(*flags: str, **settings: Any) -> Option:
+    """An option for ``asked_of``."""
+    return Option(flags, settings)
+
+
+def script_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
     """A parser that describes a script by its docstring and knows ``--json``."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    for each in (*options, option("--json", action="store_true", help="print one JSON document")):
+        parser.add_argument(*each.flags, **each.settings)
     return parser
+
+
+def asked_of(doc: str | None, *options: Option) -> argparse.Namespace:
+    """What a script was asked on the command line."""
+    return script_parser(doc, *options).parse_args()
 
 
 def progress(line: object) -> None:

@@ -13,12 +13,11 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from published_models import Model, graph_of
-from rows import finish, script_parser
+from rows import asked_of, finish, option
 from sailor.inputs import Inputs, read_inputs, read_plan
 from sailor.strategies import cluster_of, strategy_of
 from sailor_table import SETTINGS
@@ -47,12 +46,6 @@ def judged(row: Mapping[str, Any], evaluator: Evaluator) -> dict[str, Any]:
     begin = time.monotonic()
     try:
         plan = read_plan(row["plan_file"])
-        # heterog has no slices of optimizer states over teams of unlike sizes.
-        if plan.is_zero1 and any(
-            len({each.tensor for each in stage.replicas}) > 1 for stage in plan.stages
-        ):
-            plan = replace(plan, is_zero1=False)
-            found["left_out"] = "ZeRO-1"
         strategy = strategy_of(plan, evaluator.graph, evaluator.cluster)
         result = evaluator.referee(strategy, Order.FIFO)
     except HeterogError as error:
@@ -98,13 +91,14 @@ def rows_of(
 
 def main() -> int:
     """Judge the plans of a table."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
-    parser.add_argument("--table", type=Path, required=True, help="output of sailor_table.py")
-    parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
-    parser.add_argument("--budget", default="60s", help="of auto; empty leaves it out")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = asked_of(
+        __doc__,
+        option("--data", type=Path, required=True, help="folder of Sailor's inputs"),
+        option("--table", type=Path, required=True, help="output of sailor_table.py"),
+        option("--only", default="", help="names of settings, separated by semicolons"),
+        option("--budget", default="60s", help="of auto; empty leaves it out"),
+        option("--seed", type=int, default=0),
+    )
     try:
         inputs = read_inputs(options.data)
         rows = json.loads(options.table.read_text())["rows"]

@@ -4,25 +4,21 @@
 
 ``DIR`` has Sailor's three input files, see ``sailor/inputs.py``. Rows are clusters of its paper
 and two of RTX cards. Each has the best plans of others by Sailor's simulator where there are some,
-the best even plan, and three plans that are searched for within 60 seconds each: one that Sailor
-can say; one with what it cannot (micro-batches of its own for each column of replicas, unlike
-numbers of replicas, ZeRO-1); and one of these that also fits by what real runs were predicted to
-hold.
+the best even plan, and one that is searched for among all that Sailor can say.
 """
 
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rows import finish, progress, script_parser
+from rows import finish, option, progress, script_parser
 from sailor.even import best_even
 from sailor.inputs import ZONE, Inputs, Plan, Replica, Stage, read_inputs, written
 from sailor.score import Score, score_of
-from sailor.search import Limit, Rules, search
+from sailor.search import Limit, search
 
 from heterog.errors import HeterogError
 
@@ -98,12 +94,6 @@ SETTINGS = {
     "16 Titan + 16 2080": Setting(num_gpus={"Titan-RTX": 16, "RTX-2080": 16}),
     "8 3090 + 8 Titan + 8 2080": Setting(num_gpus={"RTX-3090": 8, "Titan-RTX": 8, "RTX-2080": 8}),
 }
-SEARCHES: dict[str, tuple[tuple[Rules, ...], bool]] = {
-    "ours, Sailor can say": ((Rules.SAILOR,), False),
-    "ours, extended": (tuple(Rules), False),
-    "ours, extended, fits tightly": (tuple(Rules), True),
-}
-"""Kinds of plans, and whether they have to fit by what real runs were predicted to hold."""
 
 
 def plan_of(rival: Rival) -> Plan:
@@ -130,19 +120,7 @@ def words_of(plan: Plan) -> str:
             for replica, same in groupby(stage.replicas)
         ]
         stages.append(f"{stage.num_layers} layers on {', '.join(groups)}")
-    if plan.lists is None:
-        micro = f"micro-batch {plan.micro_batch}"
-    else:
-        columns = Counter(plan.lists)
-        micro = "micro-batches " + "; ".join(
-            f"{count} columns of {_runs(sizes)}" for sizes, count in columns.items()
-        )
-    return f"{' | '.join(stages)}; {micro}{'; ZeRO-1' if plan.is_zero1 else ''}"
-
-
-def _runs(sizes: tuple[int, ...]) -> str:
-    """Sizes of micro-batches, with how many of each follow each other."""
-    return " + ".join(f"{len(list(same))} x {size}" for size, same in groupby(sizes))
+    return f"{' | '.join(stages)}; micro-batch {plan.micro_batch}"
 
 
 def row_of(name: str, method: str, plan: Plan, score: Score) -> dict[str, Any]:
@@ -152,7 +130,6 @@ def row_of(name: str, method: str, plan: Plan, score: Score) -> dict[str, Any]:
         "setting": name,
         "method": method,
         "step_time_s": timing.total_s,
-        "cautious_s": score.cautious_s,
         "pipeline_s": timing.pipeline_s,
         "sync_s": timing.sync_s,
         "straggler_s": timing.straggler_s,
@@ -160,8 +137,7 @@ def row_of(name: str, method: str, plan: Plan, score: Score) -> dict[str, Any]:
         "peak_check_bytes": score.peak_check_bytes,
         "peak_validation_bytes": score.peak_validation_bytes,
         "is_valid": score.is_valid,
-        "extensions": list(score.extensions),
-        "flags": list(score.flags),
+        "fits_tightly": score.fits_tightly,
         "gpus": plan.num_gpus,
         "plan": words_of(plan),
         "plan_file": written(plan, ZONE),
@@ -179,32 +155,22 @@ def rows_of(
     even = best_even(inputs, setting.num_gpus)
     if even is not None:
         rows.append(row_of(name, "best even plan", *even))
-    start = None
-    for method, (rules, is_tight) in SEARCHES.items():
-        found = search(
-            inputs,
-            setting.num_gpus,
-            rules,
-            limit=limit,
-            start=start,
-            is_tight=is_tight,
-            seed=seed,
-        )
-        # What Sailor can say is a plan of all rules: a start for the searches after it.
-        start = start or found.state
-        spent = {"search_s": found.seconds, "evaluations": found.evaluations}
-        rows.append(row_of(name, method, found.plan, found.score) | spent)
+    found = search(inputs, setting.num_gpus, limit, seed)
+    spent = {"search_s": found.seconds, "evaluations": found.evaluations}
+    rows.append(row_of(name, "ours", found.plan, found.score) | spent)
     return rows
 
 
 def main() -> int:
     """Search and print a table, or JSON."""
-    parser = script_parser(__doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder of Sailor's inputs")
-    parser.add_argument("--only", default="", help="names of settings, separated by semicolons")
-    parser.add_argument("--seconds", type=float, default=60.0, help="limit of each search")
-    parser.add_argument("--evaluations", type=int, default=300_000, help="limit of each search")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = script_parser(
+        __doc__,
+        option("--data", type=Path, required=True, help="folder of Sailor's inputs"),
+        option("--only", default="", help="names of settings, separated by semicolons"),
+        option("--seconds", type=float, default=60.0, help="limit of each search"),
+        option("--evaluations", type=int, default=300_000, help="limit of each search"),
+        option("--seed", type=int, default=0),
+    )
     options = parser.parse_args()
     names = options.only.split(";") if options.only else list(SETTINGS)
     unknown = [name for name in names if name not in SETTINGS]
@@ -227,13 +193,11 @@ def main() -> int:
 
 def _line(row: Mapping[str, Any]) -> str:
     """A row as text."""
-    notes = ", ".join([*row["extensions"], *row["flags"]]) or "Sailor's rules"
     memory = f"{row['peak_check_bytes'] / 1e9:.1f} / {row['peak_validation_bytes'] / 1e9:.1f} GB"
     spent = f", found in {row['search_s']:.0f} s" if "search_s" in row else ""
     return (
-        f"{row['setting']}, {row['method']}: {row['step_time_s']:.4f} s (cautious "
-        f"{row['cautious_s']:.4f}), {row['samples']} samples, {memory}{spent}: {row['plan']} "
-        f"({notes})"
+        f"{row['setting']}, {row['method']}: {row['step_time_s']:.4f} s, {row['samples']} "
+        f"samples, {memory}{spent}: {row['plan']}"
     )
 
 

@@ -9,50 +9,23 @@ median of the steps, and the most bytes that each rank's allocator held.
 
 import statistics
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rows import finish, progress, script_parser
+from rows import asked_of, finish, option, progress
 from scipy.stats import spearmanr
-from testbeds import (
-    add_testbeds,
-    on_rank,
-    results_of_ranks,
-    seconds_in_turn,
-    testbeds_and_models,
-    workload_of,
-)
+from testbeds import Task, measured, testbed_options, testbeds_and_models, workload_of
 
 from heterog.cluster import Cluster
-from heterog.graph.capture import capture, capture_step
+from heterog.graph.capture import capture
 from heterog.methods.planner import Budget
-from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.measure.op_profiler import peak_bytes
-from heterog.search.plan import load_plan, make_plan
+from heterog.search.plan import make_plan
 from heterog.search.request import Request
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
 METHODS = ("ddp", "cp_ar", "cp_ps", "single_device", "model_parallel", "local_search")
 _NOTHING_BYTES = 64 * 1024  # a rank that takes no part holds the loss
-
-
-def serve(folder: Path, model: str, methods: Sequence[str], num_steps: int) -> Any:
-    """One rank: all plans in turn; writes seconds and peak bytes."""
-    workload = workload_of(model)
-    batch = workload.make_batch()
-    captured = capture_step(workload)
-    steps = {
-        method: DeployedStep(workload, load_plan(folder / f"{method}.json"), captured=captured)
-        for method in methods
-    }
-    seconds = seconds_in_turn(
-        {method: partial(step, batch) for method, step in steps.items()}, num_steps
-    )
-    peaks = {method: peak_bytes(step, batch) for method, step in steps.items()}
-    return {"seconds": seconds, "peaks": peaks}
 
 
 def measure(
@@ -66,18 +39,17 @@ def measure(
         )
         for method in methods
     }
-    arguments = ["--models", model, "--steps", str(num_steps), "--methods", ",".join(methods)]
-    parts = results_of_ranks(__file__, cluster, plans, arguments)
+    found = measured(cluster, plans, Task(model=model, rounds=num_steps, peaks=methods))
     return [
         {
             "testbed": cluster.name,
             "model": model,
             "method": method,
             "predicted_step_time_s": plan.step_time_s,
-            "step_time_s": statistics.median(parts[0]["seconds"][method]),
-            "step_times_s": parts[0]["seconds"][method],
+            "step_time_s": statistics.median(found.seconds[method]),
+            "step_times_s": found.seconds[method],
             "predicted_peak_memory_bytes": list(plan.peak_memory_bytes),
-            "peak_memory_bytes": [part["peaks"][method] for part in parts],
+            "peak_memory_bytes": found.peaks[method],
         }
         for method, plan in plans.items()
     ]
@@ -85,29 +57,29 @@ def measure(
 
 def line(row: dict[str, Any]) -> str:
     """A row for people."""
-    predicted, measured = row["predicted_step_time_s"], row["step_time_s"]
+    predicted, actual = row["predicted_step_time_s"], row["step_time_s"]
     memory = " ".join(
         f"{p / max(m, 1):.2f}"
         for p, m in zip(row["predicted_peak_memory_bytes"], row["peak_memory_bytes"], strict=True)
     )
     return (
         f"{row['testbed']:13} {row['model']:8} {row['method']:15} predicted {predicted:.3f} s, "
-        f"measured {measured:.3f}, ratio {predicted / measured:.2f}, memory {memory}"
+        f"measured {actual:.3f}, ratio {predicted / actual:.2f}, memory {memory}"
     )
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The errors over all rows, and over the strategies of each testbed and model."""
     predicted = np.array([row["predicted_step_time_s"] for row in rows])
-    measured = np.array([row["step_time_s"] for row in rows])
-    error = predicted / measured - 1.0
+    actual = np.array([row["step_time_s"] for row in rows])
+    error = predicted / actual - 1.0
     settings = sorted({(row["testbed"], row["model"]) for row in rows})
     correlations, regrets = [], []
     for setting in settings:
         chosen = [i for i, row in enumerate(rows) if (row["testbed"], row["model"]) == setting]
-        correlations.append(float(spearmanr(predicted[chosen], measured[chosen]).statistic))
+        correlations.append(float(spearmanr(predicted[chosen], actual[chosen]).statistic))
         best = chosen[int(np.argmin(predicted[chosen]))]
-        regrets.append(float(measured[best] / measured[chosen].min() - 1.0))
+        regrets.append(float(actual[best] / actual[chosen].min() - 1.0))
     memory = np.array(
         [
             p / m
@@ -121,7 +93,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "mape_step_time": float(np.abs(error).mean()),
         "bias": float(error.mean()),
-        "spearman": float(spearmanr(predicted, measured).statistic),
+        "spearman": float(spearmanr(predicted, actual).statistic),
         "spearman_within_setting": float(np.mean(correlations)),
         "top1_regret": float(np.mean(regrets)),
         "top1_regret_max": float(np.max(regrets)),
@@ -133,18 +105,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Calibrate, predict, measure, compare."""
-    parser = script_parser(__doc__)
-    add_testbeds(parser, TESTBEDS, MODELS)
-    parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--steps", type=int, default=5)
-    arguments = parser.parse_args()
+    arguments = asked_of(
+        __doc__,
+        *testbed_options(TESTBEDS, MODELS),
+        option("--methods", default=",".join(METHODS)),
+        option("--steps", type=int, default=5),
+    )
     methods = arguments.methods.split(",")
-    if arguments.rank_folder:
-        on_rank(
-            arguments.rank_folder,
-            lambda folder: serve(folder, arguments.models, methods, arguments.steps),
-        )
-        return
     rows: list[dict[str, Any]] = []
     for cluster, model in testbeds_and_models(arguments):
         found = measure(cluster, model, methods, arguments.steps)

@@ -10,75 +10,23 @@ calibration of the testbed, on other workloads than these.
 """
 
 import statistics
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from rows import finish, geometric_mean, progress, script_parser
-from testbeds import (
-    add_testbeds,
-    on_rank,
-    results_of_ranks,
-    seconds_in_turn,
-    testbeds_and_models,
-    workload_of,
-)
-from torch.nn.parallel import DistributedDataParallel
+from rows import finish, geometric_mean, option, progress, script_parser
+from testbeds import Task, measured, testbed_options, testbeds_and_models, workload_of
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.methods.planner import Budget
-from heterog.runtime.deploy import deploy
-from heterog.search.plan import load_plan, make_plan
+from heterog.search.plan import make_plan
 from heterog.search.request import Request
 from heterog.strategy.division import split_evenly, split_in_proportion
 
 TESTBEDS = ("skew_compute", "skew_network", "skew_both")
 MODELS = ("mlp", "vgg", "gpt", "encoder")
-TUNED, DDP = "tuned_uniform", "ddp"
+TUNED, DDP, PROPORTIONAL = "tuned_uniform", "ddp", "proportional_ddp"
 _RARELY = 4
-
-
-def serve(folder: Path, model: str, asked: str, num_pairs: int) -> Any:
-    """One rank: all contenders in turn; rank 0 writes the seconds."""
-    rank = dist.get_rank()
-    workload = workload_of(model)
-    batch = workload.make_batch()
-    assert isinstance(batch, tuple)
-    contenders: dict[str, Callable[[], Any]] = {}
-    for method in (asked, TUNED):
-        plan = load_plan(folder / f"{method}.json")
-        contenders[method] = partial(deploy(workload, plan), batch)
-    size = plan.graph.batch_size
-    quotas = tuple(host.cpu_quota or 1.0 for host in plan.cluster.hosts)
-    for key, shares in (
-        (DDP, split_evenly(size, len(quotas))),
-        ("proportional_ddp", split_in_proportion(size, quotas)),
-    ):
-        contenders[key] = _ddp_step(model, shares, rank)
-    return seconds_in_turn(contenders, num_pairs, every={"proportional_ddp": _RARELY})
-
-
-def _ddp_step(model: str, shares: tuple[int, ...], rank: int) -> Callable[[], None]:
-    """A training step of the real DDP on this rank's part of the batch."""
-    workload = workload_of(model)
-    replica = DistributedDataParallel(workload.make_model())
-    optimizer = workload.optimizer(replica.parameters(), **dict(workload.optimizer_options))
-    batch = workload.make_batch()
-    assert isinstance(batch, tuple)
-    begin = sum(shares[:rank])
-    local = tuple(each[begin : begin + shares[rank]] for each in batch)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(workload.step_loss(replica, local))
-        optimizer.step()
-
-    return step
 
 
 def measure(
@@ -99,8 +47,14 @@ def measure(
         for name in (asked, TUNED, DDP)
     }
     plan = plans[asked]
-    arguments = ["--models", model, "--method", asked, "--pairs", str(num_pairs)]
-    seconds = results_of_ranks(__file__, cluster, plans, arguments)[0]
+    quotas = tuple(host.cpu_quota or 1.0 for host in cluster.hosts)
+    shares = {
+        DDP: split_evenly(graph.batch_size, len(quotas)),
+        PROPORTIONAL: split_in_proportion(graph.batch_size, quotas),
+    }
+    task = Task(model=model, rounds=num_pairs, shares=shares, every={PROPORTIONAL: _RARELY})
+    run = {name: plans[name] for name in (asked, TUNED)}
+    seconds = measured(cluster, run, task).seconds
     medians = {key: statistics.median(values) for key, values in seconds.items()}
     ours, tuned, ddp = (plans[name].step_time_s for name in (asked, TUNED, DDP))
     return {
@@ -114,9 +68,9 @@ def measure(
         "tuned_uniform_step_time_s": medians[TUNED],
         "speedup_over_tuned_uniform": medians[TUNED] / medians[asked],
         "ddp_step_time_s": medians[DDP],
-        "proportional_ddp_step_time_s": medians["proportional_ddp"],
+        "proportional_ddp_step_time_s": medians[PROPORTIONAL],
         "speedup_over_ddp": medians[DDP] / medians[asked],
-        "speedup_over_proportional_ddp": medians["proportional_ddp"] / medians[asked],
+        "speedup_over_proportional_ddp": medians[PROPORTIONAL] / medians[asked],
         "num_pairs": num_pairs,
         "seconds": seconds,
     }
@@ -124,20 +78,16 @@ def measure(
 
 def main() -> None:
     """Measure every testbed and workload."""
-    parser = script_parser(__doc__)
-    add_testbeds(parser, TESTBEDS, MODELS)
-    parser.add_argument("--method", default="auto", help="whose plan is compared")
-    parser.add_argument("--budget", default="4000e")
-    parser.add_argument("--pairs", type=int, default=20)
+    parser = script_parser(
+        __doc__,
+        *testbed_options(TESTBEDS, MODELS),
+        option("--method", default="auto", help="whose plan is compared"),
+        option("--budget", default="4000e"),
+        option("--pairs", type=int, default=20),
+    )
     arguments = parser.parse_args()
     if arguments.pairs < _RARELY:
         parser.error(f"--pairs {arguments.pairs}: proportional DDP runs once in {_RARELY} rounds")
-    if arguments.rank_folder:
-        on_rank(
-            arguments.rank_folder,
-            lambda folder: serve(folder, arguments.models, arguments.method, arguments.pairs),
-        )
-        return
     if arguments.method in (TUNED, DDP):
         parser.error(f"{arguments.method} is measured anyway; ask for another method's plan.")
     rows = []

@@ -14,31 +14,20 @@ import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from rows import finish, progress, script_parser
-from testbeds import (
-    add_testbeds,
-    on_rank,
-    results_of_ranks,
-    seconds_in_turn,
-    testbeds_and_models,
-    workload_of,
-)
+from rows import asked_of, finish, option, progress
+from testbeds import Task, measured, testbed_options, testbeds_and_models, workload_of
 
 from heterog.agents.planners import default_methods
 from heterog.cluster import Cluster
-from heterog.graph.capture import capture, capture_step
+from heterog.graph.capture import capture
 from heterog.methods import pipeline, teams
 from heterog.methods.hap import planner as hap
 from heterog.methods.planner import Budget, Candidate, MethodRow, Planner, PlanResult, Problem
-from heterog.runtime.deploy import DeployedStep
-from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.search.judging import run_method
-from heterog.search.plan import Plan, load_plan, plan_from_rows
+from heterog.search.plan import plan_from_rows
 from heterog.search.portfolio import best_row, run_methods
 from heterog.search.request import Request
 from heterog.simulator.engine import Order
@@ -183,49 +172,26 @@ def pipelines(evaluator: Evaluator) -> dict[str, MethodRow]:
     }
 
 
-def as_plan(evaluator: Evaluator, row: MethodRow) -> Plan:
-    """The file that ranks are given."""
-    return plan_from_rows(evaluator, [row])
-
-
-def serve(folder: Path, model: str, num_pairs: int) -> Any:
-    """One rank: all plans in turn; writes seconds and, of the pipelines, peak bytes."""
-    workload = workload_of(model)
-    batch = workload.make_batch()
-    captured = capture_step(workload)
-    steps = {
-        path.stem: DeployedStep(workload, load_plan(path), captured=captured)
-        for path in sorted(folder.glob("*.json"))
-    }
-    timed = {name: partial(step, batch) for name, step in steps.items() if name not in PIPELINES}
-    seconds = seconds_in_turn(timed, num_pairs)
-    peaks = {name: peak_bytes(steps[name], batch) for name in PIPELINES if name in steps}
-    return {"seconds": seconds, "peaks": peaks}
-
-
 def measure(cluster: Cluster, model: str, budget: Budget, num_pairs: int) -> dict[str, Any]:
     """Plan, then run all contenders on the testbed."""
     graph = capture(workload_of(model))
     evaluator = Evaluator(graph, cluster)
     contenders = best_rows(evaluator, budget)
     plans = contenders | pipelines(evaluator)
-    parts = results_of_ranks(
-        __file__,
-        cluster,
-        {key: as_plan(evaluator, row) for key, row in plans.items()},
-        ["--models", model, "--pairs", str(num_pairs)],
-    )
+    task = Task(model=model, rounds=num_pairs, peaks=PIPELINES, untimed=PIPELINES)
+    files = {key: plan_from_rows(evaluator, [row]) for key, row in plans.items()}
+    found = measured(cluster, files, task)
     return {
         "testbed": cluster.name,
         "model": model,
         "budget": str(budget),
         "contenders": {
-            key: _contender(row, parts[0]["seconds"][key]) for key, row in contenders.items()
+            key: _contender(row, found.seconds[key]) for key, row in contenders.items()
         },
         "peaks": {
             key: {
                 "predicted_bytes": list(plans[key].peak_memory_bytes),
-                "bytes": [part["peaks"][key] for part in parts],
+                "bytes": found.peaks[key],
             }
             for key in PIPELINES
         },
@@ -265,17 +231,12 @@ def told(row: dict[str, Any]) -> Iterator[str]:
 
 def main() -> None:
     """Measure every testbed and workload."""
-    parser = script_parser(__doc__)
-    add_testbeds(parser, TESTBEDS, MODELS)
-    parser.add_argument("--budget", default="1000e")
-    parser.add_argument("--pairs", type=int, default=10)
-    arguments = parser.parse_args()
-    if arguments.rank_folder:
-        on_rank(
-            arguments.rank_folder,
-            lambda folder: serve(folder, arguments.models, arguments.pairs),
-        )
-        return
+    arguments = asked_of(
+        __doc__,
+        *testbed_options(TESTBEDS, MODELS),
+        option("--budget", default="1000e"),
+        option("--pairs", type=int, default=10),
+    )
     rows = []
     for cluster, model in testbeds_and_models(arguments):
         budget = Budget.parse(arguments.budget)

@@ -4,28 +4,35 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rows import Option, option
+from torch.nn.parallel import DistributedDataParallel
 
 import heterog
 from heterog.cluster import Cluster
+from heterog.graph.capture import capture_step
 from heterog.methods.planner import Candidate, MethodRow
 from heterog.pricing.calibration import calibrate
 from heterog.pricing.measurements import Measurements
+from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.launch import run_commands
+from heterog.runtime.measure.op_profiler import peak_bytes
 from heterog.runtime.measure.profiler import profile_cluster
 from heterog.runtime.rank import end_together, join
 from heterog.runtime.ranks.testbed import Testbed, load_testbed
 from heterog.runtime.ranks.watching import Limits
-from heterog.search.plan import Plan, plan_from_rows
+from heterog.search.plan import Plan, load_plan, plan_from_rows
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import Strategy
@@ -86,14 +93,13 @@ def calibrated(testbed: str, folder: Path) -> Cluster:
     return replace(cluster, calibration=str(path))
 
 
-def add_testbeds(
-    parser: argparse.ArgumentParser, testbeds: Iterable[str], models: Iterable[str]
-) -> None:
-    """Arguments of a script that measures models on testbeds, on ranks that it starts itself."""
-    parser.add_argument("--testbeds", default=",".join(testbeds))
-    parser.add_argument("--models", default=",".join(models))
-    parser.add_argument("--folder", default="", help="keeps calibrations here, and uses old ones")
-    parser.add_argument("--rank-folder", default="", help=argparse.SUPPRESS)
+FOLDER = option("--folder", default="", help="keeps calibrations here, and uses old ones")
+
+
+def testbed_options(testbeds: Iterable[str], models: Iterable[str]) -> tuple[Option, ...]:
+    """Options of a script that measures models on testbeds."""
+    own = option("--testbeds", default=",".join(testbeds))
+    return own, option("--models", default=",".join(models)), FOLDER
 
 
 def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, str]]:
@@ -106,42 +112,121 @@ def testbeds_and_models(asked: argparse.Namespace) -> Iterator[tuple[Cluster, st
                 yield cluster, model
 
 
-def results_of_ranks(
-    script: str, cluster: Cluster, plans: Mapping[str, Plan], arguments: Sequence[str]
-) -> list[Any]:
-    """Run a script on every rank of a testbed; what each hands over by ``on_rank``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What all ranks of a testbed measure: a model's plans and DDP, in turn.
 
-    Args:
-        script: its ``__file__``. It gets the arguments and ``--rank-folder FOLDER``.
-        cluster: that the testbed is like.
-        plans: lie in the folder as ``NAME.json``.
-        arguments: of the script.
+    Attributes:
+        model: of ``testbed_workloads.py``.
+        rounds: after one to warm up.
+        batch_size: samples of a step; the workload's own if there is none.
+        steps: of each contender in a round.
+        peaks: plans whose most bytes are told.
+        untimed: plans that take no part in the rounds.
+        shares: samples of each rank, for every DDP by its name.
+        every: contenders that are slow, and in how many rounds they take part once.
     """
+
+    model: str
+    rounds: int
+    batch_size: int | None = None
+    steps: int = 1
+    peaks: Sequence[str] = ()
+    untimed: Sequence[str] = ()
+    shares: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    every: Mapping[str, int] = field(default_factory=dict)
+
+
+class Measured(NamedTuple):
+    """What ranks found, by contender.
+
+    Attributes:
+        seconds: a step of each round, on rank 0.
+        peaks: most bytes of each rank.
+    """
+
+    seconds: dict[str, list[float]]
+    peaks: dict[str, list[int]]
+
+
+def measured(cluster: Cluster, plans: Mapping[str, Plan], task: Task) -> Measured:
+    """Run plans on the ranks of a testbed that is like a cluster."""
     with tempfile.TemporaryDirectory() as name, Testbed(cluster) as bed:
         folder = Path(name)
         for key, plan in plans.items():
             plan.save(folder / f"{key}.json")
+        (folder / _TASK).write_text(json.dumps(asdict(task)))
         run_commands(
-            [str(Path(script).resolve()), "--rank-folder", name, *arguments],
+            [str(Path(__file__).resolve()), name],
             cluster.num_devices,
             limits=Limits(timeout_s=1800),
             place=bed,
         )
-        return [
+        found = [
             json.loads(_result(folder, rank).read_text()) for rank in range(cluster.num_devices)
         ]
+    return Measured(
+        found[0]["seconds"], {key: [own["peaks"][key] for own in found] for key in task.peaks}
+    )
 
 
-def on_rank(folder: str, measure: Callable[[Path], Any], timeout_s: float = 1800) -> None:
-    """Be a rank of ``results_of_ranks``: hand over what a function finds in the plans' folder."""
-    torch.set_num_threads(1)
-    join(timeout_s=timeout_s)
-    _result(Path(folder), dist.get_rank()).write_text(json.dumps(measure(Path(folder))))
-    end_together()
+_TASK = "task"
 
 
 def _result(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.result"
+
+
+def _on_rank(folder: Path) -> None:
+    """Be a rank of ``measured``."""
+    torch.set_num_threads(1)
+    join(timeout_s=1800)
+    task = Task(**json.loads((folder / _TASK).read_text()))
+    workload = workload_of(task.model, task.batch_size)
+    batch, captured = workload.make_batch(), capture_step(workload)
+    deployed = {
+        path.stem: DeployedStep(workload, load_plan(path), captured=captured)
+        for path in sorted(folder.glob("*.json"))
+    }
+    contenders: dict[str, Callable[[], None]] = {
+        name: partial(_window, step, batch, task.steps)
+        for name, step in deployed.items()
+        if name not in task.untimed
+    }
+    contenders |= {name: _ddp_step(task, shares) for name, shares in task.shares.items()}
+    seconds = seconds_in_turn(contenders, task.rounds, every=task.every)
+    found = {
+        "seconds": {name: [each / task.steps for each in own] for name, own in seconds.items()},
+        "peaks": {name: peak_bytes(deployed[name], batch) for name in task.peaks},
+    }
+    _result(folder, dist.get_rank()).write_text(json.dumps(found))
+    end_together()
+
+
+def _window(step: DeployedStep, batch: Any, num_steps: int) -> None:
+    for _ in range(num_steps):
+        step(batch)
+    if step.is_free_running:
+        step.settle()
+
+
+def _ddp_step(task: Task, shares: Sequence[int]) -> Callable[[], None]:
+    """Training steps of the real DDP on this rank's part of the batch."""
+    workload, rank = workload_of(task.model, task.batch_size), dist.get_rank()
+    replica = DistributedDataParallel(workload.make_model())
+    optimizer = workload.optimizer(replica.parameters(), **dict(workload.optimizer_options))
+    batch = workload.make_batch()
+    assert isinstance(batch, tuple)
+    begin = sum(shares[:rank])
+    local = tuple(each[begin : begin + shares[rank]] for each in batch)
+
+    def run() -> None:
+        for _ in range(task.steps):
+            optimizer.zero_grad()
+            torch.autograd.backward(workload.step_loss(replica, local))
+            optimizer.step()
+
+    return run
 
 
 def seconds_in_turn(
@@ -218,3 +303,7 @@ def _serve(
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(found))
     end_together()
+
+
+if __name__ == "__main__":
+    _on_rank(Path(sys.argv[1]))

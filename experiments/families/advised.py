@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric import nn as pyg
 
-from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
 from families.found import features_and_classes
 from families.graphs import NODES, edges_of_batch
 from families.language import VOCABULARY, config_of, hugging_face, padded_batch
@@ -45,34 +45,10 @@ class Pooled(nn.Module):
 WHOLE = {0: None, 1: None, 2: None}
 
 
-@family("graphs_counted", refused="labels.shape[0], mask.shape[1]")
-def graphs_counted() -> Workload:
-    """Refused: the number of graphs is one more than the largest."""
-    return sgd(lambda: Pooled(counted=True).double(), graphs, batch_dims=WHOLE)
-
-
-@family("graphs_of_labels")
-def graphs_of_labels() -> Workload:
-    """There are as many graphs as labels."""
-    return sgd(lambda: Pooled(counted=False).double(), graphs, batch_dims=WHOLE)
-
-
 def normed(momentum: float | None) -> nn.Module:
     """A network with one BatchNorm."""
     norm = nn.BatchNorm1d(16, momentum=momentum)
     return nn.Sequential(nn.Linear(8, 16), norm, nn.ReLU(), nn.Linear(16, CLASSES)).double()
-
-
-@family("norm_of_all_steps", refused="Give it a momentum")
-def norm_of_all_steps() -> Workload:
-    """Refused: a mean over all steps so far."""
-    return sgd(lambda: normed(None), features_and_classes, loss=functional.cross_entropy)
-
-
-@family("norm_with_momentum")
-def norm_with_momentum() -> Workload:
-    """The moving average of BatchNorm."""
-    return sgd(lambda: normed(0.1), features_and_classes, loss=functional.cross_entropy)
 
 
 def video_model() -> nn.Module:
@@ -93,83 +69,81 @@ def videos() -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(BATCH, 4, 3, 8, 8), order[:, :KEPT], order[:, KEPT:]
 
 
-@family("video_masks", refused="take them with torch.gather")
-def video_masks() -> Workload:
+def _video_masks_batch() -> Batch:
+    frames, _, hidden = videos()
+    return frames, torch.zeros(BATCH, PLACES).scatter(1, hidden, 1.0).bool()
+
+
+@trained(
+    "video_masks",
+    lambda: {"model": video_model()},
+    _video_masks_batch,
+    refused="take them with torch.gather",
+    dtype=None,
+)
+def video_masks(net: Any, frames: Tensor, hidden: Tensor) -> Tensor:
     """Refused: a mask as an index."""
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = video_model()
-
-        def forward(self, frames: Tensor, hidden: Tensor) -> Tensor:
-            loss: Tensor = self.model(pixel_values=frames, bool_masked_pos=hidden).loss
-            return loss
-
-    def batch() -> Batch:
-        frames, _, hidden = videos()
-        return frames, torch.zeros(BATCH, PLACES).scatter(1, hidden, 1.0).bool()
-
-    return sgd(Masked, batch)
+    loss: Tensor = net.model(pixel_values=frames, bool_masked_pos=hidden).loss
+    return loss
 
 
 def _taken(rows: Tensor, places: Tensor) -> Tensor:
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))
 
 
-class Gathered(nn.Module):
-    """VideoMAE that takes patches by their places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = video_model()
-
-    def forward(self, frames: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
-        made: Any = self.model
-        patches = _taken(made.videomae.embeddings(frames, None), seen)
-        states = made.encoder_to_decoder(made.videomae.encoder(patches).last_hidden_state)
-        table = made.position_embeddings.expand(len(frames), -1, -1).type_as(states)
-        blank = made.mask_token + _taken(table, hidden)
-        found = made.decoder(torch.cat([states + _taken(table, seen), blank], 1), hidden.shape[1])
-        pixels = frames.reshape(-1, 2, 2, 3, 2, 4, 2, 4).permute(0, 1, 4, 6, 2, 5, 7, 3)
-        return functional.mse_loss(found.logits, _taken(pixels.flatten(4).flatten(1, 3), hidden))
-
-
-@family("video_places", tolerance=FLOAT32)
-def video_places() -> Workload:
+@trained("video_places", lambda: {"model": video_model()}, videos, tolerance=FLOAT32, dtype=None)
+def video_places(net: Any, frames: Tensor, seen: Tensor, hidden: Tensor) -> Tensor:
     """The places of patches that are seen, and of those to rebuild."""
-    return sgd(Gathered, videos)
+    made: Any = net.model
+    patches = _taken(made.videomae.embeddings(frames, None), seen)
+    states = made.encoder_to_decoder(made.videomae.encoder(patches).last_hidden_state)
+    table = made.position_embeddings.expand(len(frames), -1, -1).type_as(states)
+    blank = made.mask_token + _taken(table, hidden)
+    found = made.decoder(torch.cat([states + _taken(table, seen), blank], 1), hidden.shape[1])
+    pixels = frames.reshape(-1, 2, 2, 3, 2, 4, 2, 4).permute(0, 1, 4, 6, 2, 5, 7, 3)
+    return functional.mse_loss(found.logits, _taken(pixels.flatten(4).flatten(1, 3), hidden))
 
 
-@family("time_series", tolerance=FLOAT32)
-def time_series() -> Workload:
+def _time_series_batch() -> Batch:
+    shapes = (8,), (8, 1), (4,), (4, 1)
+    return tuple(numbers(*shape).float() for shape in shapes)
+
+
+@trained(
+    "time_series",
+    lambda: {
+        "model": transformers.TimeSeriesTransformerForPrediction(
+            transformers.TimeSeriesTransformerConfig(
+                prediction_length=4,
+                context_length=6,
+                lags_sequence=[1, 2],
+                num_time_features=1,
+                d_model=16,
+                encoder_layers=1,
+                decoder_layers=1,
+                encoder_attention_heads=2,
+                decoder_attention_heads=2,
+                encoder_ffn_dim=16,
+                decoder_ffn_dim=16,
+                dropout=0.0,
+                attention_dropout=0.0,
+                activation_dropout=0.0,
+                encoder_layerdrop=0.0,
+                decoder_layerdrop=0.0,
+            )
+        )
+    },
+    _time_series_batch,
+    tolerance=FLOAT32,
+    dtype=None,
+)
+def time_series(net: Any, past: Tensor, times: Tensor, future: Tensor, later: Tensor) -> Tensor:
     """What the refusal of Autoformer advises instead."""
-
-    class Series(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.TimeSeriesTransformerForPrediction(
-                transformers.TimeSeriesTransformerConfig(
-                    prediction_length=4, context_length=6, lags_sequence=[1, 2],
-                    num_time_features=1, d_model=16, encoder_layers=1, decoder_layers=1,
-                    encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16,
-                    decoder_ffn_dim=16, dropout=0.0, attention_dropout=0.0,
-                    activation_dropout=0.0, encoder_layerdrop=0.0, decoder_layerdrop=0.0,
-                )
-            )  # fmt: skip
-
-        def forward(self, past: Tensor, times: Tensor, future: Tensor, later: Tensor) -> Tensor:
-            made = self.model(past_values=past, past_time_features=times,
-                              past_observed_mask=torch.ones_like(past), future_values=future,
-                              future_time_features=later)  # fmt: skip
-            loss: Tensor = made.loss
-            return loss
-
-    def batch() -> Batch:
-        shapes = (8,), (8, 1), (4,), (4, 1)
-        return tuple(numbers(*shape).float() for shape in shapes)
-
-    return sgd(Series, batch)
+    made = net.model(past_values=past, past_time_features=times,
+                      past_observed_mask=torch.ones_like(past), future_values=future,
+                      future_time_features=later)  # fmt: skip
+    loss: Tensor = made.loss
+    return loss
 
 
 class Spectra(nn.Module):
@@ -210,13 +184,50 @@ def speech_spectra() -> Workload:
     return sgd(Spectra, batch, optimizer_options={"lr": 0.01})
 
 
-@family("long_t5", tolerance=FLOAT32)
-def long_t5() -> Workload:
-    """What the refusal of LED advises: an encoder of local attention, and a decoder."""
-    return hugging_face(
-        lambda: config_of("LongT5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32,
-                          num_layers=1, num_decoder_layers=1, num_heads=2, local_radius=3,
-                          dropout_rate=0.0, decoder_start_token_id=0, initializer_factor=1.0),
-        "LongT5ForConditionalGeneration",
-        padded_batch,
-    )  # fmt: skip
+enter(
+    Family(
+        "graphs_counted",
+        "Refused: the number of graphs is one more than the largest.",
+        lambda: sgd(lambda: Pooled(counted=True).double(), graphs, batch_dims=WHOLE),
+        refused="labels.shape[0], mask.shape[1]",
+    ),
+    Family(
+        "graphs_of_labels",
+        "There are as many graphs as labels.",
+        lambda: sgd(lambda: Pooled(counted=False).double(), graphs, batch_dims=WHOLE),
+    ),
+    Family(
+        "norm_of_all_steps",
+        "Refused: a mean over all steps so far.",
+        lambda: sgd(lambda: normed(None), features_and_classes, loss=functional.cross_entropy),
+        refused="Give it a momentum",
+    ),
+    Family(
+        "norm_with_momentum",
+        "The moving average of BatchNorm.",
+        lambda: sgd(lambda: normed(0.1), features_and_classes, loss=functional.cross_entropy),
+    ),
+    Family(
+        "long_t5",
+        "What the refusal of LED advises: an encoder of local attention, and a decoder.",
+        lambda: hugging_face(
+            lambda: config_of(
+                "LongT5",
+                vocab_size=VOCABULARY,
+                d_model=16,
+                d_kv=8,
+                d_ff=32,
+                num_layers=1,
+                num_decoder_layers=1,
+                num_heads=2,
+                local_radius=3,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+                initializer_factor=1.0,
+            ),
+            "LongT5ForConditionalGeneration",
+            padded_batch,
+        ),
+        tolerance=FLOAT32,
+    ),
+)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from families.family import BATCH, Batch, family, sgd
+from families.family import BATCH, Batch, Family, enter, family, sgd, trained
 from families.language import VOCABULARY, causal_batch, config_of, hugging_face
 from families.training import network, numbers
 from heterog.graph.workload import Workload
@@ -52,59 +52,31 @@ def checked_tokens() -> Workload:
     return sgd(lambda: CheckedTokens().double(), batch, loss=functional.cross_entropy)
 
 
-@family("xlm")
-def xlm() -> Workload:
-    """XLM: lengths are asserted to fit."""
-    return hugging_face(
-        lambda: config_of("XLM", vocab_size=VOCABULARY, emb_dim=16, n_layers=2, n_heads=2,
-                          dropout=0.0, attention_dropout=0.0, max_position_embeddings=32,
-                          pad_index=1, init_std=0.2),
-        "XLMWithLMHeadModel",
-        causal_batch,
-    )  # fmt: skip
-
-
-class GaussianHead(nn.Module):
-    """A mean and a variance, whose loss is torch's, which raises where a variance is negative."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = network(8, 16, 2)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        mean, spread = self.body(x).unbind(1)
-        return functional.gaussian_nll_loss(mean, target, functional.softplus(spread))
-
-
-@family("gaussian_head")
-def gaussian_head() -> Workload:
+@trained("gaussian_head", lambda: {"body": network(8, 16, 2)}, lambda: (numbers(8), numbers()))
+def gaussian_head(net: Any, x: Tensor, target: Tensor) -> Tensor:
     """Regression with a variance of its own for each sample."""
-    return sgd(lambda: GaussianHead().double(), lambda: (numbers(8), numbers()))
+    mean, spread = net.body(x).unbind(1)
+    return functional.gaussian_nll_loss(mean, target, functional.softplus(spread))
 
 
-class Centred(nn.Module):
-    """Features from which a moving average of themselves is taken, which is a buffer."""
-
-    average: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
-        self.head = nn.Linear(16, CLASSES)
-        self.register_buffer("average", torch.zeros(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.body(x)
-        with torch.no_grad():
-            self.average.mul_(0.9).add_(found.mean(0), alpha=0.1)
-        out: Tensor = self.head(found - self.average)
-        return out
-
-
-@family("moving_average", is_quick=True)
-def moving_average() -> Workload:
+@trained(
+    "moving_average",
+    lambda: {
+        "body": nn.Sequential(nn.Linear(8, 16), nn.Tanh()),
+        "head": nn.Linear(16, CLASSES),
+        "average": torch.zeros(16),
+    },
+    features_and_classes,
+    loss=functional.cross_entropy,
+    is_quick=True,
+)
+def moving_average(net: Any, x: Tensor) -> Tensor:
     """A buffer that the forward pass steps in place."""
-    return sgd(lambda: Centred().double(), features_and_classes, loss=functional.cross_entropy)
+    found = net.body(x)
+    with torch.no_grad():
+        net.average.mul_(0.9).add_(found.mean(0), alpha=0.1)
+    out: Tensor = net.head(found - net.average)
+    return out
 
 
 class OwnTeacher(nn.Module):
@@ -262,3 +234,27 @@ def plain_features_normalised() -> Workload:
         return nn.Sequential(nn.Linear(8, 16), norm, nn.GLU(), nn.Linear(8, CLASSES)).double()
 
     return sgd(model, features_and_classes, loss=functional.cross_entropy)
+
+
+enter(
+    Family(
+        "xlm",
+        "XLM: lengths are asserted to fit.",
+        lambda: hugging_face(
+            lambda: config_of(
+                "XLM",
+                vocab_size=VOCABULARY,
+                emb_dim=16,
+                n_layers=2,
+                n_heads=2,
+                dropout=0.0,
+                attention_dropout=0.0,
+                max_position_embeddings=32,
+                pad_index=1,
+                init_std=0.2,
+            ),
+            "XLMWithLMHeadModel",
+            causal_batch,
+        ),
+    ),
+)

@@ -8,7 +8,7 @@ from torch.nn import functional
 from torch_geometric import nn as pyg
 from torch_geometric.utils import add_self_loops
 
-from families.family import BATCH, Batch, family, sgd
+from families.family import BATCH, Batch, Family, enter, family, sgd, trained
 from heterog.graph.workload import Workload
 
 NODES = 5
@@ -60,24 +60,6 @@ def of_layers(layer: Any, *, inner: int = 8, **options: Any) -> Workload:
     return sgd(model, graph_batch)
 
 
-@family("pyg_gcn", is_quick=True)
-def gcn() -> Workload:
-    """GCN: self loops and symmetric normalisation."""
-    return of_layers(pyg.GCNConv)
-
-
-@family("pyg_gat")
-def gat() -> Workload:
-    """GAT: attention over neighbours, self loops."""
-    return of_layers(pyg.GATConv, heads=2, concat=False)
-
-
-@family("pyg_sage")
-def sage() -> Workload:
-    """GraphSAGE: the mean of neighbours."""
-    return of_layers(pyg.SAGEConv)
-
-
 @family("pyg_gin")
 def gin() -> Workload:
     """GIN: a small network after the sum."""
@@ -108,28 +90,43 @@ def gatv2() -> Workload:
     return sgd(model, batch, batch_dims={0: None, 1: None, 2: 0})
 
 
-@family("dense_graph")
-def dense_graph() -> Workload:
+def _dense_graph_batch() -> Batch:
+    adjacency = (torch.rand(BATCH, NODES, NODES, dtype=torch.float64) > 0.5).double()
+    return (
+        torch.randn(BATCH, NODES, WIDTH, dtype=torch.float64),
+        adjacency,
+        torch.randint(0, 3, (BATCH,)),
+    )
+
+
+@trained(
+    "dense_graph",
+    lambda: {
+        "first": pyg.DenseGCNConv(WIDTH, 8),
+        "second": pyg.DenseSAGEConv(8, 8),
+        "head": nn.Linear(8, 3),
+    },
+    _dense_graph_batch,
+    loss=functional.cross_entropy,
+)
+def dense_graph(net: Any, x: Tensor, adjacency: Tensor) -> Tensor:
     """Graphs of equal size with dense adjacency: each sample is a graph."""
+    x = torch.relu(net.first(x, adjacency))
+    found: Tensor = net.head(net.second(x, adjacency).mean(1))
+    return found
 
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = pyg.DenseGCNConv(WIDTH, 8)
-            self.second = pyg.DenseSAGEConv(8, 8)
-            self.head = nn.Linear(8, 3)
 
-        def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-            x = torch.relu(self.first(x, adjacency))
-            found: Tensor = self.head(self.second(x, adjacency).mean(1))
-            return found
-
-    def batch() -> Batch:
-        adjacency = (torch.rand(BATCH, NODES, NODES, dtype=torch.float64) > 0.5).double()
-        return (
-            torch.randn(BATCH, NODES, WIDTH, dtype=torch.float64),
-            adjacency,
-            torch.randint(0, 3, (BATCH,)),
-        )
-
-    return sgd(lambda: Network().double(), batch, loss=functional.cross_entropy)
+enter(
+    Family(
+        "pyg_gcn",
+        "GCN: self loops and symmetric normalisation.",
+        lambda: of_layers(pyg.GCNConv),
+        is_quick=True,
+    ),
+    Family(
+        "pyg_gat",
+        "GAT: attention over neighbours, self loops.",
+        lambda: of_layers(pyg.GATConv, heads=2, concat=False),
+    ),
+    Family("pyg_sage", "GraphSAGE: the mean of neighbours.", lambda: of_layers(pyg.SAGEConv)),
+)

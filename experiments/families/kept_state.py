@@ -1,12 +1,13 @@
 """Models that keep something in Python between steps, control flow, schedules, guards."""
 
 import random
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.family import BATCH, FLOAT32, Batch, family, sgd, trained
 from families.training import network, numbers
 from heterog.graph.workload import Workload
 
@@ -138,65 +139,56 @@ def layer_drop_by_torch() -> Workload:
     return sgd(lambda: Drawn().double(), labelled, loss=functional.cross_entropy)
 
 
-@family("cond_and_guards")
-def cond_and_guards() -> Workload:
+@trained(
+    "cond_and_guards",
+    lambda: {"first": network(6, 8, 4), "other": network(6, 8, 4)},
+    labelled,
+    loss=functional.cross_entropy,
+)
+def cond_and_guards(net: Any, x: Tensor) -> Tensor:
     """``torch.cond`` between layers, and DETR's guard against values that are not finite."""
-
-    class Chosen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.other = network(6, 8, 4), network(6, 8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made: Tensor = torch.cond(x.mean() > 0, self.first, self.other, (x,))
-            if not torch.isfinite(made).all():
-                made = made.clamp(-1e4, 1e4)
-            return made
-
-    return sgd(lambda: Chosen().double(), labelled, loss=functional.cross_entropy)
+    made: Tensor = torch.cond(x.mean() > 0, net.first, net.other, (x,))
+    if not torch.isfinite(made).all():
+        made = made.clamp(-1e4, 1e4)
+    return made
 
 
-@family("complex_parameters")
-def complex_parameters() -> Workload:
+@trained(
+    "complex_parameters",
+    lambda: {
+        "first": nn.Linear(6, 8, dtype=torch.complex128),
+        "head": nn.Linear(8, 4, dtype=torch.complex128),
+    },
+    labelled,
+    loss=functional.cross_entropy,
+    dtype=None,
+)
+def complex_parameters(net: Any, x: Tensor) -> Tensor:
     """Weights that are complex numbers."""
-
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(6, 8, dtype=torch.complex128)
-            self.head = nn.Linear(8, 4, dtype=torch.complex128)
-
-        def forward(self, x: Tensor) -> Tensor:
-            made = self.first(x.to(torch.complex128))
-            out: Tensor = self.head(torch.complex(made.real.relu(), made.imag.relu())).abs()
-            return out
-
-    return sgd(Complex, labelled, loss=functional.cross_entropy)
+    made = net.first(x.to(torch.complex128))
+    out: Tensor = net.head(torch.complex(made.real.relu(), made.imag.relu())).abs()
+    return out
 
 
-@family("linear_recurrent_unit")
-def linear_recurrent_unit() -> Workload:
+@trained(
+    "linear_recurrent_unit",
+    lambda: {
+        "size": nn.Parameter(torch.rand(8)),
+        "angle": nn.Parameter(torch.rand(8)),
+        "into": nn.Linear(5, 8),
+        "head": nn.Linear(8, 4),
+    },
+    lambda: (numbers(6, 5), torch.randint(0, 4, (BATCH,))),
+    loss=functional.cross_entropy,
+)
+def linear_recurrent_unit(net: Any, x: Tensor) -> Tensor:
     """A diagonal recurrence with complex numbers, step by step."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.size, self.angle = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(8))
-            self.into, self.head = nn.Linear(5, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            factor = torch.polar(torch.exp(-self.size.exp()), self.angle)
-            state = torch.zeros(x.shape[0], 8, dtype=torch.complex128)
-            for place in range(x.shape[1]):
-                state = factor * state + self.into(x[:, place])
-            out: Tensor = self.head(state.real)
-            return out
-
-    return sgd(
-        lambda: Recurrent().double(),
-        lambda: (numbers(6, 5), torch.randint(0, 4, (BATCH,))),
-        loss=functional.cross_entropy,
-    )
+    factor = torch.polar(torch.exp(-net.size.exp()), net.angle)
+    state = torch.zeros(x.shape[0], 8, dtype=torch.complex128)
+    for place in range(x.shape[1]):
+        state = factor * state + net.into(x[:, place])
+    out: Tensor = net.head(state.real)
+    return out
 
 
 @family("kan", tolerance=FLOAT32)

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from families.family import BATCH, BFLOAT16, FLOAT32, Batch, family, sgd
+from families.family import BATCH, BFLOAT16, FLOAT32, Batch, Family, enter, family, sgd
 from heterog.graph.workload import Workload
 
 VOCABULARY = 50
@@ -110,20 +110,6 @@ def causal(
                         dtype=dtype)  # fmt: skip
 
 
-@family("gpt2", is_quick=True)
-def gpt2() -> Workload:
-    """GPT-2: tied embedding, learned positions, Conv1D instead of Linear."""
-    return hugging_face(
-        lambda: config_of(
-            "GPT2", **NO_DROPOUT, vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2,
-            n_positions=32,
-            initializer_range=0.2, bos_token_id=2, eos_token_id=3,
-        ),
-        "GPT2LMHeadModel",
-        causal_batch,
-    )  # fmt: skip
-
-
 @family("gpt2_classifier", is_quick=True)
 def gpt2_classifier() -> Workload:
     """GPT-2 that classifies each sequence by its last token that is no padding."""
@@ -146,138 +132,9 @@ def gpt2_classifier() -> Workload:
     )  # fmt: skip
 
 
-@family("llama", tolerance=FLOAT32)
-def llama() -> Workload:
-    """Llama: rotary positions, grouped-query attention, gated feed-forward."""
-    return causal("Llama", num_key_value_heads=1)
-
-
-@family("qwen2", tolerance=FLOAT32)
-def qwen2() -> Workload:
-    """Qwen2 with padding: biases in attention."""
-    return causal("Qwen2", num_key_value_heads=1, batch=padded_batch)
-
-
-@family("qwen3", tolerance=FLOAT32)
-def qwen3() -> Workload:
-    """Qwen3: queries and keys are normalised."""
-    return causal("Qwen3", num_key_value_heads=1, head_dim=8)
-
-
-@family("mistral", tolerance=FLOAT32)
-def mistral() -> Workload:
-    """Mistral with a sliding window."""
-    return causal("Mistral", num_key_value_heads=1, sliding_window=3)
-
-
-@family("gemma2", tolerance=FLOAT32)
-def gemma2() -> Workload:
-    """Gemma 2: soft caps, norms before and after, tied embedding."""
-    return causal("Gemma2", num_key_value_heads=1, head_dim=8, sliding_window=4)
-
-
-@family("phi", tolerance=FLOAT32)
-def phi() -> Workload:
-    """Phi: attention and feed-forward side by side, partly rotary."""
-    return causal("Phi")
-
-
-@family("opt")
-def opt() -> Workload:
-    """OPT: positions from the cumulated attention mask."""
-    return causal("OPT", ffn_dim=32, word_embed_proj_dim=16, batch=padded_batch)
-
-
-@family("bloom")
-def bloom() -> Workload:
-    """BLOOM: linear biases of distance instead of positions."""
-    return causal("Bloom", n_layer=2, n_head=2)
-
-
-@family("gpt_neox", tolerance=FLOAT32)
-def gpt_neox() -> Workload:
-    """GPT-NeoX: parallel residual."""
-    return causal("GPTNeoX")
-
-
-@family("gptj", tolerance=FLOAT32)
-def gptj() -> Workload:
-    """GPT-J: rotary positions in pairs."""
-    return causal("GPTJ", n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4)
-
-
-@family("falcon", tolerance=FLOAT32)
-def falcon() -> Workload:
-    """Falcon: one key and value for all heads."""
-    return causal("Falcon")
-
-
-@family("olmo2", tolerance=FLOAT32)
-def olmo2() -> Workload:
-    """OLMo 2: norms after attention and feed-forward."""
-    return causal("Olmo2")
-
-
-@family("stablelm", tolerance=FLOAT32)
-def stablelm() -> Workload:
-    """StableLM."""
-    return causal("StableLm", num_key_value_heads=1)
-
-
-@family("mixtral", tolerance=FLOAT32)
-def mixtral() -> Workload:
-    """Mixtral: sparse experts, picked by value."""
-    return causal("Mixtral", num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
-                  dtype=torch.float32)  # fmt: skip
-
-
-@family("mixtral_grouped", tolerance=FLOAT32)
-def mixtral_grouped() -> Workload:
-    """Mixtral with experts by grouped matrix products, in single precision."""
-    return causal("Mixtral", num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
-                  experts_implementation="grouped_mm", dtype=torch.float32)  # fmt: skip
-
-
-@family("qwen2_moe_dense", tolerance=FLOAT32)
-def qwen2_moe_dense() -> Workload:
-    """Qwen2-MoE with shared experts, every expert by batched products."""
-    return causal("Qwen2Moe", num_key_value_heads=1, num_experts=4, num_experts_per_tok=2,
-                  moe_intermediate_size=16, shared_expert_intermediate_size=16,
-                  experts_implementation="batched_mm", dtype=torch.float32)  # fmt: skip
-
-
-@family("mamba", tolerance=FLOAT32)
-def mamba() -> Workload:
-    """Mamba: a selective state space, scanned token by token."""
-    return causal("Mamba", head="MambaForCausalLM", state_size=4, time_step_rank=4,
-                  use_mambapy=False)  # fmt: skip
-
-
-@family("llama_bf16", tolerance=BFLOAT16)
-def llama_bf16() -> Workload:
-    """Llama with weights in bf16; steps are large, or rounding would be all there is to see."""
-    return hugging_face(
-        lambda: small("Llama", num_key_value_heads=1), "LlamaForCausalLM", causal_batch,
-        dtype=torch.bfloat16, optimizer_options={"lr": 0.5},
-    )  # fmt: skip
-
-
 def seq2seq_batch() -> Batch:
     """Sources and labels; decoder inputs are the labels shifted by the model."""
     return {"input_ids": tokens(), "labels": labels_of(5)}
-
-
-@family("t5", tolerance=FLOAT32)
-def t5() -> Workload:
-    """T5: relative positions shared by the layers, tied embeddings."""
-    return hugging_face(
-        lambda: config_of(
-            "T5", vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-            dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1,
-        ),
-        "T5ForConditionalGeneration",
-        seq2seq_batch,
-    )  # fmt: skip
 
 
 ENCODER_DECODER = {
@@ -289,44 +146,6 @@ ENCODER_DECODER = {
 }  # fmt: skip
 
 
-@family("bart")
-def bart() -> Workload:
-    """BART: one embedding for encoder, decoder and head."""
-    return hugging_face(lambda: config_of("Bart", **ENCODER_DECODER),
-                        "BartForConditionalGeneration", seq2seq_batch)  # fmt: skip
-
-
-@family("pegasus")
-def pegasus() -> Workload:
-    """Pegasus: fixed positions."""
-    return hugging_face(lambda: config_of("Pegasus", **ENCODER_DECODER),
-                        "PegasusForConditionalGeneration", seq2seq_batch)  # fmt: skip
-
-
-@family("bert_mlm")
-def bert_mlm() -> Workload:
-    """BERT, masked language model: tied head."""
-    return hugging_face(lambda: small("Bert"), "BertForMaskedLM", padded_batch)
-
-
-@family("roberta_mlm")
-def roberta_mlm() -> Workload:
-    """RoBERTa: positions from the tokens that are not padding."""
-    return hugging_face(lambda: small("Roberta"), "RobertaForMaskedLM", padded_batch)
-
-
-@family("deberta_v2", tolerance=FLOAT32)
-def deberta_v2() -> Workload:
-    """DeBERTa: content and position attend to each other."""
-    return hugging_face(
-        lambda: small("DebertaV2", relative_attention=True, position_buckets=4,
-                      max_relative_positions=8, pos_att_type=["p2c", "c2p"],
-                      norm_rel_ebd="layer_norm", share_att_key=True),
-        "DebertaV2ForMaskedLM",
-        padded_batch,
-    )  # fmt: skip
-
-
 @family("electra")
 def electra() -> Workload:
     """ELECTRA's discriminator: which tokens were replaced."""
@@ -335,24 +154,6 @@ def electra() -> Workload:
         return {"input_ids": tokens(), "labels": torch.randint(0, 2, (BATCH, TOKENS))}
 
     return hugging_face(lambda: small("Electra", embedding_size=8), "ElectraForPreTraining", batch)
-
-
-@family("modernbert", tolerance=FLOAT32)
-def modernbert() -> Workload:
-    """ModernBERT: local and global attention, masks made by ``where``."""
-    return hugging_face(
-        lambda: small("ModernBert", local_attention=4, global_attn_every_n_layers=2,
-                      cls_token_id=2, sep_token_id=3, mlp_dropout=0.0, embedding_dropout=0.0),
-        "ModernBertForMaskedLM",
-        padded_batch,
-    )  # fmt: skip
-
-
-@family("albert")
-def albert() -> Workload:
-    """ALBERT: all layers share their weights."""
-    return hugging_face(lambda: small("Albert", embedding_size=8), "AlbertForMaskedLM",
-                        padded_batch)  # fmt: skip
 
 
 @family("distilbert_qa")
@@ -382,18 +183,6 @@ def bert_classifier_dropout() -> Workload:
     )
 
 
-@family("xlnet", tolerance=FLOAT32)
-def xlnet() -> Workload:
-    """XLNet: two-stream relative attention."""
-    return hugging_face(
-        lambda: config_of("XLNet", vocab_size=VOCABULARY, d_model=16, n_layer=2, n_head=2,
-                                         d_inner=32, dropout=0.0, summary_last_dropout=0.0,
-                                         initializer_range=0.2),
-        "XLNetLMHeadModel",
-        causal_batch,
-    )  # fmt: skip
-
-
 @family("t5_encoder_regression", tolerance=FLOAT32)
 def t5_encoder_regression() -> Workload:
     """A regression on a T5 encoder: squared error of the model's own head."""
@@ -417,3 +206,274 @@ def t5_encoder_regression() -> Workload:
         return {"input_ids": tokens(), "scores": torch.randn(BATCH)}
 
     return sgd(Regression, batch)
+
+
+enter(
+    Family(
+        "gpt2",
+        "GPT-2: tied embedding, learned positions, Conv1D instead of Linear.",
+        lambda: hugging_face(
+            lambda: config_of(
+                "GPT2",
+                **NO_DROPOUT,
+                vocab_size=VOCABULARY,
+                n_embd=16,
+                n_layer=2,
+                n_head=2,
+                n_positions=32,
+                initializer_range=0.2,
+                bos_token_id=2,
+                eos_token_id=3,
+            ),
+            "GPT2LMHeadModel",
+            causal_batch,
+        ),
+        is_quick=True,
+    ),
+    Family(
+        "llama",
+        "Llama: rotary positions, grouped-query attention, gated feed-forward.",
+        lambda: causal("Llama", num_key_value_heads=1),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "qwen2",
+        "Qwen2 with padding: biases in attention.",
+        lambda: causal("Qwen2", num_key_value_heads=1, batch=padded_batch),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "qwen3",
+        "Qwen3: queries and keys are normalised.",
+        lambda: causal("Qwen3", num_key_value_heads=1, head_dim=8),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "mistral",
+        "Mistral with a sliding window.",
+        lambda: causal("Mistral", num_key_value_heads=1, sliding_window=3),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "gemma2",
+        "Gemma 2: soft caps, norms before and after, tied embedding.",
+        lambda: causal("Gemma2", num_key_value_heads=1, head_dim=8, sliding_window=4),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "phi",
+        "Phi: attention and feed-forward side by side, partly rotary.",
+        lambda: causal("Phi"),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "opt",
+        "OPT: positions from the cumulated attention mask.",
+        lambda: causal("OPT", ffn_dim=32, word_embed_proj_dim=16, batch=padded_batch),
+    ),
+    Family(
+        "bloom",
+        "BLOOM: linear biases of distance instead of positions.",
+        lambda: causal("Bloom", n_layer=2, n_head=2),
+    ),
+    Family(
+        "gpt_neox", "GPT-NeoX: parallel residual.", lambda: causal("GPTNeoX"), tolerance=FLOAT32
+    ),
+    Family(
+        "gptj",
+        "GPT-J: rotary positions in pairs.",
+        lambda: causal("GPTJ", n_embd=16, n_layer=2, n_head=2, n_positions=32, rotary_dim=4),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "falcon",
+        "Falcon: one key and value for all heads.",
+        lambda: causal("Falcon"),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "olmo2",
+        "OLMo 2: norms after attention and feed-forward.",
+        lambda: causal("Olmo2"),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "stablelm",
+        "StableLM.",
+        lambda: causal("StableLm", num_key_value_heads=1),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "mixtral",
+        "Mixtral: sparse experts, picked by value.",
+        lambda: causal(
+            "Mixtral",
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            dtype=torch.float32,
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "mixtral_grouped",
+        "Mixtral with experts by grouped matrix products, in single precision.",
+        lambda: causal(
+            "Mixtral",
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            experts_implementation="grouped_mm",
+            dtype=torch.float32,
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "qwen2_moe_dense",
+        "Qwen2-MoE with shared experts, every expert by batched products.",
+        lambda: causal(
+            "Qwen2Moe",
+            num_key_value_heads=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            experts_implementation="batched_mm",
+            dtype=torch.float32,
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "mamba",
+        "Mamba: a selective state space, scanned token by token.",
+        lambda: causal(
+            "Mamba", head="MambaForCausalLM", state_size=4, time_step_rank=4, use_mambapy=False
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "llama_bf16",
+        "Llama with weights in bf16; steps are large, or rounding would be all there is to see.",
+        lambda: hugging_face(
+            lambda: small("Llama", num_key_value_heads=1),
+            "LlamaForCausalLM",
+            causal_batch,
+            dtype=torch.bfloat16,
+            optimizer_options={"lr": 0.5},
+        ),
+        tolerance=BFLOAT16,
+    ),
+    Family(
+        "t5",
+        "T5: relative positions shared by the layers, tied embeddings.",
+        lambda: hugging_face(
+            lambda: config_of(
+                "T5",
+                vocab_size=VOCABULARY,
+                d_model=16,
+                d_kv=8,
+                d_ff=32,
+                num_layers=2,
+                num_heads=2,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+                pad_token_id=0,
+                eos_token_id=1,
+            ),
+            "T5ForConditionalGeneration",
+            seq2seq_batch,
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "bart",
+        "BART: one embedding for encoder, decoder and head.",
+        lambda: hugging_face(
+            lambda: config_of("Bart", **ENCODER_DECODER),
+            "BartForConditionalGeneration",
+            seq2seq_batch,
+        ),
+    ),
+    Family(
+        "pegasus",
+        "Pegasus: fixed positions.",
+        lambda: hugging_face(
+            lambda: config_of("Pegasus", **ENCODER_DECODER),
+            "PegasusForConditionalGeneration",
+            seq2seq_batch,
+        ),
+    ),
+    Family(
+        "bert_mlm",
+        "BERT, masked language model: tied head.",
+        lambda: hugging_face(lambda: small("Bert"), "BertForMaskedLM", padded_batch),
+    ),
+    Family(
+        "roberta_mlm",
+        "RoBERTa: positions from the tokens that are not padding.",
+        lambda: hugging_face(lambda: small("Roberta"), "RobertaForMaskedLM", padded_batch),
+    ),
+    Family(
+        "deberta_v2",
+        "DeBERTa: content and position attend to each other.",
+        lambda: hugging_face(
+            lambda: small(
+                "DebertaV2",
+                relative_attention=True,
+                position_buckets=4,
+                max_relative_positions=8,
+                pos_att_type=["p2c", "c2p"],
+                norm_rel_ebd="layer_norm",
+                share_att_key=True,
+            ),
+            "DebertaV2ForMaskedLM",
+            padded_batch,
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "modernbert",
+        "ModernBERT: local and global attention, masks made by ``where``.",
+        lambda: hugging_face(
+            lambda: small(
+                "ModernBert",
+                local_attention=4,
+                global_attn_every_n_layers=2,
+                cls_token_id=2,
+                sep_token_id=3,
+                mlp_dropout=0.0,
+                embedding_dropout=0.0,
+            ),
+            "ModernBertForMaskedLM",
+            padded_batch,
+        ),
+        tolerance=FLOAT32,
+    ),
+    Family(
+        "albert",
+        "ALBERT: all layers share their weights.",
+        lambda: hugging_face(
+            lambda: small("Albert", embedding_size=8), "AlbertForMaskedLM", padded_batch
+        ),
+    ),
+    Family(
+        "xlnet",
+        "XLNet: two-stream relative attention.",
+        lambda: hugging_face(
+            lambda: config_of(
+                "XLNet",
+                vocab_size=VOCABULARY,
+                d_model=16,
+                n_layer=2,
+                n_head=2,
+                d_inner=32,
+                dropout=0.0,
+                summary_last_dropout=0.0,
+                initializer_range=0.2,
+            ),
+            "XLNetLMHeadModel",
+            causal_batch,
+        ),
+        tolerance=FLOAT32,
+    ),
+)

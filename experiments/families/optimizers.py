@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import family, sgd
+from families.family import Family, enter, sgd
 from families.found import features_and_classes
 from families.training import network
 from heterog.graph.workload import Workload
@@ -111,25 +111,21 @@ def _first_and_rest(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-@family("d_adaptation")
-def d_adaptation() -> Workload:
-    """One step size for all parameters, found while training."""
-    return _trained_by(DAdaptation, 10.0)
-
-
-@family("prodigy")
-def prodigy() -> Workload:
-    """D-Adaptation for Adam."""
-    return _trained_by(Prodigy, 1.0)
-
-
-@family("lars_over_groups")
-def lars_over_groups() -> Workload:
-    """A trust ratio for each of two groups."""
-    return _trained_by(Lars, 0.1, parameter_groups=_first_and_rest)
-
-
-@family("stable_adamw")
-def stable_adamw() -> Workload:
-    """A subclass of AdamW that looks at whole parameters."""
-    return _trained_by(Stable, 0.01)
+enter(
+    Family(
+        "d_adaptation",
+        "One step size for all parameters, found while training.",
+        lambda: _trained_by(DAdaptation, 10.0),
+    ),
+    Family("prodigy", "D-Adaptation for Adam.", lambda: _trained_by(Prodigy, 1.0)),
+    Family(
+        "lars_over_groups",
+        "A trust ratio for each of two groups.",
+        lambda: _trained_by(Lars, 0.1, parameter_groups=_first_and_rest),
+    ),
+    Family(
+        "stable_adamw",
+        "A subclass of AdamW that looks at whole parameters.",
+        lambda: _trained_by(Stable, 0.01),
+    ),
+)

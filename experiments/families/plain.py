@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
 from families.language import VOCABULARY, labels_of, tokens
 from heterog.graph.workload import Workload
 
@@ -32,18 +32,6 @@ class Recurrent(nn.Module):
         hidden, _ = self.layers(self.embedding(words))
         scores = self.head(hidden[:, :-1]).reshape(-1, VOCABULARY)
         return functional.cross_entropy(scores, words[:, 1:].reshape(-1))
-
-
-@family("lstm_language_model")
-def lstm_language_model() -> Workload:
-    """LSTM: the target is the input, one word later."""
-    return sgd(lambda: Recurrent("LSTM").double(), lambda: (tokens(),))
-
-
-@family("gru_both_ways")
-def gru_both_ways() -> Workload:
-    """GRU in both directions."""
-    return sgd(lambda: Recurrent("GRU", both_ways=True).double(), lambda: (tokens(),))
 
 
 class Dlrm(nn.Module):
@@ -77,95 +65,73 @@ def _clicks() -> Batch:
     )
 
 
-@family("dlrm")
-def dlrm() -> Workload:
-    """DLRM with dense gradients of its tables."""
-    return sgd(lambda: Dlrm(sparse=False).double(), _clicks,
-               loss=functional.binary_cross_entropy_with_logits)  # fmt: skip
+def _wide_and_deep_batch() -> Batch:
+    return (
+        torch.randint(0, 20, (BATCH, 4)),
+        torch.randn(BATCH, 4, dtype=torch.float64),
+        torch.rand(BATCH, 1, dtype=torch.float64),
+    )
 
 
-@family("dlrm_sparse", is_quick=True)
-def dlrm_sparse() -> Workload:
-    """DLRM whose tables ask for sparse gradients."""
-    return sgd(lambda: Dlrm(sparse=True).double(), _clicks,
-               loss=functional.binary_cross_entropy_with_logits,
-               optimizer_options={"lr": 0.1})  # fmt: skip
-
-
-@family("wide_and_deep")
-def wide_and_deep() -> Workload:
+@trained(
+    "wide_and_deep",
+    lambda: {
+        "wide": nn.EmbeddingBag(20, 1, mode="mean"),
+        "deep": nn.EmbeddingBag(20, 6, mode="mean", padding_idx=0),
+        "body": nn.Sequential(nn.Linear(6 + 4, 8), nn.PReLU(), nn.Linear(8, 1)),
+    },
+    _wide_and_deep_batch,
+    loss=functional.binary_cross_entropy,
+    optimizer=torch.optim.Adagrad,
+    optimizer_options={"lr": 0.05},
+)
+def wide_and_deep(net: Any, words: Tensor, numbers: Tensor) -> Tensor:
     """Wide & deep: bags with offsets-free rows, crossed features, Adagrad."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide = nn.EmbeddingBag(20, 1, mode="mean")
-            self.deep = nn.EmbeddingBag(20, 6, mode="mean", padding_idx=0)
-            self.body = nn.Sequential(nn.Linear(6 + 4, 8), nn.PReLU(), nn.Linear(8, 1))
-
-        def forward(self, words: Tensor, numbers: Tensor) -> Tensor:
-            deep = self.body(torch.cat([self.deep(words), numbers], 1))
-            return torch.sigmoid(self.wide(words) + deep)
-
-    def batch() -> Batch:
-        return (
-            torch.randint(0, 20, (BATCH, 4)),
-            torch.randn(BATCH, 4, dtype=torch.float64),
-            torch.rand(BATCH, 1, dtype=torch.float64),
-        )
-
-    return sgd(lambda: Network().double(), batch, loss=functional.binary_cross_entropy,
-               optimizer=torch.optim.Adagrad, optimizer_options={"lr": 0.05})  # fmt: skip
+    deep = net.body(torch.cat([net.deep(words), numbers], 1))
+    return torch.sigmoid(net.wide(words) + deep)
 
 
-@family("two_tower")
-def two_tower() -> Workload:
+@trained(
+    "two_tower",
+    lambda: {
+        "user": nn.Embedding(30, 8),
+        "item": nn.Embedding(30, 8),
+        "tower": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)),
+    },
+    lambda: tuple(torch.randint(0, 30, (2, BATCH))),
+)
+def two_tower(net: Any, users: Tensor, items: Tensor) -> Tensor:
     """Two towers: the other items of the batch are the wrong answers."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.user, self.item = nn.Embedding(30, 8), nn.Embedding(30, 8)
-            self.tower = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
-        def forward(self, users: Tensor, items: Tensor) -> Tensor:
-            left = functional.normalize(self.tower(self.user(users)), dim=-1)
-            right = functional.normalize(self.tower(self.item(items)), dim=-1)
-            target = torch.arange(users.shape[0], device=users.device)
-            return functional.cross_entropy(left @ right.T / 0.2, target)
-
-    return sgd(lambda: Network().double(),
-               lambda: tuple(torch.randint(0, 30, (2, BATCH))))  # fmt: skip
+    left = functional.normalize(net.tower(net.user(users)), dim=-1)
+    right = functional.normalize(net.tower(net.item(items)), dim=-1)
+    target = torch.arange(users.shape[0], device=users.device)
+    return functional.cross_entropy(left @ right.T / 0.2, target)
 
 
-class StateSpace(nn.Module):
-    """A diagonal state space, run as a recurrence over the sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 8)
-        self.rate = nn.Parameter(torch.rand(8, 4))
-        self.enter, self.leave = nn.Parameter(torch.randn(8, 4)), nn.Parameter(torch.randn(8, 4))
-        self.gate = nn.Linear(8, 8)
-        self.head = nn.Linear(8, VOCABULARY)
-
-    def forward(self, words: Tensor) -> Tensor:
-        x = self.embedding(words)
-        decay = torch.exp(-functional.softplus(self.rate))
-        state = torch.zeros(words.shape[0], 8, 4, dtype=x.dtype, device=x.device)
-        out = []
-        for place in range(words.shape[1]):
-            state = decay * state + self.enter * x[:, place, :, None]
-            out.append((state * self.leave).sum(-1))
-        mixed = torch.stack(out, 1) * torch.sigmoid(self.gate(x))
-        return self.head(x + mixed).transpose(1, 2)
-
-
-@family("state_space")
-def state_space() -> Workload:
+@trained(
+    "state_space",
+    lambda: {
+        "embedding": nn.Embedding(VOCABULARY, 8),
+        "rate": nn.Parameter(torch.rand(8, 4)),
+        "enter": nn.Parameter(torch.randn(8, 4)),
+        "leave": nn.Parameter(torch.randn(8, 4)),
+        "gate": nn.Linear(8, 8),
+        "head": nn.Linear(8, VOCABULARY),
+    },
+    lambda: (tokens(), labels_of()),
+    loss=functional.cross_entropy,
+)
+def state_space(net: Any, words: Tensor) -> Tensor:
     """A hand-written state space model; class scores in the middle dimension."""
-    return sgd(lambda: StateSpace().double(), lambda: (tokens(), labels_of()),
-               loss=functional.cross_entropy)  # fmt: skip
+    x = net.embedding(words)
+    decay = torch.exp(-functional.softplus(net.rate))
+    state = torch.zeros(words.shape[0], 8, 4, dtype=x.dtype, device=x.device)
+    out = []
+    for place in range(words.shape[1]):
+        state = decay * state + net.enter * x[:, place, :, None]
+        out.append((state * net.leave).sum(-1))
+    mixed = torch.stack(out, 1) * torch.sigmoid(net.gate(x))
+    return net.head(x + mixed).transpose(1, 2)
 
 
 class Perceiver(nn.Module):
@@ -206,80 +172,75 @@ def perceiver() -> Workload:
     return sgd(lambda: Perceiver().double(), batch, loss=functional.mse_loss)
 
 
-@family("set_transformer")
-def set_transformer() -> Workload:
+def _set_transformer_batch() -> Batch:
+    shape = (BATCH, 5, 3)
+    return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+
+
+@trained(
+    "set_transformer",
+    lambda: {
+        "points": nn.Parameter(torch.randn(2, 6)),
+        "first": nn.Linear(3, 6),
+        "attention": nn.ModuleList(
+            nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2)
+        ),
+        "last": nn.Linear(6, 3),
+    },
+    _set_transformer_batch,
+)
+def set_transformer(net: Any, cloud: Tensor, wanted: Tensor) -> Tensor:
     """Induced attention over a set, and a set distance (chamfer) as loss."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.points = nn.Parameter(torch.randn(2, 6))
-            self.first = nn.Linear(3, 6)
-            self.attention = nn.ModuleList(
-                nn.MultiheadAttention(6, 2, batch_first=True) for _ in range(2)
-            )
-            self.last = nn.Linear(6, 3)
-
-        def forward(self, cloud: Tensor, wanted: Tensor) -> Tensor:
-            x = self.first(cloud)
-            points = self.points.expand(len(x), -1, -1)
-            inner = self.attention[0](points, x, x, need_weights=False)[0]
-            x = x + self.attention[1](x, inner, inner, need_weights=False)[0]
-            distance = torch.cdist(self.last(x), wanted).square()
-            return distance.amin(1).mean() + distance.amin(2).mean()
-
-    def batch() -> Batch:
-        shape = (BATCH, 5, 3)
-        return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-
-    return sgd(lambda: Network().double(), batch)
+    x = net.first(cloud)
+    points = net.points.expand(len(x), -1, -1)
+    inner = net.attention[0](points, x, x, need_weights=False)[0]
+    x = x + net.attention[1](x, inner, inner, need_weights=False)[0]
+    distance = torch.cdist(net.last(x), wanted).square()
+    return distance.amin(1).mean() + distance.amin(2).mean()
 
 
-@family("soft_experts")
-def soft_experts() -> Workload:
+@trained(
+    "soft_experts",
+    lambda: {
+        "embedding": nn.Embedding(VOCABULARY, 8),
+        "router": nn.Parameter(torch.randn(8, 4)),
+        "first": nn.Parameter(torch.randn(4, 8, 16) * 0.3),
+        "second": nn.Parameter(torch.randn(4, 16, 8) * 0.3),
+        "head": nn.Linear(8, VOCABULARY),
+    },
+    lambda: (tokens(), labels_of()),
+    loss=flat_loss,
+)
+def soft_experts(net: Any, words: Tensor) -> Tensor:
     """A soft mixture of experts: every expert sees weighted means of the tokens of a sample."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(VOCABULARY, 8)
-            self.router = nn.Parameter(torch.randn(8, 4))
-            self.first = nn.Parameter(torch.randn(4, 8, 16) * 0.3)
-            self.second = nn.Parameter(torch.randn(4, 16, 8) * 0.3)
-            self.head = nn.Linear(8, VOCABULARY)
-
-        def forward(self, words: Tensor) -> Tensor:
-            x = self.embedding(words)
-            scores = x @ self.router
-            slots = torch.einsum("bte,btd->bed", scores.softmax(1), x)
-            hidden = torch.relu(torch.einsum("bed,edh->beh", slots, self.first))
-            out = torch.einsum("beh,ehd->bed", hidden, self.second)
-            mixed = torch.einsum("bte,bed->btd", scores.softmax(2), out)
-            return self.head(x + mixed).flatten(0, 1)
-
-    return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()), loss=flat_loss)
+    x = net.embedding(words)
+    scores = x @ net.router
+    slots = torch.einsum("bte,btd->bed", scores.softmax(1), x)
+    hidden = torch.relu(torch.einsum("bed,edh->beh", slots, net.first))
+    out = torch.einsum("beh,ehd->bed", hidden, net.second)
+    mixed = torch.einsum("bte,bed->btd", scores.softmax(2), out)
+    return net.head(x + mixed).flatten(0, 1)
 
 
-@family("top1_experts_float32", tolerance=FLOAT32)
-def top1_experts() -> Workload:
+@trained(
+    "top1_experts_float32",
+    lambda: {
+        "router": nn.Linear(6, 4),
+        "experts": nn.ModuleList(nn.Linear(6, 6) for _ in range(4)),
+        "head": nn.Linear(6, 3),
+    },
+    lambda: (torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))),
+    tolerance=FLOAT32,
+    dtype=None,
+)
+def top1_experts(net: Any, x: Tensor, classes: Tensor) -> Tensor:
     """Switch routing with a balance loss over the whole batch; experts run on everything."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Linear(6, 4)
-            self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-            self.head = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
-            likely = self.router(x).softmax(-1)
-            best = functional.one_hot(likely.argmax(-1), 4).to(x.dtype)
-            every = torch.stack([expert(x) for expert in self.experts], 1)
-            mixed = ((likely * best).unsqueeze(-1) * every).sum(1)
-            balance = 4 * (best.mean(0) * likely.mean(0)).sum()
-            return functional.cross_entropy(self.head(mixed), classes) + 0.1 * balance
-
-    return sgd(Network, lambda: (torch.randn(BATCH, 6), torch.randint(0, 3, (BATCH,))))
+    likely = net.router(x).softmax(-1)
+    best = functional.one_hot(likely.argmax(-1), 4).to(x.dtype)
+    every = torch.stack([expert(x) for expert in net.experts], 1)
+    mixed = ((likely * best).unsqueeze(-1) * every).sum(1)
+    balance = 4 * (best.mean(0) * likely.mean(0)).sum()
+    return functional.cross_entropy(net.head(mixed), classes) + 0.1 * balance
 
 
 @family("spectral_norm_mlp", is_quick=True)
@@ -321,3 +282,37 @@ def tied_frozen_shared() -> Workload:
             return self.head(x).flatten(0, 1)
 
     return sgd(lambda: Network().double(), lambda: (tokens(), labels_of()), loss=flat_loss)
+
+
+enter(
+    Family(
+        "lstm_language_model",
+        "LSTM: the target is the input, one word later.",
+        lambda: sgd(lambda: Recurrent("LSTM").double(), lambda: (tokens(),)),
+    ),
+    Family(
+        "gru_both_ways",
+        "GRU in both directions.",
+        lambda: sgd(lambda: Recurrent("GRU", both_ways=True).double(), lambda: (tokens(),)),
+    ),
+    Family(
+        "dlrm",
+        "DLRM with dense gradients of its tables.",
+        lambda: sgd(
+            lambda: Dlrm(sparse=False).double(),
+            _clicks,
+            loss=functional.binary_cross_entropy_with_logits,
+        ),
+    ),
+    Family(
+        "dlrm_sparse",
+        "DLRM whose tables ask for sparse gradients.",
+        lambda: sgd(
+            lambda: Dlrm(sparse=True).double(),
+            _clicks,
+            loss=functional.binary_cross_entropy_with_logits,
+            optimizer_options={"lr": 0.1},
+        ),
+        is_quick=True,
+    ),
+)

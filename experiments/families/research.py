@@ -2,6 +2,7 @@
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch._higher_order_ops.scan import scan
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from families.family import BATCH, Batch, family, sgd
+from families.family import BATCH, Batch, family, sgd, trained
 from families.found import CLASSES, features_and_classes
 from families.training import network, numbers
 from heterog.graph.workload import Workload
@@ -41,28 +42,25 @@ def maml() -> Workload:
     return sgd(lambda: Tasks().double(), lambda: (numbers(8, 3), numbers(8, 1)))
 
 
-@family("capsules")
-def capsules() -> Workload:
+@trained(
+    "capsules",
+    lambda: {
+        "first": nn.Linear(8, 5 * 4),
+        "votes": nn.Parameter(0.5 * torch.randn(5, CLASSES, 4, 6)),
+    },
+    features_and_classes,
+    loss=functional.multi_margin_loss,
+)
+def capsules(net: Any, x: Tensor) -> Tensor:
     """Routing by agreement between capsules, and the margin loss."""
-
-    class Capsules(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(8, 5 * 4)
-            self.votes = nn.Parameter(0.5 * torch.randn(5, CLASSES, 4, 6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            votes = torch.einsum("biu,icuv->bicv", self.first(x).view(-1, 5, 4), self.votes)
-            logits = torch.zeros_like(votes[..., 0])
-            for _ in range(3):
-                made = (logits.softmax(2)[..., None] * votes).sum(1)
-                size = made.pow(2).sum(-1, keepdim=True)
-                made = made * size / (1 + size) / (size + 1e-9).sqrt()
-                logits = logits + (votes * made[:, None]).sum(-1)
-            return made.norm(dim=-1)
-
-    return sgd(lambda: Capsules().double(), features_and_classes,
-               loss=functional.multi_margin_loss)  # fmt: skip
+    votes = torch.einsum("biu,icuv->bicv", net.first(x).view(-1, 5, 4), net.votes)
+    logits = torch.zeros_like(votes[..., 0])
+    for _ in range(3):
+        made = (logits.softmax(2)[..., None] * votes).sum(1)
+        size = made.pow(2).sum(-1, keepdim=True)
+        made = made * size / (1 + size) / (size + 1e-9).sqrt()
+        logits = logits + (votes * made[:, None]).sum(-1)
+    return made.norm(dim=-1)
 
 
 @family("rwkv")
@@ -107,199 +105,167 @@ def rwkv() -> Workload:
     return sgd(lambda: Language().double(), lambda: (torch.randint(0, 20, (BATCH, 7)),))
 
 
-@family("scan_recurrence")
-def scan_recurrence() -> Workload:
+@trained(
+    "scan_recurrence",
+    lambda: {"into": nn.Linear(5, 8), "keep": nn.Linear(8, 8), "head": nn.Linear(8, CLASSES)},
+    lambda: (numbers(6, 5), torch.randint(0, CLASSES, (BATCH,))),
+    loss=functional.cross_entropy,
+)
+def scan_recurrence(net: Any, x: Tensor) -> Tensor:
     """A recurrence by torch's ``scan``."""
 
-    class Scan(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.keep, self.head = (
-                nn.Linear(5, 8),
-                nn.Linear(8, 8),
-                nn.Linear(8, CLASSES),
-            )
+    def pass_of(state: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+        state = torch.tanh(net.keep(state) + net.into(now))
+        return state, state.clone()
 
-        def forward(self, x: Tensor) -> Tensor:
-            def pass_of(state: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-                state = torch.tanh(self.keep(state) + self.into(now))
-                return state, state.clone()
-
-            last, _ = scan(pass_of, x.new_zeros(x.shape[0], 8), x, dim=1)
-            out: Tensor = self.head(last)
-            return out
-
-    return sgd(lambda: Scan().double(),
-               lambda: (numbers(6, 5), torch.randint(0, CLASSES, (BATCH,))),
-               loss=functional.cross_entropy)  # fmt: skip
+    last, _ = scan(pass_of, x.new_zeros(x.shape[0], 8), x, dim=1)
+    out: Tensor = net.head(last)
+    return out
 
 
-@family("masked_token")
-def masked_token() -> Workload:
+@trained(
+    "masked_token",
+    lambda: {
+        "first": nn.Linear(5, 8),
+        "head": network(8, 8, 5),
+        "token": nn.Parameter(torch.randn(8)),
+    },
+    lambda: (numbers(6, 5), torch.rand(BATCH, 6) < 0.4),
+)
+def masked_token(net: Any, x: Tensor, hidden: Tensor) -> Tensor:
     """One learned value written by a mask, as BEiT and HuBERT hide patches."""
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(5, 8), network(8, 8, 5)
-            self.token = nn.Parameter(torch.randn(8))
-
-        def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-            states = self.first(x)
-            states[hidden] = self.token
-            states = states + states.mean(1, keepdim=True)
-            lost = functional.mse_loss(self.head(states), x, reduction="none").mean(-1)
-            return (lost * hidden).sum() / hidden.sum()
-
-    return sgd(lambda: Masked().double(), lambda: (numbers(6, 5), torch.rand(BATCH, 6) < 0.4))
+    states = net.first(x)
+    states[hidden] = net.token
+    states = states + states.mean(1, keepdim=True)
+    lost = functional.mse_loss(net.head(states), x, reduction="none").mean(-1)
+    return (lost * hidden).sum() / hidden.sum()
 
 
-@family("hypernetwork")
-def hypernetwork() -> Workload:
+@trained(
+    "hypernetwork",
+    lambda: {"make": network(4, 16, 6 * 5 + 5 * CLASSES)},
+    lambda: (numbers(6), numbers(4), torch.randint(0, CLASSES, (BATCH,))),
+    loss=functional.cross_entropy,
+)
+def hypernetwork(net: Any, x: Tensor, about: Tensor) -> Tensor:
     """Weights of a network for each sample, made by another network."""
-
-    class Hyper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.make = network(4, 16, 6 * 5 + 5 * CLASSES)
-
-        def forward(self, x: Tensor, about: Tensor) -> Tensor:
-            first, last = self.make(about).split([30, 5 * CLASSES], 1)
-            inner = torch.bmm(x[:, None], first.view(-1, 6, 5)).tanh()
-            return torch.bmm(inner, last.view(-1, 5, CLASSES))[:, 0]
-
-    return sgd(lambda: Hyper().double(),
-               lambda: (numbers(6), numbers(4), torch.randint(0, CLASSES, (BATCH,))),
-               loss=functional.cross_entropy)  # fmt: skip
+    first, last = net.make(about).split([30, 5 * CLASSES], 1)
+    inner = torch.bmm(x[:, None], first.view(-1, 6, 5)).tanh()
+    return torch.bmm(inner, last.view(-1, 5, CLASSES))[:, 0]
 
 
-@family("normalising_flow")
-def normalising_flow() -> Workload:
+@trained(
+    "normalising_flow",
+    lambda: {
+        "nets": nn.ModuleList(network(3, 8, 6) for _ in range(3)),
+        "mixes": nn.ParameterList(torch.eye(6) + 0.1 * torch.randn(6, 6) for _ in range(3)),
+    },
+    lambda: (numbers(6),),
+    optimizer_options={"lr": 0.01},
+)
+def normalising_flow(net: Any, x: Tensor) -> Tensor:
     """Affine couplings and an invertible matrix, by their log-determinants."""
-
-    class Flow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.nets = nn.ModuleList(network(3, 8, 6) for _ in range(3))
-            self.mixes = nn.ParameterList(torch.eye(6) + 0.1 * torch.randn(6, 6) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            total = torch.zeros_like(x[:, 0])
-            for net, mix in zip(self.nets, self.mixes, strict=True):
-                kept, changed = (x @ mix).chunk(2, 1)
-                size, shift = net(kept).chunk(2, 1)
-                x = torch.cat([kept, changed * size.tanh().exp() + shift], 1)
-                total = total + size.tanh().sum(1) + torch.linalg.slogdet(mix)[1]
-            return (0.5 * x.pow(2).sum(1) + 3 * math.log(2 * math.pi) - total).mean()
-
-    return sgd(lambda: Flow().double(), lambda: (numbers(6),), optimizer_options={"lr": 0.01})
+    total = torch.zeros_like(x[:, 0])
+    for layer, mix in zip(net.nets, net.mixes, strict=True):
+        kept, changed = (x @ mix).chunk(2, 1)
+        size, shift = layer(kept).chunk(2, 1)
+        x = torch.cat([kept, changed * size.tanh().exp() + shift], 1)
+        total = total + size.tanh().sum(1) + torch.linalg.slogdet(mix)[1]
+    return (0.5 * x.pow(2).sum(1) + 3 * math.log(2 * math.pi) - total).mean()
 
 
-@family("energy_langevin")
-def energy_langevin() -> Workload:
+@trained(
+    "energy_langevin",
+    lambda: {"body": network(4, 16, 1)},
+    lambda: (numbers(4), numbers(4), numbers(3, 4)),
+)
+def energy_langevin(net: Any, real: Tensor, start: Tensor, noise: Tensor) -> Tensor:
     """An energy whose negatives come from Langevin steps by its own gradient."""
-
-    class Energy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(4, 16, 1)
-
-        def forward(self, real: Tensor, start: Tensor, noise: Tensor) -> Tensor:
-            found = start
-            for step in range(3):
-                found = found.detach().requires_grad_()
-                (slope,) = torch.autograd.grad(self.body(found).sum(), found)
-                found = found - 0.1 * slope + 0.05 * noise[:, step]
-            low, high = self.body(real), self.body(found.detach())
-            return (low - high).mean() + 0.1 * (low.pow(2) + high.pow(2)).mean()
-
-    return sgd(lambda: Energy().double(), lambda: (numbers(4), numbers(4), numbers(3, 4)))
+    found = start
+    for step in range(3):
+        found = found.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net.body(found).sum(), found)
+        found = found - 0.1 * slope + 0.05 * noise[:, step]
+    low, high = net.body(real), net.body(found.detach())
+    return (low - high).mean() + 0.1 * (low.pow(2) + high.pow(2)).mean()
 
 
-@family("mixture_density")
-def mixture_density() -> Workload:
+@trained(
+    "mixture_density",
+    lambda: {"body": network(5, 12, 9)},
+    lambda: (numbers(5), numbers()),
+    optimizer_options={"lr": 0.01},
+)
+def mixture_density(net: Any, x: Tensor, y: Tensor) -> Tensor:
     """A mixture of normal distributions by ``torch.distributions``."""
-
-    class Mixture(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(5, 12, 9)
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            logits, mean, size = self.body(x).chunk(3, 1)
-            parts = torch.distributions.Normal(mean, functional.softplus(size) + 1e-3)
-            which = torch.distributions.Categorical(logits=logits)
-            made = torch.distributions.MixtureSameFamily(which, parts)
-            return -made.log_prob(y).mean()
-
-    return sgd(lambda: Mixture().double(), lambda: (numbers(5), numbers()),
-               optimizer_options={"lr": 0.01})  # fmt: skip
+    logits, mean, size = net.body(x).chunk(3, 1)
+    parts = torch.distributions.Normal(mean, functional.softplus(size) + 1e-3)
+    which = torch.distributions.Categorical(logits=logits)
+    made = torch.distributions.MixtureSameFamily(which, parts)
+    return -made.log_prob(y).mean()
 
 
-@family("graph_transformer")
-def graph_transformer() -> Workload:
+def _graph_transformer_batch() -> Batch:
+    distances = torch.randint(0, 5, (BATCH, 6, 6))
+    return (numbers(6, 4), distances, torch.randint(2, 7, (BATCH,)),
+            torch.randint(0, CLASSES, (BATCH,)))  # fmt: skip
+
+
+@trained(
+    "graph_transformer",
+    lambda: {
+        "into": nn.Linear(4, 8),
+        "bias": nn.Embedding(5, 2),
+        "maps": nn.Linear(8, 24),
+        "head": nn.Linear(8, CLASSES),
+    },
+    _graph_transformer_batch,
+    loss=functional.cross_entropy,
+)
+def graph_transformer(net: Any, nodes: Tensor, distances: Tensor, sizes: Tensor) -> Tensor:
     """Attention over the nodes of padded graphs, with a bias for each distance."""
-
-    class Graphormer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.into, self.bias = nn.Linear(4, 8), nn.Embedding(5, 2)
-            self.maps, self.head = nn.Linear(8, 24), nn.Linear(8, CLASSES)
-
-        def forward(self, nodes: Tensor, distances: Tensor, sizes: Tensor) -> Tensor:
-            states, there = self.into(nodes), torch.arange(nodes.shape[1]) < sizes[:, None]
-            bias = self.bias(distances).permute(0, 3, 1, 2)
-            bias = bias.masked_fill(~there[:, None, None], -math.inf)
-            query, key, value = (
-                part.unflatten(2, (2, 4)).transpose(1, 2) for part in self.maps(states).chunk(3, 2)
-            )
-            found = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-            states = states + found.transpose(1, 2).flatten(2)
-            mean = (states * there[..., None]).sum(1) / sizes[:, None]
-            out: Tensor = self.head(mean)
-            return out
-
-    def batch() -> Batch:
-        distances = torch.randint(0, 5, (BATCH, 6, 6))
-        return (numbers(6, 4), distances, torch.randint(2, 7, (BATCH,)),
-                torch.randint(0, CLASSES, (BATCH,)))  # fmt: skip
-
-    return sgd(lambda: Graphormer().double(), batch, loss=functional.cross_entropy)
+    states, there = net.into(nodes), torch.arange(nodes.shape[1]) < sizes[:, None]
+    bias = net.bias(distances).permute(0, 3, 1, 2)
+    bias = bias.masked_fill(~there[:, None, None], -math.inf)
+    query, key, value = (
+        part.unflatten(2, (2, 4)).transpose(1, 2) for part in net.maps(states).chunk(3, 2)
+    )
+    found = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    states = states + found.transpose(1, 2).flatten(2)
+    mean = (states * there[..., None]).sum(1) / sizes[:, None]
+    out: Tensor = net.head(mean)
+    return out
 
 
-@family("deep_equilibrium")
-def deep_equilibrium() -> Workload:
+@trained(
+    "deep_equilibrium",
+    lambda: {
+        "keep": parametrizations.weight_norm(nn.Linear(8, 8)),
+        "into": nn.Linear(8, 8),
+        "head": nn.Linear(8, CLASSES),
+    },
+    features_and_classes,
+    loss=functional.cross_entropy,
+)
+def deep_equilibrium(net: Any, x: Tensor) -> Tensor:
     """A fixed point in a number of passes, with weight norm, and a gradient through the last."""
-
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.keep = parametrizations.weight_norm(nn.Linear(8, 8))
-            self.into, self.head = nn.Linear(8, 8), nn.Linear(8, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            given, state = self.into(x), torch.zeros_like(x)
-            with torch.no_grad():
-                for _ in range(5):
-                    state = torch.tanh(self.keep(state) + given)
-            out: Tensor = self.head(torch.tanh(self.keep(state) + given))
-            return out
-
-    return sgd(lambda: Fixed().double(), features_and_classes, loss=functional.cross_entropy)
+    given, state = net.into(x), torch.zeros_like(x)
+    with torch.no_grad():
+        for _ in range(5):
+            state = torch.tanh(net.keep(state) + given)
+    out: Tensor = net.head(torch.tanh(net.keep(state) + given))
+    return out
 
 
-@family("mixer_of_ranks")
-def mixer_of_ranks() -> Workload:
+@trained(
+    "mixer_of_ranks",
+    lambda: {
+        "body": nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((6, 8, 1)))),
+        "heat": nn.Parameter(torch.zeros(())),
+    },
+    lambda: (numbers(6), numbers()),
+)
+def mixer_of_ranks(net: Any, x: Tensor, worth: Tensor) -> Tensor:
     """A loss of ranks (ListNet) over the whole batch, and a temperature that is trained."""
-
-    class Ranking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((6, 8, 1))))
-            self.heat = nn.Parameter(torch.zeros(()))
-
-        def forward(self, x: Tensor, worth: Tensor) -> Tensor:
-            found = self.body(x)[:, 0] * self.heat.exp()
-            return -(worth.softmax(0) * found.log_softmax(0)).sum()
-
-    return sgd(lambda: Ranking().double(), lambda: (numbers(6), numbers()))
+    found = net.body(x)[:, 0] * net.heat.exp()
+    return -(worth.softmax(0) * found.log_softmax(0)).sum()

@@ -8,7 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
 from families.language import causal_batch, labels_of, small, tokens
 from heterog.graph.workload import Workload
 
@@ -75,120 +75,87 @@ def frozen_backbone() -> Workload:
                loss=functional.cross_entropy)  # fmt: skip
 
 
-@family("gan_generator")
-def gan_generator() -> Workload:
+@trained(
+    "gan_generator",
+    lambda: {
+        "generator": network(4, 8, WIDTH),
+        "discriminator": network(WIDTH, 8, 1).requires_grad_(False),
+    },
+    lambda: (numbers(4),),
+)
+def gan_generator(net: Any, noise: Tensor) -> Tensor:
     """The generator's step through a frozen discriminator."""
-
-    class Generator(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator = network(4, 8, WIDTH)
-            self.discriminator = network(WIDTH, 8, 1).requires_grad_(False)
-
-        def forward(self, noise: Tensor) -> Tensor:
-            score = self.discriminator(self.generator(noise))
-            return functional.softplus(-score).mean()
-
-    return sgd(lambda: Generator().double(), lambda: (numbers(4),))
+    score = net.discriminator(net.generator(noise))
+    return functional.softplus(-score).mean()
 
 
-@family("gan_both")
-def gan_both() -> Workload:
+@trained(
+    "gan_both",
+    lambda: {"generator": network(4, 8, WIDTH), "discriminator": network(WIDTH, 8, 1)},
+    lambda: (numbers(4), numbers(WIDTH)),
+)
+def gan_both(net: Any, noise: Tensor, real: Tensor) -> Tensor:
     """Both players in one step: the discriminator sees a detached forgery."""
-
-    class Game(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.generator, self.discriminator = network(4, 8, WIDTH), network(WIDTH, 8, 1)
-
-        def forward(self, noise: Tensor, real: Tensor) -> Tensor:
-            forged = self.generator(noise)
-            frozen = {k: v.detach() for k, v in self.discriminator.named_parameters()}
-            score = torch.func.functional_call(self.discriminator, frozen, (forged,))
-            honest, caught = self.discriminator(real), self.discriminator(forged.detach())
-            told = functional.binary_cross_entropy_with_logits
-            return (
-                functional.softplus(-score).mean()
-                + told(honest, torch.ones_like(honest))
-                + told(caught, torch.zeros_like(caught))
-            )
-
-    return sgd(lambda: Game().double(), lambda: (numbers(4), numbers(WIDTH)))
+    forged = net.generator(noise)
+    frozen = {k: v.detach() for k, v in net.discriminator.named_parameters()}
+    score = torch.func.functional_call(net.discriminator, frozen, (forged,))
+    honest, caught = net.discriminator(real), net.discriminator(forged.detach())
+    told = functional.binary_cross_entropy_with_logits
+    return (
+        functional.softplus(-score).mean()
+        + told(honest, torch.ones_like(honest))
+        + told(caught, torch.zeros_like(caught))
+    )
 
 
-@family("distillation")
-def distillation() -> Workload:
+@trained(
+    "distillation",
+    lambda: {
+        "teacher": network(WIDTH, 16, 16, 5).requires_grad_(False),
+        "student": network(WIDTH, 8, 5),
+    },
+    lambda: (numbers(WIDTH), torch.randint(0, 5, (BATCH,))),
+)
+def distillation(net: Any, x: Tensor, classes: Tensor) -> Tensor:
     """A student learns a frozen teacher's soft answers and the labels."""
-
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.teacher = network(WIDTH, 16, 16, 5).requires_grad_(False)
-            self.student = network(WIDTH, 8, 5)
-
-        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
-            with torch.no_grad():
-                soft = functional.softmax(self.teacher(x) / 2, -1)
-            found = self.student(x)
-            near = functional.kl_div(
-                functional.log_softmax(found / 2, -1), soft, reduction="batchmean"
-            )
-            return 4 * near + functional.cross_entropy(found, classes, label_smoothing=0.1)
-
-    return sgd(lambda: Pair().double(), lambda: (numbers(WIDTH), torch.randint(0, 5, (BATCH,))))
+    with torch.no_grad():
+        soft = functional.softmax(net.teacher(x) / 2, -1)
+    found = net.student(x)
+    near = functional.kl_div(functional.log_softmax(found / 2, -1), soft, reduction="batchmean")
+    return 4 * near + functional.cross_entropy(found, classes, label_smoothing=0.1)
 
 
-@family("triplet")
-def triplet() -> Workload:
+@trained(
+    "triplet", lambda: {"body": network(WIDTH, 8, 4)}, lambda: (numbers(6), numbers(6), numbers(6))
+)
+def triplet(net: Any, anchor: Tensor, same: Tensor, other: Tensor) -> Tensor:
     """Siamese networks: an anchor is nearer to the same than to another."""
-
-    class Siamese(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(WIDTH, 8, 4)
-
-        def forward(self, anchor: Tensor, same: Tensor, other: Tensor) -> Tensor:
-            return functional.triplet_margin_loss(
-                self.body(anchor), self.body(same), self.body(other), margin=2.0
-            )
-
-    return sgd(lambda: Siamese().double(), lambda: (numbers(6), numbers(6), numbers(6)))
+    return functional.triplet_margin_loss(
+        net.body(anchor), net.body(same), net.body(other), margin=2.0
+    )
 
 
-@family("siamese_cosine")
-def siamese_cosine() -> Workload:
+@trained(
+    "siamese_cosine",
+    lambda: {"body": network(WIDTH, 8, 4)},
+    lambda: (numbers(6), numbers(6), numbers().sign()),
+)
+def siamese_cosine(net: Any, left: Tensor, right: Tensor, alike: Tensor) -> Tensor:
     """Pairs that are alike or not, by the angle between their embeddings."""
-
-    class Siamese(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(WIDTH, 8, 4)
-
-        def forward(self, left: Tensor, right: Tensor, alike: Tensor) -> Tensor:
-            return functional.cosine_embedding_loss(self.body(left), self.body(right), alike, 0.2)
-
-    return sgd(lambda: Siamese().double(),
-               lambda: (numbers(6), numbers(6), numbers().sign()))  # fmt: skip
+    return functional.cosine_embedding_loss(net.body(left), net.body(right), alike, 0.2)
 
 
-@family("simclr")
-def simclr() -> Workload:
+@trained(
+    "simclr", lambda: {"body": network(WIDTH, 8, 4)}, lambda: (numbers(WIDTH), numbers(WIDTH))
+)
+def simclr(net: Any, one: Tensor, two: Tensor) -> Tensor:
     """Contrastive learning: two views, all others of both are wrong, targets from ``arange``."""
-
-    class Contrast(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(WIDTH, 8, 4)
-
-        def forward(self, one: Tensor, two: Tensor) -> Tensor:
-            z = functional.normalize(torch.cat([self.body(one), self.body(two)]), dim=1)
-            count = one.shape[0]
-            itself = torch.eye(2 * count, dtype=torch.bool, device=z.device)
-            scores = (z @ z.T / 0.5).masked_fill(itself, float("-inf"))
-            target = torch.arange(2 * count, device=z.device).roll(count)
-            return functional.cross_entropy(scores, target)
-
-    return sgd(lambda: Contrast().double(), lambda: (numbers(WIDTH), numbers(WIDTH)))
+    z = functional.normalize(torch.cat([net.body(one), net.body(two)]), dim=1)
+    count = one.shape[0]
+    itself = torch.eye(2 * count, dtype=torch.bool, device=z.device)
+    scores = (z @ z.T / 0.5).masked_fill(itself, float("-inf"))
+    target = torch.arange(2 * count, device=z.device).roll(count)
+    return functional.cross_entropy(scores, target)
 
 
 class _Round(torch.autograd.Function):
@@ -205,22 +172,17 @@ class _Round(torch.autograd.Function):
         return gradient * (x.abs() < 1)
 
 
-@family("custom_autograd")
-def custom_autograd() -> Workload:
+@trained(
+    "custom_autograd",
+    lambda: {"first": nn.Linear(WIDTH, 8), "second": nn.Linear(8, 4)},
+    lambda: (numbers(WIDTH), numbers(4)),
+    loss=functional.mse_loss,
+)
+def custom_autograd(net: Any, x: Tensor) -> Tensor:
     """A quantised network with an autograd function of its own."""
-
-    class Quantised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(WIDTH, 8), nn.Linear(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden: Tensor = _Round.apply(torch.tanh(self.first(x)))
-            out: Tensor = self.second(hidden)
-            return out
-
-    return sgd(lambda: Quantised().double(), lambda: (numbers(WIDTH), numbers(4)),
-               loss=functional.mse_loss)  # fmt: skip
+    hidden: Tensor = _Round.apply(torch.tanh(net.first(x)))
+    out: Tensor = net.second(hidden)
+    return out
 
 
 class TokenModel(nn.Module):
@@ -299,182 +261,147 @@ def hand_masked_mean() -> Workload:
     return sgd(lambda: Masked().double(), lambda: (tokens(), labels_of()))
 
 
-@family("vae", is_random=True, is_quick=True)
-def vae() -> Workload:
+@trained(
+    "vae",
+    lambda: {"encoder": network(WIDTH, 8, 6), "decoder": network(3, 8, WIDTH)},
+    lambda: (numbers(WIDTH),),
+    is_random=True,
+    is_quick=True,
+)
+def vae(net: Any, x: Tensor) -> Tensor:
     """A variational autoencoder: noise in the middle of the step."""
-
-    class Vae(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder, self.decoder = network(WIDTH, 8, 6), network(3, 8, WIDTH)
-
-        def forward(self, x: Tensor) -> Tensor:
-            mean, spread = self.encoder(x).chunk(2, -1)
-            hidden = mean + torch.randn_like(mean) * torch.exp(0.5 * spread)
-            divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1).mean()
-            return functional.mse_loss(self.decoder(hidden), x) + 0.1 * divergence
-
-    return sgd(lambda: Vae().double(), lambda: (numbers(WIDTH),))
+    mean, spread = net.encoder(x).chunk(2, -1)
+    hidden = mean + torch.randn_like(mean) * torch.exp(0.5 * spread)
+    divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).sum(-1).mean()
+    return functional.mse_loss(net.decoder(hidden), x) + 0.1 * divergence
 
 
-@family("dropout_adam", is_random=True)
-def dropout_adam() -> Workload:
-    """Dropout in a network trained by Adam with weight decay."""
-    return sgd(
-        lambda: nn.Sequential(
-            nn.Linear(WIDTH, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 8),
-            nn.Dropout(0.2), nn.Linear(8, 4),
-        ).double(),
-        lambda: (numbers(WIDTH), numbers(4)),
-        loss=functional.l1_loss,
-        optimizer=torch.optim.AdamW,
-        optimizer_options={"lr": 1e-2, "weight_decay": 0.1},
-    )  # fmt: skip
-
-
-@family("physics_informed")
-def physics_informed() -> Workload:
+@trained("physics_informed", lambda: {"body": network(2, 12, 12, 1)}, lambda: (numbers(2),))
+def physics_informed(net: Any, place: Tensor) -> Tensor:
     """The loss is a differential equation: gradients by the input inside the step."""
-
-    class Heat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(2, 12, 12, 1)
-
-        def forward(self, place: Tensor) -> Tensor:
-            place = place.detach().requires_grad_(True)
-            found = self.body(place)
-            slope = torch.autograd.grad(found.sum(), place, create_graph=True)[0]
-            bend = torch.autograd.grad(slope[:, 0].sum(), place, create_graph=True)[0][:, 0]
-            return (slope[:, 1] - 0.1 * bend).square().mean() + found.square().mean()
-
-    return sgd(lambda: Heat().double(), lambda: (numbers(2),))
+    place = place.detach().requires_grad_(True)
+    found = net.body(place)
+    slope = torch.autograd.grad(found.sum(), place, create_graph=True)[0]
+    bend = torch.autograd.grad(slope[:, 0].sum(), place, create_graph=True)[0][:, 0]
+    return (slope[:, 1] - 0.1 * bend).square().mean() + found.square().mean()
 
 
-@family("gradient_penalty")
-def gradient_penalty() -> Workload:
+@trained(
+    "gradient_penalty",
+    lambda: {"body": network(WIDTH, 8, 1)},
+    lambda: (numbers(WIDTH), numbers(WIDTH)),
+)
+def gradient_penalty(net: Any, real: Tensor, forged: Tensor) -> Tensor:
     """A critic whose gradient by its input should have length one."""
-
-    class Critic(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(WIDTH, 8, 1)
-
-        def forward(self, real: Tensor, forged: Tensor) -> Tensor:
-            between = (0.3 * real + 0.7 * forged).detach().requires_grad_(True)
-            score = self.body(between).sum()
-            (slope,) = torch.autograd.grad(score, between, create_graph=True)
-            penalty = (slope.norm(2, dim=1) - 1).square().mean()
-            return self.body(forged).mean() - self.body(real).mean() + 10 * penalty
-
-    return sgd(lambda: Critic().double(), lambda: (numbers(WIDTH), numbers(WIDTH)))
+    between = (0.3 * real + 0.7 * forged).detach().requires_grad_(True)
+    score = net.body(between).sum()
+    (slope,) = torch.autograd.grad(score, between, create_graph=True)
+    penalty = (slope.norm(2, dim=1) - 1).square().mean()
+    return net.body(forged).mean() - net.body(real).mean() + 10 * penalty
 
 
-@family("recomputed_layers")
-def recomputed_layers() -> Workload:
+@trained(
+    "recomputed_layers",
+    lambda: {"blocks": nn.ModuleList(network(WIDTH, 12, WIDTH) for _ in range(3))},
+    lambda: (numbers(WIDTH), numbers(WIDTH)),
+    loss=functional.huber_loss,
+)
+def recomputed_layers(net: Any, x: Tensor) -> Tensor:
     """Layers under ``torch.utils.checkpoint``."""
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(network(WIDTH, 12, WIDTH) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            return x
-
-    return sgd(lambda: Deep().double(), lambda: (numbers(WIDTH), numbers(WIDTH)),
-               loss=functional.huber_loss)  # fmt: skip
+    for block in net.blocks:
+        x = x + torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    return x
 
 
-@family("multi_task")
-def multi_task() -> Workload:
+def _multi_task_batch() -> Batch:
+    marks = torch.randint(0, 2, (BATCH, 2)).double()
+    return numbers(WIDTH), torch.randint(0, 3, (BATCH,)), marks, numbers()
+
+
+@trained(
+    "multi_task",
+    lambda: {
+        "body": network(WIDTH, 8, 8),
+        "heads": nn.ModuleList(nn.Linear(8, width) for width in (3, 2, 1)),
+        "spread": nn.Parameter(torch.zeros(3)),
+    },
+    _multi_task_batch,
+)
+def multi_task(net: Any, x: Tensor, classes: Tensor, marks: Tensor, value: Tensor) -> Tensor:
     """Three heads with weights that are learned from their uncertainty."""
-
-    class Tasks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(WIDTH, 8, 8)
-            self.heads = nn.ModuleList(nn.Linear(8, width) for width in (3, 2, 1))
-            self.spread = nn.Parameter(torch.zeros(3))
-
-        def forward(self, x: Tensor, classes: Tensor, marks: Tensor, value: Tensor) -> Tensor:
-            hidden = self.body(x)
-            found = [head(hidden) for head in self.heads]
-            losses = torch.stack([
-                functional.cross_entropy(found[0], classes),
-                functional.multilabel_soft_margin_loss(found[1], marks),
-                functional.mse_loss(found[2].squeeze(-1), value),
-            ])  # fmt: skip
-            return (losses * torch.exp(-self.spread) + self.spread).sum()
-
-    def batch() -> Batch:
-        marks = torch.randint(0, 2, (BATCH, 2)).double()
-        return numbers(WIDTH), torch.randint(0, 3, (BATCH,)), marks, numbers()
-
-    return sgd(lambda: Tasks().double(), batch)
+    hidden = net.body(x)
+    found = [head(hidden) for head in net.heads]
+    losses = torch.stack([
+        functional.cross_entropy(found[0], classes),
+        functional.multilabel_soft_margin_loss(found[1], marks),
+        functional.mse_loss(found[2].squeeze(-1), value),
+    ])  # fmt: skip
+    return (losses * torch.exp(-net.spread) + net.spread).sum()
 
 
-@family("ctc_speech", refused="as wide as the longest target")
-def ctc_speech() -> Workload:
+@trained(
+    "ctc_speech",
+    lambda: {"body": nn.Conv1d(4, 8, 3, padding=1), "head": nn.Linear(8, 6)},
+    lambda: (numbers(4, 12), torch.randint(1, 6, (BATCH, 3))),
+    refused="as wide as the longest target",
+)
+def ctc_speech(net: Any, sound: Tensor, text: Tensor) -> Tensor:
     """Speech to text by connectionist temporal classification."""
-
-    class Speech(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Conv1d(4, 8, 3, padding=1)
-            self.head = nn.Linear(8, 6)
-
-        def forward(self, sound: Tensor, text: Tensor) -> Tensor:
-            scores = self.head(torch.relu(self.body(sound)).transpose(1, 2))
-            likely = scores.log_softmax(-1).transpose(0, 1)
-            lengths: Any = [(length,) * len(sound) for length in (12, 3)]
-            return functional.ctc_loss(likely, text, *lengths)
-
-    return sgd(lambda: Speech().double(),
-               lambda: (numbers(4, 12), torch.randint(1, 6, (BATCH, 3))))  # fmt: skip
+    scores = net.head(torch.relu(net.body(sound)).transpose(1, 2))
+    likely = scores.log_softmax(-1).transpose(0, 1)
+    lengths: Any = [(length,) * len(sound) for length in (12, 3)]
+    return functional.ctc_loss(likely, text, *lengths)
 
 
-@family("actor_critic")
-def actor_critic() -> Workload:
+@trained(
+    "actor_critic",
+    lambda: {"body": network(4, 8), "policy": nn.Linear(8, 3), "value": nn.Linear(8, 1)},
+    lambda: (numbers(4), torch.randint(0, 3, (BATCH,)), numbers()),
+)
+def actor_critic(net: Any, seen: Tensor, action: Tensor, reward: Tensor) -> Tensor:
     """Policy gradients: log-probabilities of the actions taken, entropy, a value."""
-
-    class Agent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.policy, self.value = network(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
-
-        def forward(self, seen: Tensor, action: Tensor, reward: Tensor) -> Tensor:
-            hidden = torch.tanh(self.body(seen))
-            likely = torch.distributions.Categorical(
-                logits=self.policy(hidden), validate_args=False
-            )
-            value = self.value(hidden).squeeze(-1)
-            gain = (reward - value).detach()
-            gain = (gain - gain.mean()) / (gain.std() + 1e-5)
-            actor = -(likely.log_prob(action) * gain).mean()
-            return actor + 0.5 * (reward - value).square().mean() - 0.01 * likely.entropy().mean()
-
-    return sgd(lambda: Agent().double(),
-               lambda: (numbers(4), torch.randint(0, 3, (BATCH,)), numbers()))  # fmt: skip
+    hidden = torch.tanh(net.body(seen))
+    likely = torch.distributions.Categorical(logits=net.policy(hidden), validate_args=False)
+    value = net.value(hidden).squeeze(-1)
+    gain = (reward - value).detach()
+    gain = (gain - gain.mean()) / (gain.std() + 1e-5)
+    actor = -(likely.log_prob(action) * gain).mean()
+    return actor + 0.5 * (reward - value).square().mean() - 0.01 * likely.entropy().mean()
 
 
-@family("penalised_weights", is_quick=True)
-def penalised_weights() -> Workload:
+@trained(
+    "penalised_weights",
+    lambda: {"body": network(WIDTH, 8, 4)},
+    lambda: (numbers(WIDTH), torch.randint(0, 4, (BATCH,))),
+    is_quick=True,
+)
+def penalised_weights(net: Any, x: Tensor, classes: Tensor) -> Tensor:
     """A penalty on the weights beside the loss of the samples, and an entropy bonus."""
+    scores = net.body(x)
+    penalty = sum(weight.square().sum() for weight in net.body.parameters())
+    likely = scores.softmax(-1)
+    entropy = -(likely * likely.clamp(min=1e-6).log()).sum(-1).mean()
+    return functional.cross_entropy(scores, classes) + 0.1 * penalty - 0.05 * entropy
 
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = network(WIDTH, 8, 4)
 
-        def forward(self, x: Tensor, classes: Tensor) -> Tensor:
-            scores = self.body(x)
-            penalty = sum(weight.square().sum() for weight in self.body.parameters())
-            likely = scores.softmax(-1)
-            entropy = -(likely * likely.clamp(min=1e-6).log()).sum(-1).mean()
-            return functional.cross_entropy(scores, classes) + 0.1 * penalty - 0.05 * entropy
-
-    return sgd(lambda: Penalised().double(),
-               lambda: (numbers(WIDTH), torch.randint(0, 4, (BATCH,))))  # fmt: skip
+enter(
+    Family(
+        "dropout_adam",
+        "Dropout in a network trained by Adam with weight decay.",
+        lambda: sgd(
+            lambda: nn.Sequential(
+                nn.Linear(WIDTH, 16),
+                nn.Dropout(0.3),
+                nn.GELU(),
+                nn.Linear(16, 8),
+                nn.Dropout(0.2),
+                nn.Linear(8, 4),
+            ).double(),
+            lambda: (numbers(WIDTH), numbers(4)),
+            loss=functional.l1_loss,
+            optimizer=torch.optim.AdamW,
+            optimizer_options={"lr": 1e-2, "weight_decay": 0.1},
+        ),
+        is_random=True,
+    ),
+)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from families.family import BATCH, FLOAT32, Batch, family, sgd
+from families.family import BATCH, FLOAT32, Batch, Family, enter, family, sgd, trained
 from families.language import NO_DROPOUT, VOCABULARY, config_of, hugging_face, tokens
 from heterog.graph.workload import Workload
 
@@ -37,47 +37,6 @@ def classifier(kind: str, *, image_size: int = SIZE, **options: Any) -> Workload
         lambda: config_of(kind, **sizes), f"{kind}ForImageClassification",
         lambda: images(image_size),
     )  # fmt: skip
-
-
-@family("vit")
-def vit() -> Workload:
-    """ViT: a class token before the patches."""
-    return classifier("ViT")
-
-
-@family("deit")
-def deit() -> Workload:
-    """DeiT: a distillation token, too."""
-    return classifier("DeiT")
-
-
-@family("swin")
-def swin() -> Workload:
-    """Swin: attention inside shifted windows."""
-    return classifier("Swin", num_attention_heads=[2, 2], embed_dim=8, depths=[2, 2],
-                      window_size=2, patch_size=4, mlp_ratio=2.0, drop_path_rate=0.0)  # fmt: skip
-
-
-@family("convnext")
-def convnext() -> Workload:
-    """ConvNeXt: depthwise convolutions, layer norm over channels, scaled residuals."""
-    return classifier("ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2,
-                      drop_path_rate=0.0)  # fmt: skip
-
-
-@family("resnet_hf")
-def resnet_hf() -> Workload:
-    """ResNet of ``transformers``: BatchNorm."""
-    return classifier("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1],
-                      layer_type="basic")  # fmt: skip
-
-
-@family("mobilevit")
-def mobilevit() -> Workload:
-    """MobileViT: convolutions with BatchNorm around attention over unfolded patches."""
-    return classifier("MobileViT", hidden_sizes=[8, 12, 16],
-                      neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16], patch_size=2,
-                      image_size=64, mlp_ratio=2.0)  # fmt: skip
 
 
 @family("segformer")
@@ -249,20 +208,6 @@ def _classes(*shape: int) -> Batch:
     return torch.randn(BATCH, *shape, dtype=torch.float64), torch.randint(0, LABELS, (BATCH,))
 
 
-@family("cnn_3d", is_quick=True)
-def cnn_3d() -> Workload:
-    """Video: three-dimensional convolutions, pooling and BatchNorm."""
-    return sgd(
-        lambda: nn.Sequential(
-            nn.Conv3d(2, 4, 3, padding=1), nn.BatchNorm3d(4), nn.ReLU(), nn.MaxPool3d(2),
-            nn.Conv3d(4, 8, 3, padding=1, groups=2), nn.GELU(), nn.AdaptiveAvgPool3d(1),
-            nn.Flatten(), nn.Linear(8, LABELS),
-        ).double(),
-        lambda: _classes(2, 4, 8, 8),
-        loss=functional.cross_entropy,
-    )  # fmt: skip
-
-
 class _Causal(nn.Module):
     """A dilated causal convolution with weight norm, and a residual."""
 
@@ -277,76 +222,65 @@ class _Causal(nn.Module):
         return x + functional.leaky_relu(changed)
 
 
-@family("tcn_weight_norm")
-def tcn() -> Workload:
+@trained(
+    "tcn_weight_norm",
+    lambda: {
+        "first": nn.Conv1d(2, 8, 1),
+        "blocks": nn.Sequential(*(_Causal(8, 2**i) for i in range(3))),
+        "last": nn.Conv1d(8, 2, 1),
+    },
+    lambda: (torch.randn(BATCH, 2, 20, dtype=torch.float64),),
+)
+def tcn(net: Any, signal: Tensor) -> Tensor:
     """A temporal convolutional network: each step predicts the next sample."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Conv1d(2, 8, 1)
-            self.blocks = nn.Sequential(*(_Causal(8, 2**i) for i in range(3)))
-            self.last = nn.Conv1d(8, 2, 1)
-
-        def forward(self, signal: Tensor) -> Tensor:
-            found = self.last(self.blocks(self.first(signal)))
-            return functional.smooth_l1_loss(found[:, :, :-1], signal[:, :, 1:])
-
-    return sgd(
-        lambda: Network().double(), lambda: (torch.randn(BATCH, 2, 20, dtype=torch.float64),)
-    )
+    found = net.last(net.blocks(net.first(signal)))
+    return functional.smooth_l1_loss(found[:, :, :-1], signal[:, :, 1:])
 
 
-@family("instance_norm_style")
-def instance_norm_style() -> Workload:
+def _instance_norm_style_batch() -> Batch:
+    shape = (BATCH, 3, 16, 16)
+    return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
+
+
+@trained(
+    "instance_norm_style",
+    lambda: {
+        "encode": nn.Sequential(
+            nn.ReflectionPad2d(1),
+            nn.Conv2d(3, 6, 3, stride=2),
+            nn.InstanceNorm2d(6, affine=True),
+            nn.ReLU(),
+        ),
+        "decode": nn.Sequential(nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1), nn.Tanh()),
+    },
+    _instance_norm_style_batch,
+)
+def instance_norm_style(net: Any, image: Tensor, style: Tensor) -> Tensor:
     """Style transfer: instance norm, reflection, transposed convolution, a Gram loss."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encode = nn.Sequential(
-                nn.ReflectionPad2d(1), nn.Conv2d(3, 6, 3, stride=2),
-                nn.InstanceNorm2d(6, affine=True), nn.ReLU(),
-            )  # fmt: skip
-            self.decode = nn.Sequential(
-                nn.ConvTranspose2d(6, 3, 4, stride=2, padding=1), nn.Tanh()
-            )
-
-        def forward(self, image: Tensor, style: Tensor) -> Tensor:
-            changed = self.decode(self.encode(image))
-            grams = [torch.einsum("bchw,bdhw->bcd", each, each) / 256 for each in (changed, style)]
-            smooth = (changed[..., 1:] - changed[..., :-1]).abs().mean()
-            return functional.mse_loss(grams[0], grams[1]) + 0.1 * smooth
-
-    def batch() -> Batch:
-        shape = (BATCH, 3, 16, 16)
-        return torch.randn(shape, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
-
-    return sgd(lambda: Network().double(), batch)
+    changed = net.decode(net.encode(image))
+    grams = [torch.einsum("bchw,bdhw->bcd", each, each) / 256 for each in (changed, style)]
+    smooth = (changed[..., 1:] - changed[..., :-1]).abs().mean()
+    return functional.mse_loss(grams[0], grams[1]) + 0.1 * smooth
 
 
-@family("autocast_cnn", tolerance=0.15)
-def autocast_cnn() -> Workload:
+@trained(
+    "autocast_cnn",
+    lambda: {
+        "body": nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU()
+        ),
+        "head": nn.Linear(8, LABELS),
+    },
+    lambda: (torch.randn(BATCH, 3, 8, 8), torch.randint(0, LABELS, (BATCH,))),
+    loss=functional.cross_entropy,
+    tolerance=0.15,
+    dtype=None,
+)
+def autocast_cnn(net: Any, image: Tensor) -> Tensor:
     """Convolutions under autocast in bf16, the loss in single precision."""
-
-    class Network(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(
-                nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.GELU()
-            )
-            self.head = nn.Linear(8, LABELS)
-
-        def forward(self, image: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                found = self.head(self.body(image).mean((2, 3)))
-            return found.float()
-
-    return sgd(
-        Network,
-        lambda: (torch.randn(BATCH, 3, 8, 8), torch.randint(0, LABELS, (BATCH,))),
-        loss=functional.cross_entropy,
-    )
+    with torch.autocast("cpu", torch.bfloat16):
+        found = net.head(net.body(image).mean((2, 3)))
+    return found.float()
 
 
 @family("vision_hybrid_float32", tolerance=FLOAT32)
@@ -372,3 +306,69 @@ def vision_hybrid() -> Workload:
         lambda: (torch.randn(BATCH, 3, 16, 16), torch.randint(0, LABELS, (BATCH,))),
         loss=functional.cross_entropy,
     )
+
+
+enter(
+    Family("vit", "ViT: a class token before the patches.", lambda: classifier("ViT")),
+    Family("deit", "DeiT: a distillation token, too.", lambda: classifier("DeiT")),
+    Family(
+        "swin",
+        "Swin: attention inside shifted windows.",
+        lambda: classifier(
+            "Swin",
+            num_attention_heads=[2, 2],
+            embed_dim=8,
+            depths=[2, 2],
+            window_size=2,
+            patch_size=4,
+            mlp_ratio=2.0,
+            drop_path_rate=0.0,
+        ),
+    ),
+    Family(
+        "convnext",
+        "ConvNeXt: depthwise convolutions, layer norm over channels, scaled residuals.",
+        lambda: classifier(
+            "ConvNext", hidden_sizes=[8, 16], depths=[1, 1], num_stages=2, drop_path_rate=0.0
+        ),
+    ),
+    Family(
+        "resnet_hf",
+        "ResNet of ``transformers``: BatchNorm.",
+        lambda: classifier(
+            "ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic"
+        ),
+    ),
+    Family(
+        "mobilevit",
+        "MobileViT: convolutions with BatchNorm around attention over unfolded patches.",
+        lambda: classifier(
+            "MobileViT",
+            hidden_sizes=[8, 12, 16],
+            neck_hidden_sizes=[8, 8, 8, 8, 8, 8, 16],
+            patch_size=2,
+            image_size=64,
+            mlp_ratio=2.0,
+        ),
+    ),
+    Family(
+        "cnn_3d",
+        "Video: three-dimensional convolutions, pooling and BatchNorm.",
+        lambda: sgd(
+            lambda: nn.Sequential(
+                nn.Conv3d(2, 4, 3, padding=1),
+                nn.BatchNorm3d(4),
+                nn.ReLU(),
+                nn.MaxPool3d(2),
+                nn.Conv3d(4, 8, 3, padding=1, groups=2),
+                nn.GELU(),
+                nn.AdaptiveAvgPool3d(1),
+                nn.Flatten(),
+                nn.Linear(8, LABELS),
+            ).double(),
+            lambda: _classes(2, 4, 8, 8),
+            loss=functional.cross_entropy,
+        ),
+        is_quick=True,
+    ),
+)

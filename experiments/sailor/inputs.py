@@ -94,6 +94,24 @@ class Inputs:
         """Micro-batches that were measured on a card at a tensor parallelism, ascending."""
         return sorted(size for size, found in self.times.get(card, {}).items() if tensor in found)
 
+    def measured(self, replica: "Replica", micro_batch: int) -> Times:
+        """Seconds of a team at one size of micro-batches.
+
+        Sailor's simulator counts zero seconds for some sizes that it does not have; here they are
+        refused.
+
+        Raises:
+            StrategyError: this size was not measured.
+        """
+        sizes = self.profiled(replica.card, replica.tensor)
+        if micro_batch not in sizes:
+            have = f"sizes {', '.join(map(str, sizes))}" if sizes else "no size at all"
+            raise StrategyError(
+                f"micro-batches of {micro_batch} were not measured on {replica.card} in teams of "
+                f"{replica.tensor} ({have}); choose one that was."
+            )
+        return self.times[replica.card][micro_batch][replica.tensor]
+
     def link(self, sender: End, receiver: End) -> Polynomial:
         """The polynomial between two ends.
 
@@ -235,29 +253,24 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Stages and what they run; Sailor's own plans have neither lists nor ZeRO-1.
+    """Stages and what they run.
 
     Attributes:
         stages: in the order of the layers.
-        micro_batch: samples of every micro-batch; unused where there are lists.
+        micro_batch: samples of every micro-batch.
         batch: samples of an iteration.
-        lists: micro-batches of each column of replicas, or ``None``: as many of ``micro_batch``
-            as cover the batch.
-        is_zero1: optimizer states lie in equal slices on the replicas of a stage.
     """
 
     stages: tuple[Stage, ...]
     micro_batch: int
     batch: int = BATCH
-    lists: tuple[tuple[int, ...], ...] | None = None
-    is_zero1: bool = False
 
     def __post_init__(self) -> None:
         """Check what holds for every plan.
 
         Raises:
-            StrategyError: a stage is empty, layers do not follow each other, or lists do not add
-                up.
+            StrategyError: a stage is empty, layers do not follow each other, or stages have
+                unlike numbers of replicas.
         """
         next_layer = 0
         for index, stage in enumerate(self.stages):
@@ -271,24 +284,17 @@ class Plan:
             next_layer = stage.end_layer
         if not self.stages or self.micro_batch < 1:
             raise StrategyError("a plan needs a stage and micro-batches of a sample at least.")
-        if self.lists is not None:
-            self._check_lists(self.lists)
+        counts = sorted({len(stage.replicas) for stage in self.stages})
+        if len(counts) > 1:
+            raise StrategyError(
+                f"stages have {', '.join(map(str, counts))} replicas; Sailor's simulator counts "
+                "what the smaller ones do twice as free: use as many in every stage."
+            )
 
-    def _check_lists(self, lists: tuple[tuple[int, ...], ...]) -> None:
-        counts = {len(stage.replicas) for stage in self.stages}
-        if counts != {len(lists)}:
-            raise StrategyError(
-                f"{len(lists)} lists of micro-batches for stages of {sorted(counts)} replicas; "
-                "every column of replicas has one, and all stages have as many columns."
-            )
-        samples = sum(map(sum, lists))
-        if samples != self.batch:
-            raise StrategyError(
-                f"the lists of micro-batches have {samples} samples, not {self.batch}; "
-                "a plan runs its batch exactly."
-            )
-        if any(size < 1 for sizes in lists for size in sizes):
-            raise StrategyError("a list has a micro-batch of no sample; leave it out.")
+    @property
+    def num_micro(self) -> int:
+        """Micro-batches of a replica: enough to cover the batch."""
+        return -(-self.batch // (self.micro_batch * len(self.stages[0].replicas)))
 
     @property
     def num_gpus(self) -> dict[str, int]:
@@ -299,22 +305,9 @@ class Plan:
                 found[replica.card] = found.get(replica.card, 0) + replica.tensor
         return found
 
-    @property
-    def has_equal_replicas(self) -> bool:
-        """Whether all stages have as many replicas."""
-        return len({len(stage.replicas) for stage in self.stages}) == 1
-
-    def sizes_of(self, column: int) -> tuple[int, ...]:
-        """Sizes of micro-batches that a column of replicas runs."""
-        if self.lists is None:
-            return (self.micro_batch,)
-        return tuple(sorted(set(self.lists[column])))
-
 
 def read_plan(row: Mapping[str, Any], batch: int = BATCH) -> Plan:
     """A plan in Sailor's form: ``pipeline_list`` and ``mbs``, perhaps ``gbs``.
-
-    Two keys more say what Sailor cannot: ``lists`` and ``is_zero1``.
 
     Args:
         row: the plan.
@@ -339,14 +332,7 @@ def read_plan(row: Mapping[str, Any], batch: int = BATCH) -> Plan:
             pipelines[0]["layers_per_stage"], pipelines[0]["tmp_per_stage"], strict=True
         )
     )
-    lists = row.get("lists")
-    return Plan(
-        stages=stages,
-        micro_batch=int(row["mbs"]),
-        batch=int(row.get("gbs", batch)),
-        lists=None if lists is None else tuple(tuple(map(int, sizes)) for sizes in lists),
-        is_zero1=bool(row.get("is_zero1", False)),
-    )
+    return Plan(stages=stages, micro_batch=int(row["mbs"]), batch=int(row.get("gbs", batch)))
 
 
 def written(plan: Plan, zone: str) -> dict[str, Any]:
@@ -362,15 +348,7 @@ def written(plan: Plan, zone: str) -> dict[str, Any]:
             for stage in plan.stages
         ],
     }
-    found: dict[str, Any] = {
-        "pipeline_list": [pipeline],
-        "mbs": plan.micro_batch,
-        "gbs": plan.batch,
-        "is_zero1": plan.is_zero1,
-    }
-    if plan.lists is not None:
-        found["lists"] = [list(sizes) for sizes in plan.lists]
-    return found
+    return {"pipeline_list": [pipeline], "mbs": plan.micro_batch, "gbs": plan.batch}
 
 
 def _replica(entries: list[list[Any]], tensor: int) -> Replica:

@@ -1,4 +1,4 @@
-"""A plan's score: its time, its memory, which rules it needs, and what is doubtful about it.
+"""A plan's score: its time, and its memory.
 
 Memory under Sailor's rules: what a GPU of each replica holds, and whether it fits.
 """
@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 from heterog.errors import StrategyError
 from sailor.inputs import CAPACITY_BYTES, FLOAT_BYTES, Inputs, Plan
-from sailor.timing import Timing, neighbours, num_micro, timing_of
+from sailor.timing import Timing, timing_of
 
 STATE_BYTES = 24
 """For each parameter under Adam: 8 of Adam, 4 each of model, gradients, communication and copies
 at the start."""
-SHARED_BYTES = 8
-"""Of these, what ZeRO-1 cuts into slices."""
 CHECK_BYTES = {False: 2.0e9, True: 3.0e9}
 """What runtime and fragments take in the check of validity, by whether GPUs form teams."""
 VALIDATION_BYTES = 4.76e9 + 0.3e9
@@ -59,7 +57,6 @@ def memory_of(plan: Plan, inputs: Inputs) -> list[Memory]:
     """
     found = []
     for index, stage in enumerate(plan.stages):
-        share = 1.0 / len(stage.replicas) if plan.is_zero1 else 1.0
         for column, replica in enumerate(stage.replicas):
             if replica.tensor not in inputs.sizes or replica.card not in CAPACITY_BYTES:
                 raise StrategyError(
@@ -72,8 +69,7 @@ def memory_of(plan: Plan, inputs: Inputs) -> list[Memory]:
                 first_layer=stage.first_layer,
                 end_layer=stage.end_layer,
                 in_flight=len(plan.stages) - index,
-                micro_batch=max(plan.sizes_of(column), default=0),
-                share=share,
+                micro_batch=plan.micro_batch,
             )
             found.append(
                 Memory(
@@ -96,7 +92,6 @@ def held_bytes(
     end_layer: int,
     in_flight: int,
     micro_batch: int,
-    share: float = 1.0,
 ) -> float:
     """States and activations of layers on one GPU, without what the runtime takes.
 
@@ -106,19 +101,12 @@ def held_bytes(
         first_layer: of the stage.
         end_layer: behind its last one.
         in_flight: micro-batches whose activations are kept: stages from this one to the last.
-        micro_batch: samples of the largest.
-        share: of the optimizer states that this GPU keeps.
+        micro_batch: samples of each.
     """
     sizes = inputs.sizes[tensor]
     params = sizes.params[end_layer] - sizes.params[first_layer]
     activations = sizes.activations[end_layer] - sizes.activations[first_layer]
-    states = STATE_BYTES - SHARED_BYTES * (1.0 - share)
-    return states * params + in_flight * micro_batch * FLOAT_BYTES * activations
-
-
-LISTS, INTERPOLATED = "lists of micro-batches", "interpolated size"
-UNLIKE_COUNTS, ZERO1 = "unlike numbers of replicas", "ZeRO-1"
-TIGHT = "over the memory of real runs"
+    return STATE_BYTES * params + in_flight * micro_batch * FLOAT_BYTES * activations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,25 +115,23 @@ class Score:
 
     Attributes:
         timing: seconds.
-        cautious_s: the iteration where sizes that were not measured take the time per sample of
-            the next smaller one; the same as the total where all were measured.
-        samples: that the plan is charged for, the most of any stage.
+        samples: that the plan is charged for: whole rounds of all replicas.
         memory: of every replica.
-        extensions: rules beyond Sailor's that the plan needs; none if Sailor can say it.
-        flags: what is doubtful.
     """
 
     timing: Timing
-    cautious_s: float
     samples: int
     memory: tuple[Memory, ...]
-    extensions: tuple[str, ...]
-    flags: tuple[str, ...]
 
     @property
     def is_valid(self) -> bool:
         """Whether every GPU has room, by Sailor's check."""
         return all(each.fits for each in self.memory)
+
+    @property
+    def fits_tightly(self) -> bool:
+        """Whether every GPU has room for what real runs were predicted to take."""
+        return all(each.fits_tightly for each in self.memory)
 
     @property
     def peak_check_bytes(self) -> float:
@@ -169,73 +155,8 @@ def score_of(plan: Plan, inputs: Inputs) -> Score:
         raise StrategyError(
             f"the stages hold {last} layers, the model has {inputs.num_layers}; place all."
         )
-    timing = timing_of(plan, inputs)
-    memory = tuple(memory_of(plan, inputs))
-    extensions = _extensions(plan, inputs)
-    cautious_s = timing.total_s
-    if INTERPOLATED in extensions:
-        cautious_s = timing_of(plan, inputs, is_cautious=True).total_s
-    flags = [TIGHT] if not all(each.fits_tightly for each in memory) else []
     return Score(
-        timing=timing,
-        cautious_s=cautious_s,
-        samples=samples_of(plan),
-        memory=memory,
-        extensions=extensions,
-        flags=tuple(flags),
+        timing=timing_of(plan, inputs),
+        samples=plan.num_micro * plan.micro_batch * len(plan.stages[0].replicas),
+        memory=tuple(memory_of(plan, inputs)),
     )
-
-
-def samples_of(plan: Plan) -> int:
-    """Samples that a plan is charged for: with lists the batch, else whole rounds of columns."""
-    if plan.lists is not None:
-        return plan.batch
-    return max(
-        num_micro(plan, stage) * plan.micro_batch * len(stage.replicas) for stage in plan.stages
-    )
-
-
-def sailors_own_s(plan: Plan, inputs: Inputs) -> float:
-    """What Sailor's simulator says where stages have unlike numbers of replicas.
-
-    It takes the number of micro-batches from the first stage, so that stages with fewer replicas
-    are given their additional work for free. Only to be shown beside the right number.
-    """
-    timing = timing_of(plan, inputs)
-    steady = (num_micro(plan, plan.stages[0]) - 1) * timing.straggler_s
-    rest = sum(timing.compute_s) + sum(timing.send_s) + timing.update_s
-    return steady + rest + timing.sync_s
-
-
-def _extensions(plan: Plan, inputs: Inputs) -> tuple[str, ...]:
-    found = []
-    if plan.lists is not None and not _is_uniform(plan):
-        found.append(LISTS)
-    if not plan.has_equal_replicas:
-        found.append(UNLIKE_COUNTS)
-    if any(_is_interpolated(plan, inputs, column) for column in range(_num_columns(plan))):
-        found.append(INTERPOLATED)
-    if plan.is_zero1:
-        found.append(ZERO1)
-    return tuple(found)
-
-
-def _is_uniform(plan: Plan) -> bool:
-    """Whether lists say what one size and one number would."""
-    lists = plan.lists or ()
-    sizes = {size for column in lists for size in column}
-    return len(sizes) == 1 and len({len(column) for column in lists}) == 1
-
-
-def _num_columns(plan: Plan) -> int:
-    return max(len(stage.replicas) for stage in plan.stages)
-
-
-def _is_interpolated(plan: Plan, inputs: Inputs, column: int) -> bool:
-    replicas = [stage.replicas[column] for stage in plan.stages if column < len(stage.replicas)]
-    for replica in replicas:
-        for size in plan.sizes_of(column):
-            lower, upper = neighbours(inputs, replica, size)
-            if lower != upper:
-                return True
-    return False

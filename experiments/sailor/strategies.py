@@ -73,43 +73,18 @@ def _with_tf32(device: Device) -> Device:
 
 
 def strategy_of(plan: Plan, graph: OpGraph, cluster: Cluster) -> Strategy:
-    """A plan as a strategy: columns with like micro-batches are a pipeline each.
-
-    Where stages have unlike numbers of replicas, the rounds of a pipeline have the samples of the
-    smallest one, so that no replica has more at once than the plan says.
-    """
-    teams = _placed(plan, cluster)
+    """A plan as a strategy: one pipeline, whose rounds have samples for all replicas."""
     layers = layers_of(graph)
     # The first and the last of Sailor's layers are the embedding and the head.
     last = plan.stages[-1].end_layer - 1
     counts = [min(stage.end_layer, last) - max(stage.first_layer, 1) for stage in plan.stages]
-    stages = stages_by_counts(layers, counts)
-    pipelines = [
-        Pipeline(
-            stages=stages,
-            teams=tuple(tuple(of_stage[column] for column in columns) for of_stage in teams)
-            if columns
-            else tuple(map(tuple, teams)),
-            micro_batches=sizes,
-        )
-        for sizes, columns in rounds_of(plan)
-    ]
-    return strategy_of_pipelines(graph, cluster, pipelines, Manner(zero=int(plan.is_zero1)))
-
-
-def rounds_of(plan: Plan) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Samples of each round of each pipeline, and its columns; none where it has all replicas."""
-    if plan.lists is None:
-        size = plan.micro_batch * min(len(stage.replicas) for stage in plan.stages)
+    pipeline = Pipeline(
+        stages=stages_by_counts(layers, counts),
+        teams=tuple(map(tuple, _placed(plan, cluster))),
         # Rounds of like sizes: in a small last one, some replicas would have no sample.
-        return [(tuple(split_evenly(plan.batch, -(-plan.batch // size))), ())]
-    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for column, sizes in enumerate(plan.lists):
-        alike[sizes].append(column)
-    return [
-        (tuple(size * len(columns) for size in sizes), tuple(columns))
-        for sizes, columns in alike.items()
-    ]
+        micro_batches=tuple(split_evenly(plan.batch, plan.num_micro)),
+    )
+    return strategy_of_pipelines(graph, cluster, [pipeline], Manner())
 
 
 def _placed(plan: Plan, cluster: Cluster) -> list[list[tuple[int, ...]]]:

@@ -7,7 +7,6 @@ a search hands back is scored there.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from math import inf
 
 from heterog.errors import StrategyError
@@ -17,11 +16,12 @@ from sailor.inputs import (
     Inputs,
     Polynomial,
     Replica,
-    Stage,
+    Sizes,
+    Times,
     seconds_of,
 )
-from sailor.score import CHECK_BYTES, SHARED_BYTES, STATE_BYTES, VALIDATION_BYTES
-from sailor.timing import MOST_SLICES, Clock, ring_s
+from sailor.score import CHECK_BYTES, STATE_BYTES
+from sailor.timing import MOST_SLICES, ring_s
 
 NODE_GPUS = {"A100-40": 4, "V100-16": 4, "Titan-RTX": 8, "RTX-2080": 8, "RTX-3090": 8}
 """GPUs of a node: the most between which links were measured. Teams do not leave their node."""
@@ -33,22 +33,14 @@ class Team:
 
     Attributes:
         replica: its card and number of GPUs.
-        sizes: micro-batches that it may run, ascending.
-        compute_s: by micro-batch, forward and backward of all layers before each one.
-        update_s: by micro-batch.
-        slowest_update_s: of any micro-batch up to each one.
-        params: of all layers before each one.
-        activations: likewise, floats kept for one sample.
+        times: by micro-batch.
+        sizes: of the layers.
         room_bytes: of the card, without what the runtime takes.
     """
 
     replica: Replica
-    sizes: tuple[int, ...]
-    compute_s: Mapping[int, tuple[float, ...]]
-    update_s: Mapping[int, float]
-    slowest_update_s: Mapping[int, float]
-    params: tuple[int, ...]
-    activations: tuple[int, ...]
+    times: Mapping[int, Times]
+    sizes: Sizes
     room_bytes: float
 
 
@@ -59,14 +51,10 @@ class Tables:
     Attributes:
         inputs: what was measured.
         num_gpus: of the cluster, by card.
-        is_tight: GPUs hold what real runs were predicted to take, not what the check asks for.
-        may_interpolate: teams run sizes between measured ones.
     """
 
     inputs: Inputs
     num_gpus: Mapping[str, int]
-    is_tight: bool = False
-    may_interpolate: bool = False
     _sends: dict[tuple[int, int, int], float] = field(default_factory=dict)
     _rings: dict[tuple[frozenset[str], float, int], float] = field(default_factory=dict)
 
@@ -87,34 +75,15 @@ class Tables:
         )
 
     def _team(self, replica: Replica) -> Team:
-        inputs = self.inputs
-        clock = Clock(inputs=inputs)
-        measured = inputs.profiled(replica.card, replica.tensor)
-        steps = range(measured[0], measured[-1] + 1) if self.may_interpolate else measured
-        prefixes = [
-            Stage(first_layer=0, num_layers=count, replicas=())
-            for count in range(inputs.num_layers + 1)
-        ]
-        sizes = inputs.sizes[replica.tensor]
-        runtime = VALIDATION_BYTES if self.is_tight else CHECK_BYTES[replica.tensor > 1]
-        update_s = {size: clock.update_s(replica, size) for size in steps}
+        measured = self.inputs.profiled(replica.card, replica.tensor)
         return Team(
             replica=replica,
-            sizes=tuple(steps),
-            compute_s={
-                size: tuple(clock.compute_s(replica, prefix, size) for prefix in prefixes)
-                for size in steps
-            },
-            update_s=update_s,
-            slowest_update_s=dict(zip(update_s, accumulate(update_s.values(), max), strict=True)),
-            params=sizes.params,
-            activations=sizes.activations,
-            room_bytes=CAPACITY_BYTES[replica.card] - runtime,
+            times={size: self.inputs.measured(replica, size) for size in measured},
+            sizes=self.inputs.sizes[replica.tensor],
+            room_bytes=CAPACITY_BYTES[replica.card] - CHECK_BYTES[replica.tensor > 1],
         )
 
-    def most_samples(
-        self, team: int, first_layer: int, end_layer: int, in_flight: int, share: float
-    ) -> float:
+    def most_samples(self, team: int, first_layer: int, end_layer: int, in_flight: int) -> float:
         """The largest micro-batch that a team has memory for; negative if none.
 
         Args:
@@ -122,13 +91,11 @@ class Tables:
             first_layer: of its stage.
             end_layer: behind the last one.
             in_flight: micro-batches whose activations are kept.
-            share: of the optimizer states.
         """
         each = self.teams[team]
-        params = each.params[end_layer] - each.params[first_layer]
-        activations = each.activations[end_layer] - each.activations[first_layer]
-        left = each.room_bytes - (STATE_BYTES - SHARED_BYTES * (1.0 - share)) * params
-        return left / (in_flight * FLOAT_BYTES * activations)
+        params = each.sizes.params[end_layer] - each.sizes.params[first_layer]
+        activations = each.sizes.activations[end_layer] - each.sizes.activations[first_layer]
+        return (each.room_bytes - STATE_BYTES * params) / (in_flight * FLOAT_BYTES * activations)
 
     def send_s(self, sender: int, receiver: int, micro_batch: int) -> float:
         """One micro-batch of a block's outputs between two teams; infinite without a link.

@@ -1,25 +1,16 @@
-"""The burst-parallel program against brute force, and the authors' program against their plans."""
+"""The burst-parallel program against brute force."""
 
 import itertools
-import json
 import math
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import pytest
-from deeppool_original import search_as_published
 from hypothesis import given
 from hypothesis import strategies as st
 
 from heterog.methods.deeppool import Block, Chain, Place, fork_join, layers_of, search
 from tests.thorough import one_in
-
-ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared" / "data" / "deeppool"
-ORACLE = ROOT / "experiments" / "deeppool_oracle.py"
 
 CHAIN = [(), (0,), (1,), (2,)]
 BRANCHES = [(), (0,), (0,), (2,), (1, 3)]
@@ -195,13 +186,6 @@ def test_layers_burst_by_hand() -> None:
     assert least.widths == (4, 1, 2, 1)
 
 
-def test_the_published_rule_never_looks_at_the_last_layer() -> None:
-    chain = fork_join(CHAIN)
-    published = search_as_published(Halves(0), chain, limit=1.5, num_devices=4)
-    assert published.widths[-1] == 4
-    assert search(Halves(0), chain, limit=1.5, num_devices=4).widths[-1] == 1
-
-
 def test_blocks_are_found() -> None:
     inner = Block(branches=((3,), (4,)), join=5)
     assert fork_join(NESTED) == (0, Block(branches=((1,), (2, inner)), join=6))
@@ -225,92 +209,3 @@ def test_every_layer_is_in_the_chain_once(back: list[set[int]]) -> None:
     chain = fork_join(previous)
     assert sorted(layers_of(chain)) == list(range(len(back)))
     assert search(Costs(0), chain, limit=2.0, num_devices=4).time > 0
-
-
-def test_plans_of_the_original_planner() -> None:
-    golden = DATA / "golden_plans_vgg.json"
-    if not golden.exists():
-        pytest.skip(f"no golden plans at {golden}")
-    done = subprocess.run(
-        [sys.executable, str(ORACLE), "--profiles", str(DATA), "--golden", str(golden)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.splitlines()[-1] == "48 of 48 plans equal", done.stdout + done.stderr
-
-
-# iteration ms, GPU-ms of the original on its own profiles at batch 32; limit 0: data parallelism
-PUBLISHED = [
-    ("wrn", 8, 0.0, 26.65, 213.2),
-    ("wrn", 4, 1.5, 72.42, None),
-    ("wrn", 8, 1.5, 45.14, 124.0),
-    ("wrn", 8, 2.0, 34.53, 146.2),
-    ("inception", 1, 99.0, 40.57, None),
-    ("inception", 2, 99.0, 20.19, 59.2),
-    ("inception", 8, 0.0, 10.15, 81.4),
-    ("inception", 4, 99.0, 13.67, 69.2),
-    ("inception", 8, 2.0, 11.10, 100.9),
-]
-
-
-def test_other_models_of_the_original_planner(tmp_path: Path) -> None:
-    if not DATA.exists():
-        pytest.skip(f"no profiles at {DATA}")
-    plans = [
-        {
-            "model": model,
-            "gpus": gpus,
-            "batch": 32,
-            "lim": limit or 2.0,
-            "dp": limit == 0,
-            "iter_ms": 0.0,
-            "gpu_ms": 0.0,
-            "gpus_per_layer": [],
-        }
-        for model, gpus, limit, _, _ in PUBLISHED
-    ]
-    (tmp_path / "golden.json").write_text(json.dumps(plans))
-    options = ["--profiles", str(DATA), "--golden", "golden.json", "--json", "rows.json"]
-    subprocess.run(
-        [sys.executable, str(ORACLE), *options],
-        cwd=tmp_path,
-        capture_output=True,
-        check=False,
-    )
-    rows = json.loads((tmp_path / "rows.json").read_text())
-    for row, (*_, iter_ms, gpu_ms) in zip(rows, PUBLISHED, strict=True):
-        assert row["ours"]["iter_ms"] == pytest.approx(iter_ms, abs=0.006), row["title"]
-        if gpu_ms is not None:
-            assert row["ours"]["gpu_ms"] == pytest.approx(gpu_ms, abs=0.06), row["title"]
-
-
-def test_a_chain_is_read_from_a_profile_of_an_unknown_model(tmp_path: Path) -> None:
-    lines = []
-    for batch in (8, 4):
-        for name, shape, milliseconds in (("dense", "16", batch / 4), ("other", "4", batch / 8)):
-            lines.append(f'{name}{{"a":1}}[{batch}]{shape}  {milliseconds}  0  0')
-        lines.append("SUM(avg)  1.0")
-    (tmp_path / "A100_mine.prof").write_text("\n".join(lines))
-    golden = {"model": "mine", "gpus": 2, "batch": 8, "lim": 9, "dp": True}
-    golden |= {"iter_ms": 1.5, "gpu_ms": 3.0, "gpus_per_layer": [2, 2]}
-    (tmp_path / "golden.json").write_text(json.dumps({"plans": [golden]}))
-    done = subprocess.run(
-        [sys.executable, str(ORACLE), "--profiles", ".", "--golden", "golden.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.splitlines()[-1] == "1 of 1 plans equal", done.stdout + done.stderr
-    golden["model"] = "unknown"
-    (tmp_path / "golden.json").write_text(json.dumps({"plans": [golden]}))
-    done = subprocess.run(
-        [sys.executable, str(ORACLE), "--profiles", ".", "--golden", "golden.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "no profile of 'unknown'" in done.stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sailor.inputs import Inputs, Plan, Replica, Stage
-from sailor.strategies import cluster_of, rounds_of
+from sailor.inputs import Inputs
+from sailor.strategies import cluster_of
 
 from heterog.errors import StrategyError
 from tests.thorough import THOROUGH
@@ -37,7 +37,7 @@ def rows_of(done: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 @needs_data
 @pytest.mark.slow
 def test_a_table_is_judged_by_the_referee(tmp_path: Path) -> None:
-    """Every plan of a setting is said as a strategy: like columns, unlike ones, stages."""
+    """Every plan of a setting is said as a strategy."""
     table = run(
         "sailor_table.py",
         "--data",
@@ -49,13 +49,9 @@ def test_a_table_is_judged_by_the_referee(tmp_path: Path) -> None:
         "--json",
     )
     rows = rows_of(table)
-    assert [row["method"] for row in rows] == [
-        "Sailor", "best even plan", "ours, Sailor can say", "ours, extended",
-        "ours, extended, fits tightly",
-    ]  # fmt: skip
+    assert [row["method"] for row in rows] == ["Sailor", "best even plan", "ours"]
     assert all(row["is_valid"] for row in rows)
     assert rows[0]["step_time_s"] == pytest.approx(22.990843, abs=1e-6)
-    assert rows[2]["extensions"] == rows[4]["flags"] == []
     (tmp_path / "table.json").write_text(table.stdout)
     options = ("--data", str(SAILOR), "--table", str(tmp_path / "table.json"), "--budget", "")
     judged = rows_of(run("sailor_referee.py", *options, "--json"))
@@ -84,17 +80,3 @@ def test_clusters_have_sailors_rates(inputs: Inputs) -> None:
     assert cluster.num_hosts == 3
     with pytest.raises(StrategyError, match="6 A100-40 do not fill nodes of 4"):
         cluster_of(inputs, {"A100-40": 6})
-
-
-def test_rounds_have_all_samples() -> None:
-    """Evenly, so that no replica is without: 52 rounds of 19 or 20 samples on ten replicas."""
-    replicas = (Replica(card="A100-40", tensor=1),) * 10
-    stages = (Stage(first_layer=0, num_layers=26, replicas=replicas),)
-    ((rounds, columns),) = rounds_of(Plan(stages=stages, micro_batch=2))
-    assert sum(rounds) == 1024
-    assert set(rounds) == {19, 20}
-    assert len(rounds) == 52
-    assert columns == ()
-    lists = ((3, 3),) * 9 + ((970,),)
-    listed = rounds_of(Plan(stages=stages, micro_batch=2, lists=lists))
-    assert listed == [((27, 27), tuple(range(9))), ((970,), (9,))]

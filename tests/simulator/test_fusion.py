@@ -140,15 +140,6 @@ def test_kernels_are_as_many_as_inductor_compiles_and_runs() -> None:
         assert sum(row["heterog"]) == pytest.approx(sum(row["scheduled"]), rel=0.25)
 
 
-@THOROUGH
-def test_kernels_are_as_many_as_inductor_schedules_for_a_gpu() -> None:
-    script = Path(__file__).parents[2] / "experiments" / "compiled_kernels.py"
-    command = [sys.executable, str(script), "--models", "mlp,residual net", "--gpu", "--json"]
-    printed = subprocess.run(command, capture_output=True, check=True, timeout=900).stdout
-    for row in json.loads(printed)["rows"]:
-        assert row["heterog"] == row["scheduled"]
-
-
 def test_more_samples_never_take_less() -> None:
     graph, kind = zoo_graph("resnet50", 4), device_type("V100-32GB")
     model = DeviceModels(Execution.COMPILED)

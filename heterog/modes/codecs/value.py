@@ -368,7 +368,7 @@ ENCODE_BYTES: dict[CodecKind, float] = {
     CodecKind.TOP_K: 80.0,
 }
 """Bytes of device memory that could be copied while one payload byte is encoded: CPU seconds over
-those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/lossy_codecs.py --cost`` measures
+those of a copy, for 0.1 to 16 MB of fp32 numbers; ``experiments/inexact.py cost`` measures
 them.
 An accelerator's ratios differ; that of ``top_k`` is probably smaller."""
 DECODE_BYTES: dict[CodecKind, float] = {
