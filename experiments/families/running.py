@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from families.family import BFLOAT16, Batch, Family
-from families.strategies import NUM_RANKS, strategies
+from families.strategies import NUM_RANKS, makers
 from heterog.errors import HeterogError
 from heterog.graph.capture import CapturedStep, capture_step
 from heterog.graph.op_graph import OpGraph, Phase
@@ -320,7 +320,7 @@ def _family_process(family: Family, pipe: Connection, searches: bool) -> None:
 def _run(family: Family, searches: bool, tell: Callable[[str, str, Any], None]) -> None:
     captured = capture_step(family.workload())
     ranks: Ranks | None = None
-    for name, make in strategies(captured.graph, searches=searches):
+    for name, make in makers(captured.graph, searches=searches):
         try:
             plan = make()
             ranks = ranks or Ranks(family, captured)

@@ -63,8 +63,14 @@ def shares_of(graph: OpGraph, *weights: int) -> tuple[int, ...]:
     return graph.batch_size - sum(rest), *rest
 
 
-def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Callable[[], Plan]]]:
-    """What makes a plan of every kind that the graph has, by name."""
+def strategies(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Plan]]:
+    """A plan of every kind that the graph has, by name; ends at the first that is refused."""
+    for name, make in makers(graph, searches=searches):
+        yield name, make()
+
+
+def makers(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Callable[[], Plan]]]:
+    """What makes these plans, each of which may be refused."""
     for name, make in (
         ("parameter_servers", _servers),
         ("pipeline", _pipeline),
