@@ -7,7 +7,7 @@ import pytest
 from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
-from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob, part_of
+from heterog.search.arrivals.evaluated import EvaluatedCluster, TrainingJob
 from heterog.search.arrivals.jobs_file import read_jobs, requests_of
 from heterog.search.arrivals.queueing import JobRequest, fewest_that_fit, most_devices, run_rule
 
@@ -55,7 +55,7 @@ def test_speed_ups_are_those_of_the_links() -> None:
 
 def test_a_part_of_a_cluster_keeps_its_hosts_and_lines() -> None:
     whole = Cluster.load("two_sites_32")
-    part = part_of(whole, (0, whole.num_devices - 1))
+    part = whole.part((0, whole.num_devices - 1))
     assert part.num_devices == 2
     assert part.num_hosts == 2
     assert part.devices[0].name == whole.devices[0].name
