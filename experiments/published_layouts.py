@@ -5,10 +5,10 @@
 For every row of measured training runs (Megatron-DeepSpeed GPT on A100 nodes as vTrain published
 them; OPT and GPT-Neo on GH200 nodes and mixed cards as Sailor did) the layout is built for the
 captured model, lowered and simulated. What each device then keeps, computes and sends is counted
-in the lowered program and compared with ``layout_oracle.py``, which knows formulas only. Simulated
-seconds stand beside the measured ones; nothing is fitted to them.
+in the lowered program and compared with ``published/textbook.py``, which knows formulas only.
+Simulated seconds stand beside the measured ones; nothing is fitted to them.
 
-How rows are read is said in ``published_rows.py``, what is captured in ``published_models.py``.
+How rows are read is said in ``published/runs.py``, what is captured in ``published/models.py``.
 """
 
 import time
@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import layout_oracle as oracle
 import numpy as np
-from published_models import graph_of
-from published_rows import Run, sailor_rows, vtrain_rows
+from published import textbook as oracle
+from published.models import graph_of
+from published.runs import Run, sailor_rows, vtrain_rows
 from rows import asked_of, finish, option, progress
 
 from heterog.cluster.topology import Sends
