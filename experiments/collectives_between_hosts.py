@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from published_nanotron import cluster_of
+from published.nanotron import cluster_of
 from rows import finish, script_parser
 
 RATE = cluster_of(16).nic_bandwidth_bytes_per_s(0)

@@ -12,7 +12,7 @@ turn: parameters of the others predict all of its rows. ``--write`` puts the par
 package.
 
 Layers of transformers on further cards (``zorse_layers.csv`` or ``layers_*.csv``, packed or not;
-``layer_times.py`` has their columns) tell of types whose kernels nobody measured alone: one
+``fits/layer_times.py`` has their columns) tell of types whose kernels nobody measured alone: one
 parameter each, see ``OF_LAYERS``. ``--shipped`` fits nothing: it says how far what ships is off on
 the layers of every card in DIR, and on Megatron's peaks of memory (``megatron_golden.csv`` or
 ``megatron_peaks_*.csv``).
@@ -37,8 +37,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from golden_peaks import peak_errors
-from kernel_fitting import (
+from fits.kernels import (
     MeasuredProducts,
     MeasuredStreams,
     errors_of,
@@ -46,7 +45,8 @@ from kernel_fitting import (
     fit_products_of_one,
     fit_streams,
 )
-from layer_times import MeasuredLayers, errors_by_card, measured_layers
+from fits.layer_times import MeasuredLayers, errors_by_card, measured_layers
+from published.megatron_peaks import peak_errors
 from rows import finish, progress, script_parser
 
 from heterog.cluster.catalog import device_type

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from drawn import TEST, TRAIN, VALIDATION
-from drawn_clusters import drawn_cluster
+from drawing.clusters import drawn_cluster
+from drawing.families import TEST, TRAIN, VALIDATION
 from drawn_models import families, workload
 
 from heterog.cluster import Cluster

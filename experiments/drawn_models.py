@@ -2,8 +2,8 @@
 
 A name is a family and a number. The number seeds every draw: depth, widths, sizes of inputs,
 batch, optimizer and precision, over decades. Families are a grammar of own modules
-(``drawn_modules``) and architectures of ``transformers`` without weights
-(``drawn_architectures``). Each belongs to training, validation or test, and a policy is never
+(``drawing/modules.py``) and architectures of ``transformers`` without weights
+(``drawing/architectures.py``). Each belongs to training, validation or test, and a policy is never
 trained on a family of the other two.
 """
 
@@ -11,11 +11,11 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 
-import drawn_architectures  # noqa: F401  (enters its families)
-import drawn_modules  # noqa: F401  (enters its families)
+import drawing.architectures
+import drawing.modules  # noqa: F401  (enters its families)
 import numpy as np
 import torch
-from drawn import FAMILIES, Draw
+from drawing.families import FAMILIES, Draw
 
 from heterog import Workload
 

@@ -44,9 +44,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gradient_boosting import Settings, fit_boosted
+from fits.boosting import Settings, fit_boosted
 from numpy.typing import NDArray
-from published_models import Model, graph_of
+from published.models import Model, graph_of
 from published_runs import (
     by_capture,
     few_layer_terms,

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import published_runs
-from published_rows import Run
+from published.runs import Run
 from rows import asked_of, option, progress
 from scipy.stats import binomtest
 

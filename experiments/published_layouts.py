@@ -5,23 +5,22 @@
 For every row of measured training runs (Megatron-DeepSpeed GPT on A100 nodes as vTrain published
 them; OPT and GPT-Neo on GH200 nodes and mixed cards as Sailor did) the layout is built for the
 captured model, lowered and simulated. What each device then keeps, computes and sends is counted
-in the lowered program and compared with ``layout_oracle.py``, which knows formulas only. Simulated
-seconds stand beside the measured ones; nothing is fitted to them.
+in the lowered program and compared with ``published/textbook.py``, which knows formulas only.
+Simulated seconds stand beside the measured ones; nothing is fitted to them.
 
-How rows are read is said in ``published_rows.py``, what is captured in ``published_models.py``.
+How rows are read is said in ``published/runs.py``, what is captured in ``published/models.py``.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import layout_oracle as oracle
 import numpy as np
-from published_models import graph_of
-from published_rows import Run, sailor_rows, vtrain_rows
+from published import textbook as oracle
+from published.models import graph_of
+from published.runs import Run, sailor_rows, vtrain_rows
 from rows import asked_of, finish, option, progress
 
 from heterog.cluster.topology import Sends
@@ -213,63 +212,7 @@ def compared(run: Run, found: Sequence[Counted]) -> dict[str, dict[str, float]]:
     return worst
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """What was simulated and counted; numbers that follow the number of micro-batches."""
-
-    seconds: float
-    outcome: str
-    peak_memory_bytes: int
-    tasks: int
-    found: list[Counted]
-
-
-def lowered(run: Run, sends: Sends) -> Judged:
-    """Build, lower and simulate one row."""
-    graph = graph_of(run.model, run.batch)
-    evaluator = Evaluator(graph, replace(run.cluster, sends=sends))
-    strategy = run.build(graph, run.cluster)
-    evaluation = evaluator.evaluate(strategy, Order.FIFO)
-    del evaluator  # its arrays have room for every task, and the program will need as much
-    program = lower(graph, run.cluster, strategy)
-    return Judged(
-        seconds=evaluation.step_time_s,
-        outcome=str(evaluation.outcome),
-        peak_memory_bytes=max(evaluation.peak_memory_bytes),
-        tasks=program.num_tasks,
-        found=count(program, graph, run),
-    )
-
-
-def tasks_of(run: Run) -> float:
-    """About as many tasks as the program of a row has."""
-    ops = sum(op.kind != "update" for op in graph_of(run.model, run.batch).ops)
-    devices = max(sum(map(len, stage)) for own in run.teams for stage in own)
-    return run.num_micro * ops * devices
-
-
-def extended(run: Run, few: tuple[int, Judged], more: tuple[int, Judged]) -> Judged:
-    """A row by two programs with fewer micro-batches: everything grows by each in equal steps."""
-    (low, first), (high, second) = few, more
-    steps = (run.num_micro - low) / (high - low)
-
-    def at(before: float, after: float) -> float:
-        return before + steps * (after - before)
-
-    found = [
-        Counted(**{field: at(getattr(a, field), getattr(b, field)) for field in FIELDS})
-        for a, b in zip(first.found, second.found, strict=True)
-    ]
-    return Judged(
-        seconds=at(first.seconds, second.seconds),
-        outcome=second.outcome,
-        peak_memory_bytes=second.peak_memory_bytes,
-        tasks=round(at(first.tasks, second.tasks)),
-        found=found,
-    )
-
-
-def judge(run: Run, most_tasks: float, sends: Sends = Sends.OVERLAPPED) -> dict[str, Any]:
+def judge(run: Run, sends: Sends = Sends.OVERLAPPED) -> dict[str, Any]:
     """Build, lower, simulate and compare one row."""
     row: dict[str, Any] = {
         "row": run.name,
@@ -280,32 +223,25 @@ def judge(run: Run, most_tasks: float, sends: Sends = Sends.OVERLAPPED) -> dict[
         "measured_s": run.measured_s,
         "expressible": False,
     }
-    counts = [run.num_micro]
     try:
-        graph_of(run.model, run.batch)
-        begin = time.perf_counter()
-        few = max(2 * len(run.teams[0]), 8)
-        if run.shortened is not None and few + 2 < run.num_micro and tasks_of(run) > most_tasks:
-            counts = [few, few + max(few // 2, 1)]
-            first, second = (lowered(run.shortened(number), sends) for number in counts)
-            judged = extended(run, (counts[0], first), (counts[1], second))
-        else:
-            judged = lowered(run, sends)
-        differences = compared(run, judged.found)
+        graph = graph_of(run.model, run.batch)
+        evaluator = Evaluator(graph, replace(run.cluster, sends=sends))
+        strategy = run.build(graph, run.cluster)
+        evaluation = evaluator.evaluate(strategy, Order.FIFO)
+        del evaluator  # its arrays have room for every task, and the program will need as much
+        program = lower(graph, run.cluster, strategy)
+        differences = compared(run, count(program, graph, run))
     except HeterogError as error:
         return row | {"problem": str(error)}
     return row | {
         "expressible": True,
         "problem": "",
-        "outcome": judged.outcome,
-        "simulated_s": judged.seconds,
-        "peak_memory_bytes": judged.peak_memory_bytes,
-        "tasks": judged.tasks,
-        "micro_batches": run.num_micro,
-        "lowered_micro_batches": counts,
+        "outcome": str(evaluation.outcome),
+        "simulated_s": evaluation.step_time_s,
+        "peak_memory_bytes": max(evaluation.peak_memory_bytes),
+        "tasks": program.num_tasks,
         "compared": differences,
         "agrees": all(each["off"] <= TOLERANCE for each in differences.values()),
-        "seconds": time.perf_counter() - begin,
     }
 
 
@@ -317,13 +253,6 @@ def main() -> None:
         option("--sailor", type=Path, help="JSON with Sailor's fields"),
         option("--only", default="", help="texts that rows' layouts have, with ; between"),
         option("--every", type=int, default=1, help="judge one row of so many"),
-        option(
-            "--most-tasks",
-            type=float,
-            default=4e7,
-            help="of a program; larger ones are lowered with two smaller numbers of micro-"
-            "batches, by which everything grows in equal steps",
-        ),
         option(
             "--sends", default="overlapped", choices=list(map(str, Sends)), help="of who executed"
         ),
@@ -337,7 +266,7 @@ def main() -> None:
     chosen.sort(key=lambda run: (str(run.model), run.batch))
     rows = []
     for number, run in enumerate(chosen, 1):
-        row = judge(run, arguments.most_tasks, Sends(arguments.sends))
+        row = judge(run, Sends(arguments.sends))
         rows.append(row)
         said = row["problem"] or "  ".join(
             f"{name} {each['off']:.2%}" for name, each in row["compared"].items()
@@ -348,7 +277,6 @@ def main() -> None:
         "num_rows": len(rows),
         "expressible": sum(row["expressible"] for row in rows) / max(len(rows), 1),
         "agreeing": sum(row.get("agrees", False) for row in rows) / max(len(rows), 1),
-        "extended": sum(len(row.get("lowered_micro_batches", ())) > 1 for row in rows),
         "tolerance": TOLERANCE,
     }
     finish(

@@ -10,9 +10,9 @@ DIR holds files with the names and columns of the public sets, or some of them:
 ``vtrain_one_node.csv``, ``vtrain_many_nodes.csv`` (VIA-Research/vTrain, MIT): iterations of
     Megatron-DeepSpeed on A100. What its host takes was fitted to rows of ``fit`` on one node.
 ``mpt_fsdp.csv`` (mosaicml/llm-foundry, Apache-2): MPT with FSDP on A100 and H100;
-    ``published_mpt`` says what is assumed. Factors on 16-bit kernels were fitted to rows of
+    ``published/mpt.py`` says what is assumed. Factors on 16-bit kernels were fitted to rows of
     ``fit`` on 8 GPUs.
-``*.csv`` and ``*.csv.gz`` with the columns of ``published_nanotron`` (Ultra-Scale Playbook,
+``*.csv`` and ``*.csv.gz`` with the columns of ``published/nanotron.py`` (Ultra-Scale Playbook,
     Apache-2): Llama-like models with nanotron on H100, by layout. Pairs are of layouts on as many
     GPUs, at least 3 % apart.
 ``sailor_*.json`` (eth-easl/sailor, MIT): OPT and GPT-Neo with Megatron-DeepSpeed. Nothing is
@@ -34,7 +34,7 @@ on one node recompute nothing: with full recomputation, hidden 2048 and micro-ba
 its own layer profiles show the last layer at 80 TFLOP/s on an A100 and 150 on a GH200, four and
 two times what float32 can (its image, NVIDIA's of PyTorch 24.10, has TF32 on). Megatron has no
 fused softmax for float32: scores are masked in place where they are a view, whose gradient
-autograd copies five times more (``published_models.masked_in_place``).
+autograd copies five times more (``published.models.masked_in_place``).
 
 1F1B pipelines of many micro-batches are not simulated in full: from so many on that the pipeline
 is in its steady state, each further one takes what the last one took.
@@ -49,12 +49,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import published_mpt as mpt
-import published_nanotron as nanotron
-import published_rows
+import published.mpt as mpt
+import published.nanotron as nanotron
 import torch
 import transformers
-from published_models import graph_of
+from published.models import graph_of
+from published.runs import Run, sailor_rows, vtrain_run
 from rows import progress, script_parser
 from torch import Tensor
 from torch.nn import functional
@@ -194,7 +194,7 @@ def vtrain(
     """One of so many of vTrain's rows; rows of one model and batch share a capture."""
     rows = _of_split(read_rows(path), split)[::every]
     for row in sorted(rows, key=by_capture):
-        each = published_rows.vtrain_run(row, 0)
+        each = vtrain_run(row, 0)
         run = as_megatron_ran_it(each, Recompute.NONE)
         if few_layers and len(run.cluster.hosts) == 1:
             predicted_s, evaluator = by_few_layers(row)
@@ -223,7 +223,7 @@ def by_capture(row: dict[str, str]) -> tuple[int, ...]:
     return tuple(int(row[name]) for name in named)
 
 
-Terms = list[tuple[float, published_rows.Run]]
+Terms = list[tuple[float, Run]]
 """Runs to simulate: the weighted sum of their seconds is that of a step. The last is largest."""
 
 
@@ -241,13 +241,13 @@ def few_layer_terms(row: dict[str, str]) -> Terms:
     more = int(row["# layers"]) / few - 1.0
     found: Terms = []
     for number, share in ((few, 1.0 - more), (2 * few, more)):
-        run = published_rows.vtrain_run(row | {"# layers": str(number)}, 0)
+        run = vtrain_run(row | {"# layers": str(number)}, 0)
         terms = terms_of(as_megatron_ran_it(run, Recompute.NONE))
         found += [(share * weight, each) for weight, each in terms]
     return found
 
 
-def as_megatron_ran_it(run: published_rows.Run, recompute: Recompute) -> published_rows.Run:
+def as_megatron_ran_it(run: Run, recompute: Recompute) -> Run:
     """With Megatron's fused kernels and its padded vocabulary."""
     layout = replace(parse_layout(run.layout), recompute=recompute)
     padded = 128 * layout.tp if layout.tp > 1 else 1
@@ -275,14 +275,12 @@ _SOFTMAXES_OF_A_BLOCK = 4
 """Megatron's fused softmax takes so many heads of samples at a time, and applies to no rest."""
 
 
-def step_seconds(
-    run: published_rows.Run, models: DeviceModels | None = None
-) -> tuple[float, Evaluator, bool]:
+def step_seconds(run: Run, models: DeviceModels | None = None) -> tuple[float, Evaluator, bool]:
     """Seconds of a step, of a pipeline in its steady state by two shorter ones; if it fits."""
     return _of_terms(terms_of(run), models)
 
 
-def terms_of(run: published_rows.Run) -> Terms:
+def terms_of(run: Run) -> Terms:
     """The run itself, or two with fewer micro-batches: each further one takes the same."""
     stages = len(run.pipelines[0])
     if run.shortened is None or run.num_micro <= 2 * _STEADY * stages:
@@ -353,12 +351,12 @@ def sailor(path: Path) -> Iterable[Compared]:
 _FEW_HOSTS = 2
 
 
-def sailor_runs(path: Path) -> list[published_rows.Run]:
+def sailor_runs(path: Path) -> list[Run]:
     """The runs of a file as Megatron ran them, products in TF32 where the card has it."""
-    return [_with_tf32(run) for run in published_rows.sailor_rows(path)]
+    return [_with_tf32(run) for run in sailor_rows(path)]
 
 
-def sailor_compared(run: published_rows.Run, family: str, models: DeviceModels | None) -> Compared:
+def sailor_compared(run: Run, family: str, models: DeviceModels | None) -> Compared:
     """A run beside its prediction, by the device models that ship if ``models`` is ``None``."""
     graph = graph_of(run.model, run.batch)
     evaluator = Evaluator(graph, run.cluster, models)
@@ -378,7 +376,7 @@ def sailor_compared(run: published_rows.Run, family: str, models: DeviceModels |
     )
 
 
-def _with_tf32(run: published_rows.Run) -> published_rows.Run:
+def _with_tf32(run: Run) -> Run:
     """On cards that multiply float32 on tensor cores, where they can, run by Megatron."""
     devices = []
     for device in run.cluster.devices:

@@ -4,7 +4,7 @@
 
 ``table.json`` is what ``sailor_table.py --json`` prints. Plans become strategies on a cluster of
 nodes with four GPUs, whose NICs have Sailor's measured rates; compute is priced by the device
-models, memory by what a lowered program keeps. The model is that of ``published_models.py``:
+models, memory by what a lowered program keeps. The model is that of ``published/models.py``:
 float32, with attention written out. ``auto`` searches on the same graph and cluster.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from published_models import Model, graph_of
+from published.models import Model, graph_of
 from rows import asked_of, finish, option
 from sailor.inputs import Inputs, read_inputs, read_plan
 from sailor.strategies import cluster_of, strategy_of

@@ -122,7 +122,6 @@ class Task:
         batch_size: samples of a step; the workload's own if there is none.
         steps: of each contender in a round.
         peaks: plans whose most bytes are told.
-        untimed: plans that take no part in the rounds.
         shares: samples of each rank, for every DDP by its name.
         every: contenders that are slow, and in how many rounds they take part once.
     """
@@ -132,7 +131,6 @@ class Task:
     batch_size: int | None = None
     steps: int = 1
     peaks: Sequence[str] = ()
-    untimed: Sequence[str] = ()
     shares: Mapping[str, Sequence[int]] = field(default_factory=dict)
     every: Mapping[str, int] = field(default_factory=dict)
 
@@ -189,9 +187,7 @@ def _on_rank(folder: Path) -> None:
         for path in sorted(folder.glob("*.json"))
     }
     contenders: dict[str, Callable[[], None]] = {
-        name: partial(_window, step, batch, task.steps)
-        for name, step in deployed.items()
-        if name not in task.untimed
+        name: partial(_window, step, batch, task.steps) for name, step in deployed.items()
     }
     contenders |= {name: _ddp_step(task, shares) for name, shares in task.shares.items()}
     seconds = seconds_in_turn(contenders, task.rounds, every=task.every)

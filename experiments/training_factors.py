@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import published_mpt as mpt
+import published.mpt as mpt
 from rows import progress, script_parser
 
 from heterog.fidelity.run_fit import Case, fit_runs

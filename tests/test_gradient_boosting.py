@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "experiments" / "gradient_boosting.py"
+SCRIPT = Path(__file__).parents[1] / "experiments" / "fits" / "boosting.py"
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import layout_oracle as oracle
-from published_models import Model
-
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
 from heterog.errors import HeterogError
@@ -27,6 +24,8 @@ from heterog.strategy.layouts.pipelines import Manner, Pipeline, strategy_of_pip
 from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of, stages_by_counts
 from heterog.strategy.strategy import Strategy
+from published import textbook as oracle
+from published.models import Model
 
 Teams = tuple[tuple[tuple[int, ...], ...], ...]
 """Devices of each team of each stage of a pipeline."""

@@ -13,10 +13,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from kernel_fitting import errors_of
-from layer_models import graph_of_layer, layer_of
 from numpy.typing import NDArray
 
+from fits.kernels import errors_of
+from fits.layers import graph_of_layer, layer_of
 from heterog.cluster.catalog import device_type, matching_types
 from heterog.cluster.hardware import DeviceType
 from heterog.errors import UnknownNameError

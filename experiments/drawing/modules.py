@@ -3,11 +3,11 @@
 from itertools import pairwise
 
 import torch
-from drawn import TEST, TRAIN, VALIDATION, Draw, family, precision, tensors
 from torch import Tensor, nn
 from torch.nn import functional
 from training_models import Cells, LanguageModel
 
+from drawing.families import TEST, TRAIN, VALIDATION, Draw, family, precision, tensors
 from heterog import Workload
 from heterog.zoo.attention import EncoderLayer, MultiHeadAttention
 from heterog.zoo.graphs import GraphConvolutions, GraphSage, full_batch

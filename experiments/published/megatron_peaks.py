@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from published_models import Model, graph_of
-from published_rows import a100_nodes
-
 from heterog.cluster.topology import Execution
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.layouts.placed import place_layout
+from published.models import Model, graph_of
+from published.runs import a100_nodes
 
 Row = Mapping[str, str]
 

@@ -7,10 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import transformers
-from drawn import FAMILIES, TEST, TRAIN, VALIDATION, Draw, Family, family, precision, tensors
 from large_models import Logits
 from torch import Tensor, nn
 
+from drawing.families import (
+    FAMILIES,
+    TEST,
+    TRAIN,
+    VALIDATION,
+    Draw,
+    Family,
+    family,
+    precision,
+    tensors,
+)
 from heterog import Workload
 
 _HUB: Any = transformers  # its configurations take more than their types say
