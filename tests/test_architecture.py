@@ -26,6 +26,7 @@ LAYERS = (
         "names",
         "units",
         "files",
+        "memo",
         "records",
         "yaml_files",
         "user_code",
