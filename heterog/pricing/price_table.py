@@ -21,7 +21,6 @@ from heterog.lowering.program import FloatArray, IntArray
 from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
-from heterog.memo import kept
 from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel, Prices
 from heterog.pricing.sparse_work import SparseWork
 
@@ -336,6 +335,7 @@ class PriceTable:
         self._copy_fixed_s = np.array([fixed for fixed, _ in copies])
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._channel_prices: dict[bytes, ChannelPrices] = {}
+        self._held: dict[int, FloatArray] = {}  # see ``held_by``
         shape = len(kinds), graph.batch_size + 1
         # Rows are filled when a share is first seen: a row of zeros is never read.
         self._is_priced = np.zeros(shape, np.bool_)
@@ -454,10 +454,10 @@ class PriceTable:
         """Seconds that one byte of payload occupies the slowest link of a channel."""
         return self.pricer.seconds(channel).seconds_per_byte
 
-    @kept
     def held_by(self, channel: int) -> FloatArray:
         """Seconds that one byte of payload occupies each link of a channel.  # [num_resources]"""
-        row = np.zeros(len(self._cluster.resources))
-        held = self.pricer.seconds(self._channels[channel]).held
-        row[list(held)] = list(held.values())
-        return row
+        if channel not in self._held:
+            row = self._held[channel] = np.zeros(len(self._cluster.resources))
+            held = self.pricer.seconds(self._channels[channel]).held
+            row[list(held)] = list(held.values())
+        return self._held[channel]
