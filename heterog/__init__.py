@@ -18,7 +18,7 @@ package:
   names.
 - ``files``, ``records`` and ``yaml_files`` read what comes from outside, ``user_code`` Python
   files.
-- ``workers`` runs independent jobs in processes or on Ray.
+- ``workers`` runs independent jobs in processes or on Ray, ``memo`` keeps what methods returned.
 """
 
 from importlib import import_module

@@ -26,6 +26,7 @@ LAYERS = (
         "names",
         "units",
         "files",
+        "memo",
         "records",
         "yaml_files",
         "user_code",
@@ -266,6 +267,26 @@ def test_few_files_know_an_op() -> None:
         known = naming[kind.partition(".")[0]]
         assert known
         assert len(known) <= MOST_TOUCHED, (kind, known)
+
+
+def is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
+
+
+def test_a_definition_has_one_docstring() -> None:
+    """A file that was joined of two says in one text what it holds."""
+    found = [
+        f"{path.relative_to(PACKAGE)}: {getattr(node, 'name', 'the file')}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if len(node.body) > 1 and is_text(node.body[0]) and is_text(node.body[1])
+    ]
+    assert not found
 
 
 LONG_FUNCTIONS = 24

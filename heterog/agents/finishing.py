@@ -20,6 +20,7 @@ from heterog.errors import StrategyError
 from heterog.graph.placement import OpRules
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import StrategySpace
+from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.teams import apart, host_teams, in_teams, rules_of_model, team_sizes
 from heterog.simulator.evaluator import Evaluator
@@ -92,7 +93,6 @@ class Finisher:
     def __init__(self, evaluator: Evaluator, space: StrategySpace) -> None:
         self._evaluator, self._space = evaluator, space
         self._speeds = device_speeds(evaluator)
-        self._in_teams: dict[tuple[int, int], int] = {}
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -192,14 +192,12 @@ class Finisher:
             schedule=schedule,
         )
 
+    @kept
     def _number(self, number: int, size: int) -> int:
         """Number of a decision in teams."""
-        if (number, size) not in self._in_teams:
-            decision, cluster = self._space.candidates[number], self._evaluator.cluster
-            teams = host_teams(cluster, decision.devices, size)
-            made = apart(in_teams(decision, teams, self._speeds, cluster))
-            self._in_teams[number, size] = self._space.add(made)
-        return self._in_teams[number, size]
+        decision, cluster = self._space.candidates[number], self._evaluator.cluster
+        teams = host_teams(cluster, decision.devices, size)
+        return self._space.add(apart(in_teams(decision, teams, self._speeds, cluster)))
 
     def _stages(self, row: IntArray) -> list[tuple[tuple[int, ...], int, int]]:
         """(devices, first group, last group + 1) of each run of groups on the same devices."""

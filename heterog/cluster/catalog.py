@@ -211,8 +211,8 @@ def listed_types() -> tuple[ListedType, ...]:
 
 
 def listed_type(name: str) -> ListedType | None:
-    """The entry with exactly this name, if there is one."""
-    return _by_name().get(name)
+    """The entry of a type, which a cluster file may have changed, if there is one."""
+    return _by_name().get(listed_name(name))
 
 
 def device_type_names() -> tuple[str, ...]:
@@ -268,7 +268,7 @@ def device_type(name: str) -> DeviceType:
     >>> device_type("NVIDIA A100 80GB PCIe").name, device_type("rtx3090").name
     ('A100-PCIe-80GB', 'RTX-3090')
     """
-    if (listed := listed_type(name)) is not None:
+    if (listed := _by_name().get(name)) is not None:
         return listed.type
     found = matching_types(name)
     if len(found) == 1:
@@ -302,7 +302,7 @@ def product_peak(kind: DeviceType, dtype: str) -> float:
     >>> [product_peak(device_type(name), "float16") / 1e12 for name in ("P40", "V100-16GB")]
     [12.0, 125.0]
     """
-    peaks, listed = kind.peak_flops_per_s, listed_type(listed_name(kind.name))
+    peaks, listed = kind.peak_flops_per_s, listed_type(kind.name)
     if dtype in ("float16", "bfloat16") and listed is not None and not listed.has_matrix_units:
         return peaks["float32"]
     return peaks.get(dtype, peaks["float32"])

@@ -1,8 +1,7 @@
 """What a cluster file may say, field by field; ``spec`` shows a whole file.
 
-Fields of a cluster file: quantities with units, and mappings that refuse unknown fields.
-
-Pairs of hosts in a cluster file: lines between sites, and measured rates.
+Quantities have units, and mappings refuse unknown fields. Of pairs of hosts it states lines
+between sites, and measured rates:
 
     pairs:
       lines:

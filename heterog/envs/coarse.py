@@ -52,7 +52,7 @@ class _CoarsePrices(PriceTable):
             evaluator.cluster,
             evaluator.cost_model,
             evaluator.channels,
-            evaluator.rules,
+            evaluator.tables,
         )
         num_parameters = len(self._tables.parameter_bytes)
         self._update_seconds = np.array(

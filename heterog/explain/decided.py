@@ -26,9 +26,9 @@ from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.strategy.keeping import recomputed_words
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import Decision, Strategy
-from heterog.strategy.sync import TRAITS, Sync
+from heterog.strategy.sync import Sync
 
-SYNC_NAMES = {sync: traits.words for sync, traits in TRAITS.items()}
+SYNC_NAMES = {sync.words for sync in Sync}
 IN_SLICES = "in slices"
 """Each device keeps and updates its own slice of a parameter: nothing is aggregated."""
 MADE_WHOLE = "made whole"
@@ -89,7 +89,7 @@ class Aggregation:
     @property
     def is_aggregated(self) -> bool:
         """Whether gradients of several replicas are summed on the way."""
-        return self.way in SYNC_NAMES.values()
+        return self.way in SYNC_NAMES
 
 
 class Lowered:
@@ -221,23 +221,23 @@ class Lowered:
             return IN_SLICES
         bucket = int(self.program.bucket[parameter])
         if decision.sync.is_sharded and (TaskKind.REDUCE_SCATTER, bucket) in about:
-            return SYNC_NAMES[decision.sync]  # slice groups also add up what was scattered
+            return decision.sync.words  # slice groups also add up what was scattered
         if (TaskKind.ALL_REDUCE, bucket) in about:
             channel = self.program.channel[about[TaskKind.ALL_REDUCE, bucket]]
             if self.program.codecs and self.program.codec[about[TaskKind.ALL_REDUCE, bucket]]:
-                return SYNC_NAMES[decision.sync]  # gathered in messages, not reduced
+                return decision.sync.words  # gathered in messages, not reduced
             is_ring = self.program.channels[channel].kind == ChannelKind.ALL_REDUCE_RING
-            return SYNC_NAMES[Sync.RING if is_ring else Sync.HIERARCHICAL]
+            return (Sync.RING if is_ring else Sync.HIERARCHICAL).words
         if (TaskKind.ALL_GATHER, bucket) in about:
-            return SYNC_NAMES[Sync.REDUCE_SCATTER_ALL_GATHER]
+            return Sync.REDUCE_SCATTER_ALL_GATHER.words
         if (TaskKind.REDUCE_SCATTER, bucket) in about:
-            return SYNC_NAMES[decision.sync]
+            return decision.sync.words
         travels = any((kind, parameter) in about for kind in (TaskKind.PUSH, TaskKind.PULL))
         if len(self._updated_on[parameter]) > 1:
             return MADE_WHOLE
         if not travels:
             return ALONE
-        return ELSEWHERE if len(decision.devices) == 1 else SYNC_NAMES[Sync.PARAMETER_SERVER]
+        return ELSEWHERE if len(decision.devices) == 1 else Sync.PARAMETER_SERVER.words
 
     def aggregations(self) -> tuple[Aggregation, ...]:
         """All parameters by the aggregation of their gradients, most groups first."""
@@ -254,7 +254,7 @@ class Lowered:
             bucket = int(self.program.bucket[parameter])
             if bucket >= 0:
                 buckets[bucket] = buckets.get(bucket, 0.0) + float(sizes[parameter])
-        is_served = way in (SYNC_NAMES[Sync.PARAMETER_SERVER], ELSEWHERE)
+        is_served = way in (Sync.PARAMETER_SERVER.words, ELSEWHERE)
         servers = {device for p in parameters if is_served for device in self._updated_on[p]}
         return Aggregation(
             way=way,
@@ -272,7 +272,7 @@ class Lowered:
         pairs = sorted(
             (group, way)
             for group, way in zip(groups_of, self.ways, strict=True)
-            if group in groups and way in SYNC_NAMES.values()
+            if group in groups and way in SYNC_NAMES
         )
         return tuple(dict.fromkeys(way for _, way in pairs))
 

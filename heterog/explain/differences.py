@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from heterog.cluster.topology import Cluster
-from heterog.explain.decided import SYNC_NAMES
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.keeping import recomputed_words
@@ -150,7 +149,7 @@ def _schedule(strategy: Strategy) -> str:
 
 def _syncs(strategy: Strategy) -> str:
     kinds = Counter(
-        SYNC_NAMES[decision.sync]
+        decision.sync.words
         + f", {len(decision.slice_groups)} copies" * (len(decision.slice_groups) > 1)
         for decision in strategy.decisions
         if len(decision.devices) > 1

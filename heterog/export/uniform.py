@@ -9,7 +9,7 @@ from heterog.graph.sharding_rules import Special
 from heterog.search.plan import Plan
 from heterog.strategy.division import micro_shares
 from heterog.strategy.strategy import Decision
-from heterog.strategy.sync import TRAITS, Aggregation, Sync
+from heterog.strategy.sync import Aggregation, Sync
 
 
 def uniform_micro_batches(plan: Plan, target: str) -> dict[int, tuple[int, ...]]:
@@ -56,8 +56,8 @@ def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -
     """
     remarks = []
     names = group_ops(plan.graph).names
-    for sync, traits in TRAITS.items():
-        if traits.aggregation == Aggregation.RING or sync == expressed:  # as stock ones do
+    for sync in Sync:
+        if sync.aggregation == Aggregation.RING or sync == expressed:  # as stock ones do
             continue
         groups = [
             name or "(root)"
@@ -67,7 +67,7 @@ def uniform_remarks(plan: Plan, target: str, *, expressed: Sync | None = None) -
         if groups:
             own = " with the plan's slices" * (sync.takes_slices and not sync.is_sharded)
             remarks.append(
-                f"{traits.words[0].upper()}{traits.words[1:]}{own} ({len(groups)} of "
+                f"{sync.words[0].upper()}{sync.words[1:]}{own} ({len(groups)} of "
                 f"{len(names)} groups, first '{groups[0]}'): {target} "
                 "all-reduces these gradients in its own way; same numbers, other times."
             )

@@ -39,7 +39,6 @@ from heterog.lowering.choice import Choice as Choice
 from heterog.lowering.choice import Decided as Decided
 from heterog.lowering.choice import Encoder as Encoder
 from heterog.lowering.choice import encode as encode
-from heterog.lowering.choice import ring_decision as ring_decision
 from heterog.lowering.program import FloatArray, IntArray, Program
 from heterog.lowering.resident import resident_bytes as resident_bytes
 from heterog.lowering.tables import GraphTables, graph_tables

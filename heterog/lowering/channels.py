@@ -173,6 +173,20 @@ class ChannelTable:
         """Number of the all-to-all channel over a device set."""
         return self._number(ChannelKind.ALL_TO_ALL, devices, ())
 
+    def of_values(
+        self, devices: tuple[int, ...], *, scatters: bool = False, exchanges: bool = False
+    ) -> tuple[int, int, int, int]:
+        """Numbers of the channels over which values are summed, gathered, scattered, exchanged.
+
+        -1 where values are never scattered or exchanged.
+        """
+        return (
+            self.value_reduce(devices),
+            self.all_gather(devices, ()),
+            self.reduce_scatter(devices, ()) if scatters else -1,
+            self.all_to_all(devices) if exchanges else -1,
+        )
+
     def alike(self, channel: Channel, devices: tuple[int, ...]) -> Channel:
         """A channel of the same kind over equally many other devices; it gets no number."""
         if channel.kind == ChannelKind.POINT_TO_POINT:
@@ -182,15 +196,19 @@ class ChannelTable:
 
     def for_decision(self, decision: Decision) -> tuple[int, int]:
         """First and second channel of a decision's synchronisation; -1 where there is none."""
-        if len(decision.devices) == 1 or decision.sync.is_served:
+        if decision.sync.is_served:
             return -1, -1
-        if decision.sync.takes_slices:
-            return (
-                self.reduce_scatter(decision.devices, decision.slices),
-                self.all_gather(decision.devices, decision.slices),
-            )
-        hierarchical = decision.sync == Sync.HIERARCHICAL
-        return self.all_reduce(decision.devices, hierarchical=hierarchical), -1
+        return self.of_sync(decision.devices, decision.sync, decision.slices)
+
+    def of_sync(
+        self, devices: tuple[int, ...], sync: Sync, slices: tuple[int, ...]
+    ) -> tuple[int, int]:
+        """Like ``for_decision``; slices of what servers hold have no home: rings sum them."""
+        if len(devices) == 1:
+            return -1, -1
+        if sync.takes_slices:
+            return self.reduce_scatter(devices, slices), self.all_gather(devices, slices)
+        return self.all_reduce(devices, hierarchical=sync == Sync.HIERARCHICAL), -1
 
     def _number(self, kind: ChannelKind, devices: tuple[int, ...], slices: tuple[int, ...]) -> int:
         key = (kind, devices, slices)
@@ -371,12 +389,6 @@ class ChannelTable:
                     # Reduce-scatter: the receiver's slice; all-gather: the sender's.
                     owner = other if kind == ChannelKind.REDUCE_SCATTER else index
                     self._load_between(load, here, there, owned[owner])
-
-
-def slice_parts(decision: Decision) -> tuple[float, ...]:
-    """Fraction of its parameters that each device of a decision owns under ZeRO; sums to 1."""
-    weights = decision.slices or (1,) * len(decision.devices)
-    return tuple(weight / sum(weights) for weight in weights)
 
 
 def proportional_slices(cluster: Cluster, devices: tuple[int, ...]) -> tuple[int, ...]:

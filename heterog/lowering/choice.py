@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from heterog.lowering.channels import ChannelTable, slice_parts
+from heterog.lowering.channels import ChannelTable
 from heterog.lowering.kernel_arguments import by_reference
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import FloatArray, IntArray
@@ -22,9 +22,9 @@ from heterog.strategy.division import (
     cut_division,
     micro_sizes,
 )
-from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.rings import Ring, gradient_rings
 from heterog.strategy.schedules import PipelineSchedule
-from heterog.strategy.strategy import Decision, Strategy, Sync
+from heterog.strategy.strategy import Decision, Strategy
 
 BoolArray = npt.NDArray[np.bool_]
 MicroBatches = tuple[tuple[int, ...], ...]
@@ -114,10 +114,7 @@ class DivisionRows(NamedTuple):
     size: IntArray  # of each device's team  # [num_devices]
     reduce_channel: int
     gather_channel: int
-    team_reduce: IntArray  # [num_devices]
-    team_gather: IntArray  # [num_devices]
-    team_scatter: IntArray  # [num_devices]
-    team_exchange: IntArray  # [num_devices]
+    of_team: IntArray  # the four of each device's team; see ``Teams``  # [4, num_devices]
 
 
 class RingRows(NamedTuple):
@@ -242,6 +239,7 @@ class Encoder:
         for axis in range(len(self._axes)):
             units += [row.units[axis] for row in rows]
             unit_begin += [row.unit_begin[axis] for row in rows]
+        channels = np.stack([row.of_team for row in rows], axis=1)
         return Teams(
             num_teams=np.array([row.cut.team.max() + 1 for row in rows], np.int32),
             number=np.stack([row.cut.team for row in rows]),
@@ -252,10 +250,10 @@ class Encoder:
             begin=np.stack([row.cut.team_begin for row in rows]),
             units=np.stack(units),
             unit_begin=np.stack(unit_begin),
-            reduce_channel=np.stack([row.team_reduce for row in rows]),
-            gather_channel=np.stack([row.team_gather for row in rows]),
-            scatter_channel=np.stack([row.team_scatter for row in rows]),
-            exchange_channel=np.stack([row.team_exchange for row in rows]),
+            reduce_channel=channels[0],
+            gather_channel=channels[1],
+            scatter_channel=channels[2],
+            exchange_channel=channels[3],
         )
 
     def _division(
@@ -267,38 +265,31 @@ class Encoder:
         units = np.zeros((len(self._axes), num_devices), np.int32)
         begin = np.zeros_like(units)
         size = np.zeros(num_devices, np.int32)
-        team_reduce = np.full(num_devices, -1, np.int32)
-        team_gather = np.full(num_devices, -1, np.int32)
-        team_scatter = np.full(num_devices, -1, np.int32)
-        team_exchange = np.full(num_devices, -1, np.int32)
+        of_team = np.full((4, num_devices), -1, np.int32)
         for team in division.all_teams:
             members = list(team)
             size[members] = len(team)
             if len(team) > 1:
                 ordered = tuple(sorted(team))
-                team_reduce[members] = channels.value_reduce(ordered)
-                team_gather[members] = channels.all_gather(ordered, ())
-                if self._has_scatters:
-                    team_scatter[members] = channels.reduce_scatter(ordered, ())
-                if self._has_exchanges:
-                    team_exchange[members] = channels.all_to_all(ordered)
+                own = channels.of_values(
+                    ordered, scatters=self._has_scatters, exchanges=self._has_exchanges
+                )
+                of_team[:, members] = np.array(own)[:, None]
         for axis, total in enumerate(self._axes):
             for team, counts in zip(division.all_teams, division.units(total), strict=True):
                 units[axis, list(team)] = counts
                 begin[axis, list(team)] = np.cumsum(counts) - counts
         several = len(division.devices) > 1
+        everyone = channels.of_values(division.devices) if several else (-1, -1)
         return DivisionRows(
             cut=cut,
             units=units,
             unit_begin=begin,
             member=np.isin(np.arange(num_devices), division.devices),
             size=size,
-            reduce_channel=channels.value_reduce(division.devices) if several else -1,
-            gather_channel=channels.all_gather(division.devices, ()) if several else -1,
-            team_reduce=team_reduce,
-            team_gather=team_gather,
-            team_scatter=team_scatter,
-            team_exchange=team_exchange,
+            reduce_channel=everyone[0],
+            gather_channel=everyone[1],
+            of_team=of_team,
         )
 
     def _constants(self, rows: Sequence[DivisionRows]) -> DivisionRows:
@@ -319,10 +310,7 @@ class Encoder:
             size=nothing,
             reduce_channel=-1,
             gather_channel=-1,
-            team_reduce=none,
-            team_gather=none,
-            team_scatter=none,
-            team_exchange=none,
+            of_team=np.tile(none, (4, 1)),
         )
 
     def _all_rings(
@@ -368,13 +356,11 @@ class Encoder:
 
     def _new_rings(self, decision: Decision, within_teams: bool) -> RingRows:
         domains = gradient_rings(decision.division, self._axes, within_teams)
-        groups = decision.slice_groups
         if decision.sync.is_served:
-            domains = tuple(
-                () if number < Domain.SLICES else rings for number, rings in enumerate(domains)
-            )
-        inside = [[s for each in of for s in slice_rings(each, groups)] for of in domains]
-        between = [[s for each in of for s in _rings_between(each, decision)] for of in domains]
+            domains = ((),) * Domain.SLICES + domains[Domain.SLICES :]
+        copies = [[decision.slice_rings(ring) for ring in of] for of in domains]
+        inside = [[ring for rings in of for ring in rings] for of in copies]
+        between = [[ring for rings in of for ring in _rings_between(rings)] for of in copies]
         rings = [ring for pair in zip(inside, between, strict=True) for of in pair for ring in of]
         are_between = [
             is_between
@@ -392,10 +378,9 @@ class Encoder:
             if are_between[number]:
                 channels.append((self._channels.value_reduce(ring.devices), -1))
                 continue
-            synchronised = ring_decision(ring, decision)
-            channels.append(self._channels.for_decision(synchronised))
+            channels.append(self._channels.of_sync(ring.devices, decision.sync, ring.slices))
             if decision.sync.is_sharded:
-                slice_part[number, list(ring.devices)] = slice_parts(synchronised)
+                slice_part[number, list(ring.devices)] = ring.slice_parts
         return RingRows(
             counts=tuple(map(len, inside)),
             counts_between=tuple(map(len, between)),
@@ -409,15 +394,16 @@ class Encoder:
         )
 
 
-def _rings_between(ring: Ring, decision: Decision) -> list[Ring]:
+def _rings_between(copies: Sequence[Ring]) -> list[Ring]:
     """Rings of the devices of all slice groups that have the same slice of a ring's sum."""
-    copies = slice_rings(ring, decision.slice_groups)
     if len(copies) == 1:
         return []
-    parts = slice_parts(ring_decision(copies[0], decision))
+    first = copies[0]._replace(whole=(), is_once=False, slices=())
     return [
-        ring._replace(devices=tuple(sorted(alike)), whole=(), part=ring.part * part, is_once=False)
-        for part, *alike in zip(parts, *(each.devices for each in copies), strict=True)
+        first._replace(devices=tuple(sorted(alike)), part=first.part * part)
+        for part, *alike in zip(
+            copies[0].slice_parts, *(each.devices for each in copies), strict=True
+        )
         if part > 0.0
     ]
 
@@ -437,21 +423,6 @@ def _num_slice_lanes(decisions: Sequence[Decision]) -> int:
             return 0
         found = gcd(found, len(groups))
     return found or -1
-
-
-def ring_decision(ring: Ring, of: Decision) -> Decision:
-    """The decision of the devices of a ring about their part."""
-    # Slices of a parameter have no home: servers would have nothing to collect.
-    sync = Sync.RING if of.sync.is_served else of.sync
-    slices: tuple[int, ...] = ()
-    if of.slices:
-        slices = tuple(of.slices[of.devices.index(device)] for device in ring.devices)
-    return Decision(
-        devices=ring.devices,
-        shares=(0,) * len(ring.devices),
-        sync=sync,
-        slices=slices if any(slices) else (),  # members without any elsewhere get even ones here
-    )
 
 
 def encode(

@@ -166,8 +166,7 @@ class StrategySpace:
         # Channels that all candidates may use are priced at once, not one by one in a search.
         self._channels.for_decision(decision)
         if len(decision.devices) > 1:
-            self._channels.value_reduce(decision.devices)
-            self._channels.all_gather(decision.devices, ())
+            self._channels.of_values(decision.devices)
         return number
 
     def micro_batches(self, num_micro: int) -> MicroBatches:

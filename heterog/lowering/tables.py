@@ -152,7 +152,6 @@ class GraphTables(NamedTuple):
     common_bytes: float
     input_bytes_per_sample: float
     group_reads_team: IntArray  # 1: an op with a rule reads the samples of its team of the batch
-    batch_is_whole: bool  # some op reads samples that its device has no share of
     state_ratio: float
 
 
@@ -465,7 +464,6 @@ class _Builder:
             "common_bytes": common_bytes + (batch_bytes if is_whole else 0.0),
             "input_bytes_per_sample": 0.0 if is_whole else batch_bytes / graph.batch_size,
             "group_reads_team": self._groups_that_read_for_teams(),
-            "batch_is_whole": is_whole,
         }
 
     def _number(self, slot: Slot | None) -> int:

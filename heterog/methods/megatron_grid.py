@@ -18,6 +18,7 @@ import numpy as np
 
 from heterog.graph.batch_plan import micro_batches_refused
 from heterog.graph.op_graph import Phase
+from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
@@ -112,7 +113,6 @@ class _Grid:
         self.found = Tried[_Point](evaluator, self._strategy)
         self.layouts: dict[_Point, Layout] = {}
         self.varied: set[tuple[object, ...]] = set()
-        self._computed: dict[tuple[int, int], float] = {}
         self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
 
     def search(self) -> None:
@@ -351,14 +351,13 @@ class _Grid:
             slowest_s = max(slowest_s, whole / len(hosts) / rate)
         return slowest_s
 
+    @kept
     def _compute_seconds(self, kind: int, samples: int) -> float:
         """Seconds in which a device type computes the whole model for some samples."""
-        if (kind, samples) not in self._computed:
-            evaluator = self.problem.evaluator
-            device_type = self.cluster.device_types[kind]
-            seconds = evaluator.cost_model.op_seconds(self.graph, device_type, samples)
-            self._computed[kind, samples] = float(seconds[self._computing].sum())
-        return self._computed[kind, samples]
+        device_type = self.cluster.device_types[kind]
+        cost_model = self.problem.evaluator.cost_model
+        seconds = cost_model.op_seconds(self.graph, device_type, samples)
+        return float(seconds[self._computing].sum())
 
     def _gradient_seconds(self, point: _Point) -> float:
         """Seconds in which the replicas of the slowest stage add up its G bytes of gradients.

@@ -16,7 +16,7 @@ import numpy as np
 from heterog.cluster.topology import Cluster
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray
 from heterog.lowering.tape import NUM_TASKS, Tape
-from heterog.pricing.cost_model import Prices
+from heterog.pricing.cost_model import ChannelPrices, Prices
 from heterog.pricing.regimes import MANY_HOSTS, regime_name, regime_spread
 
 SPREAD = 0.10
@@ -72,13 +72,14 @@ def noisy_prices(prices: Prices, resource_factor: FloatArray) -> Prices:
 
     A channel's cost beyond its most loaded link grows with that link.
     """
-    held = prices.resource_s_per_byte * resource_factor[prices.resource]
-    before = _most_loaded(prices, prices.resource_s_per_byte)
-    after = _most_loaded(prices, held)
+    channels = prices.channels
+    held = channels.resource_s_per_byte * resource_factor[channels.resource]
+    before = _most_loaded(channels, channels.resource_s_per_byte)
+    after = _most_loaded(channels, held)
     factor = np.divide(after, before, out=np.ones_like(after), where=before > 0.0)
-    return prices._replace(
-        resource_s_per_byte=held, channel_s_per_byte=prices.channel_s_per_byte * factor
-    )
+    s_per_byte = channels.s_per_byte * factor
+    noisy = channels._replace(resource_s_per_byte=held, s_per_byte=s_per_byte)
+    return prices._replace(channels=noisy)
 
 
 def noisy_seconds(
@@ -96,7 +97,7 @@ def noisy_seconds(
     tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
     nominal = seconds[: len(tasks)]
     is_link = tasks["kind"] >= FIRST_LINK_KIND
-    slower = noisy.channel_s_per_byte - prices.channel_s_per_byte
+    slower = noisy.channels.s_per_byte - prices.channels.s_per_byte
     # Indices of the other kind are -1: they read a value that is then not taken.
     return np.where(
         is_link,
@@ -105,9 +106,9 @@ def noisy_seconds(
     )
 
 
-def _most_loaded(prices: Prices, held: FloatArray) -> FloatArray:
+def _most_loaded(channels: ChannelPrices, held: FloatArray) -> FloatArray:
     """Seconds per byte on the most loaded link of each channel; 0 where there is none."""
-    most = np.zeros(len(prices.channel_s_per_byte))
-    channel = np.repeat(np.arange(len(most)), np.diff(prices.resource_start))
+    most = np.zeros(len(channels.s_per_byte))
+    channel = np.repeat(np.arange(len(most)), np.diff(channels.resource_start))
     np.maximum.at(most, channel, held)
     return most

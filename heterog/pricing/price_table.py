@@ -1,25 +1,301 @@
-"""Prices of everything that strategies of one graph on one cluster can contain, each once."""
+"""Prices of everything that strategies of one graph on one cluster can contain, each once.
+
+Ops without rules have a row for each device type and share; those with rules are priced by the
+work that the rule sets used last leave to a device; channels one by one.
+"""
 
 from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from heterog.cluster.topology import Cluster, Sends
+from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering import Choice, used_channels
-from heterog.lowering.channels import Channel, ChannelTable
+from heterog.graph.placement import OpRules
+from heterog.lowering import Choice, make_scratch, used_channels
+from heterog.lowering.channels import Channel, ChannelKind, ChannelTable, communicators
+from heterog.lowering.choice import Encoder
 from heterog.lowering.program import FloatArray, IntArray
-from heterog.lowering.tables import Domain
-from heterog.lowering.tape import NUM_TASKS, Tape
-from heterog.pricing.cost_model import ChannelPricer, ChannelPrices, CostModel, Prices
-from heterog.pricing.rule_sets import RuleSets
+from heterog.lowering.sparse_tables import starts_of
+from heterog.lowering.tables import Domain, GraphTables, graph_tables
+from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
+from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel, Prices
+from heterog.pricing.sparse_work import SparseWork
 
 MOST_PRICED = 1024
 """Most channels that are all priced, used by a program or not: those of 32 devices."""
 _MOST_PRICE_LISTS = 64
 MAX_RULE_SETS = 16
 """Most rule sets of strategies whose tables are kept."""
-_MOST_PRICE_LISTS = 64
+_NO_ROWS: IntArray = np.zeros(0, np.int32)
+_NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
+_NO_SECONDS: FloatArray = np.zeros((0, 0))
+_MOST_DRAG = 0.9
+"""Largest fraction of compute speed that drag takes: compute never stops while bytes move."""
+
+
+class RuleSet:
+    """Tables of a graph whose ops run by some rules, and seconds of these ops known so far."""
+
+    def __init__(
+        self, graph: OpGraph, op_rules: OpRules, blocks: tuple[int, ...], channels: ChannelTable
+    ) -> None:
+        self.op_rules = op_rules
+        self.blocks = blocks
+        self.tables = graph_tables(graph, op_rules, blocks)
+        self.encoder = Encoder(self.tables, channels)
+        self._num_devices = channels.cluster.num_devices
+        self._scratch: Scratch | None = None
+        ruled = {op for op, _ in op_rules}
+        self.has_rule = np.array([int(op) in ruled for op in self.tables.op_id], np.bool_)
+        self._plan = axis_plan(graph, op_rules)
+        self._graph = graph
+        self._sparse = SparseWork(graph, self._plan)
+        self.minds_position = len(self._plan.causal_ops) > 0 or self._sparse.by_rows
+        self._seconds: dict[tuple[int, ...], FloatArray] = {}
+
+    @property
+    def scratch(self) -> Scratch:
+        """Working memory for all devices, made when it is first needed."""
+        if self._scratch is None:
+            self._scratch = make_scratch(self.tables, self._num_devices)
+        return self._scratch
+
+    @property
+    def tells_rows_apart(self) -> bool:
+        """Whether work depends on which rows a device has, not only on its number of units."""
+        return self._sparse.by_rows
+
+    def seconds(
+        self,
+        choice: Choice,
+        types: IntArray,
+        cluster: Cluster,
+        cost_model: CostModel,
+        members: int = 0,
+    ) -> tuple[IntArray, IntArray, FloatArray]:
+        """Seconds of ops with rules at the samples and units of a choice, by its devices' types.
+
+        Args:
+            choice: Choice on some devices.
+            types: Device type of each of these devices.
+            cluster: Cluster that they are of.
+            cost_model: Model of the seconds.
+            members: Devices of a team if stages lie on several hosts; else 0.
+
+        Returns:
+            The row of ``choice.shares`` that each op with a rule looks at, -1 of others; the
+            number of what a row says of a device and micro-batch; and by these numbers seconds.
+            # [num_compute_ops], [num_rows, num_micro, num_devices], [numbers, num_compute_ops]
+        """
+        if not self.has_rule.any():
+            return _NO_ROWS, _NO_NUMBERS, _NO_SECONDS
+        tables, num_divisions = self.tables, len(choice.member)
+        row_of = choice.division[tables.op_group] + num_divisions * tables.op_axis
+        row_of = np.where(self.has_rule, row_of, -1).astype(np.int32)
+        rows = np.unique(row_of[row_of >= 0])
+        units = choice.shares[rows]  # [num_used_rows, num_micro, num_devices]
+        samples = (
+            choice.teams.samples[rows % num_divisions] * (rows >= num_divisions)[:, None, None]
+        )
+        kinds = np.broadcast_to(types, units.shape)
+        begins = np.zeros_like(units)
+        if self.minds_position:
+            begins += (
+                choice.teams.unit_begin[rows][:, None, :] * (rows >= num_divisions)[:, None, None]
+            )
+        works, number = distinct(kinds, units, samples, begins)
+        numbers = np.zeros(choice.shares.shape, np.int32)
+        numbers[rows] = number.reshape(units.shape)
+        model = cost_model.in_teams(members) if members else cost_model
+        seconds = np.stack([self._at((members, *work), cluster, model) for work in works])
+        return row_of, numbers, seconds
+
+    def _at(self, key: tuple[int, ...], cluster: Cluster, cost_model: CostModel) -> FloatArray:
+        """Seconds of all compute ops by members, type, units, team's samples, first unit."""
+        if key not in self._seconds:
+            (_, kind, units, samples, begin), batch = key, self._graph.batch_size
+            work = self._plan.work(units, samples or batch, batch, begin)
+            work = self._sparse.put(work, begin, units, samples or batch)
+            row = cost_model.work_seconds(self._graph, cluster.device_types[kind], *work)
+            self._seconds[key] = row[self.tables.op_id]
+        return self._seconds[key]
+
+
+class RuleSets:
+    """The rule sets of a graph by number, 0 for no rules.
+
+    Args:
+        graph: One training step.
+        channels: Table in which the channels of strategies are registered.
+    """
+
+    def __init__(self, graph: OpGraph, channels: ChannelTable) -> None:
+        self._graph, self._channels = graph, channels
+        self._numbers: dict[tuple[OpRules, tuple[int, ...]], int] = {((), ()): 0}
+        self._by_number: list[tuple[OpRules, tuple[int, ...]]] = [((), ())]
+        self._kept: dict[int, RuleSet] = {0: RuleSet(graph, (), (), channels)}
+
+    def number(self, op_rules: OpRules, blocks: tuple[int, ...] = ()) -> int:
+        """The number by which a ``Choice`` names op rules and blocks, 0 if there are none."""
+        key = op_rules, blocks
+        if key not in self._numbers:
+            self._numbers[key] = len(self._by_number)
+            self._by_number.append(key)
+        return self._numbers[key]
+
+    def rules_of(self, number: int) -> OpRules:
+        """The op rules of a number."""
+        return self._by_number[number][0]
+
+    def of(self, number: int) -> RuleSet:
+        """Rule set of a choice; few are kept at once, those used last.
+
+        Raises:
+            StrategyError: these rules cannot be followed together.
+        """
+        found = self._kept.pop(number, None)
+        if found is None:
+            op_rules, blocks = self._by_number[number]
+            found = RuleSet(self._graph, op_rules, blocks, self._channels)
+            if len(self._kept) >= MAX_RULE_SETS:
+                del self._kept[next(other for other in self._kept if other != 0)]
+        self._kept[number] = found
+        return found
+
+    def tables_of(self, choice: Choice) -> GraphTables:
+        """The graph's tables under the op rules of an encoded strategy."""
+        return self.of(choice.rule_set).tables
+
+
+def distinct(*columns: IntArray) -> tuple[list[tuple[int, ...]], IntArray]:
+    """The distinct rows of columns of a shape, in order, and the number of each entry's row.
+
+    Rows become single numbers, which sort many times faster than rows.
+    """
+    sizes = [int(column.max(initial=0)) + 1 for column in columns]
+    if prod(sizes) >= 2**63:  # far beyond any cluster and batch; sorted as rows
+        flat = np.stack(columns, axis=-1).reshape(-1, len(columns))
+        rows, number = np.unique(flat, axis=0, return_inverse=True)
+        return [tuple(row) for row in rows.tolist()], number.astype(np.int32)
+    keys = np.zeros(columns[0].shape, np.int64)
+    for column, size in zip(columns, sizes, strict=True):
+        keys = keys * size + column
+    distinct, number = np.unique(keys.ravel(), return_inverse=True)
+    places = np.unravel_index(distinct, sizes)
+    return list(zip(*(place.tolist() for place in places), strict=True)), number.astype(np.int32)
+
+
+_Way = tuple[ChannelKind, tuple[int, ...], tuple[float, ...]]
+
+
+class ChannelPricer:
+    """Computes the prices of channels from a cost model, each channel only once.
+
+    A channel may start when its *gate* is free: the resources it holds for more than half as long
+    as the one it holds longest. It only loads the others: their next user waits longer. So two
+    transfers from a fast NIC to two slow ones run side by side, as they do in reality.
+
+    All collectives over one device set belong to one *communicator*, which runs one operation at
+    a time: they wait in one queue, whatever their links are.
+
+    Args:
+        model: Cost model of the channels.
+        cluster: The cluster with the links.
+    """
+
+    def __init__(self, model: CostModel, cluster: Cluster) -> None:
+        self._model = model
+        self._cluster = cluster
+        self._names = [device_type.name for device_type in cluster.device_types]
+        self._costs: dict[_Way, _Cost] = {}
+
+    def seconds(self, channel: Channel) -> ChannelSeconds:
+        """Cost of a channel."""
+        return self._cost(channel).seconds
+
+    def prices(self, channels: Sequence[Channel]) -> ChannelPrices:
+        """Prices of some channels, numbered in their order."""
+        costs = [self._cost(channel) for channel in channels]
+        queues: dict[tuple[bool, tuple[int, ...]], int] = {}
+        queue = [queues.setdefault(cost.queue, len(queues)) for cost in costs]
+        gated: list[dict[int, None]] = [{} for _ in self._cluster.resources]
+        for number, cost in zip(queue, costs, strict=True):
+            for resource in cost.gate:
+                gated[resource].setdefault(number)
+        words = max((len(self._cluster.resources) + 63) // 64, 1)
+        gate = np.zeros((len(channels), words), np.uint64)
+        of = np.repeat(np.arange(len(costs)), [len(cost.gate) for cost in costs])
+        bits = np.array([resource for cost in costs for resource in cost.gate], np.int64)
+        np.bitwise_or.at(gate, (of, bits // 64), np.uint64(1) << (bits % 64).astype(np.uint64))
+        starts = starts_of([len(cost.seconds.held) for cost in costs])
+        by_type = len(costs), len(self._names)  # also where there is no channel
+        return ChannelPrices(
+            latency_s=np.array([cost.seconds.latency_s for cost in costs], np.float64),
+            fill_s=np.array([cost.seconds.fill_s for cost in costs], np.float64),
+            fill_s_per_byte=np.array([cost.seconds.fill_s_per_byte for cost in costs], np.float64),
+            s_per_byte=np.array([cost.seconds.seconds_per_byte for cost in costs], np.float64),
+            weight=np.array([cost.seconds.weight for cost in costs], np.float64),
+            is_collective=np.array([cost.queue[0] for cost in costs], np.bool_),
+            drag=np.array([cost.drag for cost in costs], np.float64).reshape(by_type),
+            overhead_s=np.array([cost.overhead_s for cost in costs], np.float64).reshape(by_type),
+            loaded_s=np.array([cost.loaded_s for cost in costs], np.float64),
+            member_start=starts_of([len(channel.devices) for channel in channels]),
+            member=np.array([d for channel in channels for d in channel.devices], np.int32),
+            queue=np.array(queue, np.int32),
+            communicator=communicators(channels),
+            resource_start=starts,
+            resource=np.array([r for cost in costs for r in cost.seconds.held], np.int32),
+            resource_s_per_byte=np.array(
+                [s for cost in costs for s in cost.seconds.held.values()], np.float64
+            ),
+            gate=gate,
+            gated_start=starts_of([len(numbers) for numbers in gated]),
+            gated_queue=np.array([number for numbers in gated for number in numbers], np.int32),
+            num_queues=len(queues),
+        )
+
+    def _cost(self, channel: Channel) -> "_Cost":
+        way = channel.kind, channel.devices, channel.slices
+        cost = self._costs.get(way)
+        if cost is None:
+            cost = self._costs[way] = self._new_cost(channel)
+        return cost
+
+    def _new_cost(self, channel: Channel) -> "_Cost":
+        cost = self._model.channel_seconds(self._cluster, channel)
+        is_collective = channel.kind != ChannelKind.POINT_TO_POINT
+        longest = max(cost.held.values(), default=0.0)
+        return _Cost(
+            seconds=cost,
+            queue=(is_collective, channel.devices if is_collective else tuple(sorted(cost.held))),
+            gate=tuple(link for link, seconds in cost.held.items() if seconds > 0.5 * longest),
+            drag=_lost_speed(cost, self._names),
+            overhead_s=[cost.overhead_s.get(name, 0.0) for name in self._names],
+            loaded_s=max(cost.loaded_latency_s - cost.latency_s, 0.0),
+        )
+
+
+class _Cost(NamedTuple):
+    """Everything known about a single channel."""
+
+    seconds: ChannelSeconds
+    queue: tuple[bool, tuple[int, ...]]  # whether of a communicator; its devices, or links
+    gate: tuple[int, ...]  # resources that must be free
+    drag: list[float]
+    overhead_s: list[float]
+    loaded_s: float
+
+
+def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float]:
+    """Fraction of compute speed that a device of each type loses while a channel is busy."""
+    if cost.seconds_per_byte <= 0.0:
+        return [0.0] * len(device_types)
+    return [
+        min(cost.drag.get(name, 0.0) / cost.seconds_per_byte, _MOST_DRAG) for name in device_types
+    ]
 
 
 class PriceTable:
@@ -30,7 +306,7 @@ class PriceTable:
         cluster: Devices and links.
         cost_model: Model of the seconds of tasks.
         channels: Table in which the channels of strategies are registered.
-        rules: Rule sets of the graph.
+        tables: Tables of the graph without rules.
 
     Attributes:
         types: Device type of each device.  # [num_devices]
@@ -46,10 +322,10 @@ class PriceTable:
         cluster: Cluster,
         cost_model: CostModel,
         channels: ChannelTable,
-        rules: RuleSets,
+        tables: GraphTables,
     ) -> None:
         self._graph, self._cluster, self._cost_model = graph, cluster, cost_model
-        self._channels, self._rules, self._tables = channels, rules, rules.of(0).tables
+        self._channels, self._tables = channels, tables
         self.types: IntArray = np.array(cluster.type_index, np.int32)
         self.pricer = ChannelPricer(cost_model, cluster)
         kinds, updates = cluster.device_types, [op for op, _, _ in graph.updates]
@@ -60,7 +336,7 @@ class PriceTable:
         self._copy_s_per_byte = np.array([per_byte for _, per_byte in copies])
         self._channel_prices: dict[bytes, ChannelPrices] = {}
         self._held: dict[int, FloatArray] = {}  # see ``held_by``
-        tables, shape = self._tables, (len(kinds), graph.batch_size + 1)
+        shape = len(kinds), graph.batch_size + 1
         # Rows are filled when a share is first seen: a row of zeros is never read.
         self._is_priced = np.zeros(shape, np.bool_)
         self._op_seconds = np.zeros((*shape, len(tables.op_id)))
@@ -71,18 +347,26 @@ class PriceTable:
         self.reduced_bytes: FloatArray = bytes_of_groups.astype(np.float64)
 
     def prices(
-        self, choice: Choice, types: IntArray, channel: ChannelPrices, members: int = 0
+        self,
+        choice: Choice,
+        rules: RuleSet,
+        types: IntArray,
+        channels: ChannelPrices,
+        members: int = 0,
     ) -> Prices:
         """Prices, from the cost model, of everything that a choice can contain.
 
         Args:
             choice: Choice on some devices.
+            rules: Its rule set.
             types: Device type of each of these devices.
-            channel: Prices of its channels.
+            channels: Prices of its channels.
             members: Devices of a team if stages lie on several hosts; else 0.
         """
-        self.price_rows(choice, types)
-        rules = self._rules.of(choice.rule_set)
+        shares = choice.shares[: len(choice.member)]  # along the batch
+        if rules.has_rule[rules.tables.remake_op].any():  # made again for the samples of teams
+            shares = np.concatenate([shares, choice.teams.samples])
+        self.price_shares(shares, types)
         ruled_row, ruled_number, ruled_seconds = rules.seconds(
             choice, types, self._cluster, self._cost_model, members
         )
@@ -97,28 +381,9 @@ class PriceTable:
             parameter_bytes=self._tables.parameter_bytes,
             copy_fixed_s=self._copy_fixed_s,
             copy_s_per_byte=self._copy_s_per_byte,
-            channel_latency_s=channel.latency_s,
-            channel_fill_s=channel.fill_s,
-            channel_fill_s_per_byte=channel.fill_s_per_byte,
-            channel_s_per_byte=channel.s_per_byte,
-            channel_weight=channel.weight,
-            channel_is_collective=channel.is_collective,
-            channel_drag=channel.drag,
-            channel_overhead_s=channel.overhead_s,
-            member_start=channel.member_start,
-            member=channel.member,
-            has_drag=bool(channel.drag.any() or channel.overhead_s.any()),
+            channels=channels,
+            has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
             blocks_sends=self._cluster.sends == Sends.BLOCKING,
-            channel_loaded_s=channel.loaded_s,
-            channel_queue=channel.queue,
-            channel_communicator=channel.communicator,
-            resource_start=channel.resource_start,
-            resource=channel.resource,
-            resource_s_per_byte=channel.resource_s_per_byte,
-            gate=channel.gate,
-            gated_start=channel.gated_start,
-            gated_queue=channel.gated_queue,
-            num_queues=channel.num_queues,
             num_resources=len(self._cluster.resources),
         )
 
@@ -140,12 +405,13 @@ class PriceTable:
         self._channel_prices[key] = found
         return found
 
-    def price_rows(self, choice: Choice, types: IntArray) -> None:
-        """Fill the rows of the op table for the shares of the batch in a choice."""
-        shares = choice.shares[: len(choice.member)]  # along the batch
-        rules = self._rules.of(choice.rule_set)
-        if rules.has_rule[rules.tables.remake_op].any():  # made again for the samples of teams
-            shares = np.concatenate([shares, choice.teams.samples])
+    def price_shares(self, shares: IntArray, types: IntArray) -> None:
+        """Fill the rows of the op table for shares of the batch.
+
+        Args:
+            shares: Samples of each device.  # [rows, num_micro, num_devices]
+            types: Device type of each device.
+        """
         if self._is_priced[types, shares].all():
             return
         kinds = np.broadcast_to(types, shares.shape)

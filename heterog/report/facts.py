@@ -1,9 +1,7 @@
 """Facts of an explanation as tables and bars of the report: places, limits, memory, changes.
 
-Small pieces of the report's HTML; every text that is inserted is escaped here.
-
-Pictures stretch with the page, so they hold no text: labels are beside them as HTML, which keeps
-its size on every screen.
+Every text that is inserted into the report's HTML is escaped here. Pictures stretch with the page,
+so they hold no text: labels are beside them as HTML, which keeps its size on every screen.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

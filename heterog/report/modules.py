@@ -1,9 +1,8 @@
 """A strategy by module: parameters, ops, devices, shares, synchronisation.
 
-The placement as a small table: ranges of modules by devices, in samples or units.
-
-Devices are in columns by host, or by type if there are too many hosts. A cell tells what each
-device of its column works on; ``-`` is nothing.
+The placement is a small table: ranges of modules by devices, in samples or units. Devices are in
+columns by host, or by type if there are too many hosts. A cell tells what each device of its
+column works on; ``-`` is nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from heterog.search.plan import Plan
 from heterog.simulator.critical_path import block_of, merge_blocks
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
-from heterog.strategy.sync import TRAITS
+from heterog.strategy.sync import Sync
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ def _sync(decision: Decision, home: int, cluster: Cluster) -> str:
         return "none needed" if alone else f"updated on {cluster.devices[home].name}"
     if decision.sync.is_served:
         return f"parameter server on {cluster.devices[home].name}"
-    return TRAITS[decision.sync].words
+    return decision.sync.words
 
 
 def _join_chains(node: ModuleNode) -> None:
@@ -113,7 +112,7 @@ def _join_chains(node: ModuleNode) -> None:
         _join_chains(child)
 
 
-SHORT_SYNCS = {traits.words: traits.short for traits in TRAITS.values()}
+SHORT_SYNCS = {sync.words: sync.short for sync in Sync}
 """Short names of aggregations of gradients, for a column."""
 
 _MOST_IN_FULL = 4

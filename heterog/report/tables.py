@@ -4,8 +4,8 @@ An explanation is paragraphs with headings, and memory as a table.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -25,33 +25,13 @@ from heterog.search.cost import cost_per_step
 from heterog.search.stability import reference_of
 from heterog.simulator.memory_breakdown import Fit, MemoryKind
 from heterog.units import GIB, format_bytes, format_seconds
+from heterog.zoo.registry import ZooEntry
 
 # More device types than this do not fit side by side; then only the fullest device is shown.
 _MAX_MEMORY_COLUMNS = 4
-
-
-class ModelEntry(Protocol):
-    """An entry of a table of models, as the zoo's are."""
-
-    @property
-    def name(self) -> str:
-        """Name that users type."""
-
-    @property
-    def family(self) -> str:
-        """Vision, language, ..."""
-
-    @property
-    def default_batch_size(self) -> int:
-        """Number of samples in the global batch."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of trainable scalars."""
-
-    @property
-    def description(self) -> str:
-        """Description in one line."""
+_NAME: dict[str, Any] = {"no_wrap": True}
+_NUMBER: dict[str, Any] = {"justify": "right", "no_wrap": True}
+_TEXT: dict[str, Any] = {"overflow": "fold"}
 
 
 def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "") -> Table:
@@ -64,20 +44,16 @@ def methods_table(rows: Sequence[MethodRow], cluster: Cluster, *, title: str = "
     best = reference_of(rows)
     baseline = None if best is None else best.step_time_s
     fastest = min((row.step_time_s for row in rows if row.step_time_s is not None), default=None)
-    table = _table(title)
-    table.caption, table.caption_justify = _reasons(rows), "left"
-    table.add_column("method", no_wrap=True)
-    table.add_column("step time", justify="right", no_wrap=True)
-    table.add_column("speed-up", justify="right", no_wrap=True)
+    columns = {"method": _NAME, "step time": _NUMBER, "speed-up": _NUMBER}
     if cluster.prices is not None:
-        table.add_column(f"{cluster.prices.currency} a step", justify="right")
+        columns[f"{cluster.prices.currency} a step"] = {"justify": "right"}
     headers, members = _memory_columns(cluster)
     for header in headers:
         # Spaces, so that long type names break between words.
-        table.add_column(f"{header.replace('-', ' ')} (GiB)", justify="right", min_width=5)
-    table.add_column("evals", justify="right", no_wrap=True)
-    table.add_column("search", justify="right", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
+        columns[f"{header.replace('-', ' ')} (GiB)"] = {"justify": "right", "min_width": 5}
+    columns |= {"evals": _NUMBER, "search": _NUMBER, "outcome": _NAME}
+    table = _table(title, columns)
+    table.caption, table.caption_justify = _reasons(rows), "left"
     for row in rows:
         seconds = row.step_time_s
         ratio = f"{baseline / seconds:.2f}x" if baseline is not None and seconds else "-"
@@ -102,14 +78,10 @@ def _cost_cells(row: MethodRow, cluster: Cluster) -> list[str]:
     return ["-" if cost is None else f"{cost:.3g}"]
 
 
-def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:
+def models_table(entries: Iterable[ZooEntry], *, title: str = "") -> Table:
     """The built-in models."""
-    table = _table(title)
-    table.add_column("model", no_wrap=True)
-    table.add_column("family", no_wrap=True)
-    table.add_column("batch", justify="right", no_wrap=True)
-    table.add_column("parameters", justify="right", no_wrap=True)
-    table.add_column("description", overflow="fold")
+    columns = {"model": _NAME, "family": _NAME, "batch": _NUMBER, "parameters": _NUMBER}
+    table = _table(title, columns | {"description": _TEXT})
     for entry in entries:
         table.add_row(
             escape(entry.name),
@@ -123,12 +95,8 @@ def models_table(entries: Iterable[ModelEntry], *, title: str = "") -> Table:
 
 def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
     """Clusters with their devices and their network."""
-    table = _table(title)
-    table.add_column("cluster", overflow="fold")
-    table.add_column("hosts", justify="right", no_wrap=True)
-    table.add_column("devices", overflow="fold")
-    table.add_column("usable memory", justify="right")
-    table.add_column("NIC", justify="right", overflow="fold")
+    wide = {"usable memory": {"justify": "right"}, "NIC": {"justify": "right"} | _TEXT}
+    table = _table(title, {"cluster": _TEXT, "hosts": _NUMBER, "devices": _TEXT} | wide)
     for cluster in clusters:
         counts = Counter(device.type.name for device in cluster.devices)
         usable = sum(device.usable_memory_bytes for device in cluster.devices)
@@ -144,10 +112,8 @@ def clusters_table(clusters: Iterable[Cluster], *, title: str = "") -> Table:
 
 def devices_table(listed: Sequence[ListedType], *, title: str = "") -> Table:
     """The catalogue: memory, bandwidth, peaks, and the number of the source below the table."""
-    table = _table(title)
-    table.add_column("device", no_wrap=True)
-    for header in ("GiB", "GB/s", "fp64", "fp32", "tf32", "fp16", "bf16", "sheet"):
-        table.add_column(header, justify="right", no_wrap=True)
+    numbers_of = ("GiB", "GB/s", "fp64", "fp32", "tf32", "fp16", "bf16", "sheet")
+    table = _table(title, {"device": _NAME} | dict.fromkeys(numbers_of, _NUMBER))
     table.caption, table.caption_justify = "peaks in TFLOP/s, dense, by the data sheet", "left"
     numbers = _numbered([each.type.source for each in listed])
     for each in listed:
@@ -179,11 +145,10 @@ def _numbered(sources: Iterable[str]) -> dict[str, int]:
 
 def links_table(kinds: Sequence[LinkKind]) -> Table:
     """Links inside a host: the simulated rate beside that of the data sheet."""
-    table = _table("intra: between the devices of a host, GB/s per direction")
-    table.add_column("name", no_wrap=True)
-    for header in ("used", "sheet", "source"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("also", overflow="fold")
+    table = _table(
+        "intra: between the devices of a host, GB/s per direction",
+        {"name": _NAME, "used": _NUMBER, "sheet": _NUMBER, "source": _NUMBER, "also": _TEXT},
+    )
     for number, each in enumerate(kinds, start=1):
         table.add_row(
             each.name,
@@ -197,11 +162,10 @@ def links_table(kinds: Sequence[LinkKind]) -> Table:
 
 def networks_table(kinds: Iterable[NetworkKind]) -> Table:
     """Networks between hosts with their line rates."""
-    table = _table("nic: between hosts, Gbit/s per direction, of which 'efficiency' is used")
-    table.add_column("name", no_wrap=True)
-    table.add_column("line rate", justify="right", no_wrap=True)
-    table.add_column("also", overflow="fold")
-    table.add_column("source", overflow="fold")
+    table = _table(
+        "nic: between hosts, Gbit/s per direction, of which 'efficiency' is used",
+        {"name": _NAME, "line rate": _NUMBER, "also": _TEXT, "source": _TEXT},
+    )
     for each in kinds:
         rate = f"{each.line_rate_bytes_per_s * 8e-9:g}"
         table.add_row(each.name, rate, ", ".join(each.aliases), each.sheet)
@@ -210,19 +174,19 @@ def networks_table(kinds: Iterable[NetworkKind]) -> Table:
 
 def planners_table(methods: Iterable[MethodNote], *, title: str = "") -> Table:
     """Methods, one line each."""
-    table = _table(title)
-    table.add_column("method", no_wrap=True)
-    table.add_column("stage", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
-    table.add_column("needs", overflow="fold")
+    columns = {"method": _NAME, "stage": _NAME, "what it does": _TEXT, "needs": _TEXT}
+    table = _table(title, columns)
     for each in methods:
         table.add_row(each.name, each.stage.replace("_", " "), each.what, each.needs)
     return table
 
 
-def _table(title: str) -> Table:
-    """An empty table whose lines take little width."""
-    return Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+def _table(title: str, columns: Mapping[str, dict[str, Any]]) -> Table:
+    """A table without rows, whose lines take little width, of columns and how they are set."""
+    table = Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for header, how in columns.items():
+        table.add_column(header, **how)
+    return table
 
 
 def _network(cluster: Cluster) -> str:
@@ -263,18 +227,14 @@ def _reasons(rows: Iterable[MethodRow]) -> Text | None:
 
 def jobs_table(verdicts: Sequence[Verdict], *, title: str = "") -> Table:
     """Result of each arriving job: devices, start and end, or why it was blocked."""
-    table = _table(title)
-    table.add_column("job", overflow="fold")
-    for header in ("arrives", "starts", "ends"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("outcome", no_wrap=True)
-    table.add_column("runs", overflow="fold")
+    times = dict.fromkeys(("arrives", "starts", "ends"), _NUMBER)
+    table = _table(title, {"job": _TEXT} | times | {"outcome": _NAME, "runs": _TEXT})
     for verdict in verdicts:
-        times = [verdict.starts_s, verdict.ends_s] if verdict.is_accepted else []
+        moments = [verdict.starts_s, verdict.ends_s] if verdict.is_accepted else []
         table.add_row(
             escape(verdict.request.name),
             _clock(verdict.request.arrives_s),
-            *([_clock(time_s) for time_s in times] or ["-", "-"]),
+            *([_clock(time_s) for time_s in moments] or ["-", "-"]),
             str(verdict.outcome),
             escape(verdict.detail) or "-",
         )
@@ -321,18 +281,14 @@ def memory_table(fit: Fit, *, title: str = "Memory of each device at its fullest
 
     Devices that are equal to the last digit shown share a row.
     """
-    table = Table(title=escape(title) or None, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("device", overflow="fold")
-    table.add_column("type", overflow="fold")
     kinds = [
         kind
         for kind in MemoryKind
         if any(device.bytes_of(kind) >= 0.05 * GIB for device in fit.devices)
     ]
-    for kind in kinds:
-        table.add_column(_HEADERS[kind], justify="right")
-    for header in ("needs", "usable", "lacks"):
-        table.add_column(header, justify="right", no_wrap=True)
+    uses = {_HEADERS[kind]: {"justify": "right"} for kind in kinds}
+    sums = dict.fromkeys(("needs", "usable", "lacks"), _NUMBER)
+    table = _table(title, {"device": _TEXT, "type": _TEXT} | uses | sums)
     rows: dict[tuple[str, ...], list[str]] = {}
     for device in fit.devices:
         lacks = f"{device.lacking_bytes / GIB:.2f}" if device.lacking_bytes else "-"

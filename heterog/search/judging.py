@@ -1,20 +1,18 @@
-"""Runs one method and judges what it found, in the same way for all methods.
+"""Runs methods, judges what they found in the same way for all, and divides the time among them.
 
 The referee scores each of a method's candidates again, a baseline's in the orders of its
 definition, a search's in all orders that are allowed, and the best counts.
 
-Methods that search at the same time, each on a seat of its own, and share their plans.
-
-A search has *turns*: in each, every seat runs a few methods one after another, which start from
+Methods may search at the same time, each on a seat of its own, and share their plans. Such a
+search has *turns*: in each, every seat runs a few methods one after another, which start from
 the best plans of all seats and resume from their state on that seat. With a budget in evaluations,
 what a turn gives does not depend on which seat was done first.
 
 Methods that draw at random (``is_random``) run on every seat with a seed of its own. All others
 would do the same work everywhere; they are dealt out.
 
-The division of the remaining time among methods once every one has had its part.
-
-Time goes where it pays, in rounds: to the method whose last rounds improved its own best plan most
+Once every method has had its part, the time that remains is divided among them.
+It goes where it pays, in rounds: to the method whose last rounds improved its own best plan most
 per second, as a bandit would; the farther that plan is behind the best of all by now, the less
 this counts. Every second round goes to a method that was starved, if there is one: to the one with
 the best plan (or nearest to fitting) before the others. Methods without gain are tried again when

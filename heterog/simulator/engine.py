@@ -45,7 +45,7 @@ from heterog.lowering.program import (
     TaskKind,
 )
 from heterog.lowering.tape import IN_TURN, NUM_TASKS, Tape
-from heterog.pricing.cost_model import Prices
+from heterog.pricing.cost_model import ChannelPrices, Prices
 from heterog.simulator.heaps import before, pop_event, push_event, remove_first, sift_up
 from heterog.simulator.timings import Timings, Workspace, make_workspace
 
@@ -65,11 +65,11 @@ class Order(IntEnum):
 
 
 @kernel
-def latency_of(prices: Prices, channel: int, payload: float) -> float:
+def latency_of(channels: ChannelPrices, channel: int, payload: float) -> float:
     """Seconds of an operation before its bytes move at full rate; see ``ChannelSeconds``."""
-    fill: float = payload * prices.channel_fill_s_per_byte[channel]
-    latency: float = prices.channel_latency_s[channel]
-    return latency + min(fill, float(prices.channel_fill_s[channel]))
+    fill: float = payload * channels.fill_s_per_byte[channel]
+    latency: float = channels.latency_s[channel]
+    return latency + min(fill, float(channels.fill_s[channel]))
 
 
 @kernel
@@ -80,8 +80,8 @@ def price_kernel(tape: Tape, prices: Prices, seconds: FloatArray) -> None:
         if task.kind >= FIRST_LINK_KIND:
             channel = task.channel
             seconds[number] = (
-                latency_of(prices, channel, task.num_bytes)
-                + task.num_bytes * prices.channel_s_per_byte[channel]
+                latency_of(prices.channels, channel, task.num_bytes)
+                + task.num_bytes * prices.channels.s_per_byte[channel]
             )
             continue
         device_type = prices.type_of_device[task.device]
@@ -127,7 +127,7 @@ def _prepare(
     come first, then one per device for its free tasks.
     """
     num_tasks = tape.counts[NUM_TASKS]
-    num_queues = prices.num_queues + num_devices
+    num_queues = prices.channels.num_queues + num_devices
     starts, queue_size = timings.successor_start, timings.queue_size
     chain_of, chain_start, position = work.chain_of, work.chain_start, work.position
     num_turns = len(position) // num_devices
@@ -178,9 +178,9 @@ def _count(tape: Tape, prices: Prices, timings: Timings, work: Workspace, num_tu
         record = tape.tasks[task]
         chain, first_done = -1, 0  # what chains from the one to the other make is done
         if record.kind >= FIRST_LINK_KIND:
-            timings.queue_size[prices.channel_queue[record.channel]] += 1
+            timings.queue_size[prices.channels.queue[record.channel]] += 1
         elif record.kind >= FIRST_FREE_KIND:
-            timings.queue_size[prices.num_queues + record.device] += 1
+            timings.queue_size[prices.channels.num_queues + record.device] += 1
         else:
             chain = record.device * num_turns + record.turn
             chain_start[chain + 1] += 1
@@ -213,9 +213,9 @@ def touch(
 
 
 @helper
-def sender(prices: Prices, channel: int) -> int:
+def sender(channels: ChannelPrices, channel: int) -> int:
     """The source device of a transfer."""
-    return int(prices.member[prices.member_start[channel]])
+    return int(channels.member[channels.member_start[channel]])
 
 
 @helper
@@ -268,7 +268,8 @@ def _simulate_kernel(
     is_in_turn = tape.counts[IN_TURN] == 1
     # Whether events elsewhere may change the time at which a device's next op begins.
     steps_alone = prices.has_drag or prices.blocks_sends
-    words = prices.gate.shape[1]
+    channels = prices.channels
+    words = channels.gate.shape[1]
     rank = timings.rank
     if order == 1 or limit_s < np.inf:
         _rank_tasks(tape, timings.seconds, rank)
@@ -280,7 +281,7 @@ def _simulate_kernel(
             timings.priority[task] = task
     heap_time, heap_item = timings.heap_time, timings.heap_item
     priority, items = timings.priority, timings.queue_item
-    num_link_queues = prices.num_queues
+    num_link_queues = channels.num_queues
     busy, free_at = work.busy, work.free_at
     candidate, is_candidate, is_held = work.candidate, work.is_candidate, work.is_held
     num_candidates = 0
@@ -309,8 +310,8 @@ def _simulate_kernel(
                 timings.priority[task] = now
             if kind >= FIRST_LINK_KIND:
                 if kind == SEND and prices.blocks_sends:
-                    sending[sender(prices, tape.tasks[task].channel)] += 1
-                queue = prices.channel_queue[tape.tasks[task].channel]
+                    sending[sender(channels, tape.tasks[task].channel)] += 1
+                queue = channels.queue[tape.tasks[task].channel]
                 base, size = timings.queue_start[queue], timings.queue_size[queue]
                 sift_up(priority, items, base, size, task)
                 timings.queue_size[queue] = size + 1
@@ -421,7 +422,7 @@ def _simulate_kernel(
                     task = timings.queue_item[timings.queue_start[queue]]
                     channel = tape.tasks[task].channel
                     for word in range(words):
-                        if prices.gate[channel, word] & busy[word]:
+                        if channels.gate[channel, word] & busy[word]:
                             blocked = True
                 if blocked:
                     is_candidate[queue] = False
@@ -434,29 +435,33 @@ def _simulate_kernel(
             if best < 0:
                 break
             channel = tape.tasks[best].channel
-            queue = prices.channel_queue[channel]
-            is_held[queue] = prices.channel_is_collective[channel]
+            queue = channels.queue[channel]
+            is_held[queue] = channels.is_collective[channel]
             timings.queue_size[queue] -= 1
             remove_first(priority, items, timings.queue_start[queue], timings.queue_size[queue])
             payload = tape.tasks[best].num_bytes
-            latency = latency_of(prices, channel, payload)
-            if prices.channel_loaded_s[channel] > 0.0:
-                for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
-                    if op_until[prices.member[entry]] > now:
-                        latency += prices.channel_loaded_s[channel]
-                        timings.seconds[best] += prices.channel_loaded_s[channel]
+            latency = latency_of(channels, channel, payload)
+            if channels.loaded_s[channel] > 0.0:
+                for entry in range(
+                    channels.member_start[channel], channels.member_start[channel + 1]
+                ):
+                    if op_until[channels.member[entry]] > now:
+                        latency += channels.loaded_s[channel]
+                        timings.seconds[best] += channels.loaded_s[channel]
                         break
             end = now + timings.seconds[best]
-            for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
-                resource = prices.resource[entry]
-                held = payload * prices.resource_s_per_byte[entry]
+            for entry in range(
+                channels.resource_start[channel], channels.resource_start[channel + 1]
+            ):
+                resource = channels.resource[entry]
+                held = payload * channels.resource_s_per_byte[entry]
                 if held > 0.0:
                     until = max(free_at[resource], now) + held
                     end = max(end, until + latency)
                     bit = np.uint64(1) << np.uint64(resource % 64)
                     if (
-                        prices.channel_is_collective[channel]
-                        and prices.gate[channel, resource // 64] & bit
+                        channels.is_collective[channel]
+                        and channels.gate[channel, resource // 64] & bit
                     ):
                         until += latency
                     free_at[resource] = until
@@ -465,14 +470,14 @@ def _simulate_kernel(
                 # Moving the bytes takes it, at whatever moments they move; waiting does not.
                 spread = 0.0
                 if end > now:
-                    spread = payload * prices.channel_s_per_byte[channel] / (end - now)
-                for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
-                    device = prices.member[entry]
-                    share = spread * prices.channel_drag[channel, prices.type_of_device[device]]
+                    spread = payload * channels.s_per_byte[channel] / (end - now)
+                for entry in range(
+                    channels.member_start[channel], channels.member_start[channel + 1]
+                ):
+                    device = channels.member[entry]
+                    share = spread * channels.drag[channel, prices.type_of_device[device]]
                     if busy_until[device] > now:
-                        debt[device] += prices.channel_overhead_s[
-                            channel, prices.type_of_device[device]
-                        ]
+                        debt[device] += channels.overhead_s[channel, prices.type_of_device[device]]
                     begin = max(now, drag_until[device])
                     debt[device] += share * max(min(end, busy_until[device]) - begin, 0.0)
                     if drag_until[device] > now:
@@ -481,8 +486,10 @@ def _simulate_kernel(
                     drag_until[device] = max(end, drag_until[device])
             # Links that come free before the end wake the queues, links that end together once.
             last_wake = end
-            for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
-                until = free_at[prices.resource[entry]]
+            for entry in range(
+                channels.resource_start[channel], channels.resource_start[channel + 1]
+            ):
+                until = free_at[channels.resource[entry]]
                 if until < end and until > now and until != last_wake:
                     num_heap = push_event(
                         heap_time, heap_item, num_heap, until, -1 - num_devices - channel
@@ -513,11 +520,11 @@ def _simulate_kernel(
                 if kind >= FIRST_LINK_KIND:
                     released = tape.tasks[task].channel
                     if kind == SEND and prices.blocks_sends:
-                        device = sender(prices, released)
+                        device = sender(channels, released)
                         sending[device] -= 1
                         num_touched = touch(device, touched, is_touched, num_touched)
-                    if prices.channel_is_collective[released]:
-                        queue = prices.channel_queue[released]
+                    if channels.is_collective[released]:
+                        queue = channels.queue[released]
                         is_held[queue] = False
                         if timings.queue_size[queue] > 0 and not is_candidate[queue]:
                             is_candidate[queue] = True
@@ -539,16 +546,16 @@ def _simulate_kernel(
                 num_touched = touch(device, touched, is_touched, num_touched)
                 continue
             for entry in range(
-                prices.resource_start[released], prices.resource_start[released + 1]
+                channels.resource_start[released], channels.resource_start[released + 1]
             ):
-                resource = prices.resource[entry]
+                resource = channels.resource[entry]
                 bit = np.uint64(1) << np.uint64(resource % 64)
                 if free_at[resource] <= now and busy[resource // 64] & bit:
                     busy[resource // 64] &= ~bit
                     for user in range(
-                        prices.gated_start[resource], prices.gated_start[resource + 1]
+                        channels.gated_start[resource], channels.gated_start[resource + 1]
                     ):
-                        queue = prices.gated_queue[user]
+                        queue = channels.gated_queue[user]
                         if timings.queue_size[queue] > 0 and not is_candidate[queue]:
                             is_candidate[queue] = True
                             candidate[num_candidates] = queue

@@ -136,12 +136,8 @@ class Evaluator(Runner):
         seconds and bytes are lower bounds.
         What is slower than an earlier order in which the strategy fits may be given up, too.
         """
-        if self.feasibility.scope_fault(choice):
-            self._ran = None
-            self.poll()
-            kept = resident_bytes(self.tables_of(choice), choice)
-            return [self._unsimulated(choice, kept, order) for order in orders]
-        lowered = self._begun(choice, orders)
+        is_refused = bool(self.feasibility.scope_fault(choice))
+        lowered = self._begun(choice, orders, is_refused=is_refused)
         if isinstance(lowered, list):
             return lowered
         found = []
@@ -234,31 +230,38 @@ class Evaluator(Runner):
         num_updates = (members * np.where(choice.home >= 0, _SERVED, 1)).sum()
         return int((num_ops * has_work[division]).sum() + num_updates) * choice.num_steps
 
-    def _begun(self, choice: Choice, orders: Sequence[Order]) -> Lowered | list[Evaluation]:
-        """A choice lowered, or for each order the reason why it is not simulated."""
+    def _begun(
+        self, choice: Choice, orders: Sequence[Order], *, is_refused: bool = False
+    ) -> Lowered | list[Evaluation]:
+        """A choice lowered, or for each order the reason why it is not simulated.
+
+        Args:
+            choice: The choice.
+            orders: Orders that are asked for.
+            is_refused: Whether its training would not be that of one device.
+        """
         self._ran = None
-        if (kept := self._overfull(choice)) is not None:
+        if is_refused or self._is_overfull(choice):
+            self.poll()
+            self.num_evaluations += not is_refused
+            kept = resident_bytes(self.tables_of(choice), choice)
             return [self._unsimulated(choice, kept, order) for order in orders]
         return self._ready(choice) or [self._too_large(choice, order) for order in orders]
 
-    def _overfull(self, choice: Choice) -> FloatArray | None:
-        """Bytes that stay on each device, where time is short and they are hopelessly many.
+    def _is_overfull(self, choice: Choice) -> bool:
+        """Whether time is short, and the bytes that stay on a device are hopelessly many.
 
         Then a simulation, which takes seconds on hundreds of devices, has nothing to add: the
         peak is larger still, and the step is at least the floor.
         """
         if not self.is_short_of_time:
-            return None
+            return False
         whole = self.tables.parameter_bytes.sum() * (1.0 + self.tables.state_ratio)
         usable = self.feasibility.usable
         if whole <= OVERFULL * usable.min() or floor_s(self.prices, choice) == 0.0:
-            return None
+            return False
         kept = resident_bytes(self.tables_of(choice), choice)
-        if not (kept > OVERFULL * usable).any():
-            return None
-        self.poll()
-        self.num_evaluations += 1
-        return kept
+        return bool((kept > OVERFULL * usable).any())
 
     def _unsimulated(self, choice: Choice, kept: FloatArray, order: Order) -> Evaluation:
         """The evaluation of a strategy that was not simulated, from lower bounds."""
@@ -268,7 +271,8 @@ class Evaluator(Runner):
     def _ready(self, choice: Choice) -> Lowered | None:
         """Lower a choice, folded where that is exact; ``None`` if that makes too many tasks."""
         folded = self.fold(choice)
-        if folded is None and self.tasks_of(choice) > self.most_tasks:
+        is_limited = folded is None and self.is_short_of_time
+        if is_limited and self.tasks_of(choice) > self.most_tasks:
             return None
         return folded or self.lower(choice)
 

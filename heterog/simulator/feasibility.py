@@ -10,7 +10,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph, UpdateScope
 from heterog.lowering import Choice
 from heterog.lowering.program import FloatArray
-from heterog.pricing.rule_sets import RuleSets
+from heterog.pricing.price_table import RuleSets
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.stepping import apart_fault

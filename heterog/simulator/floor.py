@@ -19,7 +19,7 @@ def floor_s(prices: PriceTable, choice: Choice) -> float:
     """
     if choice.rule_set or not all(mode.has_floor for mode in choice.modes):
         return 0.0
-    prices.price_rows(choice, prices.types)
+    prices.price_shares(choice.shares[: len(choice.member)], prices.types)
     shares = choice.shares[choice.division[:-1]]  # [num_groups, num_micro, num_devices]
     groups = np.arange(len(shares))[:, None, None]
     seconds = prices.group_seconds[:, prices.types, shares, groups].sum((1, 2))

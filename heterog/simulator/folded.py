@@ -18,7 +18,8 @@ from heterog.lowering.folding import Fold, channels_named, fold_choice, folds
 from heterog.lowering.program import IntArray
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import APART, Scratch, Tape, make_tape, mark_channels
-from heterog.pricing.cost_model import ChannelPricer, ChannelPrices, ChannelSeconds
+from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds
+from heterog.pricing.price_table import ChannelPricer
 
 _MOST_PRICES = 256  # folds whose channels stay priced
 _MOST_SCRATCHES = 8

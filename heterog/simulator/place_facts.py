@@ -13,7 +13,7 @@ from heterog.lowering.kernels import helper, kernel
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, TaskKind
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_TASKS, Tape
-from heterog.pricing.cost_model import Prices
+from heterog.pricing.cost_model import ChannelPrices, Prices
 from heterog.simulator.timings import Timings
 
 GROUP_FACTS = (
@@ -103,7 +103,7 @@ def place_facts(
         before=np.empty(tasks, np.int32),
         on_device=np.full(num_devices, -1, np.int32),
         on_resource=np.full(num_resources, -1, np.int32),
-        on_queue=np.full(prices.num_queues, -1, np.int32),
+        on_queue=np.full(prices.channels.num_queues, -1, np.int32),
     )
     found = PlaceFacts(
         groups=np.zeros((tables.num_groups + 1, len(GROUP_FACTS))),
@@ -142,16 +142,16 @@ def _spread(
 
 @helper
 def _link_before(
-    timings: Timings, prices: Prices, task: int, channel: int, on_resource: IntArray,
+    timings: Timings, channels: ChannelPrices, task: int, channel: int, on_resource: IntArray,
     on_queue: IntArray,
 ) -> int:  # fmt: skip
     """The communication that held a link or the communicator of a task last before it."""
     found = -1
-    if prices.channel_is_collective[channel]:
-        found = on_queue[prices.channel_queue[channel]]
-        on_queue[prices.channel_queue[channel]] = task
-    for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
-        resource = prices.resource[entry]
+    if channels.is_collective[channel]:
+        found = on_queue[channels.queue[channel]]
+        on_queue[channels.queue[channel]] = task
+    for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+        resource = channels.resource[entry]
         other = on_resource[resource]
         if other >= 0 and (found < 0 or timings.finish[other] > timings.finish[found]):
             found = other
@@ -179,7 +179,7 @@ def _facts_kernel(
     on_queue: IntArray, groups: FloatArray, devices: FloatArray, resources: FloatArray,
     buckets: FloatArray,
 ) -> None:  # fmt: skip
-    num_tasks = tape.counts[NUM_TASKS]
+    channels, num_tasks = prices.channels, tape.counts[NUM_TASKS]
     last, end = -1, -1.0
     for place in range(num_tasks):
         task = order[place]
@@ -197,10 +197,10 @@ def _facts_kernel(
                 groups[op_group[subject], _COMPUTE] += seconds
             continue
         channel = record.channel
-        before[task] = _link_before(timings, prices, task, channel, on_resource, on_queue)
-        for entry in range(prices.resource_start[channel], prices.resource_start[channel + 1]):
-            held = record.num_bytes * prices.resource_s_per_byte[entry]
-            resources[prices.resource[entry]] += held
+        before[task] = _link_before(timings, channels, task, channel, on_resource, on_queue)
+        for entry in range(channels.resource_start[channel], channels.resource_start[channel + 1]):
+            held = record.num_bytes * channels.resource_s_per_byte[entry]
+            resources[channels.resource[entry]] += held
         if what == _BUCKET:
             buckets[subject, _BUCKET_LINK] += seconds
         elif what == _PARAMETER:
@@ -224,7 +224,7 @@ def _follow_path(
     before: IntArray, task: int, groups: FloatArray, devices: FloatArray, buckets: FloatArray,
 ) -> None:  # fmt: skip
     """Follow the critical path back from its last task, and count its seconds by place."""
-    left = tape.counts[NUM_TASKS]
+    channels, left = prices.channels, tape.counts[NUM_TASKS]
     until = timings.finish[task] if task >= 0 else 0.0
     tolerance = _SAME_INSTANT * until
     while task >= 0 and left > 0:
@@ -243,8 +243,8 @@ def _follow_path(
         what, is_link = about[kind], kind >= FIRST_LINK_KIND
         if is_link:
             channel = record.channel
-            for entry in range(prices.member_start[channel], prices.member_start[channel + 1]):
-                stream = stream_of[prices.member[entry]]
+            for entry in range(channels.member_start[channel], channels.member_start[channel + 1]):
+                stream = stream_of[channels.member[entry]]
                 if stream >= 0:
                     devices[stream, 2] += seconds
         else:

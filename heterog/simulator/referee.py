@@ -124,7 +124,7 @@ class ReplayWorkspace(NamedTuple):
 
 
 def _make_workspace(num_tasks: int, num_devices: int, prices: Prices) -> ReplayWorkspace:
-    num_channels = len(prices.channel_latency_s)
+    num_channels = len(prices.channels.latency_s)
     num_servers = num_devices + num_channels
     return ReplayWorkspace(
         server=np.empty(num_tasks, np.int32),
@@ -188,14 +188,15 @@ def _replay_kernel(
 ) -> tuple[float, int]:
     num_tasks = len(sequence)
     num_devices = len(work.left)
-    num_channels = len(prices.channel_latency_s)
+    channels = prices.channels
+    num_channels = len(channels.latency_s)
     num_servers = num_devices + num_channels
     seconds, start, finish = timings.seconds, timings.start, timings.finish
     rank = timings.rank
     successor_start, successor = timings.successor_start, timings.successor
     events = timings.events
-    resource_start, resource = prices.resource_start, prices.resource
-    held = prices.resource_s_per_byte
+    resource_start, resource = channels.resource_start, channels.resource
+    held = channels.resource_s_per_byte
     heap_time, heap_item = timings.heap_time, timings.heap_item
     server, waiting_for = work.server, work.waiting_for
     payload, loaded, left = work.payload, work.loaded, work.left
@@ -205,13 +206,13 @@ def _replay_kernel(
         is_link = record.kind >= FIRST_LINK_KIND
         server[task] = record.device
         if is_link:
-            server[task] = num_devices + prices.channel_communicator[record.channel]
+            server[task] = num_devices + channels.communicator[record.channel]
         waiting_for[task] = 0
         payload[task] = record.num_bytes
         position[server[task] + 1] += 1
-        if is_link and prices.channel_loaded_s[record.channel] > 0.0:
-            alone = latency_of(prices, record.channel, payload[task])
-            alone += payload[task] * prices.channel_s_per_byte[record.channel]
+        if is_link and channels.loaded_s[record.channel] > 0.0:
+            alone = latency_of(channels, record.channel, payload[task])
+            alone += payload[task] * channels.s_per_byte[record.channel]
             loaded[task] = max(seconds[task] - alone, 0.0)
         elif not is_link:
             left[record.device] += seconds[task]
@@ -276,8 +277,8 @@ def _replay_kernel(
             channel = tape.tasks[task].channel
             if which < num_devices:
                 when, item = now + seconds[task], 2 * task
-            elif prices.channel_is_collective[channel]:
-                when = now + latency_of(prices, channel, payload[task]) + loaded[task]
+            elif channels.is_collective[channel]:
+                when = now + latency_of(channels, channel, payload[task]) + loaded[task]
                 item = 2 * task + 1
             else:
                 when, item = now, 2 * task + 1
@@ -287,7 +288,7 @@ def _replay_kernel(
         if num_heap == 0 or heap_time[0] > now:
             if is_changed:
                 fair_rates(
-                    num_flows, flow_channel, prices.channel_weight, resource_start, resource, held,
+                    num_flows, flow_channel, channels.weight, resource_start, resource, held,
                     fair, room, load, users, links,
                 )  # fmt: skip
                 for index in range(num_flows):
@@ -337,17 +338,17 @@ def _replay_kernel(
         for index in range(num_through):
             task = through[index]
             channel = tape.tasks[task].channel
-            rest = payload[task] * (prices.channel_s_per_byte[channel] - largest_held[channel])
+            rest = payload[task] * (channels.s_per_byte[channel] - largest_held[channel])
             rest = max(rest, 0.0)
-            if not prices.channel_is_collective[channel]:
-                rest += latency_of(prices, channel, payload[task]) + loaded[task]
+            if not channels.is_collective[channel]:
+                rest += latency_of(channels, channel, payload[task]) + loaded[task]
             if rest > 0.0:
                 num_heap = push_event(heap_time, heap_item, num_heap, now + rest, 2 * task)
             else:
                 over[num_over] = task
                 num_over += 1
             which = server[task]
-            if not prices.channel_is_collective[channel]:
+            if not channels.is_collective[channel]:
                 is_free[which] = True
                 num_touched = touch(which, touched, is_touched, num_touched)
         for index in range(num_over):
@@ -358,7 +359,7 @@ def _replay_kernel(
                 events[num_events] = 2 * task + 1
                 num_events += 1
             which = server[task]
-            if which < num_devices or prices.channel_is_collective[tape.tasks[task].channel]:
+            if which < num_devices or channels.is_collective[tape.tasks[task].channel]:
                 is_free[which] = True
                 num_touched = touch(which, touched, is_touched, num_touched)
             if holds_back[task] >= 0:
@@ -402,7 +403,7 @@ def _hold_back(
         if kind < FIRST_LINK_KIND:
             upcoming[tape.tasks[task].device] = task
         elif kind == SEND:
-            reader = upcoming[sender(prices, tape.tasks[task].channel)]
+            reader = upcoming[sender(prices.channels, tape.tasks[task].channel)]
             if reader >= 0:
                 holds_back[task] = reader
                 waiting_for[reader] += 1

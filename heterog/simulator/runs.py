@@ -18,8 +18,7 @@ from heterog.lowering.tape import NUM_TASKS, Tape, make_tape
 from heterog.pricing.calibration import cost_model_of
 from heterog.pricing.cost_model import CostModel, Prices
 from heterog.pricing.noise import Noise, noisy_prices, noisy_seconds
-from heterog.pricing.price_table import PriceTable
-from heterog.pricing.rule_sets import RuleSets
+from heterog.pricing.price_table import PriceTable, RuleSet, RuleSets
 from heterog.simulator.engine import GIVEN_UP, Order, run_program
 from heterog.simulator.folded import Folding
 from heterog.simulator.memory import peak_memory
@@ -36,6 +35,7 @@ class Lowered(NamedTuple):
     """A choice ready to be simulated, on all devices or on those that stand for others."""
 
     choice: Choice
+    rules: RuleSet
     tape: Tape
     prices: Prices
     fold: Fold | None = None
@@ -76,7 +76,7 @@ class Runner:
         self.tables = graph_tables(graph)
         self.channels = ChannelTable(cluster)
         self.rules = RuleSets(graph, self.channels)
-        self.prices = PriceTable(graph, cluster, self.cost_model, self.channels, self.rules)
+        self.prices = PriceTable(graph, cluster, self.cost_model, self.channels, self.tables)
         self.num_evaluations = 0
         self.num_tasks = 0
         self.poll: Callable[[], None] = lambda: None
@@ -96,26 +96,26 @@ class Runner:
         self._tape = lower_to_tape(rules.tables, choice, rules.scratch, self._tape)
         channels = self.prices.of_channels(self._tape)
         types, members = self.prices.types, self._members_that_wait(choice)
-        return Lowered(choice, self._tape, self.prices.prices(choice, types, channels, members))
+        prices = self.prices.prices(choice, rules, types, channels, members)
+        return Lowered(choice, rules, self._tape, prices)
 
     def fold(self, choice: Choice) -> Lowered | None:
         """Lower a choice on devices that stand for others; ``None`` where that is not exact."""
-        tables, num_devices = self.tables_of(choice), self.cluster.num_devices
         if not all(mode.folds for mode in choice.modes):
             return None
-        if len(tables.op_id) * num_devices * choice.num_micro * choice.num_steps < LEAST_FOLDED:
+        rules, num_devices = self.rules.of(choice.rule_set), self.cluster.num_devices
+        num_ops = len(rules.tables.op_id) * num_devices * choice.num_micro * choice.num_steps
+        if num_ops < LEAST_FOLDED:
             return None
         self.poll()
-        rules = self.rules.of(choice.rule_set)
         if rules.tells_rows_apart:
             return None
-        folded = self._folding.lower(choice, tables, minds_position=rules.minds_position)
+        folded = self._folding.lower(choice, rules.tables, minds_position=rules.minds_position)
         if folded is None:
             return None
-        prices = self.prices.prices(
-            folded.choice, folded.types, folded.channels, self._members_that_wait(choice)
-        )
-        return Lowered(folded.choice, folded.tape, prices, folded.fold)
+        members = self._members_that_wait(choice)
+        prices = self.prices.prices(folded.choice, rules, folded.types, folded.channels, members)
+        return Lowered(folded.choice, rules, folded.tape, prices, folded.fold)
 
     def _members_that_wait(self, choice: Choice) -> int:
         """Devices of the largest team if stages lie on different hosts; else 0."""
@@ -134,10 +134,10 @@ class Runner:
         Returns:
             (seconds per step, True), or (a lower bound of them above the limit, False).
         """
-        choice, tape, prices, _ = self._ran = lowered
+        choice, _, tape, prices, _ = self._ran = lowered
         num_devices = len(prices.type_of_device)
         limit_s -= _more_s(choice)
-        self.last = with_room(self.last, tape, prices.num_queues + num_devices)
+        self.last = with_room(self.last, tape, prices.channels.num_queues + num_devices)
         end, is_done = run_program(
             tape, prices, self.last, num_devices, order, limit_s * choice.num_steps
         )
@@ -149,12 +149,12 @@ class Runner:
         """Where the seconds of what was evaluated last are spent; ``None`` if it did not run."""
         if self._ran is None:
             return None
-        choice, tape, prices, fold = self._ran
+        _, rules, tape, prices, fold = self._ran
         num_links = len(self.cluster.resources)
         columns = np.arange(self.cluster.num_devices, dtype=np.int32)
         stream_of = columns if fold is None else fold.column_of
         columns = columns if fold is None else fold.columns
-        found = place_facts(tape, prices, self.last, self.tables_of(choice), stream_of, num_links)
+        found = place_facts(tape, prices, self.last, rules.tables, stream_of, num_links)
         links = np.array([self.cluster.links_of(device) for device in columns.tolist()])
         found.devices[:, -1] = found.resources[links].max(axis=1)
         if fold is None:
@@ -169,7 +169,7 @@ class Runner:
 
         No timings and a lower bound of the seconds above the limit.
         """
-        choice, tape, prices, _ = lowered
+        choice, _, tape, prices, _ = lowered
         limit_s -= _more_s(choice)
         end, done, replayed = replay(
             tape, prices, self.last, len(prices.type_of_device), limit_s * choice.num_steps
@@ -181,9 +181,9 @@ class Runner:
 
     def peak(self, lowered: Lowered, *timings: Timings) -> FloatArray:
         """Peak bytes of each device, the largest over timings of the lowered choice."""
-        choice, tape, prices, fold = lowered
+        choice, rules, tape, prices, fold = lowered
         peaks = np.empty((len(timings), len(prices.type_of_device)))
-        resident = kept_bytes(tape, self.tables_of(choice), choice)
+        resident = kept_bytes(tape, rules.tables, choice)
         for each, peak in zip(timings, peaks, strict=True):
             peak_memory(tape, each, resident, peak)
         most = peaks.max(axis=0)
@@ -208,8 +208,9 @@ class Runner:
             tape: The tape.
             choice: Strategy of whose devices it is.
         """
-        prices = self.prices.prices(choice, self.prices.types, self.prices.of_channels(tape))
-        lowered = Lowered(choice._replace(num_steps=1, modes=()), tape, prices)
+        rules, channels = self.rules.of(choice.rule_set), self.prices.of_channels(tape)
+        prices = self.prices.prices(choice, rules, self.prices.types, channels)
+        lowered = Lowered(choice._replace(num_steps=1, modes=()), rules, tape, prices)
         self.run(lowered, Order.FIFO, math.inf)
         return self.replayed(lowered)[0]
 
@@ -262,7 +263,7 @@ class Runner:
         """
         lowered = self.fold(choice) or self.lower(choice)
         whole_s, _ = self.run(lowered, order, math.inf)
-        _, tape, prices, fold = lowered
+        _, _, tape, prices, fold = lowered
         nominal, num_devices = self.last, len(prices.type_of_device)
         factor = noise.device if fold is None else noise.device[:, fold.columns]
         result = np.empty(noise.num_draws)

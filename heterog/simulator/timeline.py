@@ -17,6 +17,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel, ChannelKind, communicators
 from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
 from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.memo import kept
 from heterog.simulator.memory import buffer_lives
 
 # Two times are the same instant if they differ by less than this part of the whole: seconds are
@@ -415,21 +416,16 @@ class Timeline:
     def _link_tasks(self) -> npt.NDArray[np.int64]:
         return np.flatnonzero(self.program.kind >= FIRST_LINK_KIND)
 
+    @kept
     def _sharing(self, channel: int) -> npt.NDArray[np.bool_]:
         """Whether each channel shares a link or its communicator with a given one.
 
         Computed for one channel at a time: a hundred devices have ten thousand channels, and the
         critical path meets only a few.  # [num_channels]
         """
-        if channel not in self._sharing_known:
-            uses, communicator = self._links_of_channels, self._communicator
-            found = (uses[:, uses[channel]]).any(axis=1) | (communicator == communicator[channel])
-            self._sharing_known[channel] = found
-        return self._sharing_known[channel]
-
-    @cached_property
-    def _sharing_known(self) -> dict[int, npt.NDArray[np.bool_]]:
-        return {}
+        uses, communicator = self._links_of_channels, self._communicator
+        found = (uses[:, uses[channel]]).any(axis=1) | (communicator == communicator[channel])
+        return np.asarray(found, np.bool_)
 
     @cached_property
     def _links_of_channels(self) -> npt.NDArray[np.bool_]:

@@ -102,11 +102,11 @@ def make_workspace(tape: Tape, prices: Prices, num_devices: int) -> Workspace:
     times = np.zeros((6, num_devices))
     return Workspace(
         left=times[0],
-        busy=np.zeros(prices.gate.shape[1], np.uint64),
+        busy=np.zeros(prices.channels.gate.shape[1], np.uint64),
         free_at=np.zeros(prices.num_resources),
-        candidate=np.empty(prices.num_queues, np.int32),
-        is_candidate=np.zeros(prices.num_queues, np.bool_),
-        is_held=np.zeros(prices.num_queues, np.bool_),
+        candidate=np.empty(prices.channels.num_queues, np.int32),
+        is_candidate=np.zeros(prices.channels.num_queues, np.bool_),
+        is_held=np.zeros(prices.channels.num_queues, np.bool_),
         idle=np.ones(num_devices, np.bool_),
         busy_until=times[1],
         op_until=times[2],

@@ -12,6 +12,7 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYWHERE, AxisPlan
 from heterog.graph.grouping import CONSTANT_GROUP
 from heterog.graph.op_graph import IntArray, OpGraph, Phase, TensorKind
 from heterog.graph.sharding_rules import Special
+from heterog.memo import kept
 
 MOST_WORK = 8.0
 """Most bytes that the ops move, and FLOPs that they do, per byte that is not sent: the memory of
@@ -51,7 +52,6 @@ class Remakes:
         self._plan = plan
         self._group = group
         self._gathered = gathered
-        self._known: dict[int, frozenset[int] | None] = {}
 
     def of_value(self, tensor: int, moved_fraction: float) -> Remake | None:
         """The ops that make a value again; ``None`` if it is sent.
@@ -72,13 +72,9 @@ class Remakes:
             return None
         return Remake(tuple(sorted(ops)), len(ops) * BYTES_PER_LAUNCH)
 
+    @kept
     def _ops(self, op: int) -> frozenset[int] | None:
         """An op and those before it that follow from the batch; ``None`` if not all do."""
-        if op not in self._known:
-            self._known[op] = self._found(op)
-        return self._known[op]
-
-    def _found(self, op: int) -> frozenset[int] | None:
         graph, plan = self._graph, self._plan
         axis = int(plan.op_axis[op])
         if not self._is_cheap(op) or (axis != BATCH_AXIS and plan.axes[axis] != EVERYWHERE):

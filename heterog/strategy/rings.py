@@ -7,7 +7,7 @@ teams that are cut alike give one ring for each position, others one for each in
 cuts of all teams.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -28,6 +28,14 @@ class Ring(NamedTuple):
     part: float = 1.0
     is_once: bool = False
     """Whether all members of a team have the same part of the sum, which is added once."""
+    slices: tuple[int, ...] = ()
+    """Relative slice of each member of what the ring sums, as in ``Decision``."""
+
+    @property
+    def slice_parts(self) -> tuple[float, ...]:
+        """Fraction of what the ring sums that each member owns under ZeRO; sums to 1."""
+        weights = self.slices or (1,) * len(self.devices)
+        return tuple(weight / sum(weights) for weight in weights)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -66,19 +74,30 @@ def gradient_rings(
     )
 
 
-def slice_rings(ring: Ring, slice_groups: Sequence[Sequence[int]]) -> tuple[Ring, ...]:
+def slice_rings(
+    ring: Ring, slice_groups: Sequence[Sequence[int]], slice_of: Mapping[int, int]
+) -> tuple[Ring, ...]:
     """Cut a ring into parts that each keep one copy in slices; without slice groups, itself.
 
     Args:
         ring: A ring of a decision.
         slice_groups: ``Decision.slice_groups``.
+        slice_of: Relative slice of each device; none if all are equal.
     """
     parts = [tuple(device for device in ring.devices if device in each) for each in slice_groups]
-    return tuple(
+    rings = [
         ring._replace(devices=part, whole=tuple(d for d in ring.whole if d in part))
         for part in parts
         if part
-    ) or (ring,)
+    ] or [ring]
+    if not slice_of:
+        return tuple(rings)
+    slices = [tuple(slice_of[device] for device in each.devices) for each in rings]
+    # Members without any elsewhere get even ones here.
+    return tuple(
+        each._replace(slices=own if any(own) else ())
+        for each, own in zip(rings, slices, strict=True)
+    )
 
 
 def _interval_rings(

@@ -5,7 +5,7 @@ about what the decisions *mean*; that is ``lowering`` alone.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
@@ -60,6 +60,7 @@ class Decision:
         teams: A partition of ``devices``; see ``division``. Empty means one team of all of them.
         parts: Weight of each of ``devices`` when its team splits the units of a rule's axis;
             empty means in proportion to the shares.
+        division: The division of samples and units among the devices.
     """
 
     devices: tuple[int, ...]
@@ -71,6 +72,7 @@ class Decision:
     keeps: Keeps = Keeps.NOTHING
     teams: tuple[tuple[int, ...], ...] = ()
     parts: tuple[int, ...] = ()
+    division: Division = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.devices or list(self.devices) != sorted(set(self.devices)):
@@ -99,6 +101,8 @@ class Decision:
             )
         self._check_slice_groups()
         self._check_teams()
+        division = Division(self.devices, self.shares, self.teams, self.parts)
+        object.__setattr__(self, "division", division)
 
     def _check_slice_groups(self) -> None:
         if not self.slice_groups:
@@ -138,10 +142,10 @@ class Decision:
                     "rules split; give at least one of them a part."
                 )
 
-    @property
-    def division(self) -> Division:
-        """The division of samples and units among the devices."""
-        return Division(self.devices, self.shares, self.teams, self.parts)
+    def slice_rings(self, ring: Ring) -> tuple[Ring, ...]:
+        """The parts of one of its rings that each keep one copy in slices."""
+        slice_of = dict(zip(self.devices, self.slices, strict=True)) if self.slices else {}
+        return slice_rings(ring, self.slice_groups, slice_of)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,14 +430,8 @@ def _check_rings(name: str, decision: Decision, axes: tuple[int, ...]) -> None:
 
 def _check_slice_rings(name: str, decision: Decision, ring: Ring) -> None:
     """Refuse slice groups whose copies are cut differently."""
-    weight = dict(
-        zip(decision.devices, decision.slices or (1,) * len(decision.devices), strict=True)
-    )
-    cuts = {
-        tuple(weight[device] for device in each.devices)
-        for each in slice_rings(ring, decision.slice_groups)
-    }
-    if len(cuts) > 1 or len(next(iter(cuts))) < 2:
+    cuts = {(len(each.devices), each.slices) for each in decision.slice_rings(ring)}
+    if len(cuts) > 1 or min(cuts)[0] < 2:
         raise StrategyError(
             f"group '{name}' has slice groups {decision.slice_groups}, but of the devices "
             f"{ring.devices}, which add up gradients, they do not have as many each, at least 2, "

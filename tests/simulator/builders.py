@@ -37,7 +37,8 @@ from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
 from heterog.lowering.program import FloatArray, TaskKind
 from heterog.lowering.tape import make_tape
 from heterog.methods.planner import Candidate, MethodRow
-from heterog.pricing.cost_model import ChannelPricer, ChannelSeconds, CostModel, Prices
+from heterog.pricing.cost_model import ChannelSeconds, CostModel, Prices
+from heterog.pricing.price_table import ChannelPricer
 from heterog.pricing.roofline import Roofline
 from heterog.search.plan import Plan, plan_from_rows
 from heterog.simulator.engine import Order, price_kernel, simulate
@@ -740,7 +741,7 @@ class Tasks:
         tape.counts[3:] = 0
         prices = self._prices()
         num_devices = self.cluster.num_devices
-        timings = make_timings(count, reads, count, prices.num_queues + num_devices)
+        timings = make_timings(count, reads, count, prices.channels.num_queues + num_devices)
         price_kernel(tape, prices, timings.seconds)
         end, done = simulate(tape, prices, timings, num_devices, int(order), np.inf)
         assert done == count
@@ -765,28 +766,9 @@ class Tasks:
             parameter_bytes=np.ones(seconds.shape[1]),
             copy_fixed_s=np.zeros(1),
             copy_s_per_byte=np.zeros(1),
-            channel_latency_s=channels.latency_s,
-            channel_fill_s=channels.fill_s,
-            channel_fill_s_per_byte=channels.fill_s_per_byte,
-            channel_s_per_byte=channels.s_per_byte,
-            channel_weight=channels.weight,
-            channel_is_collective=channels.is_collective,
-            channel_drag=channels.drag,
-            channel_overhead_s=channels.overhead_s,
-            member_start=channels.member_start,
-            member=channels.member,
+            channels=channels,
             has_drag=bool(channels.drag.any() or channels.overhead_s.any()),
             blocks_sends=self.cluster.sends == Sends.BLOCKING,
-            channel_loaded_s=channels.loaded_s,
-            channel_queue=channels.queue,
-            channel_communicator=channels.communicator,
-            resource_start=channels.resource_start,
-            resource=channels.resource,
-            resource_s_per_byte=channels.resource_s_per_byte,
-            gate=channels.gate,
-            gated_start=channels.gated_start,
-            gated_queue=channels.gated_queue,
-            num_queues=channels.num_queues,
             num_resources=len(self.cluster.resources),
         )
 

@@ -7,7 +7,7 @@ import pytest
 
 from heterog.cluster import Cluster
 from heterog.methods.data_parallel import even_shares, uniform_strategy
-from heterog.pricing.rule_sets import distinct
+from heterog.pricing.price_table import distinct
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.engine import Order, _simulate_kernel, price_kernel
 from heterog.simulator.evaluator import Evaluator

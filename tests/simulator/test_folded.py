@@ -19,7 +19,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering import Choice
 from heterog.lowering.folding import fold_choice, folds
 from heterog.methods.teams import rules_of_model
-from heterog.pricing.cost_model import ChannelPricer
+from heterog.pricing.price_table import ChannelPricer
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.feasibility import MEMORY_MARGIN

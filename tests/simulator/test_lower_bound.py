@@ -223,7 +223,7 @@ def random_strategy(graph: OpGraph, cluster: Cluster, random: np.random.Generato
             Decision(
                 devices=tuple(devices),
                 shares=tuple(shares.tolist()),
-                sync=Sync(int(random.choice([0, 1, 2, 4, 5, 6]))),
+                sync=tuple(Sync)[int(random.choice([0, 1, 2, 4, 5, 6]))],
             )
         )
     counts = random.multinomial(graph.batch_size - 2, np.ones(2 * cluster.num_devices) / 8.0)

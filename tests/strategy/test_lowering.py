@@ -23,7 +23,7 @@ from heterog.lowering import (
     make_scratch,
     program_from_tape,
 )
-from heterog.lowering.channels import ChannelTable, slice_parts
+from heterog.lowering.channels import ChannelTable
 from heterog.lowering.program import FIRST_FREE_KIND, Program, TaskKind
 from heterog.lowering.tables import Domain, graph_tables
 from heterog.lowering.tape import make_tape
@@ -523,7 +523,8 @@ def test_updates_follow_every_gradient_and_every_reader(seed: int) -> None:
         decision = strategy.decisions[group]
         replicas = set(decision.devices) | ({home} - {REPLICATED})
         if is_sliced(decision) and tables.gradient_domain[parameter] == Domain.ALL:
-            parts = zip(decision.devices, slice_parts(decision), strict=True)
+            weights = decision.slices or (1,) * len(decision.devices)
+            parts = zip(decision.devices, weights, strict=True)
             replicas = {device for device, part in parts if part > 0}
             bucket = int(program.bucket[parameter])
             last = [

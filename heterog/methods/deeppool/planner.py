@@ -22,6 +22,7 @@ import numpy as np
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.lowering.channels import Channel, balanced_slices
+from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.deeppool import Block, BurstPlan, Chain, Place, fork_join, layers_of, search
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
@@ -170,7 +171,6 @@ class GroupCosts:
         self._slowest: dict[Place, FloatArray] = {}
         self._intervals: dict[Place, list[_Interval]] = {}
         self._moves: dict[tuple[Place, Place], float] = {}
-        self._routes: dict[tuple[int, int], dict[int, float]] = {}
 
     def with_exposed(self, exposed: float) -> "GroupCosts":
         """The same with another part of the gradients' time counted."""
@@ -332,14 +332,12 @@ class GroupCosts:
                     busy[resource] = busy.get(resource, 0.0) + samples * held
         return max(busy.values(), default=0.0)
 
+    @kept
     def _held(self, source: int, target: int) -> dict[int, float]:
         """Seconds per byte that a transfer holds each link resource."""
-        if (source, target) not in self._routes:
-            evaluator, count = self.evaluator, self.evaluator.cluster.num_devices
-            channel = evaluator.channels[source * count + target]
-            cost = evaluator.cost_model.channel_seconds(evaluator.cluster, channel)
-            self._routes[source, target] = cost.held
-        return self._routes[source, target]
+        evaluator, count = self.evaluator, self.evaluator.cluster.num_devices
+        channel = evaluator.channels[source * count + target]
+        return evaluator.cost_model.channel_seconds(evaluator.cluster, channel).held
 
 
 def crossing_bytes(

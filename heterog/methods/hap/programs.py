@@ -18,6 +18,7 @@ from heterog.graph.batch_plan import batch_plan, op_work
 from heterog.graph.op_graph import FloatArray
 from heterog.graph.placement import OpRule, OpRules, Placement
 from heterog.lowering.channels import ChannelTable
+from heterog.memo import kept
 from heterog.methods.hap.forms import Form
 from heterog.methods.hap.theory import Role, Row, Theory, Triple, batch_triple
 from heterog.simulator.evaluator import Evaluator
@@ -160,23 +161,19 @@ class SpmdPrices:
         exposed: float = 1.0,
     ) -> None:
         self.work = work
-        self.theory = theory = work.theory
+        self.theory = work.theory
         self.evaluator = evaluator
         self.shares = tuple(shares)
         self.collectives = frozenset(collectives)
         self.exposed = exposed
         self.devices = tuple(devices)
-        self._shares_of: dict[int, tuple[int, ...]] = {theory.graph.batch_size: self.shares}
-        self._conversion: dict[tuple[str, int], tuple[float, float]] = {}
-        self._exchange: dict[tuple[int, int], float] = {}
-        self._delivery: dict[ValueClass, Delivery] = {}
 
+    @kept
     def shares_of(self, units: int) -> tuple[int, ...]:
         """Number of units of an axis on each device."""
-        if units not in self._shares_of:
-            weights = tuple(float(share) for share in self.shares)
-            self._shares_of[units] = split_in_proportion(units, weights)
-        return self._shares_of[units]
+        if units == self.theory.graph.batch_size:
+            return self.shares
+        return split_in_proportion(units, tuple(float(share) for share in self.shares))
 
     @cached_property
     def seconds(self) -> FloatArray:
@@ -196,14 +193,9 @@ class SpmdPrices:
             return 1.0 if any(self.shares[position] > 0 for position in members) else 0.0
         return max((self.shares_of(units)[position] for position in members), default=0) / units
 
+    @kept
     def _channel(self, kind: str, units: int = 0) -> tuple[float, float]:
         """(latency, seconds per payload byte) of an algorithm."""
-        key = (kind, units)
-        if key not in self._conversion:
-            self._conversion[key] = self._price_channel(kind, units)
-        return self._conversion[key]
-
-    def _price_channel(self, kind: str, units: int) -> tuple[float, float]:
         table, devices = self.work.channels, self.devices
         if len(devices) == 1:
             return 0.0, 0.0
@@ -233,13 +225,8 @@ class SpmdPrices:
         first, *others = self.devices
         return len(others) * max(cluster.latency_s(first, device) for device in others)
 
+    @kept
     def _all_to_all_s_per_byte(self, source: int, target: int) -> float:
-        key = (source, target)
-        if key not in self._exchange:
-            self._exchange[key] = self._price_exchange(source, target)
-        return self._exchange[key]
-
-    def _price_exchange(self, source: int, target: int) -> float:
         """Each pair exchanges what one has and the other wants; NICs and ports work at once.
 
         With a_i and b_j the parts of two devices, i sends a_i (1 - b_i) of all bytes, of which
@@ -293,11 +280,10 @@ class SpmdPrices:
             best = min(best, latency * filled + per_byte * num_bytes)
         return self.exposed * float(best)
 
+    @kept
     def delivery(self, kind: ValueClass) -> "Delivery":
         """Prices of bringing values of a class into sets of forms."""
-        if kind not in self._delivery:
-            self._delivery[kind] = Delivery(self.conversions(kind))
-        return self._delivery[kind]
+        return Delivery(self.conversions(kind))
 
     def conversions(self, kind: ValueClass) -> list[list[float]]:
         """Seconds of one conversion from each form of a value to each other."""

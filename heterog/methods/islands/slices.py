@@ -16,6 +16,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import FloatArray, OpGraph, Phase
 from heterog.graph.placement import OpRules
 from heterog.lowering.tables import GraphTables, graph_tables
+from heterog.memo import kept
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
 from heterog.methods.recomputing import freed_bytes, runs_again
 from heterog.methods.teams import rules_of_model
@@ -114,7 +115,6 @@ class Slices:
         self.state_bytes = self._by_layer(state)
         self.parameter_bytes = self.state_bytes / (2.0 + evaluator.tables.state_ratio)
         self.kept_bytes = self._by_layer(activation_bytes(evaluator)) / graph.batch_size
-        self._between: dict[tuple[int, int], float] = {}
         self._priced: dict[object, tuple[FloatArray, FloatArray]] = {}
         self._seconds: dict[object, FloatArray] = {}
         self._again: dict[tuple[Recompute, OpRules], npt.NDArray[np.bool_]] = {}
@@ -144,13 +144,9 @@ class Slices:
         rates = [end.nic_bytes_per_s * count for end, count in zip(ends, hosts, strict=True)]
         return min(*rates, self.between_bytes_per_s(*kinds))
 
+    @kept
     def between_bytes_per_s(self, first: int, second: int) -> float:
         """Rate of the lines between hosts of two kinds, without their NICs; infinite if none."""
-        if (first, second) not in self._between:
-            self._between[first, second] = self._lines_bytes_per_s(first, second)
-        return self._between[first, second]
-
-    def _lines_bytes_per_s(self, first: int, second: int) -> float:
         sources, targets = set(self.kinds[first].hosts), set(self.kinds[second].hosts)
         rates = [
             limit.bandwidth_bytes_per_s

@@ -14,6 +14,7 @@ from heterog.errors import StrategyError
 from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.placement import OpRules
+from heterog.memo import kept
 from heterog.methods.teams import rules_of_model
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layer_shardings import layer_shardings
@@ -38,8 +39,6 @@ class GroupRules:
         self._num_groups = grouping.num_groups
         self._parts: list[OpRules] = [()]
         self._numbers: dict[OpRules, int] = {(): 0}
-        self._rule_sets: dict[tuple[RuleRow, tuple[int, ...]], int | None] = {((), ()): 0}
-        self._may_cut: dict[RuleRow, bool] = {(): True}
 
     @cached_property
     def layers(self) -> list[list[Place]]:
@@ -63,24 +62,20 @@ class GroupRules:
         """The rules of all groups together."""
         return tuple(sorted((pair for n in rules for pair in self._parts[n]), key=lambda p: p[0]))
 
+    @kept
     def rule_set(self, rules: RuleRow, blocks: tuple[int, ...] = ()) -> int | None:
         """The evaluator's number of rules and blocks; ``None`` if they are refused together."""
-        key = rules, blocks
-        if key not in self._rule_sets:
-            number: int | None = self._evaluator.rules.number(self.op_rules(rules), blocks)
-            try:
-                self._evaluator.rules.of(number or 0)
-            except StrategyError:
-                number = None
-            self._rule_sets[key] = number
-        return self._rule_sets[key]
+        number = self._evaluator.rules.number(self.op_rules(rules), blocks)
+        try:
+            self._evaluator.rules.of(number)
+        except StrategyError:
+            return None
+        return number
 
+    @kept
     def may_cut(self, rules: RuleRow) -> bool:
         """Whether rules have a meaning on a part of the batch, as in micro-batches and teams."""
-        if rules not in self._may_cut:
-            plan = axis_plan(self._evaluator.graph, self.op_rules(rules))
-            self._may_cut[rules] = plan.crossing is None
-        return self._may_cut[rules]
+        return not rules or axis_plan(self._evaluator.graph, self.op_rules(rules)).crossing is None
 
     def added(self, rules: RuleRow, place: Place) -> RuleRow:
         """Add the rules of a place; they replace a group's own rules that contradict them."""

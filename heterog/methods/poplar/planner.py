@@ -30,6 +30,7 @@ from heterog.errors import StrategyError
 from heterog.graph.op_graph import FloatArray, Phase
 from heterog.lowering.channels import Channel
 from heterog.lowering.tables import GraphTables
+from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds, uniform_strategy
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.methods.poplar.allocation import (
@@ -271,7 +272,6 @@ class _Search:
         self.evaluator = problem.evaluator
         self.spending = problem.spend()
         self.tried: dict[tuple[Strategy, Order], Evaluation | None] = {}
-        self._curves: dict[tuple[DeviceType, int], FloatArray] = {}
         tables = self.evaluator.tables
         # An op that needs the whole batch cannot be cut into micro-batches.
         self._is_whole = bool(np.any(tables.slot_whole[tables.value_kind[tables.slot_value] == 1]))
@@ -422,11 +422,10 @@ class _Search:
             return None
         return found[1]
 
+    @kept
     def _curve(self, kind: DeviceType, most: int) -> FloatArray:
         """Seconds of a type of device over samples, priced once for all devices of the type."""
-        if (kind, most) not in self._curves:
-            self._curves[kind, most] = seconds_over_samples(self.evaluator, kind, most)
-        return self._curves[kind, most]
+        return seconds_over_samples(self.evaluator, kind, most)
 
     def _even(self, num_micro: int) -> Allocation:
         return even_allocation(self.evaluator, num_micro)

@@ -227,12 +227,12 @@ def held_s(tape: Tape, prices: Prices) -> float:
     """
     tasks = tape.tasks[: int(tape.counts[NUM_TASKS])]
     tasks = tasks[tasks["channel"] >= 0]
-    start = prices.resource_start
+    channels = prices.channels
+    start = channels.resource_start
     sent = np.bincount(tasks["channel"], tasks["num_bytes"], len(start) - 1)
     channel = np.repeat(np.arange(len(sent)), np.diff(start))
-    held = np.bincount(
-        prices.resource, sent[channel] * prices.resource_s_per_byte, prices.num_resources
-    )
+    held_s = sent[channel] * channels.resource_s_per_byte
+    held = np.bincount(channels.resource, held_s, prices.num_resources)
     return float(held.max(initial=0.0))
 
 

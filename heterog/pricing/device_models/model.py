@@ -535,7 +535,7 @@ def product_unit(device_type: DeviceType, dtype: str) -> _Unit:
 @lru_cache(maxsize=256)
 def _product_model(device_type: DeviceType, kind: Factors, tf32: Tf32) -> _Unit:
     """Unit that makes the products of factors of a kind."""
-    listed = listed_type(listed_name(device_type.name))
+    listed = listed_type(device_type.name)
     sheet = device_type if listed is None else listed.type
     on_vector_units = sheet.peak_flops_per_s["float32"]
     peak = _peak_flops_per_s(device_type, kind, tf32)
@@ -557,7 +557,7 @@ def _peak_flops_per_s(device_type: DeviceType, kind: Factors, tf32: Tf32) -> flo
     Fused attention in float32 never uses TF32, nor does what has too few channels any tensor core.
     A cluster file that states another float32 peak than the sheet's has said what products reach.
     """
-    peaks, listed = device_type.peak_flops_per_s, listed_type(listed_name(device_type.name))
+    peaks, listed = device_type.peak_flops_per_s, listed_type(device_type.name)
     peak, on_sheet, of_tf32 = product_peak(device_type, kind.dtype), peaks["float32"], None
     if listed is not None:
         on_sheet, of_tf32 = listed.type.peak_flops_per_s["float32"], listed.tf32_flops_per_s

@@ -164,7 +164,7 @@ def chip_of(device_type: DeviceType, peak_flops_per_s: float, width: float = 1.0
         peak_flops_per_s: Peak of the dtype.
         width: Bits of a factor over those of the family of products.
     """
-    listed = listed_type(listed_name(device_type.name))
+    listed = listed_type(device_type.name)
     multiprocessors = 0 if listed is None else listed.multiprocessors
     guess = device_type.peak_flops_per_s["float32"] / _FLOPS_OF_A_MULTIPROCESSOR
     return Chip(
@@ -197,7 +197,7 @@ def multiplies_large(device_type: DeviceType) -> bool:
     >>> [multiplies_large(device_type(name)) for name in ("H200", "A100-80GB", "RTX-5090")]
     [True, False, False]
     """
-    listed = listed_type(listed_name(device_type.name))
+    listed = listed_type(device_type.name)
     if listed is None:
         return False
     return _is_large(listed, listed.type.peak_flops_per_s.get("bfloat16", 0.0))
@@ -215,7 +215,7 @@ def families_of(type_name: str) -> Mapping[str, Family]:
     H100, on its own bandwidth and peaks.
     """
     found = {name: _of_type(by_type, type_name) for name, by_type in _tables().families.items()}
-    listed = listed_type(listed_name(type_name))
+    listed = listed_type(type_name)
     return (
         found if listed is None else {name: _of_kin(found[name], name, listed) for name in found}
     )

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
-from heterog.lowering import ring_decision
-from heterog.lowering.channels import slice_parts
 from heterog.lowering.program import Program
 from heterog.lowering.tables import graph_tables
 from heterog.runtime.step.collectives import slice_counts
-from heterog.strategy.rings import Ring, gradient_rings, slice_rings
+from heterog.strategy.rings import Ring, gradient_rings
 from heterog.strategy.strategy import REPLICATED, Strategy
 
 
@@ -75,10 +73,6 @@ class SlicedBucket:
         begins = accumulate(self.sizes[:-1], initial=0)
         return dict(zip(self.rows, begins, strict=True))
 
-    def size_of(self, row: int) -> int:
-        """Number of elements of a row that lie in the bucket."""
-        return self.sizes[self.rows.index(row)]
-
     def pieces(self, device: int) -> Iterator[RowPart]:
         """The part of each parameter that a device's slice holds, in order."""
         low, high = self.range(device)
@@ -105,7 +99,6 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
         tensors = [graph.tensors[graph.updates[row][1]] for row in rows]
         for place, ring in enumerate(rings[number]):
             sizes = tuple(round(each.meta.num_elements * ring.part) for each in tensors)
-            own = ring_decision(ring, decision)
             found.append(
                 SlicedBucket(
                     number=number,
@@ -113,7 +106,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
                     rows=tuple(rows),
                     sizes=sizes,
                     devices=ring.devices,
-                    counts=tuple(slice_counts(sum(sizes), slice_parts(own))),
+                    counts=tuple(slice_counts(sum(sizes), ring.slice_parts)),
                     ring=ring,
                     is_first=all(
                         (each.begin, each.end) != (ring.begin, ring.end)
@@ -135,11 +128,10 @@ def parameter_rings(graph: OpGraph, strategy: Strategy) -> list[tuple[Ring, ...]
     alone = strategy.trains_apart
     domains, groups = tables.gradient_domain.tolist(), tables.parameter_group.tolist()
     for domain, group, home in zip(domains, groups, strategy.homes, strict=True):
-        division = strategy.decisions[group].division
+        decision = strategy.decisions[group]
         is_summed = domain >= 0 and home == REPLICATED
-        own = gradient_rings(division, axes, alone)[domain] if is_summed else ()
-        groups = strategy.decisions[group].slice_groups
-        rings.append(tuple(part for ring in own for part in slice_rings(ring, groups)))
+        own = gradient_rings(decision.division, axes, alone)[domain] if is_summed else ()
+        rings.append(tuple(part for ring in own for part in decision.slice_rings(ring)))
     return rings
 
 

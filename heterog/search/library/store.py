@@ -35,6 +35,7 @@ from heterog.files import write_json
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import proportional_slices
+from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate
 from heterog.records import Count, Int32, Name, PositiveSeconds, Record, Text, read_record
@@ -248,7 +249,6 @@ class _Adapting:
             == len({image for images in self._images.values() for image in images})
         )
         self._group_of = _matched(entry.group_work, group_work(self._graph))
-        self._decisions: dict[Decision, Decision] = {}
 
     def strategy(self) -> Strategy:
         known = self._known
@@ -268,12 +268,8 @@ class _Adapting:
             blocks=known.blocks if same_groups else (),
         )
 
+    @kept
     def _decision(self, decision: Decision) -> Decision:
-        if decision not in self._decisions:
-            self._decisions[decision] = self._on_new_devices(decision)
-        return self._decisions[decision]
-
-    def _on_new_devices(self, decision: Decision) -> Decision:
         load: dict[int, float] = {}
         for device, share in zip(decision.devices, decision.shares, strict=True):
             for image in self._images[device]:

@@ -1,0 +1,35 @@
+"""Results of methods that are found once for each object and arguments."""
+
+from collections.abc import Callable
+from functools import cache, partial, update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+
+_S = TypeVar("_S")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class kept(Generic[_S, _P, _T]):
+    """A method that keeps what it has returned for as long as its object lives.
+
+    Its arguments are hashable. As with ``cached_property``, what is kept lies in the object's
+    ``__dict__``; the object can no longer be pickled then.
+
+    >>> class Squares:
+    ...     @kept
+    ...     def of(self, number: int) -> list[int]:
+    ...         return [number**2]
+    >>> squares = Squares()
+    >>> squares.of(3), squares.of(3) is squares.of(3)
+    ([9], True)
+    """
+
+    def __init__(self, method: Callable[Concatenate[_S, _P], _T]) -> None:
+        self._method = method
+        update_wrapper(cast(Any, self), method)
+
+    def __get__(self, instance: _S, owner: type[_S]) -> Callable[_P, _T]:
+        """The method of an object; Python asks once, then finds it in the object."""
+        found = cache(partial(self._method, instance))
+        instance.__dict__[self._method.__name__] = found
+        return cast(Callable[_P, _T], found)
