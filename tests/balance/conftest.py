@@ -4,18 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.forked_scripts import ForkedScripts
+from tests.forked_python import ForkedPython
 from tests.runtime.conftest import ranks, two_ranks
 
 __all__ = ["ranks", "two_ranks"]
 
 
 @pytest.fixture(scope="session")
-def scripts() -> Iterator[ForkedScripts]:
+def scripts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ForkedPython]:
     """Ranks for scripts of Hugging Face and Lightning, whose imports take each process seconds."""
-    started = ForkedScripts(
-        *(f"heterog.balance.for_{library}" for library in ("accelerate", "trainer", "lightning")),
-        "torch._dynamo",
-    )
+    libraries = [f"heterog.balance.for_{name}" for name in ("accelerate", "trainer", "lightning")]
+    started = ForkedPython(tmp_path_factory.mktemp("scripts"), request.session, libraries)
     yield started
     started.close()

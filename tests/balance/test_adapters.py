@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_scripts import ForkedScripts
+from tests.forked_python import ForkedPython
 from tests.thorough import THOROUGH
 
 HEAD = """
@@ -133,7 +133,7 @@ torch.distributed.barrier() if torch.distributed.is_initialized() else None
 """
 
 
-def loss_of(text: str, num_ranks: int, folder: Path, scripts: ForkedScripts) -> float:
+def loss_of(text: str, num_ranks: int, folder: Path, scripts: ForkedPython) -> float:
     script = folder / "script.py"
     script.write_text(HEAD + text + TAIL)
     found = re.search(r"^loss ([\d.]+)", scripts.run(script, num_ranks)[0], re.M)
@@ -145,7 +145,7 @@ def loss_of(text: str, num_ranks: int, folder: Path, scripts: ForkedScripts) -> 
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_trainer_accumulates_and_goes_on_like_one_process(
-    tmp_path: Path, scripts: ForkedScripts
+    tmp_path: Path, scripts: ForkedPython
 ) -> None:
     """Five steps in an epoch, two in an update; the last epoch again, from its middle."""
     text = f"FOLDER = {str(tmp_path / 'run')!r}\nRESUME = None\n" + TRAINER
@@ -162,7 +162,7 @@ def test_a_trainer_accumulates_and_goes_on_like_one_process(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_accelerate_accumulates_and_clips_like_one_process(
-    tmp_path: Path, scripts: ForkedScripts
+    tmp_path: Path, scripts: ForkedPython
 ) -> None:
     one, three = (loss_of(ACCELERATE, num_ranks, tmp_path, scripts) for num_ranks in (1, 3))
     assert three == pytest.approx(one, rel=1e-4)
@@ -171,7 +171,7 @@ def test_accelerate_accumulates_and_clips_like_one_process(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_lightning_fits_twice_and_validates_like_one_process(
-    tmp_path: Path, scripts: ForkedScripts
+    tmp_path: Path, scripts: ForkedPython
 ) -> None:
     """Validation is dealt, too, and Lightning leaves its last batch open."""
     one, three = (loss_of(LIGHTNING, num_ranks, tmp_path, scripts) for num_ranks in (1, 3))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_scripts import ForkedScripts
+from tests.forked_python import ForkedPython
 
 FOLDER = Path(__file__).parents[2] / "examples" / "balance"
 SCRIPTS = ("plain_ddp", "fsdp2", "hf_accelerate", "hf_trainer", "lightning_ddp")
@@ -33,7 +33,7 @@ def with_small_samples(text: str) -> str:
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_ranks_train_like_one_process(name: str, tmp_path: Path, scripts: ForkedScripts) -> None:
+def test_ranks_train_like_one_process(name: str, tmp_path: Path, scripts: ForkedPython) -> None:
     """22 steps, of which every 11th is ragged; the Trainer's labels are of unequal numbers."""
     losses = []
     script = tmp_path / f"{name}.py"

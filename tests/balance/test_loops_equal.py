@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked_scripts import ROOT, ForkedScripts
+from tests.forked_python import ROOT, ForkedPython
 from tests.thorough import few_of
 
 SCRIPT = """
@@ -47,7 +47,7 @@ MORE = (
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("rows", few_of([",".join(QUICK), ",".join(MORE)], 1), ids=["few", "more"])
-def test_loops_are_equal_to_one_process(rows: str, tmp_path: Path, scripts: ForkedScripts) -> None:
+def test_loops_are_equal_to_one_process(rows: str, tmp_path: Path, scripts: ForkedPython) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(folder=str(ROOT / "experiments"), rows=rows))
     found = json.loads(scripts.run(script, 1)[0])

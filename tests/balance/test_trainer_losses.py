@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked_scripts import ForkedScripts
+from tests.forked_python import ForkedPython
 from tests.thorough import THOROUGH
 
 SCRIPT = Path(__file__).with_name("trainer_cases.py")
@@ -32,7 +32,7 @@ ALL: list[str] = []
     ids=["few", "one sample", "all"],
 )
 def test_shares_do_not_change_the_update(
-    names: list[str], shares: list[int], tmp_path: Path, scripts: ForkedScripts
+    names: list[str], shares: list[int], tmp_path: Path, scripts: ForkedPython
 ) -> None:
     one, two = (trained(names, shares, ranks, tmp_path, scripts) for ranks in (1, len(shares)))
     for name in names or one:
@@ -45,7 +45,7 @@ def test_shares_do_not_change_the_update(
 
 
 def trained(
-    names: list[str], shares: list[int], num_ranks: int, folder: Path, scripts: ForkedScripts
+    names: list[str], shares: list[int], num_ranks: int, folder: Path, scripts: ForkedPython
 ) -> dict[str, Any]:
     """What each case comes to on rank 0."""
     script = folder / "script.py"

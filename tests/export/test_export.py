@@ -38,6 +38,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
+from tests.forked_python import WITHOUT, ForkedPython
 from tests.search.asking import make_plan
 from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
@@ -167,10 +168,24 @@ def fill_in(folder: Path, code: str) -> None:
     (folder / "tiny.py").write_text(Path(tiny.__file__).read_text())
 
 
-def launch(folder: Path, hosts: Sequence[str], *options: str) -> str:
+@pytest.fixture(scope="module")
+def python(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """A command like ``python`` whose scripts need not import torch."""
+    forked = ForkedPython(tmp_path_factory.mktemp("python"), request.session)
+    yield forked.command
+    forked.close()
+
+
+def launch(
+    folder: Path, hosts: Sequence[str], python: Path, *options: str, without: str = "heterog"
+) -> str:
     """Run launch.sh for each host, all on this machine; what rank 0's host printed."""
     environment = os.environ | {
-        "PYTHON": sys.executable,
+        "PYTHON": str(python),
+        "PYTHON_EXEC": str(python),  # what torchrun starts ranks with
+        WITHOUT: without,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -212,7 +227,9 @@ def assert_trained_like_one_device(folder: Path, printed: str) -> None:
 
 
 @pytest.mark.distributed
-def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: Path) -> None:
+def test_ddp_weighs_uneven_batches_and_ignored_labels(
+    graph: OpGraph, tmp_path: Path, python: Path
+) -> None:
     cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1), cpu_quotas=(0.8, 0.3))
     plan = make_plan(graph, cluster, methods=["cp_ar"], budget="10e")
     assert len(set(plan.strategy.decisions[0].shares)) == 2
@@ -221,12 +238,14 @@ def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: 
     fill_in(folder, BUILD)
     # More steps than the data has: all ranks end together.
     options = ("--steps", "9", "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], python, *options))
 
 
 @THOROUGH
 @pytest.mark.distributed
-def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) -> None:
+def test_ddp_accumulates_and_leaves_out_devices(
+    graph: OpGraph, tmp_path: Path, python: Path
+) -> None:
     # GPUs in the plan, tried on CPUs; unequal hosts, because a device has no samples; no label of
     # the last rank counts in the second step.
     cluster = cluster_of(tmp_path, ("a", "T4", 2), ("b", "T4", 2))
@@ -243,7 +262,7 @@ def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) 
     ] == [("a:0", 0, 0, [2, 1]), ("a:1", 1, 3, [2]), ("b:1", 1, 5, [3])]
     fill_in(folder, BUILD)
     options = ("--steps", str(NUM_STEPS), "--save", "weights.pt", "--device", "cpu")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], python, *options))
 
 
 OWN_DATA = """
@@ -262,7 +281,7 @@ def build(rank):
 
 @THOROUGH
 @pytest.mark.distributed
-def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
+def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path, python: Path) -> None:
     """Model, loss, optimizer and weights of labels without a line by the person."""
     model = tmp_path / "my_model.py"
     model.write_text(WORKLOAD)
@@ -278,7 +297,7 @@ def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
     model.unlink()
     fill_in(folder, OWN_DATA)
     options = ("--steps", "9", "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], *options))
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], python, *options))
 
 
 def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_path: Path) -> None:
@@ -311,7 +330,7 @@ def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_pat
 
 
 @pytest.mark.distributed
-def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path) -> None:
+def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: Path) -> None:
     model = tmp_path / "my_model.py"
     model.write_text(WORKLOAD)
     (tmp_path / "tiny.py").write_text(Path(tiny.__file__).read_text())
@@ -328,9 +347,9 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path) -> None:
     options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--checkpoint", "ckpt"]
     options += ["--every", "1", "--log", "log.jsonl", "--evaluate-every", "2"]
     with pytest.raises(AssertionError, match="137"):
-        launch(folder, ["a", "b"], *options)
+        launch(folder, ["a", "b"], python, *options, without="")
     assert json.loads((folder / "ckpt" / "checkpoint.json").read_text())["extra"] == {"step": 1}
-    launch(folder, ["a", "b"], *options)
+    launch(folder, ["a", "b"], python, *options, without="")
     told = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [each["step"] for each in told] == [1, 2, 2, 3]
     assert told[2] == {"step": 2, "ranks": 3}
@@ -365,7 +384,7 @@ def initialize(model, optimizer, config):
 
 
 @pytest.mark.distributed
-def test_deepspeed_script_scales_losses(graph: OpGraph, tmp_path: Path) -> None:
+def test_deepspeed_script_scales_losses(graph: OpGraph, tmp_path: Path, python: Path) -> None:
     """DeepSpeed itself is not here: a stand-in that divides as it does."""
     decision = Decision(devices=(0,), shares=(8,))
     cluster = cluster_of(tmp_path, ("a", "CPU", 1))
@@ -374,9 +393,9 @@ def test_deepspeed_script_scales_losses(graph: OpGraph, tmp_path: Path) -> None:
     export_plan(plan, "deepspeed", folder)
     fill_in(folder, BUILD)
     (folder / "deepspeed.py").write_text(STUB_DEEPSPEED)
-    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", WITHOUT: "heterog"}
     done = subprocess.run(
-        [sys.executable, "train.py", "--save", "weights.pt"],
+        [python, "train.py", "--save", "weights.pt"],
         cwd=folder,
         env=os.environ | environment | {"MASTER_PORT": str(free_port())},
         capture_output=True,
