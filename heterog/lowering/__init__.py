@@ -24,9 +24,9 @@ whole step, ``sparse_rows`` the rows that neighbours own. Modes rewrite the tape
 file calls only files further down in this list: ``resident``, ``walk``, ``reduce``, ``slices``,
 ``gradients``, ``convert``, ``value_collectives``, ``sends``, ``tape``, ``choice``.
 
-A ``program`` is made on the graph's ``tables`` (``value_reads``, ``sparse_tables``) and the
-traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has strategies as
-rows of integers. ``kernels`` compiles (``kernel_compiler``, ``kernel_arguments``).
+A ``program`` is made on the graph's ``tables`` (``value_reads``, ``recuts``, ``sparse_tables``)
+and the traffic of ``channels``; ``folding`` finds devices that do the same, ``space`` has
+strategies as rows of integers. ``kernels`` compiles (``kernel_compiler``, ``kernel_arguments``).
 """
 
 import numpy as np

@@ -11,8 +11,9 @@ from heterog.lowering.channels import ChannelTable
 from heterog.lowering.kernel_arguments import by_reference
 from heterog.lowering.kernels import helper
 from heterog.lowering.program import FloatArray, IntArray
+from heterog.lowering.recuts import Recut
 from heterog.lowering.sparse_rows import SparseRows
-from heterog.lowering.tables import Domain, GraphTables, Recut
+from heterog.lowering.tables import Domain, GraphTables
 from heterog.lowering.tape import NO_SCHEDULE, Turns, encode_turns
 from heterog.modes.mode import EncodedMode
 from heterog.strategy.division import (

@@ -54,6 +54,7 @@ class TaskKind(IntEnum):
     GATHER_PARAMETERS = 20  # all-gather of the parameters of a bucket, under ZeRO
     SCATTER_VALUE = 21  # reduce-scatter of a partial value, right behind its op; subject: value
     EXCHANGE_VALUE = 22  # all-to-all of a split value, right behind its op; subject: value
+    GATHER_ROWS = 23  # all-gather of a number of each row of a split value, likewise
 
 
 FIRST_LINK_KIND = int(TaskKind.SEND)
@@ -62,11 +63,14 @@ FIRST_FREE_KIND = int(TaskKind.SUM)
 keep program order on their device, as kernels on one CUDA stream do."""
 LAST_OP_KIND = int(TaskKind.REMAKE)
 """Tasks up to here run an op; their subject is its index among the compute ops."""
+RECUT_KINDS = frozenset({TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE, TaskKind.GATHER_ROWS})
+"""Tasks of a team right behind an op, which change what it has made; their subject is a value."""
 _ADDED = {
     TaskKind.ENCODE: 106,
     TaskKind.DECODE: 107,
     TaskKind.DECODE_SUM: 109,
     TaskKind.REMAKE: 110,
+    TaskKind.GATHER_ROWS: 111,
 }
 _FIRST = [kind for kind in TaskKind if kind not in _ADDED]
 _IN_HASH = np.array([_ADDED.get(kind) or _FIRST.index(kind) for kind in TaskKind], np.uint8)

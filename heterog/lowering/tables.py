@@ -21,6 +21,7 @@ from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, TensorMeta
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.lowering.kernel_arguments import by_reference
+from heterog.lowering.recuts import item_bytes, recut_of, row_bytes
 from heterog.lowering.sparse_tables import (
     IntArray,
     SparseTables,
@@ -61,16 +62,6 @@ class Domain(IntEnum):
     SLICES = 3
     """Each team has a part, of which its members hold slices along the first axis after the
     batch; along the next axes the numbers after this one."""
-
-
-class Recut(IntEnum):
-    """How a team changes the cut of an op's only output as soon as it is made."""
-
-    NONE = 0
-    SUMMED = 1
-    """Parts of a sum become slices: a reduce-scatter."""
-    EXCHANGED = 2
-    """Slices along one axis become slices along another: an all-to-all."""
 
 
 @by_reference
@@ -116,6 +107,7 @@ class GraphTables(NamedTuple):
     value_batch_is_outermost: IntArray  # 1 if samples are
     value_is_early: IntArray  # 1 if it follows from the batch alone, before any op has run
     value_item_bytes: IntArray  # of an element, 0 if it is no floating-point number
+    value_row_bytes: FloatArray  # of a number of each row, where a team gathers these
     value_slot_start: IntArray  # slots of each value  # [num_values + 1]
     # Slots, sorted by value.
     slot_value: IntArray
@@ -250,7 +242,7 @@ class _Builder:
             "op_id": self.ops,
             "op_group": self.op_group,
             "op_axis": [int(self.plan.op_axis[index]) for index in self.ops],
-            "op_recut": list(map(self._recut, self.ops)),
+            "op_recut": [recut_of(graph, self.plan, op) for op in self.ops],
             "value_start": starts_of([graph.ops[index].num_outputs for index in self.ops]),
             "read_start": starts_of([len(entries) for entries in self.reads]),
             "read_value": [value for entries in self.reads for value, _ in entries],
@@ -263,13 +255,6 @@ class _Builder:
             "op_is_late": [self._is_late(row) for row in range(len(self.ops))],
             "op_is_weights": self._makes_weights_only(),
         }
-
-    def _recut(self, op: int) -> Recut:
-        """How a team cuts anew what an op makes."""
-        plan, made = self.plan, self.graph.outputs[op]
-        if plan.scattered.intersection(made):
-            return Recut.SUMMED
-        return Recut.EXCHANGED if plan.exchanged.keys() & set(made) else Recut.NONE
 
     def _is_late(self, row: int) -> bool:
         """Whether an op belongs to the backward pass.
@@ -288,6 +273,9 @@ class _Builder:
         )
         return not (is_write and (maker < 0 or graph.ops[maker].phase == Phase.FORWARD))
 
+    def _maker(self, value: int) -> int:
+        return self.ops[self.value_op[value]]
+
     def _recomputation_tables(self) -> dict[str, Any]:
         """Recomputation of each block, stored at its reader's group for the kernel."""
         rows = (
@@ -298,7 +286,7 @@ class _Builder:
                     self.value_op[value]
                     for value, slot in entries
                     # What a team has added up or exchanged is kept, not made twice.
-                    if slot is None and not self._recut(self.ops[self.value_op[value]])
+                    if slot is None and not recut_of(self.graph, self.plan, self._maker(value))
                 ]
                 for entries in self.reads
             ],
@@ -360,7 +348,8 @@ class _Builder:
             "value_is_outermost": [_is_outermost(plan.placements[t]) for t in values],
             "value_batch_is_outermost": [_is_outermost(place) for place in over_batch],
             "value_is_early": [self._is_early(tensor) for tensor in values],
-            "value_item_bytes": [_item_bytes(graph, tensor) for tensor in values],
+            "value_item_bytes": [item_bytes(graph, tensor) for tensor in values],
+            "value_row_bytes": np.array([row_bytes(graph, plan, tensor) for tensor in values]),
         }
 
     def _slot_tables(self) -> dict[str, Any]:
@@ -419,8 +408,8 @@ class _Builder:
             "gradient_bytes": np.array(
                 [float(graph.tensor_bytes[g]) for _, _, g in graph.updates]
             ),
-            "gradient_item_bytes": [_item_bytes(graph, g) for _, _, g in graph.updates],
-            "parameter_item_bytes": [_item_bytes(graph, p) for _, p, _ in graph.updates],
+            "gradient_item_bytes": [item_bytes(graph, g) for _, _, g in graph.updates],
+            "parameter_item_bytes": [item_bytes(graph, p) for _, p, _ in graph.updates],
             "parameter_dtype": [numbers[pair] for pair in dtypes],
             "num_dtypes": max(len(numbers), 1),
             "parameter_workspace": workspace,
@@ -586,11 +575,3 @@ def block_of_groups(num_groups: int, blocks: Sequence[int]) -> tuple[int, ...]:
         return tuple(range(num_groups))
     first = np.array(blocks)[np.searchsorted(blocks, np.arange(num_groups), side="right") - 1]
     return tuple(int(group) for group in first)
-
-
-def _item_bytes(graph: OpGraph, tensor: int) -> int:
-    """Bytes of each element of a tensor; 0 if it has no floating-point numbers."""
-    meta = graph.tensors[tensor]
-    if "float" not in meta.dtype or not meta.meta.num_elements:
-        return 0
-    return int(graph.tensor_bytes[tensor]) // meta.meta.num_elements

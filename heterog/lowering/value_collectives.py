@@ -1,8 +1,9 @@
 """Collectives over values: gathers and reductions, over a division's devices or inside its teams.
 
-Two of them belong to the maker of a value and not to its readers: parts of a sum that a rule says
-to add up in slices (``scatter_in_teams``), and slices that it says to cut along another axis
-(``exchange_in_teams``).
+Three of them belong to the maker of a value and not to its readers: parts of a sum that a rule
+says to add up in slices (``scatter_in_teams``), slices that it says to cut along another axis
+(``exchange_in_teams``), and slices that need a number of each row of the others
+(``complete_in_teams``).
 """
 
 from heterog.lowering.choice import Choice, is_first
@@ -25,6 +26,7 @@ _REDUCE_VALUE = int(TaskKind.REDUCE_VALUE)
 _GATHER_VALUE = int(TaskKind.GATHER_VALUE)
 _SCATTER_VALUE = int(TaskKind.SCATTER_VALUE)
 _EXCHANGE_VALUE = int(TaskKind.EXCHANGE_VALUE)
+_GATHER_ROWS = int(TaskKind.GATHER_ROWS)
 _S = KIND_NUMBER["S"]
 
 
@@ -267,6 +269,47 @@ def exchange_in_teams(
                 own = whole * choice.shares[after, micro, device] / tables.axis_units[axis]
                 if after != division:
                     own *= samples / tables.batch_size
+                scratch.value_buffer[value, device] = write_buffer(tape, device, own)
+
+
+@helper
+def complete_in_teams(
+    tables: GraphTables, choice: Choice, scratch: Scratch, tape: Tape, value: int, row: int,
+    micro: int,
+) -> None:  # fmt: skip
+    """Complete slices inside each team: an all-gather of a number of each row.
+
+    A member that has all units needs no other's.
+
+    Args:
+        tables: Tables of the graph.
+        choice: The strategy.
+        scratch: Working memory; its ``value_buffer`` is written.
+        tape: Output.
+        value: The value, whose op has found those numbers.
+        row: Row of its op, which tells the devices that have slices.
+        micro: Number of the micro-batch.
+    """
+    teams = choice.teams
+    division, units = row % len(choice.member), tables.axis_units[row // len(choice.member)]
+    begin, end = scratch.span[division, 0], scratch.span[division, 1]
+    for first in range(begin, end):
+        channel = teams.gather_channel[division, first]
+        samples = teams.samples[division, micro, first]
+        if teams.position[division, first] != 0 or channel < 0 or samples == 0:
+            continue
+        number = teams.number[division, first]
+        if _largest_share(choice, scratch, row, micro, number) == units:
+            continue
+        part = samples / tables.batch_size if tables.value_batch_kind[value] == _S else 1.0
+        size = teams.size[division, first] * part * tables.value_row_bytes[value]
+        write_task(tape, _GATHER_ROWS, value, -1, micro, samples, channel, size)
+        set_units(tape, units)
+        _read_made(choice, scratch, tape, value, row, micro, number)
+        for device in range(begin, end):
+            share = choice.shares[row, micro, device]
+            if teams.number[division, device] == number and share > 0:
+                own = tables.value_bytes_per_unit[value] * share * part
                 scratch.value_buffer[value, device] = write_buffer(tape, device, own)
 
 

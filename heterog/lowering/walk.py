@@ -23,6 +23,7 @@ from heterog.lowering.gradients import (
 )
 from heterog.lowering.kernels import helper, kernel
 from heterog.lowering.program import IntArray, TaskKind
+from heterog.lowering.recuts import Recut
 from heterog.lowering.reduce import close_bucket, number_buckets, synchronise
 from heterog.lowering.sends import may_remake
 from heterog.lowering.slices import (
@@ -33,7 +34,7 @@ from heterog.lowering.slices import (
     note_reader,
     number_sliced_buckets,
 )
-from heterog.lowering.tables import KIND_NUMBER, GraphTables, Recut
+from heterog.lowering.tables import KIND_NUMBER, GraphTables
 from heterog.lowering.tape import (
     BY_MICRO_BATCH,
     NUM_BUFFERS,
@@ -53,13 +54,19 @@ from heterog.lowering.tape import (
     write_read,
     write_task,
 )
-from heterog.lowering.value_collectives import exchange_in_teams, scatter_in_teams
+from heterog.lowering.value_collectives import (
+    complete_in_teams,
+    exchange_in_teams,
+    scatter_in_teams,
+)
 from heterog.lowering.value_reads import BACKWARD_PASS
 from heterog.strategy.schedules import Pass
 from heterog.strategy.sync import Sharded
 
 _COMPUTE = int(TaskKind.COMPUTE)
 _EXCHANGED = int(Recut.EXCHANGED)
+_COMPLETED = int(Recut.COMPLETED)
+_SUMMED = int(Recut.SUMMED)
 _S = KIND_NUMBER["S"]
 
 
@@ -132,7 +139,8 @@ def compute_op(
             buffer.maker = number
             buffer.device = device
             size = tables.value_bytes[value] + tables.value_bytes_per_unit[value] * share
-            if recut > 0:  # afterwards; this is a part of the whole sum, or a slice along its axis
+            if recut == _SUMMED or recut == _EXCHANGED:
+                # Afterwards; this is a part of the whole sum, or a slice along its axis.
                 size = tables.value_bytes_per_unit[value] * units
                 if recut == _EXCHANGED:
                     size *= share / tables.axis_units[axis]
@@ -269,7 +277,6 @@ def _rerun(
 
 
 # Plain integers, because numba freezes enum members into slow objects.
-_SUMMED = int(Recut.SUMMED)
 _STATE = int(Sharded.STATE)
 _GRADIENTS = int(Sharded.GRADIENTS)
 
@@ -352,6 +359,8 @@ def _lower_op(
         scatter_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     elif tables.op_recut[op] == _EXCHANGED:
         exchange_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
+    elif tables.op_recut[op] == _COMPLETED:
+        complete_in_teams(tables, choice, scratch, tape, tables.value_start[op], division, micro)
     for entry in range(tables.finished_start[op], tables.finished_start[op + 1]):
         parameter = tables.finished_parameter[entry]
         _note_last_readers(tables, scratch, parameter)

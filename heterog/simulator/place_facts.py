@@ -10,7 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.lowering.kernels import helper, kernel
-from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, TaskKind
+from heterog.lowering.program import (
+    FIRST_LINK_KIND,
+    RECUT_KINDS,
+    FloatArray,
+    IntArray,
+    TaskKind,
+)
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_TASKS, Tape
 from heterog.pricing.cost_model import ChannelPrices, Prices
@@ -41,7 +47,7 @@ def _about() -> IntArray:
     about[[TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE]] = _OP
     about[[TaskKind.SPLIT, TaskKind.CONCAT, TaskKind.DECODE, TaskKind.SEND]] = _VALUE
     about[[TaskKind.REDUCE_VALUE, TaskKind.GATHER_VALUE]] = _VALUE
-    about[[TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE]] = _WHOLE_VALUE
+    about[list(RECUT_KINDS)] = _WHOLE_VALUE
     about[[TaskKind.ACCUMULATE, TaskKind.SUM, TaskKind.UPDATE]] = _PARAMETER
     about[[TaskKind.PUSH, TaskKind.PULL]] = _PARAMETER
     about[[TaskKind.FLATTEN, TaskKind.ALL_REDUCE, TaskKind.REDUCE_SCATTER]] = _BUCKET

@@ -15,7 +15,14 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.op_graph import OpGraph
 from heterog.lowering.channels import Channel, ChannelKind, communicators
-from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.lowering.program import (
+    FIRST_LINK_KIND,
+    RECUT_KINDS,
+    FloatArray,
+    IntArray,
+    Program,
+    TaskKind,
+)
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.memo import kept
 from heterog.simulator.memory import buffer_lives
@@ -47,9 +54,9 @@ _VERBS = {
     TaskKind.GATHER_PARAMETERS: "gather parameters",
     TaskKind.SCATTER_VALUE: "reduce-scatter",
     TaskKind.EXCHANGE_VALUE: "all-to-all",
+    TaskKind.GATHER_ROWS: "all-gather",
 }
 _OP_KINDS = (TaskKind.COMPUTE, TaskKind.RECOMPUTE, TaskKind.REMAKE)
-_RECUT_KINDS = (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE)
 _VALUE_KINDS = (
     TaskKind.SPLIT,
     TaskKind.CONCAT,
@@ -219,7 +226,7 @@ class Timeline:
         is_bucket = kind in _BUCKET_KINDS or (
             kind in (TaskKind.ENCODE, TaskKind.DECODE_SUM) and self.program.bucket[subject] >= 0
         )
-        if self._is_about_value(task) or kind in _RECUT_KINDS:
+        if self._is_about_value(task) or kind in RECUT_KINDS:
             words = f"{_VERBS[kind]} {self._op_name(self._op(task))}"
         elif is_bucket and self._bucket_size[subject] > 1:
             words = f"{_VERBS[kind]} {self._bucket_size[subject]} tensors"
@@ -264,7 +271,7 @@ class Timeline:
             return int(self._tables.op_id[subject])
         if self._is_about_value(task):
             return int(self._tables.op_id[self._tables.value_op[self._tables.slot_value[subject]]])
-        if kind in _RECUT_KINDS:
+        if kind in RECUT_KINDS:
             return int(self._tables.op_id[self._tables.value_op[subject]])
         return self.graph.updates[subject][0]
 

@@ -346,7 +346,7 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: Path) ->
     fill_in(folder, BATCHES + KILLED)
     options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--checkpoint", "ckpt"]
     options += ["--every", "1", "--log", "log.jsonl", "--evaluate-every", "2"]
-    with pytest.raises(AssertionError, match="137"):
+    with pytest.raises(AssertionError, match="== 0"):
         launch(folder, ["a", "b"], python, *options, without="")
     assert json.loads((folder / "ckpt" / "checkpoint.json").read_text())["extra"] == {"step": 1}
     launch(folder, ["a", "b"], python, *options, without="")

@@ -1,8 +1,7 @@
 """Every rule, run in parts on uneven shares and put together again, must give the op's result."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from heterog.graph.sharding_rules.table import axis, choose, shape_of
 from heterog.graph.sparse_pattern import pattern_of
 from heterog.graph.sparse_product import multiply
 from heterog.runtime.step.causal_rows import on_causal_rows
-from heterog.runtime.step.local_op import look_up_own_words
+from heterog.runtime.step.own_words import completed, numbers_of_rows, on_own_words
 
 aten = torch.ops.aten
 Op = Callable[..., Any]
@@ -218,9 +217,9 @@ def run_in_parts(
         elif result.special == Special.CAUSAL_ROWS:
             outputs = _on_causal_rows(sample, args, tensors, sum(shares[:rank]), units)
         elif result.special == Special.OWN_WORDS:
-            first = sum(shares[:rank]) * shape_of(sample.call, "weight")[0] // units
-            kernel = partial(sample.run, args)
-            outputs = tuple(look_up_own_words(sample.call, kernel, tensors, first))
+            outputs = _on_own_words(sample, result, args, tensors, shares[: rank + 1], units)
+        elif result.special == Special.NUMBERS_OF_ROWS:
+            outputs = _completed(sample, pieces, rank)
         elif result.special == Special.AS_RESHAPE:
             shape = tuple(sample.outputs[0].shape)
             outputs = (tensors[0].reshape(local_shape(shape, result.outputs[0], share, units)),)
@@ -236,6 +235,25 @@ def run_in_parts(
         weight = sum(outputs[1] for outputs in ranks)
         ranks = [(outputs[0] / weight, outputs[1]) for outputs in ranks]
     return ranks
+
+
+def _on_own_words(
+    sample: Sample, result: RuleResult, args: dict[str, Any], tensors: list[Tensor],
+    shares: tuple[int, ...], units: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    def kernel(given: Sequence[Tensor], instead: Mapping[str, Any]) -> Sequence[Tensor]:
+        return sample.run({**args, **instead}, list(given))
+
+    (split,) = [each for each, place in enumerate(result.inputs) if place.kind == "S"]
+    size = sample.call.inputs[split].shape[result.inputs[split].dim] // units
+    words = range(sum(shares[:-1]) * size, sum(shares) * size)
+    return tuple(on_own_words(sample.call, kernel, tensors, words))
+
+
+def _completed(sample: Sample, pieces: list[list[Tensor]], rank: int) -> tuple[Tensor, ...]:
+    given = [[piece[each] for piece in pieces] for each in range(len(pieces[0]))]
+    numbers = [numbers_of_rows(sample.call, inputs) for inputs in given if inputs[0].numel()]
+    return (completed(sample.call, given[rank], numbers),)
 
 
 def _on_causal_rows(
@@ -1199,7 +1217,7 @@ _KNOWN_DIFFERENCES = {
     "index_put": "DTensor does not use that accumulation is a sum over the values",
     "_index_put_impl_": "as index_put",
 }
-_SPECIALS_OF_OURS = (Special.BIAS_ON_ONE_RANK, Special.LOCAL_STATISTICS)
+_SPECIALS_OF_OURS = (Special.BIAS_ON_ONE_RANK, Special.LOCAL_STATISTICS, Special.NUMBERS_OF_ROWS)
 """DTensor changes no op, so it cannot have these."""
 
 

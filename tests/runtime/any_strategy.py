@@ -17,6 +17,7 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
+from heterog.graph.sharding_rules import Special
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import micro_shares, split_evenly
@@ -97,6 +98,7 @@ def features(graph: OpGraph, strategy: Strategy) -> list[str]:
         "rules": bool(strategy.op_rules),
         "sums added up in slices": bool(plan.scattered),
         "slices exchanged": bool(plan.exchanged),
+        "numbers of rows gathered": Special.NUMBERS_OF_ROWS in plan.specials,
         "sharded parameters": bool(plan.sharded),
         "micro-batches": strategy.num_micro_batches > 1,
         "a table of micro-batches": sum(map(any, strategy.micro_batches)) > 1,

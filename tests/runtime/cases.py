@@ -246,6 +246,17 @@ class WeightedLabels(OwnLoss):
         return loss * scale + functional.cross_entropy(logits, labels.flatten(), reduction="sum")
 
 
+class SmoothedLabels(OwnLoss):
+    """A part of the loss goes to all words; one of them is ignored, besides padding."""
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        labels = labels.flatten().clamp(min=3)
+        weight = torch.linspace(0.5, 2.0, 13)
+        logits = self.model(tokens)
+        smooth = functional.cross_entropy(logits, labels, ignore_index=3, label_smoothing=0.1)
+        return smooth + functional.cross_entropy(logits, labels, weight, ignore_index=3)
+
+
 class Penalty(OwnLoss):
     """A penalty on the weights beside the loss: it counts once, however the batch is cut."""
 
@@ -321,6 +332,7 @@ OWN_LOSS: dict[str, Any] = {
     "contrastive": (Contrastive, None),
     "pseudo-labels": (PseudoLabels, None),
     "weighted labels": (WeightedLabels, None),
+    "smoothed labels": (SmoothedLabels, None),
     "penalty": (Penalty, None),
     "scheduled": (Scheduled, None),
 }

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from heterog.graph.axis_plan import axis_plan
+from heterog.graph.sharding_rules import Special
 from heterog.lowering import lower
 from heterog.lowering.program import TaskKind
 from heterog.strategy.layouts.layout import parse_layout
@@ -34,6 +35,32 @@ def test_a_team_shares_the_words_of_a_tied_table(
     logits = graph.batch_size * 5 * 13 * 4 / given.sizes.dp / given.sizes.num_micro
     assert logits not in gathered.tolist()
     trained_alike(four_ranks, tmp_path, "tied", given.strategy)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("smoothed labels", "tp=2,sp=true,num_micro=2"),
+        pytest.param("weighted labels", "tp=4", marks=THOROUGH),
+        pytest.param("pseudo-labels", "tp=2", marks=THOROUGH),
+        pytest.param("gpt", "tp=4,num_micro=2", marks=THOROUGH),
+    ],
+)
+def test_a_team_shares_the_words_of_a_cross_entropy(
+    four_ranks: Ranks, tmp_path: Path, name: str, text: str
+) -> None:
+    """Log-softmax and the choice of labels are by words; numbers of rows are gathered."""
+    graph, cluster = graph_of(name), grid_cluster(4)
+    given = place_layout(parse_layout(text), graph, cluster)
+    plan, kinds = axis_plan(graph, given.strategy.op_rules), [each.kind for each in graph.ops]
+    for op, (kind, special) in enumerate(zip(kinds, plan.specials, strict=True)):
+        if "log_softmax" in kind:
+            assert special == Special.NUMBERS_OF_ROWS, op
+        if "nll_loss" in kind:
+            assert special == Special.OWN_WORDS, op
+    assert not any("logits" in each for each in given.remarks)
+    trained_alike(four_ranks, tmp_path, name, given.strategy)
 
 
 @one_in(3)

@@ -13,6 +13,7 @@ from heterog.graph.batch_plan import batch_plan
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.placement import OpRules, Placement, Window
+from heterog.graph.sharding_rules import Special
 from heterog.graph.sharding_rules.loss import LABEL_COUNTING_LOSSES
 from heterog.strategy import remaking
 from heterog.strategy.division import split_in_proportion
@@ -99,14 +100,18 @@ class Reading:
         """The axis that a value lies along: its op's, or the one that its sum is cut along."""
         return int(self.plan.tensor_axis[value])
 
-    def is_scattered(self, value: int) -> bool:
-        """Whether the members of a team add up a value in slices as soon as it is made."""
-        return self.scatter_of(self.maker[value])
+    def is_cut_anew(self, value: int) -> bool:
+        """Whether the members of a team change a value together as soon as it is made."""
+        return self.scatter_of(self.maker[value]) or self.is_completed(self.maker[value])
 
     def scatter_of(self, op: int) -> bool:
         """Whether a team cuts the result of an op anew as soon as it is made."""
         rule = self.op_rules.get(op)
         return rule is not None and rule.scatter is not None
+
+    def is_completed(self, op: int) -> bool:
+        """Whether members of a team gather a number of each row to make what an op makes."""
+        return self.plan.specials[op] == Special.NUMBERS_OF_ROWS
 
     def is_sum(self, op: int) -> bool:
         """Whether what a team cuts anew are parts of a sum; otherwise it is cut already."""
@@ -447,7 +452,7 @@ class Reading:
         return [
             self.maker[value]
             for value, need in self.reads[op]
-            if need is None and not self.is_scattered(value)
+            if need is None and not self.is_cut_anew(value)
         ]
 
     def _scores_again(self, scores: tuple[int, ...]) -> tuple[int, list[int]]:

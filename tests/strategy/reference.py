@@ -240,6 +240,8 @@ class Walk:
             self.note_first_reader(op, self.work != Pass.FORWARD)
         if reading.scatter_of(op):
             self.scatter_value(op)
+        elif reading.is_completed(op):
+            self.complete_value(op)
         for parameter in reading.finished[op]:
             self.note_last_readers(parameter)
             self.finish(parameter)
@@ -380,6 +382,30 @@ class Walk:
             )  # fmt: skip
             for device in team:
                 lies[device] = task.make(device, sizes.get(device, 0.0))
+
+    def complete_value(self, op: int) -> None:
+        """Gather a number of each row, unless one member has all columns."""
+        (value,) = self.reading.graph.outputs[op]
+        layout, meta = self.shares.layouts[self.reading.group[op]], self.reading.graph.tensors
+        place = self.reading.plan.placements[value]
+        lies, units = self.values[value], self.reading.plan.axes[self.reading.axis(op)]
+        boxes = self.shares.boxes(layout, self.reading.axis(op), self.micro)
+        num_rows = meta[value].meta.num_elements / meta[value].shape[place.dim]
+        item = 8 if meta[value].dtype == "float64" else 4
+        for team, samples in self.shares.team_samples(layout, self.micro).items():
+            parts = {device: boxes[device].part for device in team if device in boxes}
+            if len(team) == 1 or any(part.units == units for part in parts.values()):
+                continue
+            follows = self.reading.over_batch(value).kind == "S"
+            rows = num_rows * (len(samples) / self.reading.graph.batch_size if follows else 1.0)
+            task = self.add(
+                TaskKind.GATHER_ROWS, value, reads=[lies.get(device) for device in team],
+                micro=self.micro, part=Part(len(samples), units),
+                num_bytes=len(team) * rows * item,
+                route=_collective(ChannelKind.ALL_GATHER, tuple(sorted(team))),
+            )  # fmt: skip
+            for device in sorted(parts):
+                lies[device] = task.make(device, self.reading.bytes_of(value, parts[device]))
 
     def recompute(self, reader: int, ops: list[int]) -> None:
         """Forward ops of a block once more, just before its first backward op, the reader.

@@ -16,7 +16,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import L, OpRules, P, Placement, R, S, Scatter
 from heterog.lowering import lower
-from heterog.lowering.program import Program, TaskKind
+from heterog.lowering.program import RECUT_KINDS, Program, TaskKind
 from heterog.lowering.tables import GraphTables, graph_tables
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
@@ -330,7 +330,7 @@ class _Follower:
                 assert is_early or parts == self.whole(value)
                 for buffer in made:
                     self.held[buffer] = value, self.whole(value)
-            elif kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
+            elif kind in RECUT_KINDS:
                 value = int(program.subject[task])
                 row = int(self.tables.value_op[value])
                 group, axis = int(self.tables.op_group[row]), int(self.tables.op_axis[row])

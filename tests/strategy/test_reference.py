@@ -24,6 +24,7 @@ from heterog.lowering.program import (
     FIRST_FREE_KIND,
     FIRST_LINK_KIND,
     LAST_OP_KIND,
+    RECUT_KINDS,
     Program,
     TaskKind,
 )
@@ -99,7 +100,7 @@ def subject_of(tables: GraphTables, kind: TaskKind, subject: int) -> Subject:
     """What a task is about: a graph op, a parameter or a need."""
     if kind <= LAST_OP_KIND:
         return int(tables.op_id[subject])
-    if kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
+    if kind in RECUT_KINDS:
         return int(tables.value_tensor[subject])
     about_slots = {
         TaskKind.SPLIT,

@@ -68,6 +68,8 @@ def _nll(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> Rul
         axis(call, (P, P) if reduction else (own, R), special, self=dim, target=own)
         for dim, own in _label_dims(call)
     ]
+    if _has_runs_of_classes(call, placements):
+        axes.append(axis(call, (P, R), Special.OWN_WORDS, self=1))
     return choose(call, placements, axis_size, axes)
 
 
@@ -78,7 +80,15 @@ def _nll_backward(call: OpCall, placements: tuple[Placement, ...], axis_size: in
         axis(call, (dim,), grad_output=R if reduced else own, self=dim, target=own)
         for dim, own in _label_dims(call)
     ]
+    if _has_runs_of_classes(call, placements):
+        axes.append(axis(call, (1,), Special.OWN_WORDS, self=1))
     return choose(call, placements, axis_size, axes, [positions(call, "grad_output")])
+
+
+def _has_runs_of_classes(call: OpCall, placements: tuple[Placement, ...]) -> bool:
+    """Whether each part has classes that follow one another, if it has some of them."""
+    is_run = all(placements[place].outer == 1 for place in positions(call, "self"))
+    return is_run and len(shape_of(call, "self")) > 1
 
 
 def _label_dims(call: OpCall) -> list[tuple[int, int]]:

@@ -72,6 +72,7 @@ _ALONG_LINEAR = (
     *("_softmax_backward_data.default", "_log_softmax_backward_data.default"),
 )
 """Linear in the first input; for a backward, the gradient."""
+_BY_NUMBERS_OF_ROWS = ("_log_softmax.default", "_log_softmax_backward_data.default")
 
 
 @rule(*_ALONG, *_ALONG_LINEAR)
@@ -82,6 +83,9 @@ def _along(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> R
     axes = [
         Axis((d,) * len(call.inputs), (d,) * len(call.outputs)) for d in range(rank) if d != along
     ]
+    if call.kind in _BY_NUMBERS_OF_ROWS and rank > 1:
+        inputs, outputs = ((along,) * len(metas) for metas in (call.inputs, call.outputs))
+        axes.append(Axis(inputs, outputs, Special.NUMBERS_OF_ROWS))
     return choose(call, placements, axis_size, axes, [(0,)] if call.kind in _ALONG_LINEAR else [])
 
 

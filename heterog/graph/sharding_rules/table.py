@@ -38,8 +38,11 @@ class Special(StrEnum):
             split, by 0, 1, ... ``share - 1``: rows count from the first that the device has.
         CAUSAL_ROWS: causal attention of some queries, which see the keys up to their own position:
             those before the first of them, without a mask, and those from there on with it.
-        OWN_WORDS: look-ups in some rows of a table. Words of other devices give zeros, so that
-            the sum over devices has all.
+        OWN_WORDS: look-ups in some rows of a table, or the choice of the labels' logits among
+            some classes. Words of other devices give zeros, so that the sum over devices has all.
+        NUMBERS_OF_ROWS: an op along the rows of a matrix, on some of its columns. Each device
+            finds a number of each row, gathers those of all, and makes its columns with them:
+            the logarithm of the exponentials' sum for log-softmax, the sum of a gradient.
         AS_RESHAPE: a squeeze that would also drop the split dimension on a device whose part of
             it has size 1. Reshape to the local shape of the output instead.
         OWN_RANDOM_STREAM: random numbers of a split tensor. Each device draws from a generator of
@@ -58,6 +61,7 @@ class Special(StrEnum):
     OWN_ROWS = "own_rows"
     CAUSAL_ROWS = "causal_rows"
     OWN_WORDS = "own_words"
+    NUMBERS_OF_ROWS = "numbers_of_rows"
     AS_RESHAPE = "as_reshape"
     OWN_RANDOM_STREAM = "own_random_stream"
     OF_WHOLE_BATCH = "of_whole_batch"

@@ -14,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.lowering.choice import Choice
-from heterog.lowering.program import FIRST_LINK_KIND, FloatArray, IntArray, Program, TaskKind
+from heterog.lowering.program import (
+    FIRST_LINK_KIND,
+    RECUT_KINDS,
+    FloatArray,
+    IntArray,
+    Program,
+    TaskKind,
+)
 from heterog.lowering.resident import resident_bytes
 from heterog.lowering.tables import GraphTables
 from heterog.lowering.tape import NUM_BUFFERS, NUM_READS, NUM_TASKS, Tape
@@ -55,7 +62,7 @@ def is_of_backward(kind: AnyIntegers, subject: IntArray, tables: GraphTables) ->
     found[of_value] = tables.op_is_late[
         tables.value_op[tables.slot_value[subject[of_value]]]
     ].astype(np.bool_)
-    scattered = np.isin(kind, (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE))
+    scattered = np.isin(kind, list(RECUT_KINDS))
     found[scattered] = tables.op_is_late[tables.value_op[subject[scattered]]] > 0
     return found
 

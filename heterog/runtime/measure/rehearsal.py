@@ -19,7 +19,7 @@ from heterog.graph.axis_plan import AxisPlan, axis_plan
 from heterog.graph.capture import CapturedStep
 from heterog.graph.changed_state import without_collector
 from heterog.graph.op_graph import OpGraph, TensorKind
-from heterog.lowering.program import FIRST_LINK_KIND, Program, TaskKind
+from heterog.lowering.program import FIRST_LINK_KIND, RECUT_KINDS, Program, TaskKind
 from heterog.lowering.tables import graph_tables
 from heterog.methods.planner import TimeUp
 from heterog.modes.mode import fault_of_modes
@@ -286,7 +286,7 @@ class Stage:
         if kind in OP_KINDS:
             op = graph.ops[int(tables.op_id[subject])]
             what = f"op '{op.kind}' in module '{op.module or '(root)'}'"
-        elif kind in (TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE):
+        elif kind in RECUT_KINDS:
             op = graph.ops[int(tables.op_id[tables.value_op[subject]])]
             what += f" of what '{op.kind}' in module '{op.module or '(root)'}' makes"
         elif kind in _OF_SLOTS:

@@ -1,6 +1,7 @@
 """Conversion of values between divisions of the work: sends, joins, reductions, gathers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.halos import Halos
 from heterog.runtime.step.local_op import LocalOp
 from heterog.runtime.step.losses import Losses
+from heterog.runtime.step.own_words import completed
 from heterog.runtime.step.placed import cut, join, nested
 from heterog.runtime.step.rank_program import RankProgram, has_window
 from heterog.runtime.step.spans import EVERY, Span, Spans
@@ -45,6 +47,7 @@ class Conversions:
         self._losses = losses
         self._communicator = communicator
         self._halos = Halos(part, values, communicator)
+        self._incomplete: dict[int, Sequence[Tensor]] = {}  # inputs of ops, by buffer
         self._goes_back: list[bool] = []  # by task, if any does
         for mode in part.strategy.modes:
             self._goes_back = mode.goes_back(part.program, part.tables) or self._goes_back
@@ -289,7 +292,16 @@ class Conversions:
             if part.program.buffer_device[buffer] == part.rank:
                 self._values.held[buffer] = Held(pending, *made)
 
-    def scatter(self, task: int, value: int, micro: int) -> None:
+    def recut(self, task: int, kind: TaskKind, value: int, micro: int) -> None:
+        """Change together with a team what its members have just made."""
+        if kind == TaskKind.SCATTER_VALUE:
+            self._scatter(task, value, micro)
+        elif kind == TaskKind.EXCHANGE_VALUE:
+            self._exchange(task, value, micro)
+        else:
+            self._complete(task, value, micro)
+
+    def _scatter(self, task: int, value: int, micro: int) -> None:
         """Sum over a team a value that its members have just made; each keeps its own slice."""
         part = self._part
         tensor = int(part.tables.value_tensor[value])
@@ -320,7 +332,42 @@ class Conversions:
                 summed = Pending(None, lambda: pending.wait().view(own))
                 self._values.held[buffer] = Held(summed, samples, along.units_of(part.rank))
 
-    def exchange(self, task: int, value: int, micro: int) -> None:
+    def keep_inputs(self, buffer: int, inputs: Sequence[Tensor]) -> None:
+        """Keep the inputs of an op that has made numbers of rows, with which they are read."""
+        self._incomplete[buffer] = inputs
+
+    def _complete(self, task: int, value: int, micro: int) -> None:
+        """Gather the numbers of rows that a team's members have found; each makes its columns."""
+        part = self._part
+        tensor = int(part.tables.value_tensor[value])
+        along, call = part.spans_of_value(value), self._ops[part.maker(value)].call
+        assert along is not None
+        devices, samples = part.channel(task).devices, along.team_samples(micro, part.rank)
+        shape = list(call.outputs[0].shape)
+        shape[part.plan.placements[tensor].dim] = 1
+        rows = local_shape(
+            tuple(shape), part.plan.batch_placement(tensor), samples[1], part.graph.batch_size
+        )
+        is_wide = call.inputs[0].dtype == "float64"
+        dtype = torch.float64 if is_wide else torch.float32
+        own = torch.empty(0, dtype=dtype, device=self._values.device)
+        inputs: Sequence[Tensor] = ()
+        for buffer in part.reads(task):
+            if buffer in self._values.held:
+                own = self._values.held[buffer].tensor().reshape(-1)
+                inputs = self._incomplete.pop(buffer)
+        counts = [prod(rows) if along.units_of(device)[1] else 0 for device in devices]
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            numbers = [part.view(rows) for part in parts if part.numel()]
+            return completed(call, inputs, numbers)
+
+        pending = self._communicator.all_gather(own, devices, counts, whole)
+        for buffer in part.made(task):
+            if part.program.buffer_device[buffer] == part.rank:
+                self._values.held[buffer] = Held(pending, samples, along.units_of(part.rank))
+
+    def _exchange(self, task: int, value: int, micro: int) -> None:
         """Cut a value that its team's members have just made along another axis.
 
         Each sends every member what lies in its own box of before and in the other's box of

@@ -398,6 +398,9 @@ class StepExecutor:
     def _convert(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
         self._conversions.run(task, self._kind[task], slot, micro)
 
+    def _recut(self, task: int, value: int, micro: int, step: StepUpdates) -> None:
+        self._conversions.recut(task, self._kind[task], value, micro)
+
     def _gather_value(self, task: int, slot: int, micro: int, step: StepUpdates) -> None:
         self._conversions.run(task, TaskKind.GATHER_VALUE, slot, micro)
         step.gradients.keep_gathered(task, slot, micro)
@@ -442,6 +445,8 @@ class StepExecutor:
             if self._losses.has_all_labels(op, spans):
                 # No other device to reduce with, and the backward pass reads it.
                 outputs[1] = weight
+        if noted.is_incomplete:
+            self._conversions.keep_inputs(noted.made[0], inputs)
         made = noted.made[: len(outputs)]  # a token may follow, which only orders tasks
         for buffer, output in zip(made, outputs, strict=True):
             values.held[buffer] = Held(output, reader.samples, noted.units)
@@ -492,6 +497,7 @@ class StepExecutor:
         part, op = self._part, self._op[row]
         spans, local_op = part.spans_of_task(task, op), self._ops[op]
         reader = self._values.reader(spans, micro)
+        is_incomplete = reader.extent is not None and local_op.is_incomplete(reader.extent)
         steps_buffers = self._kind[task] is not _COMPUTE and self._reads_buffers(op)
         return NotedOp(
             local_op=local_op,
@@ -501,12 +507,14 @@ class StepExecutor:
             micro=micro,
             units=self._units_made(row) if part.is_recut[row] else reader.units,
             draws_for=self._draws_for(local_op, spans, micro) if local_op.is_random else None,
+            is_incomplete=is_incomplete,
             is_special=bool(
                 steps_buffers
                 or local_op.counts_steps
                 or local_op.is_of_whole_batch
                 or local_op.weighs_labels
                 or local_op.steps_buffers
+                or is_incomplete
                 or op in (self._begins_backward, self._losses.op)
             ),
         )
@@ -568,12 +576,9 @@ _ACTIONS: Mapping[TaskKind, _Action] = {
     TaskKind.SEND: StepExecutor._convert,
     TaskKind.REDUCE_VALUE: StepExecutor._convert,
     TaskKind.GATHER_VALUE: StepExecutor._gather_value,
-    TaskKind.SCATTER_VALUE: lambda ex, task, value, micro, _: ex._conversions.scatter(
-        task, value, micro
-    ),
-    TaskKind.EXCHANGE_VALUE: lambda ex, task, value, micro, _: ex._conversions.exchange(
-        task, value, micro
-    ),
+    TaskKind.SCATTER_VALUE: StepExecutor._recut,
+    TaskKind.EXCHANGE_VALUE: StepExecutor._recut,
+    TaskKind.GATHER_ROWS: StepExecutor._recut,
 }
 """Runs a task of each kind; takes the executor, the task, its subject, its micro-batch and the
 state of the step."""

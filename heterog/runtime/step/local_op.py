@@ -28,6 +28,7 @@ from heterog.graph.sharding_rules.legal import halo_dim
 from heterog.graph.sharding_rules.table import positions
 from heterog.runtime.step.attention import ATTENTION
 from heterog.runtime.step.causal_rows import on_causal_rows, on_masked_rows
+from heterog.runtime.step.own_words import numbers_of_rows, on_own_words
 from heterog.runtime.step.placed import nested
 from heterog.runtime.step.row_sets import ProductOfRows
 from heterog.runtime.step.spans import Span, unit_rows, window_rows
@@ -37,6 +38,7 @@ _RESHAPES = frozenset({"view.default", "_unsafe_view.default"})
 _SUM_REDUCTION = 2
 _RANDOM = frozenset({Special.OWN_RANDOM_STREAM, Special.SHARED_RANDOM_STREAM})
 _OF_POSITION = frozenset({Special.CAUSAL_ROWS, Special.OWN_WORDS})
+_OF_PARTS = _OF_POSITION | {Special.NUMBERS_OF_ROWS}
 _AROUND = frozenset({Special.OWN_ROWS, Special.MEAN_TO_SUM})
 """What is done before or after a kernel, on any share."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -224,10 +226,9 @@ class LocalOp:
         if Special.CAUSAL_ROWS in self.specials and extent.units < self.whole.units:
             return self._on_causal_rows(inputs, extent, first_unit)
         if Special.OWN_WORDS in self.specials and extent.units < self.whole.units:
-            (table,) = positions(self.call, "weight")
-            rows = self.call.inputs[table].shape[0] // self.whole.units
-            run = partial(self._run, extent=extent)
-            return look_up_own_words(self.call, run, inputs, first_unit * rows)
+            return self._on_own_words(inputs, extent, first_unit)
+        if self.is_incomplete(extent):
+            return [numbers_of_rows(self.call, inputs)]
         kept = self._run(inputs, extent)
         parts = zip((self.along_batch, self.along_axis), extent, self.whole, strict=True)
         for rule, share, whole in parts:
@@ -245,7 +246,7 @@ class LocalOp:
         leaves_out = any(
             rule.special == Special.BIAS_ON_ONE_RANK and not enters for rule, enters in rules
         )
-        is_part = extent.units < self.whole.units and self.specials & _OF_POSITION
+        is_part = extent.units < self.whole.units and self.specials & _OF_PARTS
         if self.has_windows or leaves_out or is_part or self.specials & _AROUND:
             run = partial(
                 self,
@@ -300,6 +301,26 @@ class LocalOp:
         if self._target is ATTENTION[self.call.kind]:
             return on_masked_rows(self.call, masked, inputs, first)
         return on_causal_rows(self.call, causal, inputs, first)
+
+    def _on_own_words(
+        self, inputs: Sequence[Tensor], extent: Extent, first_unit: int
+    ) -> list[Tensor]:
+        """A look-up, or a choice of labels, among the words of some units."""
+
+        def run(given: Sequence[Tensor], instead: Mapping[str, Any]) -> list[Tensor]:
+            return self._run(given, extent, instead)
+
+        place = next(place for place in self.along_axis.inputs if place.kind == "S")
+        where = self.along_axis.inputs.index(place)
+        per_unit = self.call.inputs[where].shape[place.dim] // self.whole.units
+        words = range(first_unit * per_unit, (first_unit + extent.units) * per_unit)
+        is_mean = not self.weighs_labels
+        return on_own_words(self.call, run, inputs, words, is_mean=is_mean)
+
+    def is_incomplete(self, extent: Extent) -> bool:
+        """Whether the op finds a number of each row, with which its team then makes columns."""
+        is_part = extent.units < self.whole.units
+        return is_part and self.along_axis.special == Special.NUMBERS_OF_ROWS
 
     def _windows(self, units: Span) -> Windows:
         """Rows of an op that reads rows which neighbours own."""
@@ -413,30 +434,6 @@ class LocalOp:
             inside(batch.inputs, axis.inputs), inside(batch.outputs, axis.outputs), axis.special
         )
         return local_args(call, rule, extent.units, self.whole.units)
-
-
-def look_up_own_words(
-    call: OpCall,
-    run: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    first: int,
-) -> list[Tensor]:
-    """Look words up in some rows of a table, with zeros for words of other rows.
-
-    Args:
-        call: The op.
-        run: Its kernel.
-        inputs: Tensor inputs of the op: those rows, and words of the whole table.
-        first: Number of the first row.
-    """
-    table, words = positions(call, "weight", "indices")
-    own = inputs[words] - first
-    elsewhere = (own < 0) | (own >= len(inputs[table]))
-    given = list(inputs)
-    given[words] = own.masked_fill(elsewhere, 0)
-    if not len(inputs[table]):
-        given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
-    return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given)]
 
 
 def _rules(plan: AxisPlan, index: int, outputs: range) -> tuple[RuleResult, RuleResult]:

@@ -13,8 +13,15 @@ from heterog.graph.op_graph import IntArray, OpGraph
 from heterog.graph.placement import Placement
 from heterog.graph.sharding_rules import local_shape
 from heterog.lowering.channels import Channel
-from heterog.lowering.program import FIRST_LINK_KIND, LAST_OP_KIND, Program, TaskKind
-from heterog.lowering.tables import Domain, GraphTables, Recut, graph_tables
+from heterog.lowering.program import (
+    FIRST_LINK_KIND,
+    LAST_OP_KIND,
+    RECUT_KINDS,
+    Program,
+    TaskKind,
+)
+from heterog.lowering.recuts import Recut
+from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.modes.mode import MessageRule
 from heterog.runtime.step.op_inputs import needs, sources
 from heterog.runtime.step.placed import cut, join
@@ -141,7 +148,7 @@ def _values_in_buffers(program: Program, tables: GraphTables) -> tuple[list[int]
     value[of_ops] = first + of_ops
     is_token = value[of_ops] >= tables.value_start[subject[of_ops] + 1]
     value[of_ops[is_token]] = -1
-    recut = made_by(TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE)
+    recut = made_by(*RECUT_KINDS)
     value[recut] = subject[recut]
     converted = made_by(*CONVERSIONS)
     slot = subject[converted]

@@ -61,6 +61,7 @@ class NotedOp:
         micro: The micro-batch.
         units: Part of its outputs.
         draws_for: Rank whose random numbers it draws; ``None`` if every rank draws the same.
+        is_incomplete: Whether its team completes what it makes.
         is_special: Whether it needs more of the step than its inputs, so that it is no part of a
             segment.
         inputs: How each input was read; ``None`` where more was done than views and cuts.
@@ -74,6 +75,7 @@ class NotedOp:
     micro: int
     units: Span
     draws_for: int | None
+    is_incomplete: bool
     is_special: bool
     inputs: list[Recipe | None] = field(default_factory=list)
     gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)

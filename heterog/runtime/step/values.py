@@ -12,7 +12,7 @@ from heterog.graph.axis_plan import AS_MADE, BATCH_AXIS, EVERYTHING
 from heterog.graph.halo import Rows
 from heterog.graph.op_graph import TensorKind
 from heterog.graph.sharding_rules import local_shape
-from heterog.lowering.program import TaskKind
+from heterog.lowering.program import RECUT_KINDS, TaskKind
 from heterog.runtime.step.collectives import Pending
 from heterog.runtime.step.local_op import Extent, LocalOp
 from heterog.runtime.step.op_inputs import Need, Source
@@ -38,7 +38,7 @@ from heterog.runtime.step.spans import EVERY, Span, Spans, unit_rows, window_row
 from heterog.runtime.step.windows import fit
 
 _ENCODE = TaskKind.ENCODE
-_READS_VALUES = CONVERSIONS | OP_KINDS | {TaskKind.SCATTER_VALUE, TaskKind.EXCHANGE_VALUE}
+_READS_VALUES = CONVERSIONS | OP_KINDS | RECUT_KINDS
 
 
 @dataclass(slots=True)
@@ -98,6 +98,7 @@ class Values:
     Attributes:
         held: Contents of each buffer.
         batch: The batch of the step, by tensor id.
+        device: Device on which this rank computes.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Values:
         self._parameters = frozenset(parameters)
         self._read_parameter = read_parameter
         self._buffers = buffers
-        self._device = device
+        self.device = device
         self._num_reads: dict[int, int] = {}
         self._num_value_reads: dict[int, int] = {}  # by tasks that look for the value here
         self._last_op: dict[int, int] = {}  # position of the last op or conversion that reads it
@@ -218,7 +219,7 @@ class Values:
     def zeros(self, tensor: int, shape: tuple[int, ...]) -> Tensor:
         """Zeros of a tensor's dtype on this rank's device."""
         dtype = getattr(torch, self._part.graph.tensors[tensor].dtype)
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def noted(self, read: Callable[[], Tensor]) -> tuple[Tensor, Recipe | None]:
         """Read, and note how: all that decides about it is the same in every step.

@@ -4,8 +4,8 @@ Inside a team the first weight of a feed-forward block is split by columns and t
 attention by heads (Shoeybi et al. 2019, section 3). What is between them is done by every member
 on all samples of the team, or on its own positions (below). Which weights these are is
 found by following splits (``tensor_parallel.shardings``), not by the names of modules. The
-embedding is split by the columns of its table and gathered (Megatron-LM splits rows and sums,
-which a look-up has no rule for), the head by the vocabulary.
+embedding is split by the columns of its table and gathered or, where it is tied to the head, by
+words and added up; the head, and a cross entropy behind it, are split by words.
 
 Sequence parallelism: activations between two split matrix products are split by position.
 
@@ -409,8 +409,9 @@ def _done_by_all(
 def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
     """A sentence if the largest split value is read whole: logits, by their loss."""
     largest = 0.0
+    in_layer, group = layers_of(graph).of_group, group_ops(graph).group
     for op in split:
-        if graph.ops[op].phase != Phase.FORWARD:
+        if graph.ops[op].phase != Phase.FORWARD or in_layer[group[op]] != NO_LAYER:
             continue
         for tensor, place in zip(graph.outputs[op], split[op].outputs, strict=True):
             reads_whole = any(
