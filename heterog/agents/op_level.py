@@ -469,7 +469,7 @@ class Scorer:
             op_rules=made.op_rules,
             schedule=made.schedule,
         )
-        plain = without_needless_rules(self.pair.graph, strategy)
+        plain = without_needless_rules(strategy)
         orders = tuple(dict.fromkeys((order, *self._problem.orders)))
         judged = None
         if plain == strategy:  # the referee has seen it already

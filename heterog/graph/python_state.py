@@ -145,10 +145,12 @@ class PythonState:
 
     Attributes:
         unseen: What may change without being seen: iterators, clocks.
+        constants: Whole numbers that the user's functions name.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.unseen: list[str] = []
+        self.constants: set[int] = set()
         self._holders: list[Holder] = []
         self._known: set[Any] = set()
         self._todo: list[tuple[Any, str]] = [(root, text) for text, root in roots.items()]
@@ -177,7 +179,8 @@ class PythonState:
     def taken_again(self) -> "PythonState":
         """The same objects with what they hold now."""
         other = object.__new__(PythonState)
-        other.unseen, other._known, other._todo = self.unseen, self._known, []
+        other.unseen, other.constants = self.unseen, self.constants
+        other._known, other._todo = self._known, []
         other._holders = [
             Holder(each.read, each.write, each.text, each.seeded, each.held)
             for each in self._holders
@@ -271,6 +274,7 @@ class PythonState:
     def _look_at_globals(self, function: types.FunctionType, own: str) -> None:
         """Look at the variables of Python modules that a function names."""
         names = _names_in(function.__code__)
+        self.constants |= _numbers_in(function.__code__)
         self.unseen += [f"'{clock}' in {own}" for clock in sorted(_CLOCKS & names)]
         file = Path(function.__code__.co_filename).name
         variables = function.__globals__
@@ -335,6 +339,13 @@ def _names_in(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names_in, inner))
 
 
+def _numbers_in(code: types.CodeType) -> set[int]:
+    """Whole numbers that a function, and functions in it, have as constants."""
+    found = {each for each in code.co_consts if type(each) is int}
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return found.union(*map(_numbers_in, inner))
+
+
 def _slots_of(kind: type) -> list[str]:
     named = [vars(each).get("__slots__", ()) for each in kind.__mro__]
     every = [name for each in named for name in ([each] if isinstance(each, str) else each)]
@@ -342,22 +353,28 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _module_holder(module: nn.Module, text: Callable[[Any], str]) -> Holder:
-    held = vars(module)
+    """Holder of a module's attributes, and of buffers that it does not have yet."""
+    held, buffers = vars(module), module._buffers
+    inputs = set(buffers)
 
     def read() -> dict[Any, Any]:
-        return {
+        attributes = {
             name: value
             for name, value in held.items()
             if name not in _TORCHS_OWN and not (name.endswith("_hooks") and not value)
         }
+        made = {name: buffers[name] for name in buffers if name not in inputs}
+        return attributes | made if made else attributes
 
     def write(values: Mapping[Any, Any]) -> None:
         for name in read().keys() - values.keys():
             if name.endswith("_hooks"):
                 held[name] = OrderedDict[int, Any]()  # which every module has
-            else:
-                del held[name]
-        held.update(values)
+            elif held.pop(name, MISSING) is MISSING:
+                del buffers[name]
+        for name, value in values.items():
+            is_buffer = name not in held and isinstance(value, Tensor)
+            (buffers if is_buffer else held)[name] = value
 
     return Holder(read, write, text, held=held)
 

@@ -23,6 +23,8 @@ hundreds and thousands, and after which warm-ups have ended."""
 _FAR = (_OFTEN - 1, _OFTEN, 120)
 _LONG = 1_000
 """Entries of a list that has grown for long."""
+_MOST_NAMED = 40
+"""Calls that are tried because the code names their number."""
 _MAX_TRIED = 40
 _MAX_NAMED = 3
 
@@ -87,13 +89,30 @@ class _Check:
         changed = later.changes()
         paces = [(moving[each.place].before, each) for each in changed if each.place in moving]
         lists = [each for each in changed if each.before is MISSING and isinstance(each.key, int)]
-        for calls in _FAR:
+        for calls in (*_FAR, *self._named_calls(paces)):
             far = [(slot, value) for start, slot in paces for value in _after(start, slot, calls)]
             for slot in lists:
                 slot.append(min(calls, _LONG))
             if far or lists:
                 self._call_with(far)
             lists = []
+
+    def _named_calls(self, paces: Iterable[tuple[Any, Slot]]) -> list[int]:
+        """Numbers of calls after which counters are at a number that the code names.
+
+        A model may do something in one step alone: in that of a constant of its functions, or
+        of an attribute beside the counter.
+        """
+        named: set[int] = set()
+        for start, slot in paces:
+            pace = slot.after - slot.before if type(slot.after) is int else 0
+            if not pace or type(start) is not int or slot.before - start != pace:
+                continue
+            beside = {each for each in slot.holder.values.values() if type(each) is int}
+            # A counter may be read before or after it counts.
+            for number in self._before.constants | beside:
+                named |= {number // pace - 1, number // pace}
+        return sorted(each for each in named if 2 < each < _OFTEN)[:_MOST_NAMED]
 
     def _call_with(self, values: Iterable[tuple[Slot, Any]]) -> None:
         """Call the step with some values put in their places; refuse it if that matters."""
@@ -106,6 +125,8 @@ class _Check:
     def _call(self) -> Results | None:
         """What the step computes now, if that is something else than at first."""
         found = self._step.call(self._backward)
+        if self._step.refusal is not None:
+            raise self._step.refusal
         return None if found is None or self._first is None or found == self._first else found
 
     def _call_as_first(self, slots: Iterable[Slot]) -> Results | None:
@@ -189,13 +210,13 @@ _WAYS_OUT = {
         "torch.where by a tensor of the batch or a buffer."
     ),
     "tensor": (
-        "what a step keeps for the next one belongs in a buffer (register_buffer) that it writes "
-        "in place."
+        "what a step keeps for the next one belongs in a buffer that the model registers when it "
+        "is made (register_buffer in __init__)."
     ),
     "other": (
         "what follows the number of the step is an input of it, a tensor of one number in the "
         "batch (guide, 'What changes from step to step'); what the step computes for the next one "
-        "belongs in a buffer (register_buffer) that it writes in place."
+        "belongs in a buffer (register_buffer)."
     ),
 }
 

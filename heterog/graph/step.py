@@ -4,7 +4,7 @@ It is called once to be traced, and again on fake tensors to see whether it comp
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 
 from heterog.errors import CaptureError
-from heterog.graph.value_numbers import Results, ValueNumbers
+from heterog.graph.value_numbers import Results, ValueNumbers, storage_of
 from heterog.graph.workload import Workload
 from heterog.local_losses import LocalBlocks
 
@@ -27,6 +27,7 @@ class Step:
 
     Attributes:
         results: What its last call has computed; ``None`` if it has failed.
+        refusal: Why its last call can be no step of a plan.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Step:
         self._workload, self._model = workload, model
         self._inputs = parameters, buffers, batch
         self.results: Results | None = None
+        self.refusal: CaptureError | None = None
         self._numbers = ValueNumbers(where)
 
     def traced(
@@ -71,9 +73,11 @@ class Step:
             What it computes; ``None`` if it fails.
         """
         parameters, buffers, batch = self._inputs
-        self.results = None
+        self.results = self.refusal = None
         try:
             self._run(dict(parameters), dict(buffers), batch, backward=backward, is_traced=False)
+        except CaptureError as error:
+            self.refusal = error
         except Exception:
             logger.debug("a further call of the step fails", exc_info=True)
         return self.results
@@ -92,10 +96,13 @@ class Step:
         state, gradients = {**parameters, **buffers}, list[Tensor | None]()
         # The backward pass is inside, too: functions of the user's own may read the model there.
         with stateless._reparametrize_module(self._model, state, tie_weights=True):
+            memory = [storage_of(each) for each in state.values()]
             with self._numbers.run(_named_inputs(state, batch)):
                 loss = self._workload.step_loss(self._model, batch)
+            self._check_switches(parameters, buffers)
+            replaced = self._replaced(state, memory)
             root = _root_of(self._workload, loss)
-            results = self._numbers.results(loss)
+            results = self._numbers.results(loss, *replaced.values())
             if backward:
                 setup_stacktrace_preservation_hooks([root])
                 with nullcontext() if is_traced else self._numbers.numbering():
@@ -103,7 +110,52 @@ class Step:
             if backward and not is_traced:
                 results += self._numbers.results(*gradients)
             self.results = results
+        if is_traced and replaced:
+            with torch.no_grad():  # once the backward pass has read what was there before
+                for name, value in replaced.items():
+                    buffers[name].copy_(value)
         return loss, gradients
+
+    def _check_switches(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    ) -> None:
+        """Refuse a forward pass that freezes parameters, or trains what was frozen."""
+        frozen = [name for name, each in parameters.items() if not each.requires_grad]
+        trained = [name for name, each in buffers.items() if each.is_leaf and each.requires_grad]
+        for name in (*frozen, *trained):
+            raise CaptureError(
+                f"workload '{self._workload.name}': the forward pass sets requires_grad of "
+                f"'{name}' to {name in trained}, and all steps of a plan train the same "
+                "parameters. Make the model with those that are to be trained; when others are, "
+                "save a checkpoint, plan again and load it."
+            )
+
+    def _replaced(self, state: Mapping[str, Tensor], memory: Sequence[int]) -> dict[str, Tensor]:
+        """What the forward pass has put in the place of buffers, by name; no constants."""
+        model = self._model
+        now: dict[str, Tensor] = dict(model.named_buffers(remove_duplicate=False))
+        now.update(model.named_parameters(remove_duplicate=False))
+        found: dict[str, Tensor] = {}
+        for (name, old), storage in zip(state.items(), memory, strict=True):
+            new = now.get(name)
+            is_same = new is old
+            if is_same and storage_of(old) == storage:
+                continue
+            if new is not None and not is_same and not self._numbers.of(new).varies:
+                continue  # a table, which the next step makes or finds
+            is_like = new is not None and (new.shape, new.dtype) == (old.shape, old.dtype)
+            if new is None or is_same or not is_like or old.requires_grad:
+                text = "other memory (.data = ...)" if is_same else _kind_of(new)
+                raise CaptureError(
+                    f"workload '{self._workload.name}': the forward pass puts {text} in the place "
+                    f"of '{name}' ({_kind_of(old)}), which the next step would not find. Write "
+                    "to it in place and in its shape: self.name.copy_(value) for a buffer, "
+                    "parameter.data.copy_(value) for a frozen parameter; choose among modules "
+                    "with torch.where on their results."
+                )
+            is_of_another = storage_of(new) in memory
+            found[name] = new.detach().clone() if is_of_another else new.detach()
+        return found
 
     def _gradients(self, loss: Tensor, parameters: dict[str, Tensor]) -> list[Tensor | None]:
         """Gradients of the loss, by parameter."""
@@ -111,6 +163,12 @@ class Step:
         begin = _gradient_of(self._model, loss)
         found = torch.autograd.grad(loss, every, begin, allow_unused=True)
         return [_with_accumulated(*each) for each in zip(every, found, strict=True)]
+
+
+def _kind_of(value: Tensor | None) -> str:
+    """A tensor in words."""
+    dtype = "nothing" if value is None else str(value.dtype).removeprefix("torch.")
+    return dtype if value is None else f"{dtype} of {tuple(value.shape)}"
 
 
 def _named_inputs(state: Mapping[str, Tensor], batch: Any) -> dict[str, Tensor]:

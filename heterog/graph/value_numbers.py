@@ -67,7 +67,7 @@ class ValueNumbers:
         self.first_new = ""
         self._inputs = tuple(inputs.values())
         for name, tensor in inputs.items():
-            self._of_storage.pop(_storage(tensor), None)
+            self._of_storage.pop(storage_of(tensor), None)
             self._name(tensor, self._value(("input", name), varies=True))
         with self.numbering():
             yield
@@ -88,7 +88,7 @@ class ValueNumbers:
             self._num_met += 1
         found = self._of_tensor.get(id(tensor))
         value = self._name(tensor, self._constant(tensor)) if found is None else self._now(*found)
-        written = self._of_storage.get(_storage(tensor)) if self._of_storage else None
+        written = self._of_storage.get(storage_of(tensor)) if self._of_storage else None
         if written is None:
             return value
         wrote = self._now(*written)
@@ -102,7 +102,7 @@ class ValueNumbers:
 
     def is_written(self, tensor: Tensor) -> bool:
         """Whether a run has written to the memory of a tensor."""
-        return _storage(tensor) in self._of_storage
+        return storage_of(tensor) in self._of_storage
 
     def key_of(self, op: Any, args: Any, keywords: Any) -> tuple[Any, bool]:
         """What an op computes, before it runs, and whether that varies."""
@@ -127,11 +127,11 @@ class ValueNumbers:
         schema = getattr(op, "_schema", None)
         if schema is not None and schema.is_mutable:
             for tensor in _written_by(schema, args, keywords):
-                before = self._of_storage.get(_storage(tensor))
+                before = self._of_storage.get(storage_of(tensor))
                 is_gone = before is None or _overwrites(op, args)
                 now = None if is_gone or before is None else self._now(*before)
                 wrote = self._value(("writes", value, now), varies=varies)
-                self._of_storage[_storage(tensor)] = (wrote, self._run)
+                self._of_storage[storage_of(tensor)] = (wrote, self._run)
         outputs = result if isinstance(result, tuple | list) else (result,)
         given = {id(each) for each in (*args, *keywords.values())}
         for place, output in enumerate(outputs):
@@ -225,7 +225,7 @@ _OVERWRITING = frozenset(
 )  # fmt: skip
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
     """A key that is equal for views of the same memory."""
     try:
         return int(tensor.untyped_storage()._cdata)

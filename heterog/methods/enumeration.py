@@ -159,5 +159,5 @@ class Enumeration(ABC, Generic[Point]):
             schedule=self.schedule(point),
             blocks=self.blocks(point),
         )
-        strategy = without_needless_rules(self.problem.evaluator.graph, strategy)
+        strategy = without_needless_rules(strategy)
         return Candidate(strategy=strategy, orders=(self.order(point),))

@@ -183,28 +183,21 @@ def strategy_in_teams(
         for (_, parameter, _), home in zip(graph.updates, strategy.homes, strict=True)
     ]
     made = replace(made, op_rules=rules.op_rules, homes=tuple(homes))
-    return without_needless_rules(graph, made)
+    return without_needless_rules(made)
 
 
-def without_needless_rules(graph: OpGraph, strategy: Strategy) -> Strategy:
-    """Remove rules where every device is its own team: they have no effect there.
+def without_needless_rules(strategy: Strategy) -> Strategy:
+    """Remove rules where every device is its own team in all groups: they have no effect there.
+
+    If only some groups did without, values would be converted between them and the others.
 
     Args:
-        graph: Graph of one training step.
-        strategy: Strategy of the graph; its decisions have teams wherever ops have rules.
+        strategy: Strategy whose decisions have teams wherever ops have rules.
     """
-    if not strategy.op_rules:
-        return strategy
     # Sharded parameters have no home, and would need one without rules if a group is served.
-    alone = {
-        group
-        for group, each in enumerate(strategy.decisions)
-        if not has_teams(each) and not each.sync.is_served
-    }
-    group = group_ops(graph).group
-    decisions = tuple(
-        without_teams(decision) if number in alone else decision
-        for number, decision in enumerate(strategy.decisions)
-    )
-    kept = tuple(pair for pair in strategy.op_rules if int(group[pair[0]]) not in alone)
-    return replace(strategy.with_decisions(decisions), op_rules=kept)
+    if not strategy.op_rules or any(
+        has_teams(each) or each.sync.is_served for each in strategy.decisions
+    ):
+        return strategy
+    decisions = tuple(map(without_teams, strategy.decisions))
+    return replace(strategy.with_decisions(decisions), op_rules=())

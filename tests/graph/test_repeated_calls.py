@@ -60,6 +60,21 @@ def every_hundredth(m: Any, _: Tensor) -> float:
     return 2.0 if counted(m) % 100 == 0 else 1.0
 
 
+def in_one_step(m: Any, _: Tensor) -> float:
+    return 2.0 if counted(m) == 900 else 1.0
+
+
+def in_a_stated_step(m: Any, _: Tensor) -> float:
+    m.k += 1
+    return 2.0 if m.k == m.begin else 1.0
+
+
+def lazy(m: Any, x: Tensor) -> Tensor:
+    if not hasattr(m, "first"):
+        m.register_buffer("first", x.mean().detach())
+    return m.first  # type: ignore[no-any-return]
+
+
 def first_only(m: Any, _: Tensor) -> float:
     first, m.is_first = m.is_first, False
     return 2.0 if first else 1.0
@@ -103,11 +118,6 @@ def tensor_in_place(m: Any, _: Tensor) -> Tensor:
 
 def next_of_cycle(m: Any, _: Tensor) -> float:
     return float(next(m.turns))
-
-
-def replaced(m: Any, x: Tensor) -> Tensor:
-    m.layer, m.other = m.other, m.layer
-    return x.new_ones(())
 
 
 def clock(_m: Any, _: Tensor) -> float:
@@ -157,6 +167,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "counter": (lambda: Kept(anneal, k=0), "'k' of the model (0, then 1)"),
     "warm-up": (lambda: Kept(begin_late, k=0), "'k' of the model"),
     "now and then": (lambda: Kept(every_hundredth, k=0), "'k' of the model"),
+    "one step": (lambda: Kept(in_one_step, k=0), "'k' of the model (0, then 899)"),
+    "stated step": (lambda: Kept(in_a_stated_step, k=0, begin=7), "'k' of the model (0, then 6)"),
+    "lazy buffer": (lambda: Kept(lazy), "'first' of the model"),
     "first call": (lambda: Kept(first_only, is_first=True), "'is_first' of the model"),
     "temperature": (lambda: Kept(cool, tau=1.0), "'tau' of the model (1.0, then 0.99)"),
     "global": (lambda: Kept(global_step), "global 'STEP'"),
@@ -168,7 +181,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "tensor in place": (lambda: Kept(tensor_in_place, count=torch.ones(())), "'count' of the"),
     "cycle": (lambda: Kept(next_of_cycle, turns=itertools.cycle([1, 2, 3])), "'turns' of the"),
     "generator": (lambda: Kept(next_of_cycle, turns=endless()), "'turns' of the model"),
-    "module": (lambda: Kept(replaced), "module 'layer' of the model"),
     "clock": (lambda: Kept(clock), "'time' in clock"),
     "object": (lambda: Kept(lambda m, x: m.plan(), plan=Schedule()), "'step' of 'plan'"),
     "closure": (lambda: Kept(closure()), "variable 'calls' around"),
@@ -288,6 +300,72 @@ def test_a_tensor_that_is_written_in_place_has_to_be_a_buffer() -> None:
     buffered = Kept(scratch)
     buffered.register_buffer("scratch", torch.zeros(6, 4))
     capture(step_of(buffered))
+
+
+def frozen_later(m: Any, _: Tensor) -> None:
+    m.layer.weight.requires_grad_(counted(m) < 3)
+
+
+def trained_later(m: Any, _: Tensor) -> None:
+    m.other.weight.requires_grad_(counted(m) > 2)
+
+
+def swapped_data(m: Any, _: Tensor) -> None:
+    m.other.weight.data = 0.9 * m.other.weight.data
+
+
+def swapped_modules(m: Any, _: Tensor) -> None:
+    m.layer, m.other = m.other, m.layer
+
+
+def swapped_activation(m: Any, x: Tensor) -> Tensor:
+    m.act = nn.Tanh() if isinstance(m.act, nn.ReLU) else nn.ReLU()
+    return m.act(x)[:, :1]  # type: ignore[no-any-return]
+
+
+def growing(m: Any, x: Tensor) -> None:
+    m.kept = torch.cat([m.kept, x.mean()[None].detach()])
+
+
+def drawn_apart(m: Any, x: Tensor) -> Tensor:
+    return torch.rand((), generator=m.draws) * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (frozen_later, "sets requires_grad of 'layer.weight' to False, and all steps"),
+        (trained_later, "sets requires_grad of 'other.weight' to True, and all steps"),
+        (swapped_modules, "float32 of (4, 4) in the place of 'layer.weight' (float32 of (4, 4))"),
+        (swapped_activation, "'act' of the model decides that"),
+        (swapped_data, "puts other memory (.data = ...) in the place of 'other.weight'"),
+        (growing, "puts float32 of (2,) in the place of 'kept' (float32 of (1,))"),
+        (drawn_apart, "draws from a torch.Generator of its own"),
+    ],
+)
+def test_other_ways_to_keep_something_are_refused_by_name(
+    forward: Callable[[Any, Tensor], Any], text: str
+) -> None:
+    def made() -> nn.Module:
+        model = Kept(forward, k=0, draws=torch.Generator(), act=nn.ReLU())
+        model.other.requires_grad_(requires_grad=False)
+        model.register_buffer("kept", torch.zeros(1))
+        return model
+
+    with pytest.raises(CaptureError) as refusal:
+        capture(step_of(made))
+    assert text in str(refusal.value)
+
+
+def test_a_table_in_the_place_of_a_buffer_is_allowed() -> None:
+    def longer(m: Any, x: Tensor) -> Tensor:
+        if len(m.kept) < len(x):
+            m.kept = torch.arange(len(x), dtype=x.dtype)
+        return m.kept[: len(x), None]  # type: ignore[no-any-return]
+
+    model = Kept(longer)
+    model.register_buffer("kept", torch.zeros(1))
+    capture(step_of(model))
 
 
 def test_tensors_in_plain_attributes_have_their_values() -> None:

@@ -42,7 +42,7 @@ def check_point(moves: Neighbours, state: State) -> None:
     evaluator = moves.problem.evaluator
     strategy = decoded(moves, state)
     # As a search hands it over: what rules no longer shard has a home where it is served.
-    without_needless_rules(evaluator.graph, strategy).check(evaluator.graph, evaluator.cluster)
+    without_needless_rules(strategy).check(evaluator.graph, evaluator.cluster)
     careful = evaluator.evaluate(strategy, Order.RANK)  # checks it
     number = moves.rules.rule_set(state.rules, state.blocks)
     assert number is not None
@@ -163,7 +163,7 @@ def test_teams_are_formed_and_left_and_stay_legal(name: str) -> None:
 
 
 def test_what_a_search_hands_over_is_what_it_scored() -> None:
-    """Rules that only teams of one device would have are not said; it takes no longer so."""
+    """Also where some groups have rules that others do without: to the last digit."""
     graph = graph_of("gpt")
     machines = cluster_of((4.0, ["V100-16GB"] * 2), (1.0, ["T4"]), (1.0, ["T4"]))
     evaluator = Evaluator(graph, machines)
@@ -178,6 +178,6 @@ def test_what_a_search_hands_over_is_what_it_scored() -> None:
         strategy = search._strategy(state)
         strategy.check(graph, machines)
         found = evaluator.referee(strategy, state.order)
-        assert found.step_time_s <= 1.02 * search.referee.cost(state)
+        assert found.step_time_s == search.referee.cost(state)
         again = search._states(Candidate(strategy=strategy, orders=(state.order,)))[0]
         assert again.rules in ((), search.rules.of_teams)

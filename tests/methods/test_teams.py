@@ -87,7 +87,7 @@ def test_rules_of_teams_of_one_device_say_nothing() -> None:
         op_rules=rules.op_rules,
     )
     assert not has_teams(apart(decision))
-    assert without_needless_rules(GRAPH, said) == plain
+    assert without_needless_rules(said) == plain
     seconds = [evaluator.evaluate(each, Order.FIFO).step_time_s for each in (plain, said)]
     assert seconds[1] == pytest.approx(seconds[0], rel=0.02)
 
@@ -107,9 +107,9 @@ def test_a_pipeline_of_teams_means_what_was_simulated() -> None:
         search.try_points([point])
         strategy = search._candidate(point).strategy
         evaluation = evaluator.evaluate(strategy, Order.FIFO)  # checks it
-        assert evaluation.step_time_s == pytest.approx(search.cost[point][1], rel=0.02)
+        assert evaluation.step_time_s == search.cost[point][1]
         sizes = {len(team) for decision in strategy.decisions for team in decision.teams}
-        assert sizes == {size for size in point.teams if size > 1}
+        assert sizes == set(point.teams)
         recomputing = {d.devices for d in strategy.decisions if d.recompute}
         assert recomputing == set(point.stages[: point.recomputing])
 

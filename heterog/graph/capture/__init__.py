@@ -139,6 +139,12 @@ def _check_constants(workload: Workload, traced: fx.GraphModule, *, in_memory: b
     constants = {node.target for node in traced.graph.nodes if node.op == "get_attr"}
     for name in constants:
         value = getattr(traced, str(name))
+        if isinstance(value, torch.Generator):
+            raise CaptureError(
+                f"workload '{workload.name}': the step draws from a torch.Generator of its own, "
+                "whose numbers no plan can share among ranks. Leave out generator=, to draw from "
+                "the step's own, or draw outside and pass the result as a tensor of the batch."
+            )
         if isinstance(value, Tensor) and (isinstance(value, FakeTensor) or value.is_meta):
             if not in_memory:
                 raise _UnknownConstant

@@ -198,14 +198,7 @@ class Search:
             schedule=state.schedule,
             blocks=state.blocks,
         )
-        plain = without_needless_rules(self.evaluator.graph, strategy)
-        known = self.referee.found.get(state.key)
-        if not plain.op_rules or known is None:
-            return plain
-        # Where some groups keep rules, values are converted between them and those without.
-        limit = cost_of(known) * (1.0 + COSTS_NOTHING)
-        judged = self.evaluator.referee(plain, state.order, limit)
-        return plain if cost_of(judged) <= limit else strategy
+        return without_needless_rules(strategy)
 
     def _search(self) -> None:
         if self.is_seeded:
