@@ -58,6 +58,7 @@ class Row:
         measured_bytes: peak of rank 0; ``None`` if it is not known.
         is_host_bound: whether the host decides how long a micro-batch takes.
         has_tied_table: whether head and embedding are one, on whatever stages they are.
+        empty_stages: stages of the pipeline without a layer or head.
     """
 
     model: str
@@ -70,6 +71,7 @@ class Row:
     measured_bytes: float | None
     is_host_bound: bool
     has_tied_table: bool
+    empty_stages: int
 
     @property
     def name(self) -> str:
@@ -264,11 +266,14 @@ def kept_bytes(row: Row) -> float:
     """What nanotron keeps on rank 0 beside what a strategy says, by the slopes of 1B's peaks.
 
     Each of it was found in ``fit`` rows, by size and number of micro-batches. Members of a team
-    keep the gathered inputs of the two column-parallel products of a layer, and of the head
-    (0.5 GiB a sample in 1B, whatever ``tp``). DDP keeps buckets in the parameters' dtype, which
-    one replica lacks. Gradients are added up in float32 also where there is one micro-batch to
-    add. The loss overwrites its exponentials, and those of the micro-batch before live on until
-    the next has run; a strategy has two in any case.
+    keep gathered inputs of the two column-parallel products of a layer, and of the head: one a
+    layer for each micro-batch in flight, and one more for two of these while kernels lag behind
+    the host; in a pipeline that waits for its host, two less. (By the slopes of 1B's peaks: 2 a
+    micro-batch with 1 and 2 stages, 1.5 with 4, 1 with 8; where the host decides 0, 0.2 and 1
+    with 2, 4 and 8.) DDP keeps buckets in the parameters' dtype, which one replica lacks.
+    Gradients are added up in float32 also where there is one micro-batch to add. The loss
+    overwrites its exponentials, and those of the micro-batch before live on until the next has
+    run; a strategy has two in any case.
 
     >>> from published_nanotron import row_of
     >>> row = {"model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "seq": 4096,
@@ -286,11 +291,29 @@ def kept_bytes(row: Row) -> float:
     found = 2.0 * parameters * (layout.dp > 1)
     if layout.tp > 1:
         in_flight = min(layout.pp, row.num_micro)
-        found += in_flight * (2 * num_layers + is_last) * tokens * sizes.hidden * 2.0
+        waits = row.is_host_bound and layout.pp > 1
+        number = in_flight + min(in_flight, 2) * (-1 if waits else 1)
+        gathered = number * num_layers + is_last
+        found += gathered * tokens * sizes.hidden * 2.0
     if row.num_micro == 1:
         found += 4.0 * parameters
         found -= is_last * tokens * sizes.vocabulary / layout.tp * 4.0
     return found
+
+
+def can_run(row: Row, peak_bytes: float, memory_bytes: float) -> bool:
+    """Whether nanotron can run a row that has such a peak.
+
+    What no tensor holds (CUDA's context, NCCL's buffers, fragments) is ``_RESERVED_BYTES``: 68.3
+    GiB were the most that 1B ran with, and 71.5 the least as predicted of all runs but two that
+    failed for memory. All 80 runs of 1B with two or more stages without a layer failed, however
+    little they would have kept; a single one can have the loss.
+    """
+    return row.empty_stages < _EMPTY_STAGES and peak_bytes <= memory_bytes - _RESERVED_BYTES
+
+
+_RESERVED_BYTES = 9 << 30
+_EMPTY_STAGES = 2
 
 
 def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) -> float:

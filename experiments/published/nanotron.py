@@ -19,6 +19,7 @@ from nanotron_program import (
     Row,
     Sizes,
     beside_s,
+    can_run,
     graph_of,
     kept_bytes,
     stages,
@@ -140,6 +141,7 @@ def row_of(row: dict[str, str], *, is_bound: bool) -> Row:
         measured_bytes=float(row["mem_gb"]) * 2**30 if is_ok and row["mem_gb"] else None,
         is_host_bound=is_bound,
         has_tied_table=row["embeddings"] == "tied",
+        empty_stages=pp - len(begins) - 1,
     )
 
 
@@ -229,7 +231,8 @@ def swept(
                 predicted_bytes=round(peak_bytes),
                 choice=f"{row.model} on {row.num_gpus}",
             )
-        fits = found.is_ok and peak_bytes <= cluster.devices[0].usable_memory_bytes
+        memory_bytes = cluster.devices[0].usable_memory_bytes
+        fits = found.is_ok and can_run(row, peak_bytes, memory_bytes)
         yield Swept(row=row, compared=compared, fits=fits)
 
 
@@ -253,9 +256,10 @@ def swept_errors(runs: Sequence[Swept]) -> Iterable[FamilyErrors]:
 
 
 def told(runs: Sequence[Swept]) -> str:
-    """How many runs that fit, and that failed, were told so.
+    """How many runs that ran, and that failed, were told so.
 
-    Why a run failed is not known; those with fewer micro-batches than stages but one are left out.
+    Why a run failed is not known: some had two empty stages (``nanotron_program.can_run``), some
+    no reason that is known. Those with fewer micro-batches than stages but one are left out.
     """
     ran = [each.fits for each in runs if each.compared is not None]
     failed = [
