@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from heterog.agents.config import Algorithm, TrainingConfig
-from heterog.agents.gradients import GradientLearner
+from heterog.agents.learner import GradientLearner
 from heterog.agents.reinforce import Reinforce
 from heterog.agents.sources import PairSource, captured
 from heterog.agents.training import Trainer

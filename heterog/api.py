@@ -15,8 +15,7 @@ from heterog.runtime.measure.rehearsal import rehearsal_of
 from heterog.search.issue_order import Rehearse
 from heterog.search.objective import FASTEST, Objective
 from heterog.search.plan import BEST, Plan, make_plan, parse_orders
-from heterog.search.request import Request
-from heterog.search.seeds import GivenLayout
+from heterog.search.request import GivenLayout, Request
 from heterog.strategy.layouts.layout import Layout, Recompute
 
 

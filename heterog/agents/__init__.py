@@ -2,13 +2,12 @@
 
 - ``encoder`` and ``policy`` are the network, ``graph_data`` its input, ``config`` its sizes and
   the settings of training, ``checkpoint`` a policy on disk, ``shipped`` those of the package.
-- ``training`` learns on many pairs: ``sources`` gives pairs, a ``learner`` improves a policy on
-  them, by ``gradients`` or by algorithms of stable-baselines3 (``sb3``), ``validation`` measures.
-  Losses are those of ``imitation``, of what ``elites`` finds, and ``reinforce``; ``scoring`` rates
-  rows in parallel. ``finetune`` learns on one pair, ``evaluation`` compares.
-- ``proposals`` are what a policy answers: ``ways`` draw rows, ``stages`` and ``segments`` make
-  other rows of them, ``op_level`` scores the best at the op level, ``finishing`` adds teams and
-  schedules.
+- ``training`` learns on many pairs and measures: ``sources`` gives pairs, a ``learner`` improves a
+  policy on them, by gradients or by algorithms of stable-baselines3 (``sb3``). Losses are those of
+  ``imitation``, of what ``elites`` finds, and ``reinforce``. ``finetune`` learns on one pair,
+  ``evaluation`` compares.
+- ``proposals`` are what a policy answers: ``ways`` draw rows, ``stages`` make other rows of them,
+  ``op_level`` scores the best at the op level, ``finishing`` adds teams and schedules.
 - ``improver`` scores the moves of a local search, ``move_imitation`` teaches it.
 - ``planners`` are the methods ``agent`` and ``agent+search``; ``job_ppo`` learns for arriving
   jobs; ``conformance`` checks encoders.

@@ -14,8 +14,7 @@ from heterog.methods.planner import Budget, MethodRow, Planner, Problem
 from heterog.search.compare import Comparison
 from heterog.search.judging import run_method
 from heterog.search.portfolio import best_row, run_methods
-from heterog.search.request import Request, Session
-from heterog.search.seeds import GIVEN
+from heterog.search.request import GIVEN, Request, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 

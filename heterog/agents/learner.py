@@ -1,22 +1,35 @@
-"""What every way to learn has in common: ``Learner``, and which one a name means.
+"""What every way to learn has in common, and learning by gradients of a loss.
 
-``imitation``, ``reinforce`` and ``mixed`` are in ``gradients``; ``sb3:NAME`` and
+``imitation``, ``reinforce`` and ``mixed``, both at once, follow gradients; ``sb3:NAME`` and
 ``sb3_contrib:NAME`` are algorithms of stable-baselines3 and sb3-contrib (``sb3``);
 ``path/to/file.py:NAME`` is a learner of your own, a subclass of ``Learner``.
+
+Every random draw comes from one generator whose state is in the checkpoint, so a run that was
+stopped and resumed ends with the same weights as one that was not.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
 from heterog.agents.config import Algorithm, TrainingConfig
+from heterog.agents.graph_data import PairBatch
+from heterog.agents.imitation import Example, Imitation, make_examples
 from heterog.agents.policy import Policy
+from heterog.agents.reinforce import Reinforce
 from heterog.agents.sources import PairSource
+from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import RewardFunction, reward_of
-from heterog.errors import ConformanceError, UnknownNameError
+from heterog.errors import ConformanceError, HeterogError, UnknownNameError
+from heterog.lowering.program import IntArray
 from heterog.user_code import is_from_file, load_object
-from heterog.workers import HERE, Workers
+from heterog.workers import HERE, Here, Workers
 
 Report = Callable[[str, float, str], None]
 """Function called with (stage, part done, news)."""
@@ -93,7 +106,7 @@ def learner_of(algorithm: str) -> MakeLearner:
         ConformanceError: a name of your own is no ``Learner``.
     """
     if algorithm in list(Algorithm):
-        from heterog.agents.gradients import GradientLearner
+        from heterog.agents.learner import GradientLearner
 
         return GradientLearner
     library, _, name = algorithm.partition(":")
@@ -111,3 +124,205 @@ def learner_of(algorithm: str) -> MakeLearner:
             "'class Mine(Learner)' with a method 'advance'."
         )
     return found
+
+
+_MOST_KEPT = 256
+"""Number of pairs that a worker keeps ready."""
+
+
+class PairScorer:
+    """Scores rows of a source's pairs; each pair then knows the scores of its rows.
+
+    Args:
+        workers: Workers that score; in this process, rows are scored when their scores are needed.
+        source: Source of the pairs.
+    """
+
+    def __init__(self, workers: Workers, source: PairSource) -> None:
+        self._workers, self._source = workers, source
+
+    def __call__(
+        self, indices: Sequence[int], pairs: Sequence[Pair], rows: Sequence[IntArray]
+    ) -> None:
+        """Score rows.
+
+        Args:
+            indices: Number of each pair in the source.
+            pairs: The pairs.
+            rows: Rows of each pair.  # each [num_rows, G]
+        """
+        if isinstance(self._workers, Here):
+            return
+        jobs = list(zip(indices, rows, strict=True))
+        found = self._workers.map(_score, self._source, jobs)
+        for pair, own, scores in zip(pairs, rows, found, strict=True):
+            pair.remember(own, scores)
+
+
+def _score(source: PairSource, job: tuple[int, IntArray]) -> list[Score]:
+    index, rows = job
+    pair = _pair(_Same(source), index)
+    scores = [pair.score(row) for row in rows]
+    pair.forget()
+    return scores
+
+
+class _Same:
+    """A source by identity, because comparing graphs would take longer than scoring."""
+
+    def __init__(self, source: PairSource) -> None:
+        self.source = source
+
+    def __hash__(self) -> int:
+        return id(self.source)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.source is other.source
+
+
+@lru_cache(_MOST_KEPT)
+def _pair(source: _Same, index: int) -> Pair:
+    return source.source.pair(index)
+
+
+class GradientLearner(Learner):
+    """Draws or copies strategies of some pairs a step; see the module docstring."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        config = task.config
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), config.learning_rate, betas=(0.9, 0.98), weight_decay=0.02
+        )
+        # The average over the last few hundred steps is validated and kept: it is steadier.
+        averaging = get_ema_multi_avg_fn(config.average_decay)  # type: ignore[no-untyped-call]
+        self.averaged = AveragedModel(self.policy, multi_avg_fn=averaging)
+        self._rng = np.random.default_rng([config.seed, 77])
+        self._judged = replace(task.source, judged=True)
+        self.reinforce = Reinforce(
+            config.samples_per_pair,
+            config.entropy_nats,
+            reward=task.reward,
+            score_ahead=PairScorer(task.workers, self._judged),
+        )
+        self._pairs: dict[int, Pair] = {}
+        self._known: list[Example] | None = None
+
+    @property
+    def kept(self) -> Policy:
+        """The averaged policy, once there is one."""
+        if not int(self.averaged.n_averaged):
+            return self.policy
+        assert isinstance(self.averaged.module, Policy)
+        return self.averaged.module
+
+    @property
+    def examples(self) -> list[Example]:
+        """Pairs with what a search found for them, searched when they are first asked for."""
+        if self._known is None:
+            self._known = self._searched() if self.task.config.imitates else []
+        return self._known
+
+    def _searched(self) -> list[Example]:
+        config, report = self.task.config, self.task.report
+
+        def progress(done: int) -> None:
+            report("search", done / config.num_pairs, f"{done} of {config.num_pairs} pairs")
+
+        examples = make_examples(
+            self.task.source,
+            config.num_pairs,
+            config.search_evaluations,
+            workers=self.task.workers,
+            progress=progress,
+        )
+        if not examples:
+            raise HeterogError(
+                f"none of {config.num_pairs} pairs has a strategy that fits; train on more pairs, "
+                "smaller models or larger clusters."
+            )
+        self.num_evaluations += sum(example.num_evaluations for example in examples)
+        for example in examples if config.reinforces else ():
+            # Draws are judged more finely than the search did, so that its best is judged anew.
+            pair = self.pair(example.index)
+            example.best_s = pair.score(example.elites[0]).step_time_s
+        return examples
+
+    def advance(self, step: int) -> dict[str, float]:
+        """Make a step."""
+        config = self.task.config
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.rate_at(step)
+        self.policy.train()
+        self.optimizer.zero_grad()
+        terms: dict[str, float] = {}
+        chosen: list[Example] = []
+        if config.imitates:
+            imitation = Imitation(self.examples, config.elites_per_pair)
+            chosen = imitation.choose(config.pairs_per_step, self._rng)
+            keys = [example.index for example in chosen]
+        else:
+            keys = self._rng.choice(config.num_pairs, config.pairs_per_step).tolist()
+            # Sorted as in ``Imitation.choose``, for the halves below.
+            keys.sort(key=lambda key: self.pair(key).num_candidates)
+        # Two halves, so that smaller tables are not padded to the size of the largest.
+        for half in (slice(0, len(keys) // 2), slice(len(keys) // 2, None)):
+            if keys[half]:
+                part = len(keys[half]) / len(keys)
+                for name, value in self._accumulate(chosen[half], keys[half], part, step).items():
+                    terms[name] = terms.get(name, 0.0) + part * value
+        torch.nn.utils.clip_grad_norm_(self.policy.parameters(), 1.0)
+        self.optimizer.step()
+        self.averaged.update_parameters(self.policy)
+        return terms
+
+    def _accumulate(
+        self, chosen: list[Example], keys: list[int], part: float, step: int
+    ) -> dict[str, float]:
+        """Add the gradient of some pairs of a step; return their numbers."""
+        config, terms = self.task.config, {}
+        loss = torch.zeros(())
+        if config.imitates:
+            imitation = Imitation(chosen, config.elites_per_pair)
+            loss, scores = imitation.loss(self.policy, chosen, self._rng)
+            terms["imitation_loss"] = float(loss.detach())
+            loss = loss * config.imitation_weight
+        else:
+            scores = self.policy(PairBatch([self.pair(key).observation for key in keys]))
+        if config.reinforces:
+            pairs, fraction = [self.pair(key) for key in keys], step / config.num_steps
+            made = self.reinforce.step(scores, pairs, keys, fraction, self._rng)
+            loss = loss + made.loss
+            self.num_evaluations += made.num_evaluations
+            for example, found in zip(chosen, made.improved, strict=False):
+                if found is not None:
+                    example.improve(*found)
+            terms |= made.terms
+        (loss * part).backward()  # type: ignore[no-untyped-call]
+        return terms
+
+    def pair(self, index: int) -> Pair:
+        """A training pair, kept once it is made, without the scores of earlier steps."""
+        if index not in self._pairs:
+            self._pairs[index] = self._judged.pair(index)
+        pair = self._pairs[index]
+        pair.forget()
+        return pair
+
+    def state(self) -> dict[str, Any]:
+        """Optimizer, average, draws, and what was found for each pair."""
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "averaged": self.averaged.state_dict(),
+            "rng": self._rng.bit_generator.state,
+            "coefficient": self.reinforce.coefficient,
+            "examples": [example.record() for example in self.examples],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.averaged.load_state_dict(state["averaged"])
+        self._rng.bit_generator.state = state["rng"]
+        self.reinforce.coefficient = state["coefficient"]
+        self._known = [Example.restored(self.task.source, each) for each in state["examples"]]

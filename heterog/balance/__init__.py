@@ -10,7 +10,7 @@
   notice where updates and steps end, ``replicas`` ranks whose weights differ, ``batch_norms``
   ranks with few samples.
 - What a loss is a mean of, for frameworks: ``loss_means``, ``loss_probe`` (which needs
-  ``fixed_draws``) and ``label_means``; ``for_trainer_arguments`` obeys or refuses a Trainer's.
+  ``fixed_draws``) and ``label_means``.
 - ``clock`` measures what a rank computes between its waits, ``speeds`` fits it, ``rebalancing``
   decides when shares change and ``following`` changes them. ``group`` are the ranks of the job.
 """

@@ -4,8 +4,7 @@ With ``--json`` one document goes to stdout and nothing else; progress and notes
 input ends with exit code 2 and one clear line. Each command is a module here and a line below.
 
 - Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
-  ``objective``, past plans in ``library``, what is printed about a new one in ``found``, settings
-  in a file in ``run_file``.
+  ``objective``, what is printed about a new plan in ``found``, settings in a file in ``run_file``.
 - Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
 - Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``schedule``. What there is: ``listing``,
   ``cluster``.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from heterog.methods.planner import Planner
     from heterog.methods.registry import Methods
     from heterog.search.issue_order import Rehearse
-    from heterog.search.seeds import GivenLayout
+    from heterog.search.request import GivenLayout
 
 out = Console(width=None if sys.stdout is not None and sys.stdout.isatty() else 100)
 err = Console(stderr=True)
@@ -229,7 +229,7 @@ def load_layout(source: str, *, is_required: bool) -> "GivenLayout | None":
     """
     if not source:
         return None
-    from heterog.search.seeds import GivenLayout
+    from heterog.search.request import GivenLayout
     from heterog.strategy.layouts.files import is_layout_file, read_layout
     from heterog.strategy.layouts.layout import parse_layout
 

@@ -8,8 +8,7 @@ from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
     from heterog.graph.op_graph import OpGraph
-    from heterog.search.cost import Cost
-    from heterog.search.objective import Aim, Objective
+    from heterog.search.objective import Aim, Cost, Objective
     from heterog.search.plan import Plan
 
 ObjectiveOption = Annotated[

@@ -24,7 +24,7 @@ from heterog.methods.planner import Budget, MethodRow, Problem, Progress, Spendi
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
 from heterog.search.plan import Plan
-from heterog.search.seeds import GIVEN
+from heterog.search.request import GIVEN
 from heterog.search.stability import DATA_PARALLEL, REFERENCES, Gain, fastest, reference_of
 from heterog.simulator.critical_path import PathPiece, critical_pieces, totals
 from heterog.simulator.engine import Order

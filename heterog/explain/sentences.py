@@ -20,7 +20,7 @@ from heterog.explain.wording import (
     seconds_of,
     times_slower,
 )
-from heterog.search.seeds import GIVEN
+from heterog.search.request import GIVEN
 from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
 from heterog.simulator.memory_breakdown import DeviceMemory, MemoryKind
 from heterog.strategy.division import split_in_proportion

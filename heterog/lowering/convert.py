@@ -13,7 +13,7 @@ Halos: an op on some rows reads rows of its inputs that neighbours own.
 The target's box then overlaps those of its neighbours: each device gets the rows of its window
 that it lacks from whoever owns them, and joins them with its own. How many rows that are follows
 from the devices' units alone (see ``Window`` in ``heterog.graph.placement``), or from the entries
-of a sparse matrix (``sparse_rows``).
+of a sparse matrix (``SparseRows``).
 """
 
 from heterog.graph.axis_plan import AS_MADE, EVERYTHING, IN_TEAM

@@ -39,7 +39,7 @@ Report = Callable[[str, float], None]
 
 SOURCES = (
     "strategy/division.py",
-    "strategy/rings.py",
+    "strategy/division.py",
     "strategy/strategy.py",
     "strategy/sync.py",
     "lowering/*.py",

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from heterog.runtime.deploy import DeployedStep
     from heterog.runtime.step.collectives import Communicator
     from heterog.runtime.step.executor import StepExecutor
-    from heterog.runtime.step.model_part import ModelPart
     from heterog.runtime.step.rank_program import RankProgram
     from heterog.runtime.step.recorder import Recorder
     from heterog.runtime.step.step_order import StepOrder
+    from heterog.runtime.step.whole_model import ModelPart
 
 MakeExecutor = Callable[["Callable[[int], Tensor] | None"], "StepExecutor"]
 """Makes an executor that reads parameters, by tensor id, by a function if one is given."""

@@ -2,6 +2,10 @@
 
 Ops without rules have a row for each device type and share; those with rules are priced by the
 work that the rule sets used last leave to a device; channels one by one.
+
+Of a sparse product, the work of a row is its number of entries: a device with a tenth of the nodes
+of a skewed graph may have half of the edges. All other costs follow from the number of units
+alone.
 """
 
 from collections.abc import Sequence
@@ -11,9 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from heterog.cluster.topology import Cluster, Sends
-from heterog.graph.axis_plan import axis_plan
+from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan, axis_plan
+from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules
+from heterog.graph.sharding_rules.sparse import pattern_key
 from heterog.lowering import Choice, make_scratch, used_channels
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable, communicators
 from heterog.lowering.choice import Encoder
@@ -22,7 +28,69 @@ from heterog.lowering.sparse_tables import starts_of
 from heterog.lowering.tables import Domain, GraphTables, graph_tables
 from heterog.lowering.tape import NUM_TASKS, Scratch, Tape
 from heterog.pricing.cost_model import ChannelPrices, ChannelSeconds, CostModel, Prices
-from heterog.pricing.sparse_work import SparseWork
+
+
+class SparseWork:
+    """Work of the sparse products of a graph that have a rule.
+
+    Args:
+        graph: One training step.
+        plan: Placements of its tensors.
+    """
+
+    def __init__(self, graph: OpGraph, plan: AxisPlan) -> None:
+        self._graph = graph
+        self._plan = plan
+        by_key = {pattern.key: pattern for pattern in graph.patterns}
+        self._ops = [
+            (index, by_key[pattern_key(op.args)])
+            for index, op in enumerate(graph.ops)
+            if op.kind == SPARSE_PRODUCT
+            and plan.op_axis[index] != BATCH_AXIS
+            and pattern_key(op.args) in by_key
+        ]
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether rows are cut, so that work depends on which rows a device has."""
+        return any(self._plan.needed[op][0].pattern for op, _ in self._ops)
+
+    def put(
+        self, work: tuple[FloatArray, FloatArray], first_unit: int, units: int, samples: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Replace the work of sparse products, which units alone do not determine.
+
+        Args:
+            work: FLOPs and bytes moved of every op; changed in place.
+            first_unit: First unit of the device.
+            units: Number of units of the device.
+            samples: Number of samples of its team.
+
+        Returns:
+            The changed work.
+        """
+        flops, moved = work
+        graph = self._graph
+        for index, pattern in self._ops:
+            op, all_units = graph.ops[index], max(self._plan.units(index), 1)
+            needed = self._plan.needed[index][0]
+            begin, end = min(first_unit, all_units), min(first_unit + units, all_units)
+            part = (end - begin) / all_units if needed.is_split else 1.0
+            entries = part
+            if needed.pattern:
+                inner = pattern.num_rows // all_units
+                count = pattern.num_entries_of(begin * inner, end * inner)
+                entries = count / max(pattern.num_entries, 1)
+            of_matrix = float(sum(graph.tensor_bytes[tensor] for tensor in op.inputs[1:]))
+            along = samples / graph.batch_size
+            flops[index] = op.flops * entries * along
+            moved[index] = (
+                (op.bytes_read - of_matrix) * entries * along
+                + of_matrix * (entries if needed.pattern else 1.0)
+                + op.bytes_written * part * along
+            )
+        return flops, moved
+
 
 MOST_PRICED = 1024
 """Most channels that are all priced, used by a program or not: those of 32 devices."""

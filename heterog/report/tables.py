@@ -21,7 +21,7 @@ from heterog.explain.explanation import Explanation
 from heterog.methods.built_in import MethodNote
 from heterog.methods.planner import MethodRow
 from heterog.search.arrivals.queueing import Verdict
-from heterog.search.cost import cost_per_step
+from heterog.search.objective import cost_per_step
 from heterog.search.stability import reference_of
 from heterog.simulator.memory_breakdown import Fit, MemoryKind
 from heterog.units import GIB, format_bytes, format_seconds

@@ -51,14 +51,13 @@ from heterog.runtime.step.feedback import ErrorFeedback
 from heterog.runtime.step.grouped_optimizer import make_optimizer
 from heterog.runtime.step.local_op import local_ops
 from heterog.runtime.step.loss_scale import LossScale
-from heterog.runtime.step.model_part import ModelPart
 from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
 from heterog.runtime.step.recorder import Recorder, TaskTimes, gather_task_times
 from heterog.runtime.step.replicas import Replicas, compared_after
 from heterog.runtime.step.step_order import StepOrder, step_order
 from heterog.runtime.step.unchanged import Unchanged
-from heterog.runtime.step.whole_model import WholeModel, one_model
+from heterog.runtime.step.whole_model import ModelPart, WholeModel, one_model
 from heterog.search.plan import Plan
 from heterog.strategy.strategy import Strategy
 

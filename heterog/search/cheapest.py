@@ -34,8 +34,7 @@ from heterog.search.allotment import Allotment
 from heterog.search.host_subset import HostSubset
 from heterog.search.objective import hosts_used, rent_per_s
 from heterog.search.portfolio import prepare, run_methods
-from heterog.search.request import Request, Session
-from heterog.search.seeds import SeedPlanner
+from heterog.search.request import Request, SeedPlanner, Session
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 

@@ -38,11 +38,10 @@ from heterog.pricing.peak_errors import PeakErrors
 from heterog.search.allotment import Allotment
 from heterog.search.background import BackgroundPlan, plan_background
 from heterog.search.cheapest import CheapestSearch, Offer, offers_of_rows
-from heterog.search.cost import Cost, cost_of, cost_per_step
 from heterog.search.history import MethodHistory, SearchHistory
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.search.judging import run_method
-from heterog.search.objective import FASTEST, Objective
+from heterog.search.objective import FASTEST, Cost, Objective, cost_of, cost_per_step
 from heterog.search.plan_file import (
     background_of,
     contradiction,
@@ -60,8 +59,7 @@ from heterog.search.portfolio import (
     use_op_rules,
     with_noise,
 )
-from heterog.search.request import Request, Session
-from heterog.search.seeds import GIVEN
+from heterog.search.request import GIVEN, Request, Session
 from heterog.search.stability import Gain, gain, reference_of, robust_rank
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator

@@ -30,8 +30,7 @@ from heterog.pricing.intervals import Interval
 from heterog.search.allotment import Allotment
 from heterog.search.issue_order import MOST_WRITTEN, IssuedSteps, Rehearse
 from heterog.search.judging import Together, can_be_sent, under_noise
-from heterog.search.request import Request, Session
-from heterog.search.seeds import GIVEN
+from heterog.search.request import GIVEN, Request, Session
 from heterog.search.sharing import Shares, SharesTogether
 from heterog.search.stability import reference_of
 from heterog.simulator.engine import Order

@@ -27,7 +27,7 @@ from heterog.search.judging import (
     next_of,
     run_method,
 )
-from heterog.search.seeds import GIVEN
+from heterog.search.request import GIVEN
 
 BASELINE_PART = 0.25
 """Part of a budget in seconds for all baselines of ``auto`` together."""

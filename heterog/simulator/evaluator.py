@@ -16,8 +16,7 @@ from heterog.pricing.cost_model import CostModel
 from heterog.pricing.intervals import Interval, interval_around
 from heterog.pricing.regimes import ONE_HOST, regime_of, regime_spread
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome, given_up
-from heterog.simulator.feasibility import MEMORY_MARGIN, Feasibility
+from heterog.simulator.evaluation import MEMORY_MARGIN, Evaluation, Feasibility, Outcome, given_up
 from heterog.simulator.floor import floor_s
 from heterog.simulator.runs import Lowered, Runner
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy

@@ -20,13 +20,15 @@ from heterog.graph.resized_rules import resized_rules
 from heterog.modes.mode import Mode
 from heterog.strategy.division import (
     Division,
+    Ring,
     cut_division,
+    gradient_rings,
     is_cut_alike,
     micro_sizes,
+    slice_rings,
     split_in_proportion,
 )
 from heterog.strategy.keeping import Keeps as Keeps
-from heterog.strategy.rings import Ring, gradient_rings, slice_rings
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, device_chunks
 from heterog.strategy.sync import Sync as Sync
 

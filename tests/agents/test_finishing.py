@@ -13,8 +13,8 @@ from heterog.agents.finishing import Finish, Scheduled, moved_cuts
 from heterog.agents.op_level import Scorer, StepSettings
 from heterog.agents.planners import default_methods
 from heterog.agents.policy import draw, rule_of_thumb
-from heterog.agents.segments import BACKWARD, rows_in_segments, seconds_of_cuts
 from heterog.agents.stages import balanced, estimated_s, kind_of, sequences_near
+from heterog.agents.ways import BACKWARD, rows_in_segments, seconds_of_cuts
 from heterog.envs.pair import Loads, Pair, RunningMemory
 from heterog.envs.strategy_env import StrategyEnv
 from heterog.envs.toy import chain_graph

@@ -17,7 +17,7 @@ from heterog.methods.pipette.planner import Pipette
 from heterog.methods.planner import Budget, Candidate, Planner, Problem, Stop
 from heterog.search.judging import run_method
 from heterog.search.portfolio import best_row
-from heterog.search.seeds import GivenLayout
+from heterog.search.request import GivenLayout
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout

@@ -9,7 +9,7 @@ from heterog.graph.capture import capture
 from heterog.methods.megatron_grid import MegatronGrid, _Grid, _Point
 from heterog.methods.planner import Budget, MethodRow, Problem
 from heterog.search.judging import run_method
-from heterog.search.seeds import GivenLayout
+from heterog.search.request import GivenLayout
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import Layout, parse_layout

@@ -21,7 +21,7 @@ from heterog.methods.pipette.layouts import (
 from heterog.methods.pipette.planner import Pipette, _Search, _Trial
 from heterog.methods.planner import Budget, Problem
 from heterog.search.judging import run_method
-from heterog.search.seeds import GivenLayout
+from heterog.search.request import GivenLayout
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.layouts.layout import parse_layout
 from heterog.strategy.layouts.placed import place_layout

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from heterog.cli.library import library_folder
+from heterog.cli.plan import library_folder
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph

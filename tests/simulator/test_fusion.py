@@ -18,8 +18,7 @@ from heterog.cluster.topology import Execution
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.workload import Workload
-from heterog.pricing.device_models.fusion.fused import Fused, fused_kernels
-from heterog.pricing.device_models.fusion.scheduling import Kernel
+from heterog.pricing.device_models.fusion.fused import Fused, Kernel, fused_kernels
 from heterog.pricing.device_models.model import DeviceModels
 from heterog.zoo import build
 from tests.thorough import THOROUGH, few_of

@@ -12,8 +12,7 @@ from heterog.graph.placement import OpRule, R
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import Division, cut_division, micro_shares
-from heterog.strategy.rings import gradient_rings
+from heterog.strategy.division import Division, cut_division, gradient_rings, micro_shares
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, Strategy, Sync
 from tests.simulator.builders import cluster_of, strategy_of

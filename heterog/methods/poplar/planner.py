@@ -43,9 +43,8 @@ from heterog.methods.poplar.allocation import (
     zero_strategy,
 )
 from heterog.simulator.engine import Order
-from heterog.simulator.evaluation import Evaluation, Outcome
+from heterog.simulator.evaluation import MEMORY_MARGIN, Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
-from heterog.simulator.feasibility import MEMORY_MARGIN
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 

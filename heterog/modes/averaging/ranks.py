@@ -36,9 +36,9 @@ from heterog.runtime.deploy import DeployedStep
 from heterog.runtime.measure.rehearsal import AFTER, Stage
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.feedback import ErrorFeedback, Key
-from heterog.runtime.step.model_part import ModelPart
 from heterog.runtime.step.optimizer import Masters
 from heterog.runtime.step.rank_program import RankProgram
+from heterog.runtime.step.whole_model import ModelPart
 from heterog.strategy.strategy import Strategy
 
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 from heterog.modes.on_ranks import Rehearsal
 from heterog.runtime.measure.rehearsal import BEGIN, CHECKED_EVERY, END, Stage
 from heterog.runtime.step.collectives import Communicator
-from heterog.runtime.step.model_part import ModelPart
+from heterog.runtime.step.whole_model import ModelPart
 
 
 class Moment(IntEnum):

@@ -26,9 +26,9 @@ from heterog.modes.mode import fault_of_modes
 from heterog.runtime.measure.rehearsed_wire import RehearsalError, RehearsedCommunicator, Wire
 from heterog.runtime.step.executor import StepExecutor, device_sets
 from heterog.runtime.step.local_op import Extent, LocalOp, local_ops
-from heterog.runtime.step.model_part import ModelPart
 from heterog.runtime.step.rank_program import OP_KINDS, RankProgram
 from heterog.runtime.step.step_order import LOSS, NORM, DueTask, StepOrder, step_order
+from heterog.runtime.step.whole_model import ModelPart
 from heterog.search.issue_order import IssuedStep, Rehearse
 from heterog.strategy.strategy import Strategy
 

@@ -8,8 +8,8 @@
   gradients leave out, ``recorder`` when things happened.
 - One op on a share: ``local_op`` (``op_inputs``, ``attention``, ``causal_rows``, ``own_words``,
   ``windows``, ``random_stream``). Which samples and rows: ``spans``, ``placed``, ``row_sets``,
-  ``halos``. What a rank holds: ``model_part``, ``slices``, ``buffer_owners``; ``whole_model``
-  brings it together.
+  ``halos``. What a rank holds: ``slices``, ``buffer_owners``; ``whole_model`` has its part, and
+  brings all together.
 - ``deploy_checks`` looks before a step is made, ``alike`` compares ranks and ``replicas`` their
   weights, ``unchanged`` a model with what was captured.
 """

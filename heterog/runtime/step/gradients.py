@@ -14,7 +14,7 @@ from heterog.runtime.step.recipes import Recipe
 from heterog.runtime.step.slices import SlicedBucket, Slices
 from heterog.runtime.step.spans import Spans
 from heterog.runtime.step.values import Values
-from heterog.strategy.rings import Ring
+from heterog.strategy.division import Ring
 
 _InRing = tuple[int, tuple[int, ...]]
 """A bucket, and the devices of one of its rings."""

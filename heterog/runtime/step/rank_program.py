@@ -27,7 +27,7 @@ from heterog.runtime.step.op_inputs import needs, sources
 from heterog.runtime.step.placed import cut, join
 from heterog.runtime.step.slices import SlicedBucket, parameter_rings, sliced_buckets
 from heterog.runtime.step.spans import Spans, spans_of_groups
-from heterog.strategy.rings import Ring
+from heterog.strategy.division import Ring
 from heterog.strategy.strategy import Strategy
 
 _KINDS = {int(kind): kind for kind in TaskKind}

@@ -19,7 +19,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.lowering.program import Program
 from heterog.lowering.tables import graph_tables
 from heterog.runtime.step.collectives import slice_counts
-from heterog.strategy.rings import Ring, gradient_rings
+from heterog.strategy.division import Ring, gradient_rings
 from heterog.strategy.strategy import REPLICATED, Strategy
 
 

@@ -40,7 +40,7 @@ from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate
 from heterog.records import Count, Int32, Name, PositiveSeconds, Record, Text, read_record
 from heterog.search.plan import Plan
-from heterog.search.seeds import SeedPlanner
+from heterog.search.request import SeedPlanner
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly, split_in_proportion

@@ -2,6 +2,6 @@
 
 ``loops`` writes every op as the ``steps`` that inductor makes of it, ``kept`` finds what the
 backward pass keeps of the forward pass and what it computes again, ``passes`` cuts the step in
-two, ``splits`` cuts long reductions, ``scheduling`` puts loops together into kernels, and
-``fused`` gives launches and bytes of each op of a graph.
+two and long reductions in parts, and ``fused`` puts loops together into kernels and gives launches
+and bytes of each op of a graph.
 """
