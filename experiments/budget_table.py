@@ -25,7 +25,7 @@ import venv
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, option, progress
+from rows import asked_of, finish, option, progress
 
 ROOT = Path(__file__).parents[1]
 MODELS = "vgg19,bert_base,bert_large_24l,resnet200"
@@ -154,16 +154,13 @@ def main() -> None:
         [float(each) for each in arguments.budgets.split(",")],
         in_cpu=arguments.cpu,
     )
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
-        return
-    for row in rows:
-        starved = sum(each["starved"] for each in row["methods"])
-        print(
-            f"{row['model']:16} {row['budget_s']:4g} s {row['call']:6} wall {row['wall_s']:7.1f}, "
-            f"capture {row['capture_s']:6.1f}, prepare {row['prepare_s']:6.1f}, "
-            f"search {row['searched_s']:6.1f}, {starved} starved"
-        )
+    lines = (
+        f"{row['model']:16} {row['budget_s']:4g} s {row['call']:6} wall {row['wall_s']:7.1f}, "
+        f"capture {row['capture_s']:6.1f}, prepare {row['prepare_s']:6.1f}, search "
+        f"{row['searched_s']:6.1f}, {sum(each['starved'] for each in row['methods'])} starved"
+        for row in rows
+    )
+    finish(arguments, {"rows": rows}, lines)
 
 
 if __name__ == "__main__":

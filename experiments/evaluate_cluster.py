@@ -12,14 +12,13 @@ summary as one document.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rows import asked_of, geometric_mean, keep_row, option, progress, read_rows, teller
+from rows import asked_of, finish, geometric_mean, keep_row, option, progress, read_rows, teller
 
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.evaluation import LONG_SEARCH, evaluate_policy, long_search
@@ -148,18 +147,18 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return document
 
 
-def print_pairs(rows: list[dict[str, Any]]) -> None:
+def lines_of(rows: list[dict[str, Any]]) -> Iterator[str]:
     """One line per policy and pair, then the means."""
     for row in rows:
         ratios = "  ".join(f"{k} {shown(v)}" for k, v in row["over_reference"].items())
-        print(
+        yield (
             f"{row['policy']:8} {row['model']:16} {row['cluster']:17} {ratios}  "
             f"draws that do not fit {row['out_of_memory']:.0%}  {row['agent_seconds']:.2f} s"
         )
     for policy, found in summarise(rows).items():
         for name, value in found.items():
             if isinstance(value, dict):
-                print(
+                yield (
                     f"{policy:8} {name:16} geometric mean {shown(value['geometric_mean'])}, most "
                     f"{shown(value['most'])}, {value['do_not_fit']} of {found['pairs']} do not fit"
                 )
@@ -209,10 +208,7 @@ def main() -> None:
         option("--summary", action="store_true", help="only print what the file holds"),
     )
     rows = run_pairs(arguments)
-    if arguments.json:
-        print(json.dumps(summarise(rows), indent=1))
-    else:
-        print_pairs(rows)
+    finish(arguments, summarise(rows), lines_of(rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ With ``--compile`` each case is measured twice, eager and with its loss under ``
 Several processes then compile at once, and take turns on the GPU once all have compiled.
 """
 
-import argparse
 import gc
 import json
 import multiprocessing
@@ -24,7 +23,7 @@ from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
-from rows import progress
+from rows import option, plain_parser, progress
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -318,16 +317,17 @@ def _measure_both(step: Step, compile_s: float, rows: Any) -> None:
 
 def main() -> None:
     """Measure all cases."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--held-out", action="store_true", help="the models nothing is fitted to")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--precisions", default=",".join(PRECISIONS))
-    parser.add_argument("--budget", type=float, default=600.0)
-    parser.add_argument("--compile", action="store_true", help="both eager and torch.compile")
-    parser.add_argument("--at-once", type=int, default=4, help="processes that compile")
-    parser.add_argument("--batch-size", type=int, default=None, help="instead of each case's own")
-    arguments = parser.parse_args()
+    arguments = plain_parser(
+        __doc__,
+        option("--out", type=Path, required=True),
+        option("--held-out", action="store_true", help="the models nothing is fitted to"),
+        option("--only", default=""),
+        option("--precisions", default=",".join(PRECISIONS)),
+        option("--budget", type=float, default=600.0),
+        option("--compile", action="store_true", help="both eager and torch.compile"),
+        option("--at-once", type=int, default=4, help="processes that compile"),
+        option("--batch-size", type=int, default=None, help="instead of each case's own"),
+    ).parse_args()
     only = [name for name in arguments.only.split(",") if name]
     cases = HELD_OUT if arguments.held_out else COMPILED if arguments.compile else CASES
     if arguments.precisions == "strict":

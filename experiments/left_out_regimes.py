@@ -52,7 +52,7 @@ from published_runs import (
     few_layer_terms,
     read_rows,
 )
-from rows import asked_of, option, progress
+from rows import asked_of, finish, option, progress
 from scipy.optimize import least_squares
 
 from heterog.cluster.topology import Execution
@@ -348,20 +348,15 @@ def main() -> None:
         return
     names = [name for name in REGIMES if name.startswith(arguments.only)]
     found = [regime(name, rows, predictor) for name in names]
-    if arguments.json:
-        print(
-            json.dumps(
-                {"begin": asdict(BEGIN), "boosting": asdict(_BOOSTING), "regimes": found}, indent=2
-            )
-        )
-        return
-    print("| left out | rows | mean | median | as shipped | boosting: mean | median |")
-    print("|---|---|---|---|---|---|---|")
-    for each in found:
-        own, ships, rival = (each[key] for key in ("device_models", "as_shipped", "boosting"))
-        print(f"| {each['regime']} | {each['rows_tested']} | {own['mape']:.1%} | "
-              f"{own['median']:.1%} | {ships['mape']:.1%} | {rival['mape']:.1%} | "
-              f"{rival['median']:.1%} |")  # fmt: skip
+    document = {"begin": asdict(BEGIN), "boosting": asdict(_BOOSTING), "regimes": found}
+    finish(arguments, document, map(_line, found))
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A regime for people."""
+    told = [f"{row[key]['mape']:.1%}" for key in ("device_models", "as_shipped", "boosting")]
+    words = "{}, as shipped {}, boosting {}".format(*told)
+    return f"{row['regime']}, {row['rows_tested']} rows: mean error {words}"
 
 
 if __name__ == "__main__":

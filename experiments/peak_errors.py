@@ -13,7 +13,6 @@ Several runs of the test differ in their number of replicas only, and have nearl
 the errors of each kind of pipeline are alike, so that the test says less than its number of runs.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import published_runs
 from published.runs import Run
-from rows import asked_of, option, progress
+from rows import asked_of, finish, option, progress
 from scipy.stats import binomtest
 
 from heterog.pricing.device_models.parameters import shipped_peak_errors
@@ -103,23 +102,21 @@ def main() -> None:
     inside = held(errors, more)
     p_value = float(binomtest(inside, len(more), COVERAGE).pvalue)
     low, high = errors.interval(1.0)
-    if arguments.json:
-        document = {
-            "fitted": asdict(errors),
-            "ships": asdict(shipped_peak_errors()),
-            "num_tested": len(more),
-            "num_inside": inside,
-            "p_value": p_value,
-            "interval_of_one": [low, high],
-            "runs": [asdict(peak) | {"log_error": peak.log_error} for peak in peaks],
-        }
-        print(json.dumps(document, indent=2))
-        return
-    print(
+    document = {
+        "fitted": asdict(errors),
+        "ships": asdict(shipped_peak_errors()),
+        "num_tested": len(more),
+        "num_inside": inside,
+        "p_value": p_value,
+        "interval_of_one": [low, high],
+        "runs": [asdict(peak) | {"log_error": peak.log_error} for peak in peaks],
+    }
+    lines = (
         f"fitted to {errors.num_runs} runs: spread {errors.spread:.4f} (ships "
-        f"{shipped_peak_errors().spread}), interval {low - 1.0:+.1%} to {high - 1.0:+.1%}"
+        f"{shipped_peak_errors().spread}), interval {low - 1.0:+.1%} to {high - 1.0:+.1%}",
+        f"test: {inside} of {len(more)} runs inside, {COVERAGE:.0%} expected, p = {p_value:.2f}",
     )
-    print(f"test: {inside} of {len(more)} runs inside, {COVERAGE:.0%} expected, p = {p_value:.2f}")
+    finish(arguments, document, lines)
 
 
 if __name__ == "__main__":

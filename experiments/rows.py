@@ -25,14 +25,20 @@ def option(*flags: str, **settings: Any) -> Option:
     return Option(flags, settings)
 
 
-def script_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
-    """A parser that describes a script by its docstring and knows ``--json``."""
+def plain_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
+    """A parser that describes a script by its docstring."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    for each in (*options, option("--json", action="store_true", help="print one JSON document")):
+    for each in options:
         parser.add_argument(*each.flags, **each.settings)
     return parser
+
+
+def script_parser(doc: str | None, *options: Option) -> argparse.ArgumentParser:
+    """A parser of a script that knows ``--json``, too."""
+    as_json = option("--json", action="store_true", help="print one JSON document")
+    return plain_parser(doc, *options, as_json)
 
 
 def asked_of(doc: str | None, *options: Option) -> argparse.Namespace:

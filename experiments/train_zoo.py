@@ -8,11 +8,10 @@ seed, settings, models, clusters and validation goes beside the policy. About a 
 on one core, the capture of the models included; ``--graphs DIR`` keeps the captures.
 """
 
-import argparse
 import time
 from pathlib import Path
 
-from rows import progress
+from rows import option, plain_parser, progress
 
 from heterog.agents.checkpoint import save_checkpoint
 from heterog.agents.config import Algorithm, TrainingConfig
@@ -32,18 +31,19 @@ MODELS_FILE = Path(__file__).with_name("training_models.py")
 
 def main() -> None:
     """Train one of the two policies."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("policy", choices=("default", "heldout"))
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
-    parser.add_argument("--logdir", type=Path, help="folder for TensorBoard")
-    parser.add_argument("--checkpoint", type=Path, help="file renewed while training")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", default="1", help="processes, ray, or ray:N")
-    parser.add_argument("--pairs", type=int, default=TrainingConfig().num_pairs)
-    parser.add_argument("--steps", type=int, default=TrainingConfig().num_steps)
-    parser.add_argument("--algorithm", default=Algorithm.IMITATION)
-    arguments = parser.parse_args()
+    arguments = plain_parser(
+        __doc__,
+        option("policy", choices=("default", "heldout")),
+        option("-o", "--output", type=Path, required=True),
+        option("--graphs", type=Path, help="folder that keeps captured graphs"),
+        option("--logdir", type=Path, help="folder for TensorBoard"),
+        option("--checkpoint", type=Path, help="file renewed while training"),
+        option("--seed", type=int, default=0),
+        option("--workers", default="1", help="processes, ray, or ray:N"),
+        option("--pairs", type=int, default=TrainingConfig().num_pairs),
+        option("--steps", type=int, default=TrainingConfig().num_steps),
+        option("--algorithm", default=Algorithm.IMITATION),
+    ).parse_args()
     check_writable(arguments.output)
     models = [*TRAINING_ZOO, *(f"{MODELS_FILE}:{name}" for name in TRAINING_FUNCTIONS)]
     clusters = [GENERATED]
