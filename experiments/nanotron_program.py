@@ -275,7 +275,7 @@ def kept_bytes(row: Row) -> float:
     overwrites its exponentials, and those of the micro-batch before live on until the next has
     run; a strategy has two in any case.
 
-    >>> from published_nanotron import row_of
+    >>> from published.nanotron import row_of
     >>> row = {"model": "1B", "layers": 16, "hidden": 2048, "heads": 32, "ffn": 8192, "seq": 4096,
     ...     "vocab": 131072, "embeddings": "tied", "tp": 8, "pp": 1, "dp": 2, "mbs": 16,
     ...     "gpus": 16, "grad_acc": 8, "gbs": 256, "zero": 0, "status": "ok", "step_s": 2.353,
