@@ -1,7 +1,5 @@
 """Control flow of torch, and compiled modules, are captured as what they compute."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +10,7 @@ from torch._higher_order_ops.map import map as torch_map
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._device import _device_constructors
 
 from heterog.errors import CaptureError
 from heterog.graph.capture import CapturedStep, capture_step
@@ -154,22 +153,24 @@ def test_a_score_that_looks_at_others_is_refused() -> None:
         captured(Flow(attend))
 
 
+class Drawing(nn.Module):
+    """Adds noise, on a device that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            out: Tensor = self.layer(x) + torch.rand(2)
+        return out
+
+
 def test_capture_leaves_device_contexts_as_they_are() -> None:
     """``torch.rand`` is replaced meanwhile; torch remembered that instead of its own."""
-    code = (
-        "import torch, heterog\n"
-        "from torch import nn\n"
-        "from heterog.graph.capture import capture\n"
-        "class Net(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.layer = nn.Linear(2, 2)\n"
-        "    def forward(self, x):\n"
-        "        with torch.device('cpu'):\n"
-        "            return self.layer(x) + torch.rand(2)\n"
-        "loss, batch = nn.functional.mse_loss, (torch.zeros(4, 2), torch.zeros(4, 2))\n"
-        "capture(heterog.Workload(Net(), batch, loss, torch.optim.SGD, {'lr': 1}))\n"
-        "with torch.device('meta'):\n"
-        "    assert torch.rand(2).is_meta\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    _device_constructors.cache_clear()  # as in a new process
+    batch = torch.zeros(4, 2), torch.zeros(4, 2)
+    loss = nn.functional.mse_loss
+    capture_step(Workload(Drawing(), batch, loss, torch.optim.SGD, {"lr": 1.0}))
+    with torch.device("meta"):
+        assert torch.rand(2).is_meta
