@@ -69,8 +69,7 @@ from heterog.fidelity.comparison import (
     in_words,
     ordered_pairs,
 )
-from heterog.fidelity.predicting import largest_peak
-from heterog.fidelity.run_fit import Case, fit_runs
+from heterog.fidelity.run_fit import Case, fit_runs, largest_peak
 from heterog.graph.capture import capture
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.workload import Workload

@@ -4,8 +4,8 @@
 
 - ``balancer`` is for loops of PyTorch; ``for_trainer``, ``for_accelerate`` and ``for_lightning``
   are for frameworks, ``elastic`` lets ranks train alone and merges them.
-- ``shares`` says how much of a batch each rank gets, ``start`` what it begins with; ``dealing``,
-  ``sampler``, ``loader`` and ``tokens`` deal the samples, ``micro_batches`` cuts a rank's part.
+- ``shares`` says how much of a batch each rank gets, in which parts, ``start`` what it begins
+  with; ``dealing``, ``sampler`` and ``tokens`` deal the samples.
 - ``weights`` and ``gradients`` make the update that of one process. ``updates`` and ``open_steps``
   notice where updates and steps end, ``replicas`` ranks whose weights differ, ``batch_norms``
   ranks with few samples.
@@ -18,8 +18,7 @@
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal, GlobalBatches, SampleBatches
 from heterog.balance.elastic import ElasticAveraging
-from heterog.balance.loader import BalancedLoader
-from heterog.balance.sampler import ShareSampler
+from heterog.balance.sampler import BalancedLoader, ShareSampler
 from heterog.balance.shares import BalanceError, RankSpeed, best_shares, shares_from_speeds
 from heterog.balance.tokens import TokenBatches
 

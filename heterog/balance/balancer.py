@@ -17,18 +17,19 @@ from heterog.balance.following import INTERVAL, ScalarWriter, SpeedFollower
 from heterog.balance.gradients import average_gradients
 from heterog.balance.group import RankGroup
 from heterog.balance.label_means import MeanCounts, check_mean_over_samples
-from heterog.balance.loader import BalancedLoader, check_data
-from heterog.balance.micro_batches import (
+from heterog.balance.open_steps import OpenSteps
+from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
+from heterog.balance.replicas import ReplicaCheck
+from heterog.balance.sampler import BalancedLoader, ShareSampler, check_data
+from heterog.balance.shares import (
+    BalanceError,
+    check_shares,
     cut_batch,
     forward_communicates,
     gradients_stay_local,
     num_parts,
+    scaled_shares,
 )
-from heterog.balance.open_steps import OpenSteps
-from heterog.balance.rebalancing import DEAD_BAND, Rebalancer
-from heterog.balance.replicas import ReplicaCheck
-from heterog.balance.sampler import ShareSampler
-from heterog.balance.shares import BalanceError, check_shares, scaled_shares
 from heterog.balance.start import Start, first_shares
 from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import watch_updates

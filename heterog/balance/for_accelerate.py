@@ -23,8 +23,7 @@ from torch import Tensor
 
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal
-from heterog.balance.loader import BalancedLoader
-from heterog.balance.sampler import ShareSampler
+from heterog.balance.sampler import BalancedLoader, ShareSampler
 
 
 class AcceleratedLoader(BalancedLoader):

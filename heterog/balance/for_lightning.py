@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from heterog.balance.balancer import Balancer
-from heterog.balance.loader import BalancedLoader
+from heterog.balance.sampler import BalancedLoader
 from heterog.balance.shares import BalanceError
 
 

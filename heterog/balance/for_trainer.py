@@ -29,10 +29,9 @@ from transformers.trainer_utils import seed_worker
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal, GlobalBatches, IndexArray, SampleBatches
 from heterog.balance.fixed_draws import undisturbed
-from heterog.balance.loader import BalancedLoader
 from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
-from heterog.balance.sampler import ShareSampler
+from heterog.balance.sampler import BalancedLoader, ShareSampler
 from heterog.balance.shares import BalanceError
 from heterog.runtime.accelerators import is_accelerated
 

@@ -8,8 +8,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 - Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
 - Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``schedule``. What there is: ``listing``,
   ``cluster``.
-- Shared: ``common`` options and printing, ``interrupt`` for Ctrl-C, ``outputs`` for files and
-  streams that commands write, and the spelling of settings in errors, ``completion`` for shells.
+- Shared: ``common`` options, printing and Ctrl-C, ``outputs`` for files and streams that commands
+  write, and the spelling of settings in errors, ``completion`` for shells.
 """
 
 import atexit

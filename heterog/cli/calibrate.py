@@ -109,9 +109,8 @@ def _calibrate_on_runs(
     import numpy as np
 
     from heterog.cli.common import load_model_graph
-    from heterog.fidelity.predicting import cases_of
     from heterog.fidelity.recorded import read_runs
-    from heterog.fidelity.run_fit import fit_runs
+    from heterog.fidelity.run_fit import cases_of, fit_runs
     from heterog.pricing.calibration import cost_model_of
     from heterog.pricing.device_models.model import DeviceModels
     from heterog.pricing.device_models.run_file import save_run_models

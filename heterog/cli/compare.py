@@ -20,6 +20,7 @@ from heterog.cli.common import (
     OrderOption,
     SeedOption,
     WorkersOption,
+    end_interrupted,
     load_cluster,
     load_layout,
     load_methods,
@@ -29,9 +30,6 @@ from heterog.cli.common import (
     progress_line,
     settled,
     split_names,
-)
-from heterog.cli.interrupt import (
-    end_interrupted,
     stop_when_interrupted,
     termination_as_interrupt,
 )

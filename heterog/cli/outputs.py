@@ -4,9 +4,7 @@ A parameter whose annotation has a ``Written`` names an output. ``outputs_checke
 that could not write all of its outputs, would write one of them over a file that it reads or over
 another output, or over a file that by its name is of another kind (``-o model.py``).
 
-Standard streams that may be closed, full, cut off or without Unicode.
-
-How settings are spelled on the command line.
+Standard streams may be closed, full, cut off or without Unicode; ``standard_streams`` copes.
 
 Below the command line a message names a setting as Python does, between single backticks. Where
 the command that runs has an option for it, its user reads that: ``--step-timeout``.

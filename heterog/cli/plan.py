@@ -23,6 +23,7 @@ from heterog.cli.common import (
     PolicyOption,
     SeedOption,
     WorkersOption,
+    end_interrupted,
     load_asynchronous,
     load_cluster,
     load_layout,
@@ -32,8 +33,8 @@ from heterog.cli.common import (
     print_json,
     progress_line,
     settled,
+    stop_when_interrupted,
 )
-from heterog.cli.interrupt import end_interrupted, stop_when_interrupted
 from heterog.cli.objective import (
     DeadlineOption,
     ObjectiveOption,

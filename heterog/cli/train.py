@@ -12,13 +12,14 @@ from heterog.cli.common import (
     ModelsOption,
     SeedOption,
     WorkersOption,
+    end_interrupted,
     err,
     out,
     print_json,
     split_names,
+    termination_as_interrupt,
     use_encoder,
 )
-from heterog.cli.interrupt import end_interrupted, termination_as_interrupt
 from heterog.cli.outputs import CACHE, POLICY, TRAINING
 from heterog.errors import HeterogError
 from heterog.workers import open_workers

@@ -1,6 +1,6 @@
-"""Makes the cluster that a cluster file describes.
+"""Makes the cluster that a cluster file describes, and writes such files.
 
-Writes cluster files: names of the catalogue where they load as the same, else all numbers.
+They have names of the catalogue where these load as the same, else all numbers.
 """
 
 import os

@@ -1,10 +1,7 @@
 """Devices, hosts and links, and the limits between hosts.
 
-Rates are effective rates of one direction.
-
-What names, texts, rates and shares of a cluster may be.
-
-What holds for a cluster as a whole.
+Rates are effective rates of one direction. What names, texts, rates and shares may be is checked
+here, and what holds for a cluster as a whole.
 """
 
 import math

@@ -4,7 +4,7 @@ It can run if its memory fits, and its training is that of one device.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -45,6 +45,9 @@ class Evaluation:
         order: Order in which waiting tasks ran.
         shortage: For ``out_of_memory``, the device and the missing bytes in words.
         overflow_bytes: Bytes missing on the worst device, 0 if none; infinite for what cannot run.
+        is_ok: Whether the strategy can run.
+        preference: Sort key, smaller is better: what fits comes first (overflow 0), then the
+            shorter step. What was given up comes last: whether it fits is not known.
     """
 
     outcome: Outcome
@@ -53,21 +56,13 @@ class Evaluation:
     order: Order
     shortage: str = ""
     overflow_bytes: float = 0.0
+    is_ok: bool = field(init=False, repr=False, compare=False)
+    preference: tuple[float, float] = field(init=False, repr=False, compare=False)
 
-    @property
-    def is_ok(self) -> bool:
-        """Whether the strategy can run."""
-        return self.outcome == Outcome.OK
-
-    @property
-    def preference(self) -> tuple[float, float]:
-        """Sort key, smaller is better: what fits comes first (overflow 0), then the shorter step.
-
-        What was given up comes last: whether it fits is not known.
-        """
-        if self.outcome == Outcome.GIVEN_UP:
-            return math.inf, self.step_time_s
-        return self.overflow_bytes, self.step_time_s
+    def __post_init__(self) -> None:
+        missing = math.inf if self.outcome == Outcome.GIVEN_UP else self.overflow_bytes
+        object.__setattr__(self, "is_ok", self.outcome == Outcome.OK)
+        object.__setattr__(self, "preference", (missing, self.step_time_s))
 
 
 def given_up(seconds: float, order: Order) -> Evaluation:

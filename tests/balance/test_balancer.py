@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import heterog
 from heterog.balance import BalanceError, Balancer
-from heterog.balance.micro_batches import cut_batch
+from heterog.balance.shares import cut_batch
 from heterog.graph.grouping import group_ops
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import SYNCS, graph_of, plan_of, strategy_of

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from heterog.balance import BalanceError, Balancer
 from heterog.balance.dealing import epoch_order, without_singles
-from heterog.balance.loader import BalancedLoader
+from heterog.balance.sampler import BalancedLoader
 from tests.runtime.ranks import Ranks
 
 SHARES = (6, 2)
