@@ -6,8 +6,8 @@ Arms: ``trained`` (``--policy``), ``untrained`` (the same network with the analy
 the seed draws its weights, too), ``no_messages`` (trained in the same way, but with the encoder
 ``NoMessages``: ``heterog train --encoder experiments/agent_ablation.py:NoMessages``),
 ``thumb`` (a rule of thumb) and ``uniform`` (all that fits is alike). An arm ``NAME+search``
-leads a local search for the CPU seconds; without, it answers once: 64 draws, stages, segments,
-finishing and refining.
+begins a local search of the CPU seconds, led by the shipped policy for moves if it is trained and
+blind else; without, it answers once: 64 draws, stages, segments, finishing and refining.
 """
 
 import time
@@ -120,7 +120,8 @@ def main() -> None:
         progress("no_messages is left out: give a policy that is trained so by --no-messages FILE")
         asked.arms = ",".join(arm for arm in asked.arms.split(",") if arm != "no_messages")
     arms: dict[str, Arm] = {name: partial(ask, each, Agent) for name, each in policies.items()}
-    arms |= {f"{name}+search": partial(ask, each, AgentSearch) for name, each in policies.items()}
+    searches = {name: partial(AgentSearch, is_led=name == ARMS[0]) for name in policies}
+    arms |= {f"{name}+search": partial(ask, policies[name], searches[name]) for name in policies}
     run_table(asked, arms)
 
 

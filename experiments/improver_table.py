@@ -4,8 +4,9 @@
 
 FILE is a list as ``pair_files`` reads it. For each pair, the baselines make starts in a quarter of
 the seconds; from these, each arm and seed searches. Arms: ``learned`` (the shipped policy),
-``blind`` (local search as it is without one), ``untrained`` (the same network, random weights) and
-``NAME=FILE`` for a policy of your own. Rows in the file of ``-o`` are not made again.
+``blind`` (local search as it is without one), ``untrained`` (the same network with random weights,
+the same moves and turns) and ``NAME=FILE`` for a policy of your own. Rows in the file of ``-o``
+are not made again.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from pair_files import read_pairs
 from rows import finish, geometric_mean, keep_row, progress, read_rows, script_parser
 
 from heterog.agents.improver import SHIPPED, Improver, led_by, load_improver
-from heterog.methods.local_search.planner import Lead, LocalSearch
+from heterog.methods.local_search.planner import Lead, LocalSearch, Search
 from heterog.methods.planner import Budget, Candidate, Problem
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
@@ -132,6 +133,7 @@ def made(asked: argparse.Namespace) -> None:
         evaluator = Evaluator(*line.load(asked.graphs))
         evaluator.warm_up()
         starts = starts_of(evaluator, START_PART * asked.cpu_seconds)
+        Search(Problem(evaluator=evaluator, budget=Budget(evaluations=1)))  # what arms share
         for *key, arm in missing:
             row = searched(evaluator, starts, arm, key[2], asked.cpu_seconds)
             progress(f"{key} {row['step_time_s']} {row['evaluations']}")

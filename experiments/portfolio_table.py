@@ -2,7 +2,8 @@
 
     python experiments/portfolio_table.py --pairs experiments/pairs/test.jsonl --json
 
-Arms: ``with`` and ``without`` agents, and ``without_5x``: without them for five times as long.
+Arms: ``with`` and ``without`` agents, ``without_5x``: without them for five times as long, and, if
+asked for, ``blind``: with them, but no policy leads the moves of ``agent+search``.
 Budgets are in seconds of this process, so that other work on the machine shortens no search.
 """
 
@@ -13,7 +14,7 @@ from functools import partial
 from pair_tables import Arm, Found, add_table, run_table
 from rows import script_parser
 
-from heterog.agents.planners import DEFAULT_POLICY, LEARNED, default_methods
+from heterog.agents.planners import DEFAULT_POLICY, LEARNED, AgentSearch, default_methods
 from heterog.methods.planner import Budget
 from heterog.methods.registry import Methods
 from heterog.search.portfolio import best_row, run_methods
@@ -46,7 +47,9 @@ def main() -> None:
     parser.add_argument("--policy", default=DEFAULT_POLICY)
     asked = parser.parse_args()
     known = default_methods(asked.policy)
+    blind = known.having(AgentSearch(asked.policy, is_led=False))
     arms: dict[str, Arm] = {
+        "blind": partial(auto, blind, (), 1.0),
         "with": partial(auto, known, (), 1.0),
         "without": partial(auto, known, LEARNED, 1.0),
         "without_5x": partial(auto, known, LEARNED, 5.0),

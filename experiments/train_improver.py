@@ -33,11 +33,11 @@ ZOO = (
 )  # fmt: skip
 FUNCTIONS = (
     "lm_4l", "mlp", "lm_6l_wide", "vgg_wide_head", "lm_10l", "resnet_shallow", "cells",
-    "lm_14l_long", "lm_18l_untied",
+    "lm_14l_long", "lm_18l_untied", "lm_32l", "lm_8l_giant",
 )  # fmt: skip
 VALIDATION = ("gpt2", "cells", "resnet50")
 """Models that nothing is learned from: they say how often a chosen move gains."""
-MOST_DEVICES = 64
+MOST_DEVICES = 128
 
 
 def recorded_search(
@@ -91,9 +91,9 @@ def main() -> None:
     parser.add_argument("--graphs", type=Path, help="folder that keeps captured graphs")
     parser.add_argument("--records", type=Path, help="folder that keeps recorded searches")
     parser.add_argument("--pairs", type=Path, help="list of further pairs")
-    parser.add_argument("--drawn", type=int, default=30, help="pairs with drawn clusters")
-    parser.add_argument("--evaluations", type=int, default=700, help="of each recorded search")
-    parser.add_argument("--steps", type=int, default=450)
+    parser.add_argument("--drawn", type=int, default=40, help="pairs with drawn clusters")
+    parser.add_argument("--evaluations", type=int, default=1000, help="of each recorded search")
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=ImproverConfig().num_rounds)
     parser.add_argument("--no-timeline", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

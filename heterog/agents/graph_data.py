@@ -15,6 +15,7 @@ RUNS = ("device", "runs", "block")
 ON = ("block", "on", "device")
 LINK = ("device", "link", "device")
 IN = ("device", "in", "candidate")
+MOST_LINKED, NUM_TOLD = 512, 64
 
 
 def hetero_data(observation: Observation) -> HeteroData:
@@ -22,7 +23,8 @@ def hetero_data(observation: Observation) -> HeteroData:
 
     Nodes: ``block``, ``device``, ``candidate``. Edges: blocks that feed one another (both ways),
     every block with every device (its seconds there), every device with every other (their link),
-    and devices in a candidate (their share of the batch).
+    and devices in a candidate (their share of the batch). Of more than ``MOST_LINKED`` devices
+    each is told of the links to ``NUM_TOLD``, spread over hosts, as most are alike.
     """
     data = HeteroData()
     num_blocks, num_devices = len(observation.blocks), len(observation.devices)
@@ -36,8 +38,12 @@ def hetero_data(observation: Observation) -> HeteroData:
     seconds = _tensor(observation.block_devices).flatten(0, 1)
     data[ON].edge_index, data[ON].edge_attr = every, seconds
     data[RUNS].edge_index, data[RUNS].edge_attr = every.flip(0), seconds
-    data[LINK].edge_index = _grid(num_devices, num_devices)
-    data[LINK].edge_attr = _tensor(observation.links).flatten(0, 1)
+    told = np.arange(num_devices)
+    if num_devices > MOST_LINKED:
+        told = np.linspace(0, num_devices - 1, NUM_TOLD).astype(np.int64)
+    first, second = _grid(len(told), num_devices)
+    data[LINK].edge_index = torch.stack([_tensor(told)[first], second])
+    data[LINK].edge_attr = _tensor(observation.links[told]).flatten(0, 1)
     candidate, device = np.nonzero(observation.shares)
     data[IN].edge_index = _tensor(np.stack([device, candidate]).astype(np.int64))
     data[IN].edge_attr = _tensor(observation.shares[candidate, device])[:, None]

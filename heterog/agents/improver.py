@@ -33,15 +33,25 @@ from heterog.methods.local_search.move_features import (
     View,
 )
 from heterog.methods.local_search.neighbours import Move, State, StateKey
+from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import Lead, Search
 from heterog.units import GIB
 
 SHIPPED = "default"
 _SHIPPED = resources.files("heterog.agents") / "improvers"
-POOL = (32, 128)
+POOL = (32, 64)
 """Least and most moves that are drawn at once: more where a simulation takes longer."""
-TASKS_PER_MOVE = 300
+TASKS_PER_MOVE = 500
 """Simulated tasks that take about as long as a move that is drawn and scored."""
+TRIED = 8
+"""Moves that are tried of a pool."""
+BLIND, LEARNED = range(2)
+LEAST_PART = 0.15
+"""Least part of moves that are chosen, and of those that are blind."""
+MOST_GAIN = 0.1
+"""Logarithm above which the gain of one move counts no more in the payoff."""
+_PRIOR_GAIN, _PRIOR_COST = 0.02, 10.0
+_FORGOTTEN = 0.99  # what is left of earlier gains and costs after another move
 _MOST_REPEATED = 12  # proposals in a row that lead to points that were proposed before
 DROPOUT = 0.15  # while it learns
 GAIN = 1e-3
@@ -183,7 +193,12 @@ def with_neighbours(edges: npt.NDArray[np.integer], num_groups: int) -> npt.NDAr
 
 
 class LedMoves:
-    """Moves of a search that a policy chooses from many random ones.
+    """Moves of a search that a policy chooses from many random ones, beside blind ones.
+
+    Small moves and whole-plan moves are drawn from a point and scored together; the best are
+    tried, from this point, until one of them gains or none is left. Chosen and blind moves take
+    turns by what each has gained of late for its cost, so that a policy that does not help costs
+    a tenth of the moves and no more.
 
     Args:
         search: The search.
@@ -193,45 +208,74 @@ class LedMoves:
     """
 
     def __init__(
-        self,
-        search: Search,
-        policy: Improver,
-        *,
-        tried: int = 6,
-        spread: float = 0.5,
+        self, search: Search, policy: Improver, *, tried: int = TRIED, spread: float = 0.5
     ) -> None:
         self._search, self._policy = search, policy
         self._tried, self._spread = tried, spread
         self._rng = np.random.default_rng([search.problem.seed, 1])
         self._features = MoveFeatures(search.evaluator, search.space)
+        self._plans = PlanMoves(search.neighbours)
         edges = with_neighbours(self._features.edges, search.num_groups)
         self._edges = torch.from_numpy(edges)
-        self._key: StateKey | None = None
         self.view: View | None = None
         self._seen: list[Tensor] = []
         self._queue: list[Move] = []
         self._proposed: set[StateKey] = set()
+        self._payoff = Payoff(2)
+        self._last: tuple[int, State, State] | None = None
+        self._usual_tasks = 0.0
 
     def of(self, state: State) -> State:
         """A point to try from a point."""
-        if state.key != self._key:
-            self._enter(state)
-        if self.view is None:
-            return self._search.neighbours.of(state)
+        self._learn()
+        arm = self._payoff.drawn(self._rng)
+        found = self._chosen_from(state) if arm == LEARNED else None
+        if found is None:
+            arm, found = BLIND, self._search.neighbours.of(state)
+        self._last = arm, state, found
+        return found
+
+    def _learn(self) -> None:
+        """Tell the payoff what the last move has gained, and what it took in simulated tasks."""
+        if self._last is None:
+            return
+        arm, before, after = self._last
+        gain = self._search.gain(before, after) or 0.0
+        tasks = float(self._search.evaluator.num_tasks)
+        self._usual_tasks = self._usual_tasks or max(tasks, 1.0)
+        if arm == LEARNED:
+            tasks += self._pool() / self._tried * TASKS_PER_MOVE
+        gained = min(gain, MOST_GAIN) if gain >= GAIN else 0.0
+        self._payoff.add(arm, gained, tasks / self._usual_tasks)
+
+    def _chosen_from(self, state: State) -> State | None:
+        """The best move that is left; ``None`` if the point cannot be looked at."""
         for _ in range(_MOST_REPEATED):
+            if self._is_over(state):
+                self._enter(state)
+            if self.view is None:
+                return None
             if not self._queue:
-                self._queue = self._chosen(state, self.view)
+                self._queue = self._chosen(self.view)
             found = self._search.neighbours.after(self._queue.pop())
             if found.key not in self._proposed:
                 break
         self._proposed.add(found.key)
         return found
 
+    def _is_over(self, state: State) -> bool:
+        """Whether moves are to be drawn from another point than the last ones."""
+        if self.view is None:
+            return True
+        if state.key == self.view.state.key:
+            return False
+        gain = self._search.gain(self.view.state, state)
+        return gain is None or gain >= GAIN or not self._queue
+
     def _enter(self, state: State) -> None:
-        if state.key not in self._proposed:  # annealing begins from another point
-            self._proposed = {state.key}
+        self._proposed.add(state.key)
         looked = self._search.looked_at(state)
-        self._key, self._queue = state.key, []
+        self._queue = []
         self.view = None if looked is None else self._features.view(state, *looked)
         if self.view is not None:
             point = torch.zeros(len(self.view.groups), dtype=torch.long)
@@ -240,11 +284,12 @@ class LedMoves:
                     tensor(self.view.groups), self._edges, point, tensor(self.view.whole)[None]
                 )
 
-    def _chosen(self, state: State, view: View) -> list[Move]:
+    def _pool(self) -> int:
+        return int(np.clip(self._search.evaluator.num_tasks / TASKS_PER_MOVE, *POOL))
+
+    def _chosen(self, view: View) -> list[Move]:
         """The moves to try, the best last."""
-        pool = int(np.clip(self._search.evaluator.num_tasks / TASKS_PER_MOVE, *POOL))
-        moves = [self._search.neighbours.move(state) for _ in range(pool)]
-        moves = [move for move in moves if move.state.key != state.key] or moves[:1]
+        moves = drawn_moves(self._search.neighbours, self._plans, view, self._pool())
         scores = self.scores(view, moves)
         noise = self._spread * self._rng.gumbel(size=len(moves))
         best = np.argsort(scores + noise)[-self._tried :]
@@ -260,6 +305,33 @@ class LedMoves:
             places = tensor(weight.astype(np.float32)) @ groups
             out = self._policy.scored(tensor(features), places, whole.expand(len(moves), -1))
         return np.asarray(out.numpy(), np.float64)
+
+
+class Payoff:
+    """Draws one of some arms, more often those that gained more for their cost of late.
+
+    Args:
+        count: Number of arms.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._gain = np.full(count, _PRIOR_GAIN)
+        self._cost = np.full(count, _PRIOR_COST)
+
+    def drawn(self, rng: np.random.Generator) -> int:
+        """Number of an arm; none is drawn less often than ``LEAST_PART``."""
+        rate = self._gain / self._cost
+        part = LEAST_PART + (1.0 - len(rate) * LEAST_PART) * rate / rate.sum()
+        return int(np.searchsorted(np.cumsum(part)[:-1], rng.random(), "right"))
+
+    def add(self, arm: int, gain: float, cost: float) -> None:
+        """Count a move of an arm."""
+        self._gain *= _FORGOTTEN
+        self._cost *= _FORGOTTEN
+        self._gain += (1.0 - _FORGOTTEN) * _PRIOR_GAIN
+        self._cost += (1.0 - _FORGOTTEN) * _PRIOR_COST
+        self._gain[arm] += gain
+        self._cost[arm] += cost
 
 
 def led_by(policy: Improver) -> Lead:

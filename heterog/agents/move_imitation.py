@@ -30,8 +30,10 @@ from heterog.agents.improver import (
     with_neighbours,
 )
 from heterog.files import write_atomically
+from heterog.lowering.program import FloatArray
 from heterog.methods.local_search.move_features import Array, MoveFeatures
 from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.plan_moves import PLAN_PART, PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import Search, cost_of
 
 LIMIT = 1.02
@@ -88,6 +90,8 @@ class Recorder:
         self._search, self._every, self._width = search, every, width
         self._features = MoveFeatures(search.evaluator, search.space)
         self._rng = np.random.default_rng([search.problem.seed, 2])
+        self._plans = PlanMoves(search.neighbours)
+        self._busy_s: FloatArray | None = None
         self._calls = 0
         self._rows: list[tuple[npt.NDArray[np.generic], ...]] = []
 
@@ -96,7 +100,10 @@ class Recorder:
         if self._calls % self._every == 0:
             self._record(state)
         self._calls += 1
-        return self._search.neighbours.of(state)
+        near = self._search.neighbours
+        if self._busy_s is None or near.rng.random() >= PLAN_PART:
+            return near.of(state)
+        return near.after(self._plans.move(state, self._busy_s))
 
     def _record(self, state: State) -> None:
         search = self._search
@@ -105,8 +112,9 @@ class Recorder:
             return
         view, cost = self._features.view(state, *looked), cost_of(looked[0])
         kept, search.neighbours.rng = search.neighbours.rng, self._rng
-        moves = [search.neighbours.move(state) for _ in range(self._width)]
-        search.neighbours.rng = kept
+        moves = drawn_moves(search.neighbours, self._plans, view, self._width)
+        moves += moves[:1] * (self._width - len(moves))  # some change nothing
+        search.neighbours.rng, self._busy_s = kept, view.load_s
         features = self._features.of(view, moves)
         made = [search.neighbours.after(move) for move in moves]
         gains = [

@@ -5,8 +5,9 @@ of the best draws, refines the best rows for a bounded number of simulated tasks
 four (``proposals``, ``op_level``). No baseline is among them and none is improved. Beside other
 methods an answer is whole or not begun: ``auto`` gives it the seconds that it takes
 (``whole_s``), or none. Asked again, ``agent`` makes further draws.
-``agent+search`` gives the same proposals to local search as seeds, and lets its moves use parts of
-further draws, so that the policy's probabilities order them.
+``agent+search`` gives the same proposals to local search as seeds, lets its moves use parts of
+further draws, so that the policy's probabilities order them, and has them led by the policy that
+improves plans (``improver``).
 
 torch is imported when one is asked to plan.
 """
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from heterog.agents.proposals import NUM_SAMPLES, Proposals, Proposed
+from heterog.agents.proposals import MANY_DEVICES, NUM_SAMPLES, Proposals, Proposed
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import Budget, Planner, PlanResult, Problem
 from heterog.methods.registry import Methods, built_in_methods
@@ -35,11 +36,13 @@ NUM_PROPOSALS = 256
 ANSWER_S, ANSWER_BLOCK_S, ANSWER_OP_S = 0.3, 2e-4, 1.5e-4
 """CPU seconds of an answer, for each group of ops on each device, and for each op. Within half and
 twice of what it took on 30 pairs (five models, six clusters of 6 to 64 devices, one core)."""
+ANSWER_DEVICE_S = 0.012
+"""CPU seconds for each device where there are many, and fewer draws are made."""
 STATE_PART = 0.5
 """Part of a device's memory that parameters, gradients and optimizer state fill from which an
 answer takes twice as long: rows that divide them are drawn, too."""
-MOST_DEVICES = 512
-"""A policy reads the links of all pairs of devices, which takes a minute for 2,048."""
+MOST_DEVICES = 1024
+"""An answer for 836 takes about ten seconds."""
 _LAST_S, _HAS_ASKED = "last_s", "has_asked"  # in a method's memory
 _TOO_MANY = PlanResult(
     candidates=(),
@@ -107,11 +110,18 @@ def _answer_s(evaluator: Evaluator) -> float:
     """About the CPU seconds of a whole answer."""
     graph, cluster = evaluator.graph, evaluator.cluster
     seconds = ANSWER_S + ANSWER_OP_S * graph.num_ops
+    if cluster.num_devices > MANY_DEVICES:
+        return seconds + ANSWER_DEVICE_S * cluster.num_devices
     seconds += ANSWER_BLOCK_S * evaluator.tables.num_groups * cluster.num_devices
     parameter_bytes = sum(float(graph.tensor_bytes[tensor]) for _, tensor, _ in graph.updates)
     state_bytes = (2.0 + graph.optimizer_state_ratio) * parameter_bytes
     usable_bytes = np.median([each.usable_memory_bytes for each in cluster.devices])
     return seconds * (2.0 if state_bytes > STATE_PART * usable_bytes else 1.0)
+
+
+def _has_many(problem: Problem) -> bool:
+    """Whether a search begins without asking: a policy's answer takes too long."""
+    return problem.evaluator.cluster.num_devices > MANY_DEVICES
 
 
 def _is_too_short(needed_s: float, problem: Problem) -> bool:
@@ -178,11 +188,12 @@ class Agent(Planner):
 
 
 class AgentSearch(Planner):
-    """Local search that a policy leads; see the module docstring.
+    """Local search that policies lead; see the module docstring.
 
     Args:
         policy: Name of a shipped policy, a file, or the network itself.
         name: Name of the method.
+        is_led: Whether the shipped ``improver`` leads its moves.
     """
 
     stage = "search"
@@ -191,19 +202,25 @@ class AgentSearch(Planner):
     answers_whole = True
 
     def __init__(
-        self, policy: "str | Policy" = DEFAULT_POLICY, *, name: str = "agent+search"
+        self,
+        policy: "str | Policy" = DEFAULT_POLICY,
+        *,
+        name: str = "agent+search",
+        is_led: bool = True,
     ) -> None:
         self.name = name
         self.policy = policy
+        self._is_led = is_led
 
     def prepare(self, evaluator: Evaluator) -> None:
         """Import what a policy needs, and load it."""
         _prepare(self.policy, evaluator)
 
     def whole_s(self, problem: Problem) -> float:
-        """Seconds of an answer and of as long a search, unless there is an answer already."""
+        """Seconds of an answer and of as long a search, unless no answer is waited for."""
         known = _proposed.get(problem.evaluator, {})
-        if problem.memory.get(_HAS_ASKED) or _key(self.policy, problem, NUM_SAMPLES) in known:
+        has_asked = _has_many(problem) or problem.memory.get(_HAS_ASKED)
+        if has_asked or _key(self.policy, problem, NUM_SAMPLES) in known:
             return 0.0
         return 2.0 * _answer_s(problem.evaluator)
 
@@ -211,10 +228,8 @@ class AgentSearch(Planner):
         """Propose, then search with the rest of the budget."""
         from heterog.agents.policy import draw
 
-        if problem.evaluator.cluster.num_devices > MOST_DEVICES:
-            return _TOO_MANY
-        if problem.memory.get(_HAS_ASKED):
-            return LocalSearch().plan(problem)
+        if _has_many(problem) or problem.memory.get(_HAS_ASKED):
+            return self._search().plan(problem)
         if _is_too_short(needed_s := self.whole_s(problem), problem):
             return _not_begun(needed_s, problem)
         spending = problem.spend()
@@ -236,13 +251,20 @@ class AgentSearch(Planner):
             replace(candidate, orders=(problem.first_order,)) for candidate in found.candidates
         )
         rest = _left(problem.budget, found.num_evaluations, spending.seconds)
-        searched = LocalSearch().plan(
+        searched = self._search().plan(
             replace(problem, budget=rest, seeds=(*seeds, *problem.seeds), proposals=proposals)
         )
         return PlanResult(
             candidates=(*searched.candidates, *found.candidates[:1]),
             num_evaluations=found.num_evaluations + searched.num_evaluations,
         )
+
+    def _search(self) -> LocalSearch:
+        if not self._is_led:
+            return LocalSearch()
+        from heterog.agents.improver import led_by, load_improver
+
+        return LocalSearch(led_by(load_improver()))
 
 
 def _prepare(policy: "str | Policy", evaluator: Evaluator) -> None:

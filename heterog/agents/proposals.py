@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from heterog.envs.pair import Pair
 
 NUM_SAMPLES = 64
+MANY_DEVICES, FEW_SAMPLES = 512, 8
+"""Devices above which a draw takes a quarter of a second, and as many draws as are made there."""
 NUM_PIPELINED = 5
 """Number of rows drawn as pipelines that are scored at the op level."""
 NUM_MADE = 10
@@ -105,6 +107,8 @@ class Proposals:
         from heterog.agents.ways import BALANCED, draw_in
 
         num_samples = self._num_samples
+        if problem.evaluator.cluster.num_devices > MANY_DEVICES:
+            num_samples = min(num_samples, FEW_SAMPLES)
         if problem.budget.evaluations is not None:
             # A fifth of a small budget is left for the op level.
             most = int(0.8 * problem.budget.evaluations / (1.0 + BALANCED))

@@ -18,7 +18,8 @@ from heterog.methods.local_search.move_features import (
     NUM_STATE_FEATURES,
     MoveFeatures,
 )
-from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.neighbours import Move, MoveKind, State
+from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import Search, cost_of
 from heterog.methods.planner import Budget, Problem
 from heterog.simulator.evaluator import Evaluator
@@ -33,10 +34,10 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
 
     ## Description
     An episode is about a model on a cluster, and begins with the same decision for all of its ops.
-    At each point the local search's own random moves are drawn, as many as there are actions:
-    other devices or shares for some groups of ops, cuts between stages, synchronisation and ZeRO,
-    teams, rules of ops, micro-batches and schedules, recomputation, buckets, the order. The action
-    is the move that is made.
+    At each point random moves are drawn, as many as there are actions: other devices or shares for
+    some groups of ops, cuts between stages, synchronisation and ZeRO, teams, rules of ops,
+    micro-batches and schedules, recomputation, buckets, the order; and a part of them changes a
+    whole plan (``methods.local_search.plan_moves``). The action is the move that is made.
 
     ## Action space
     ``Discrete(num_moves)``. A masked one (``action_mask`` is 0) changes nothing.
@@ -50,7 +51,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     | groups, group_mask | G x 31, G | each group of ops: timeline, costs, what is decided |
     | edges, edge_mask | 2 x E, E | groups that feed one another |
     | whole | 24 | the critical path by purpose, memory, sizes |
-    | moves | K x 99 | each move: its kind, the timeline at its place, what it changes |
+    | moves | K x 105 | each move: its kind, the timeline at its place, what it changes |
     | changed | K x G | the groups that each move changes |
     | action_mask | K | moves that lead elsewhere |
 
@@ -82,10 +83,10 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     ) -> None:
         self._num_moves, self._num_steps = num_moves, num_steps
         self._pairs = list(pairs or [(chain_graph(), toy_cluster())])
-        self._searches: dict[int, tuple[Search, MoveFeatures]] = {}
+        self._searches: dict[int, tuple[Search, MoveFeatures, PlanMoves]] = {}
         self._evaluators: dict[int, Evaluator] = {}
         made = [self._of(number)[1] for number in range(len(self._pairs))]
-        groups = max(search.num_groups for search, _ in self._searches.values())
+        groups = max(search.num_groups for search, *_ in self._searches.values())
         edges = max(1, *(features.edges.shape[1] for features in made))
 
         def box(*shape: int) -> gym.spaces.Box:
@@ -104,7 +105,7 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         })  # fmt: skip
         self.observation_space: gym.Space[Any] = self._arrays
 
-    def _of(self, number: int) -> tuple[Search, MoveFeatures]:
+    def _of(self, number: int) -> tuple[Search, MoveFeatures, PlanMoves]:
         """A pair's search, whose moves and evaluations are used, and the features of its moves."""
         known = self._searches.get(number)
         if known is None or len(known[0].space.candidates) > _MOST_CANDIDATES:
@@ -114,7 +115,8 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
             search = Search(Problem(evaluator=evaluator, budget=_ENDLESS))
             search.neighbours.may_team = bool(search.neighbours.team_sizes)
             search.neighbours.may_shard = bool(search.rules.layers)
-            known = self._searches[number] = search, MoveFeatures(evaluator, search.space)
+            features = MoveFeatures(evaluator, search.space)
+            known = self._searches[number] = search, features, PlanMoves(search.neighbours)
         return known
 
     def reset(
@@ -124,7 +126,9 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
         super().reset(seed=seed)
         wanted = (options or {}).get("pair")
         drawn = int(self.np_random.integers(len(self._pairs)))
-        self._search, self._features = self._of(drawn if wanted is None else int(wanted))
+        self._search, self._features, self._plans = self._of(
+            drawn if wanted is None else int(wanted)
+        )
         self._search.neighbours.rng = self.np_random
         self._taken = 0
         named, self._cost = self._search.neighbours.num_named, math.inf
@@ -159,7 +163,9 @@ class ImproveEnv(gym.Env[Padded, np.int64]):
     def _observation(self) -> Padded:
         """The point with new moves from it, padded."""
         search, features, view = self._search, self._features, self._view
-        moves = self._moves = [search.neighbours.move(view.state) for _ in range(self._num_moves)]
+        moves = drawn_moves(search.neighbours, self._plans, view, self._num_moves)
+        moves += [Move(MoveKind.ORDER, view.state)] * (self._num_moves - len(moves))
+        self._moves = moves
         changed = np.stack([move.state.row for move in moves]) != view.state.row
         own = view.state.key
         self._masks = np.array([move.state.key != own for move in moves])

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from heterog.agents.improver import (
+    LEAST_PART,
     Improver,
     ImproverConfig,
     LedMoves,
+    Payoff,
     led_by,
     load_improver,
     save_improver,
@@ -28,6 +30,7 @@ from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
 from heterog.errors import InputFileError
 from heterog.methods.local_search.neighbours import State
+from heterog.methods.local_search.plan_moves import PlanMoves, drawn_moves
 from heterog.methods.local_search.planner import LocalSearch, Search
 from heterog.methods.planner import Budget, PlanResult, Problem
 from heterog.simulator.engine import Order
@@ -90,10 +93,10 @@ def test_scores_in_a_search_are_those_of_a_batch() -> None:
     led = LedMoves(search, policy)
     recorder = Recorder(search, width=8)
     state = search.everywhere(0)
-    led.of(state)
-    assert led.view is not None
+    while led.view is None:  # of two kinds of moves, one looks at the point
+        led.of(state)
     state_before = search.neighbours.rng.bit_generator.state
-    moves = [search.neighbours.move(state) for _ in range(8)]
+    moves = drawn_moves(search.neighbours, PlanMoves(search.neighbours), led.view, 8)
     search.neighbours.rng.bit_generator.state = state_before
     recorder._rng = search.neighbours.rng
     recorder.of(state)
@@ -101,8 +104,18 @@ def test_scores_in_a_search_are_those_of_a_batch() -> None:
     assert found is not None
     points, _ = points_of([(found, 0)])
     with torch.inference_mode():
-        batch = policy(points).numpy()
+        batch = policy(points).numpy()[: len(moves)]
     np.testing.assert_allclose(led.scores(led.view, moves), batch, atol=1e-5)
+
+
+def test_what_gains_more_for_its_cost_is_drawn_more_often_and_nothing_never() -> None:
+    payoff, rng = Payoff(2), np.random.default_rng(0)
+    for _ in range(300):
+        payoff.add(0, 0.0, 1.0)
+        payoff.add(1, 0.01, 1.5)
+    drawn = np.bincount([payoff.drawn(rng) for _ in range(2000)], minlength=2) / 2000
+    assert drawn[1] > 0.6
+    assert drawn[0] > LEAST_PART
 
 
 def test_learns_which_moves_gain(recorded: Recorded) -> None:

@@ -308,7 +308,7 @@ class MoveFeatures:
         part, pair = np.divmod(unique, most * most)
         source, target = np.divmod(pair, most)
         features = [
-            np.eye(len(MoveKind))[[move.kind for move in moves]],
+            np.eye(len(MoveKind))[[_SEEN_AS.get(move.kind, move.kind) for move in moves]],
             self._changed_facts(view, which, group, count),
             self._changed_load(view, (which, group, of), (part, source, target), count),
             self._changed_cuts(view, rows, count),
@@ -467,8 +467,11 @@ class MoveFeatures:
         return found
 
 
+_SEEN_AS = {MoveKind.PROPOSAL: MoveKind.DECISION}
+"""Kinds that policies do not tell from others: whether there are proposals is not of the plan."""
 _SETTINGS = (
     MoveKind.TEAMS, MoveKind.RULES, MoveKind.BUCKETS, MoveKind.ORDER, MoveKind.MICRO_BATCHES,
+    MoveKind.STAGES, MoveKind.STRUCTURE, MoveKind.EVERYWHERE, MoveKind.PIPELINING,
 )  # fmt: skip
 
 

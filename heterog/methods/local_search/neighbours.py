@@ -93,6 +93,12 @@ class MoveKind(IntEnum):
     SYNCHRONISATION = 10
     ELSEWHERE = 11
     DECISION = 12
+    STAGES = 13
+    STRUCTURE = 14
+    RECUT = 15
+    SHARES = 16
+    EVERYWHERE = 17
+    PIPELINING = 18
 
 
 @dataclass(frozen=True, slots=True)

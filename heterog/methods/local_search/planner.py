@@ -48,6 +48,7 @@ COSTS_NOTHING = 2e-4
 
 _MOST_UNIFORM = 128  # uniform rows scored at the start
 _UNIFORM_UNTIL = 0.25  # part of the budget after which the rest of them is left out
+_UNIFORM_UNTIL_LED = 0.05  # the same for a search that is led: its moves make them, too
 _LEAST_SPEED = 0.25  # part of the cluster's speed that the devices of a uniform row need
 _MOST_REPAIRED = 3  # seeds that do not fit
 _REPAIR_SHARE = 0.1  # part of the budget, for each
@@ -162,6 +163,7 @@ class Search:
         self.rules = GroupRules(problem.evaluator)
         self.neighbours = Neighbours(problem, self.space, self.rules, self.rng)
         self.moves: Moves = self.neighbours if lead is None else lead(self)
+        self._uniform_until = _UNIFORM_UNTIL if lead is None else _UNIFORM_UNTIL_LED
         self._simulated: tuple[StateKey, Evaluation] | None = None
         self.engine = _Judge(partial(self._ask, problem.evaluator.evaluate))
         self.referee = _Judge(
@@ -238,7 +240,7 @@ class Search:
         num_seeds = len(starts)
         starts += [self.everywhere(number) for number in self._uniform()]
         for index, state in enumerate(starts):
-            is_late = index >= num_seeds and self.spending.fraction >= _UNIFORM_UNTIL
+            is_late = index >= num_seeds and self.spending.fraction >= self._uniform_until
             if self.engine.best and (is_late or self.spending.is_over):
                 break
             self.engine.cost(state, math.inf if index < num_seeds else _IF_KEPT)
@@ -401,6 +403,14 @@ class Search:
     def evaluated(self, state: State, limit_s: float = math.inf) -> Evaluation:
         """A point as the engine sees it, which the search does not keep."""
         return self._ask(self.evaluator.evaluate, state, limit_s)
+
+    def gain(self, before: State, after: State) -> float | None:
+        """Logarithm of one point's cost over another's; ``None`` if no judge knows both."""
+        for judge in (self.referee, self.engine):
+            old, new = judge.found.get(before.key), judge.found.get(after.key)
+            if old is not None and new is not None:
+                return math.log(cost_of(old) / cost_of(new))
+        return None
 
     def looked_at(
         self, state: State, *, by_referee: bool = False

@@ -1,0 +1,407 @@
+"""Moves that change a whole plan at once, for a search that is led.
+
+``Neighbours`` changes a few groups at a time and comes to a pipeline, or to ZeRO everywhere, by
+many steps that are each slower than the one before. A move here is such a step in one: stages on
+other devices with cuts in balance, two stages joined or one divided, the cuts of a plan balanced
+again, samples moved from all busy devices to all idle ones, the same change to every decision,
+another number of micro-batches and other caps. What is not known is drawn.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+
+from heterog.lowering.program import FloatArray
+from heterog.methods.changes import without_devices
+from heterog.methods.local_search.move_features import View
+from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State
+from heterog.methods.model_parallel import activation_bytes, balanced_chain, parameter_bytes
+from heterog.methods.recomputing import kinds_worth_trying
+from heterog.methods.tuned_uniform import tuned_decision
+from heterog.simulator.engine import Order
+from heterog.strategy.division import split_in_proportion
+from heterog.strategy.layouts.stages import layer_blocks
+from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule, caps_of_stages
+from heterog.strategy.strategy import Decision, Keeps, Sync
+
+_MICRO = (1, 2, 4, 8, 16, 32)
+_MOST_STAGES = 24
+_MOST_TASKS = 400_000
+"""Ops of all micro-batches on all devices above which a plan is not proposed."""
+PLAN_PART = 0.3
+"""Part of the moves that are drawn together which change a whole plan."""
+_KINDS = (
+    (MoveKind.STAGES, 0.3), (MoveKind.STRUCTURE, 0.15), (MoveKind.RECUT, 0.1),
+    (MoveKind.SHARES, 0.15), (MoveKind.EVERYWHERE, 0.15), (MoveKind.PIPELINING, 0.15),
+)  # fmt: skip
+_SPREAD = 0.2  # of the logarithm of a stage's seconds where cuts are balanced
+Devices = tuple[int, ...]
+Change = Callable[[Decision], Decision]
+_Item = TypeVar("_Item")
+
+
+class PlanMoves:
+    """Random changes of whole plans.
+
+    Args:
+        neighbours: The search's small moves: candidates, generator and rules are theirs.
+    """
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        self._near = neighbours
+        self._space = neighbours.space
+        self._evaluator = evaluator = neighbours.problem.evaluator
+        self._cluster, self._graph = evaluator.cluster, evaluator.graph
+        self._num_groups = neighbours.num_groups
+        tables, kinds = evaluator.tables, range(len(evaluator.cluster.device_types))
+        real = tables.op_group >= 0
+        batch = self._graph.batch_size
+        self._num_ops = np.bincount(tables.op_group[real], minlength=self._num_groups)
+        self._seconds: FloatArray = np.stack([
+            np.bincount(
+                tables.op_group[real],
+                evaluator.prices.op_seconds(kind, batch)[real],
+                self._num_groups,
+            )
+            + 1e-9
+            for kind in kinds
+        ])  # [num_types, num_groups]  # fmt: skip
+        self._types = np.array(self._cluster.type_index)
+        self._speed = 1.0 / self._seconds.sum(axis=1)[self._types]
+        self._parameters = parameter_bytes(evaluator)
+        self._activations = activation_bytes(evaluator)
+        self._usable = np.array([d.usable_memory_bytes for d in self._cluster.devices], float)
+        self._blocks = layer_blocks(self._graph)
+        self._recomputations = kinds_worth_trying(self._graph)
+        self._by_kind = self._hosts_by_kind()
+        names, weights = zip(*_KINDS, strict=True)
+        self._names, self._weights = names, np.cumsum(weights) / sum(weights)
+        self._make: dict[MoveKind, Callable[[State], State | None]] = {
+            MoveKind.STAGES: self._staged,
+            MoveKind.STRUCTURE: self._restructured,
+            MoveKind.RECUT: self._recut,
+            MoveKind.EVERYWHERE: self._everywhere,
+            MoveKind.PIPELINING: self._pipelined,
+        }
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The search's generator."""
+        return self._near.rng
+
+    def move(self, state: State, busy_s: FloatArray) -> Move:
+        """Draw a move.
+
+        Args:
+            state: The plan.
+            busy_s: Seconds that each device computes in it.  # [num_devices]
+        """
+        kind = self._names[int(np.searchsorted(self._weights, self.rng.random()))]
+        made = self._shared(state, busy_s) if kind == MoveKind.SHARES else self._make[kind](state)
+        return Move(kind, state if made is None or not self._is_small(made) else made)
+
+    def _is_small(self, state: State) -> bool:
+        """Whether a simulation does not take too long, as far as the ops tell."""
+        candidates = self._space.candidates
+        numbers, of_group = np.unique(state.row, return_inverse=True)
+        ops = np.bincount(of_group, self._num_ops)
+        sizes = [len(candidates[number].devices) for number in numbers.tolist()]
+        micro = len(state.micro_batches[0]) if state.micro_batches else 1
+        return micro == 1 or micro * float(ops @ np.array(sizes)) <= _MOST_TASKS
+
+    # --- stages ----------------------------------------------------------------------------------
+
+    def _hosts_by_kind(self) -> list[list[int]]:
+        kinds: dict[int, list[int]] = {}
+        for host, kind in enumerate(self._cluster.host_kind):
+            kinds.setdefault(kind, []).append(host)
+        return list(kinds.values())
+
+    def _some_devices(self) -> list[Devices]:
+        """Devices of some hosts, host by host: all kinds or some, the kinds in any order."""
+        kinds = [self._by_kind[n] for n in self.rng.permutation(len(self._by_kind)).tolist()]
+        if len(kinds) > 1 and self.rng.random() < 0.4:
+            kinds = kinds[: int(self.rng.integers(1, len(kinds)))]
+        hosts = [host for kind in kinds for host in kind]
+        if len(kinds) > 1 and self.rng.random() < 0.25:
+            hosts = sorted(hosts) if self.rng.random() < 0.5 else sorted(hosts, reverse=True)
+        if len(hosts) > 1 and self.rng.random() < 0.2:
+            hosts = hosts[: int(self.rng.integers(1, len(hosts)))]
+        return [self._cluster.host_devices(host) for host in hosts]
+
+    def _staged(self, state: State) -> State | None:
+        """Stages on some devices, balanced; replicas on all of them if there is one stage."""
+        hosts = self._some_devices()
+        everything = tuple(device for host in hosts for device in host)
+        most = min(len(everything), self._num_groups, _MOST_STAGES)
+        count = int(np.exp(self.rng.uniform(0.0, np.log(most + 1))))
+        if count <= len(hosts):
+            parts = [[d for host in part for d in host] for part in _cut(hosts, count)]
+        else:
+            parts = _cut(everything, count)
+        stages = [tuple(sorted(part)) for part in parts]
+        decide = self._manner()
+        decisions = [decide(devices) for devices in stages]
+        micro = self._num_micro(1 if count == 1 and self.rng.random() < 0.7 else 2)
+        return self._on_stages(state, decisions, micro)
+
+    def _manner(self) -> Callable[[Devices], Decision]:
+        """How stages decide on their devices: the same synchronisation and recomputation."""
+        kind, level = self.rng.random(), self.rng.random()
+        ways = [Sync.HIERARCHICAL, Sync.RING, Sync.PARAMETER_SERVER]
+        if self._graph.updates_elementwise:
+            ways += [Sync.ZERO1, Sync.ZERO2, Sync.ZERO3]
+        sync = ways[int(level * len(ways))] if kind < 0.5 else None
+        recompute = self.rng.random() < 0.3
+        keeps = self._recomputations[int(self.rng.integers(len(self._recomputations)))]
+
+        def decide(devices: Devices) -> Decision:
+            made = tuned_decision(self._evaluator, devices, self._near.space.speeds)
+            if sync is not None and len(devices) > 1:
+                made = _synchronised(made, sync)
+            if recompute:
+                made = replace(made, recompute=True, keeps=keeps)
+            return made
+
+        return decide
+
+    def _num_micro(self, least: int) -> int:
+        batch = self._graph.batch_size
+        counts = [count for count in _MICRO if least <= count <= batch] or [1]
+        return counts[int(self.rng.integers(len(counts)))] if least > 1 else 1
+
+    def _on_stages(self, state: State, decisions: Sequence[Decision], micro: int) -> State:
+        starts = self._balanced(decisions)
+        row = np.empty(self._num_groups, np.int32)
+        for decision, (first, last) in zip(
+            decisions, pairwise((*starts, self._num_groups)), strict=True
+        ):
+            row[first:last] = self._space.add(decision)
+        stages = [decision.devices for decision in decisions]
+        return replace(
+            state,
+            row=row,
+            micro_batches=self._space.micro_batches(micro),
+            order=self._order(state, micro),
+            rules=(),
+            schedule=self._schedule(stages, micro),
+            blocks=self._blocks_of(decisions, starts),
+        )
+
+    def _order(self, state: State, micro: int) -> Order:
+        """Any order for micro-batches: which one is best differs from that of whole batches."""
+        orders = self._near.problem.orders
+        return orders[int(self.rng.integers(len(orders)))] if micro > 1 else state.order
+
+    def _blocks_of(self, decisions: Sequence[Decision], starts: Sequence[int]) -> tuple[int, ...]:
+        if not any(decision.recompute for decision in decisions):
+            return ()
+        return tuple(sorted({*self._blocks, *starts}))
+
+    def _schedule(self, stages: Sequence[Devices], micro: int) -> PipelineSchedule:
+        schedule = AS_IT_COMES
+        used = [device for devices in stages for device in devices]
+        if micro > 1 and len(stages) > 1 and len(set(used)) == len(used):
+            caps = int(self.rng.integers(3))
+            if caps:
+                number = self._cluster.num_devices
+                schedule = caps_of_stages(stages, number, hidden=caps - 1)
+        if len(stages) > 1 and self.rng.random() < 0.3:
+            schedule = replace(schedule, splits_backward=True)
+        return schedule
+
+    def _balanced(self, decisions: Sequence[Decision]) -> list[int]:
+        """First group of each stage, each with at least one."""
+        seconds, memory, room = [], [], []
+        for decision in decisions:
+            part = np.array(decision.shares) / max(sum(decision.shares), 1)
+            devices = list(decision.devices)
+            each = part[:, None] * self._seconds[self._types[devices]]
+            seconds.append(each.max(axis=0) * (4 / 3 if decision.recompute else 1.0))
+            kept = 0.2 if decision.recompute else 1.0
+            state = 1.0 / len(devices) if decision.sync.is_sharded else 1.0
+            share = self._activations * kept / len(devices)
+            memory.append(self._parameters * state + share)
+            room.append(float(self._usable[devices].min()))
+        noise = 0.0 if self.rng.random() < 0.5 else _SPREAD
+        spread = np.exp(noise * self.rng.normal(size=len(decisions)))
+        limit = np.array(room) if self.rng.random() < 0.5 else np.full(len(room), np.inf)
+        placement = balanced_chain(np.stack(seconds, 1) * spread, np.stack(memory, 1), limit)
+        cuts = np.searchsorted(np.array(placement), np.arange(1, len(decisions)))
+        lowest = np.arange(1, len(decisions))
+        cuts = np.maximum.accumulate(np.maximum(cuts, lowest))
+        cuts = np.minimum(cuts, self._num_groups - lowest[::-1])
+        return [0, *cuts.tolist()]
+
+    def _runs(self, state: State) -> list[tuple[int, int]]:
+        """First group and end of each run."""
+        edges = (np.flatnonzero(np.diff(state.row)) + 1).tolist()
+        return list(pairwise((0, *edges, self._num_groups)))
+
+    def _stages_of(self, state: State) -> list[Decision]:
+        """A decision for each stage of a plan: runs on the same devices are one."""
+        decisions: list[Decision] = []
+        for first, _ in self._runs(state):
+            decision = self._space.candidates[state.row[first]]
+            if not decisions or decisions[-1].devices != decision.devices:
+                decisions.append(decision)
+        return decisions
+
+    def _recut(self, state: State) -> State | None:
+        """The plan's stages with cuts in balance."""
+        decisions = self._stages_of(state)
+        if not 2 <= len(decisions) <= min(_MOST_STAGES, self._num_groups):
+            return None
+        starts = self._balanced(decisions)
+        row = np.empty(self._num_groups, np.int32)
+        for decision, (first, last) in zip(
+            decisions, pairwise((*starts, self._num_groups)), strict=True
+        ):
+            row[first:last] = self._space.add(decision)
+        blocks = state.blocks and tuple(sorted({*state.blocks, *starts}))
+        return replace(state, row=row, blocks=blocks)
+
+    def _restructured(self, state: State) -> State | None:
+        """Two stages joined, exchanged, or one divided, and all cuts in balance."""
+        decisions = self._stages_of(state)
+        count = len(decisions)
+        if count > _MOST_STAGES:
+            return None
+        kind, decide = self.rng.random(), self._manner()
+        if count > 1 and kind < 0.4:  # join
+            at = int(self.rng.integers(count - 1))
+            both = sorted({*decisions[at].devices, *decisions[at + 1].devices})
+            decisions[at : at + 2] = [decide(tuple(both))]
+        elif count > 1 and kind < 0.6:
+            first, second = self.rng.choice(count, 2, replace=False).tolist()
+            decisions[first], decisions[second] = decisions[second], decisions[first]
+        else:
+            wide = [n for n, each in enumerate(decisions) if len(each.devices) > 1]
+            if not wide or count >= self._num_groups:
+                return None
+            at = wide[int(self.rng.integers(len(wide)))]
+            halves = [decide(tuple(part)) for part in _cut(decisions[at].devices, 2)]
+            decisions[at : at + 1] = halves if self.rng.random() < 0.5 else halves[::-1]
+        micro = len(state.micro_batches[0]) if state.micro_batches else self._num_micro(2)
+        return self._on_stages(state, decisions, micro if len(decisions) > 1 else 1)
+
+    # --- shares ----------------------------------------------------------------------------------
+
+    def _shared(self, state: State, busy_s: FloatArray) -> State | None:
+        """Samples moved from all busy devices to all idle ones, in a run or everywhere."""
+        power = float(self.rng.uniform(0.2, 1.2))
+        runs = self._runs(state)
+        if self.rng.random() < 0.5:
+            runs = [runs[int(self.rng.integers(len(runs)))]]
+        row = state.row.copy()
+        for number in {int(state.row[first]) for first, _ in runs}:
+            old = self._space.candidates[number]
+            if len(old.devices) < 2:
+                continue
+            busy = busy_s[list(old.devices)]
+            weights = (np.array(old.shares) + 0.25) * (
+                (busy.mean() + 1e-9) / np.maximum(busy, 0.1 * busy.mean() + 1e-9)
+            ) ** power
+            shares = split_in_proportion(sum(old.shares), tuple(weights.tolist()))
+            made = self._space.add(replace(old, shares=shares))
+            for first, last in runs:
+                if state.row[first] == number:
+                    row[first:last] = made
+        return replace(state, row=row)
+
+    # --- changes to everything -------------------------------------------------------------------
+
+    def _everywhere(self, state: State) -> State | None:
+        """The same change to all decisions, or to all on the same devices."""
+        numbers = np.unique(state.row).tolist()
+        if len(numbers) > 1 and self.rng.random() < 0.4:
+            anchor = self._space.candidates[numbers[int(self.rng.integers(len(numbers)))]]
+            numbers = [n for n in numbers if self._space.candidates[n].devices == anchor.devices]
+        kind, blocks = self.rng.random(), state.blocks
+        if kind < 0.4:
+            change = self._other_synchronisation()
+        elif kind < 0.6:
+            change, blocks = self._other_recomputation(), blocks or self._blocks
+        else:
+            change = self._other_devices(joins=kind >= 0.8)
+        row = state.row.copy()
+        for number in numbers:
+            row[state.row == number] = self._space.add(change(self._space.candidates[number]))
+        return replace(state, row=row, blocks=blocks)
+
+    def _other_synchronisation(self) -> Change:
+        ways = [sync for sync in Sync if not sync.is_sharded or self._graph.updates_elementwise]
+        sync = ways[int(self.rng.integers(len(ways)))]
+        return lambda old: _synchronised(old, sync)
+
+    def _other_recomputation(self) -> Change:
+        ways = [(False, Keeps.NOTHING), *((True, keeps) for keeps in self._recomputations)]
+        again, keeps = ways[int(self.rng.integers(len(ways)))]
+        return lambda old: replace(old, recompute=again, keeps=keeps)
+
+    def _other_devices(self, *, joins: bool) -> Change:
+        """A host, or all of a kind, joins or leaves."""
+        hosts = self._by_kind[int(self.rng.integers(len(self._by_kind)))]
+        if self.rng.random() < 0.6:
+            hosts = [hosts[int(self.rng.integers(len(hosts)))]]
+        chosen = {device for host in hosts for device in self._cluster.host_devices(host)}
+        roomiest = int(self._usable.argmax())
+
+        def joined(old: Decision) -> Decision:
+            devices = tuple(sorted({*old.devices, *chosen}))
+            if devices == old.devices or old.teams:
+                return old
+            made = tuned_decision(self._evaluator, devices, self._space.speeds)
+            if not old.sync.takes_slices:
+                made = _synchronised(made, old.sync)
+            return replace(made, recompute=old.recompute, keeps=old.keeps)
+
+        return joined if joins else lambda old: without_devices(old, chosen, roomiest)
+
+    def _pipelined(self, state: State) -> State | None:
+        """Any number of micro-batches, and caps on those under way."""
+        if not self._near.rules.may_cut(state.rules):
+            return None
+        micro = self._num_micro(2) if self.rng.random() < 0.9 else 1
+        if state.micro_batches and self.rng.random() < 0.4:
+            micro = len(state.micro_batches[0])
+        stages = [decision.devices for decision in self._stages_of(state)]
+        schedule = self._schedule(stages, micro)
+        return replace(
+            state,
+            micro_batches=self._space.micro_batches(micro),
+            order=self._order(state, micro),
+            schedule=schedule,
+        )
+
+
+def _synchronised(old: Decision, sync: Sync) -> Decision:
+    """The same devices with another synchronisation."""
+    if len(old.devices) == 1 or old.sync == sync:
+        return old
+    slices = old.slices if sync.takes_slices else ()
+    return replace(old, sync=sync, slices=slices, slice_groups=())
+
+
+def _cut(items: Sequence[_Item], count: int) -> list[list[_Item]]:
+    """Items in order, in parts as even as they can be."""
+    bounds = [round(len(items) * part / count) for part in range(count + 1)]
+    return [list(items[first:last]) for first, last in pairwise(bounds)]
+
+
+def drawn_moves(near: Neighbours, plans: PlanMoves, view: View, count: int) -> list[Move]:
+    """Random moves from a point that change it: small ones, and a part of whole plans.
+
+    Args:
+        near: The small moves.
+        plans: The moves of whole plans.
+        view: What is seen of the point.
+        count: Number of moves; those that turn out to change nothing are left out.
+    """
+    whole = int(PLAN_PART * count)
+    moves = [near.move(view.state) for _ in range(count - whole)]
+    moves += [plans.move(view.state, view.load_s) for _ in range(whole)]
+    return [move for move in moves if move.state.key != view.state.key] or moves[:1]
