@@ -3,7 +3,7 @@
 A member of a team has some columns of the logits, and all of their rows. Log-softmax and its
 gradient need a number of each row (``numbers_of_rows``); members gather these, and make their
 columns with the numbers of all (``completed``). Labels among other members' words add nothing to
-the loss here, which is a part of a sum (Megatron-LM's ``vocab_parallel_cross_entropy``, Shoeybi et
+the loss here, which is a part of a sum (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et
 al. 2019, section 3).
 """
 
