@@ -87,7 +87,8 @@ def _existing(path: str | Path) -> tuple[Path, os.stat_result | None]:
 def _check_folder_of(path: str | Path, target: Path, status: os.stat_result | None) -> None:
     if not target.parent.is_dir():
         what = "is not a folder" if target.parent.exists() else "does not exist"
-        raise InputFileError(f"cannot write {path}: the folder {Path(path).parent} {what}.")
+        folder = target.parent if os.path.islink(path) else Path(path).parent
+        raise InputFileError(f"cannot write {path}: the folder {folder} {what}.")
     places = [target.parent, target] if status is not None else [target.parent]
     if not all(os.access(place, os.W_OK) for place in places):
         raise InputFileError(f"cannot write {path}: permission denied.")

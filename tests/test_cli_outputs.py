@@ -44,6 +44,7 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "to_pipe").symlink_to("pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "to_nowhere").symlink_to("nowhere/plan.json")
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -89,6 +90,7 @@ def contents(folder: Path) -> dict[str, object]:
             ("to_pipe", "not a regular file, but a pipe"),
             ("folder", "it is a folder; name a file in it"),
             ("loop", "Too many levels of symbolic links"),
+            ("to_nowhere", "/nowhere does not exist"),
             ("no/plan.json", "the folder no does not exist"),
             ("m.py/plan.json", "Not a directory"),
             ("a" * 300, "File name too long"),

@@ -29,6 +29,7 @@ from transformers.trainer_utils import seed_worker
 from heterog.balance.balancer import Balancer
 from heterog.balance.dealing import Deal, GlobalBatches, IndexArray, SampleBatches
 from heterog.balance.fixed_draws import undisturbed
+from heterog.balance.label_means import MeanCounts
 from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
 from heterog.balance.sampler import BalancedLoader, ShareSampler
@@ -194,6 +195,8 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         # Also weighs the loss of a subclass that computes its own.
         self._own_loss: Callable[..., Any] = self.compute_loss  # type: ignore[has-type]
         self._weight: float | None = None
+        self._means = MeanCounts(self.balancer.group)
+        self._num_samples = 0
         self.compute_loss = self._weighed_loss
 
     def get_train_dataloader(self) -> BalancedLoader:
@@ -249,6 +252,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         else:
             self.balancer.end_step()  # includes the optimizer's step, which has run since
         deal, self._weight = self._fetched.popleft()
+        self._num_samples = deal.samples[self.balancer.group.rank]
         self.balancer.begin_step(deal)
         try:
             loss: Tensor = super().training_step(*arguments, **options)
@@ -264,6 +268,10 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         with self._without_scale():
             found = self._own_loss(*arguments, **options)
         loss, *others = found if isinstance(found, tuple) else (found,)
+        if (
+            self._loss_mean.is_over_samples
+        ):  # and not over padding, of which ranks have other parts
+            self._means.check(loss, self._num_samples, 0, looks=True, part=False)
         # A mean over nothing is not a number, and does not count.
         weighed = loss * self._weight if self._weight else (loss * 0.0).nan_to_num()
         self.balancer.time_backward(weighed)

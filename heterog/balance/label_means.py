@@ -181,7 +181,8 @@ def _unlike(told: list[str]) -> str:
     return (
         "the loss is a mean over elements of which samples have unlike numbers "
         f"({', '.join(told)}), but it is weighed by samples. Say over how many, weigh(loss, "
-        "count=labels.numel()) for labels without padding; or pad all batches to one length."
+        "count=labels.numel()) for labels without padding; or pad all batches to one length, as a "
+        "Trainer's have to be."
     )
 
 

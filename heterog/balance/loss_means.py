@@ -13,6 +13,7 @@ from heterog.balance.loss_probe import (
     KINDS,
     MOST_CANDIDATES,
     NUM_ITEMS,
+    SAMPLES,
     Batch,
     CountOf,
     Measurement,
@@ -67,6 +68,11 @@ class LossMean:
         self._counts: dict[str, CountOf] = {}
         self._open: list[str] = []
         self._num_updates = 0
+
+    @property
+    def is_over_samples(self) -> bool:
+        """Whether the loss was found, or may be, a mean over samples; the same on all ranks."""
+        return SAMPLES in self._open and self._stated is None
 
     def weights(
         self, batches: Sequence[Batch], has_data: Sequence[Sequence[bool]], measured: Measured

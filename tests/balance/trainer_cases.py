@@ -123,6 +123,10 @@ def across(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
 WEIGHTS = torch.linspace(1, 3, 40)
 
 
+def padded_mean(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+    return functional.mse_loss(logits[..., 0].sigmoid() * mask, (labels > 15).float())
+
+
 def weighted(logits: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     return functional.cross_entropy(logits, labels, WEIGHTS)
 
@@ -241,6 +245,7 @@ CASES: dict[str, Case] = {
     "refused: experts": (mixtral, words, {}),
     "refused: two means": (lambda: Net(both), words, {}),
     "refused: across": (lambda: Net(across, pooled=True), kind_of, {}),
+    "unlike padding": (lambda: Net(padded_mean), words, {}),
     "refused: weighted": (lambda: Net(weighted, pooled=True), kind_of, {}),
     "weighted": (
         lambda: Net(weighted, pooled=True),
