@@ -77,6 +77,7 @@ class RanksOnFirst(LoadFileScheduling):  # type: ignore[misc]
         super()._assign_work_unit(node)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RanksOnFirst:
     return RanksOnFirst(config, log)
 
