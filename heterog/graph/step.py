@@ -96,10 +96,11 @@ class Step:
         state, gradients = {**parameters, **buffers}, list[Tensor | None]()
         # The backward pass is inside, too: functions of the user's own may read the model there.
         with stateless._reparametrize_module(self._model, state, tie_weights=True):
+            trained = [each.requires_grad for each in state.values()]
             memory = [storage_of(each) for each in state.values()]
             with self._numbers.run(_named_inputs(state, batch)):
                 loss = self._workload.step_loss(self._model, batch)
-            self._check_switches(parameters, buffers)
+            self._check_switches({**parameters, **buffers}, trained)
             replaced = self._replaced(state, memory)
             root = _root_of(self._workload, loss)
             results = self._numbers.results(loss, *replaced.values())
@@ -116,19 +117,16 @@ class Step:
                     buffers[name].copy_(value)
         return loss, gradients
 
-    def _check_switches(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-    ) -> None:
+    def _check_switches(self, given: Mapping[str, Tensor], trained: Sequence[bool]) -> None:
         """Refuse a forward pass that freezes parameters, or trains what was frozen."""
-        frozen = [name for name, each in parameters.items() if not each.requires_grad]
-        trained = [name for name, each in buffers.items() if each.is_leaf and each.requires_grad]
-        for name in (*frozen, *trained):
-            raise CaptureError(
-                f"workload '{self._workload.name}': the forward pass sets requires_grad of "
-                f"'{name}' to {name in trained}, and all steps of a plan train the same "
-                "parameters. Make the model with those that are to be trained; when others are, "
-                "save a checkpoint, plan again and load it."
-            )
+        for (name, each), before in zip(given.items(), trained, strict=True):
+            if each.is_leaf and each.requires_grad != before:
+                raise CaptureError(
+                    f"workload '{self._workload.name}': the forward pass sets requires_grad of "
+                    f"'{name}' to {each.requires_grad}, and all steps of a plan train the same "
+                    "parameters. Make the model with those that are to be trained; when others "
+                    "are, save a checkpoint, plan again and load it."
+                )
 
     def _replaced(self, state: Mapping[str, Tensor], memory: Sequence[int]) -> dict[str, Tensor]:
         """What the forward pass has put in the place of buffers, by name; no constants."""
