@@ -89,3 +89,11 @@ def ranks_are_forked() -> Iterator[None]:
 
     with rank_forks([*RANKS_OWN, "PYTEST_CURRENT_TEST"]):
         yield
+
+
+@pytest.fixture
+def where_models_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A plan's file is run if it lies under the folder one works in."""
+    monkeypatch.chdir(tmp_path_factory.getbasetemp())

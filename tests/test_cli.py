@@ -51,14 +51,7 @@ class Result:
 
 
 Run = Callable[..., Result]
-
-
-@pytest.fixture(autouse=True)
-def _work_where_the_model_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A plan's file is run if it lies under the folder one works in."""
-    monkeypatch.chdir(tmp_path_factory.getbasetemp())
+pytestmark = pytest.mark.usefixtures("where_models_are")
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ from torch import nn
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError
-from heterog.graph import serialize
 from heterog.graph.batch_plan import batch_plan
 from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
@@ -24,6 +23,7 @@ from heterog.graph.serialize import graph_from_dict, graph_to_dict, load_graph, 
 from heterog.graph.workload import Workload
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
+from tests.graph.test_imported_graphs import documented
 from tests.thorough import cases
 
 COLUMNS = (
@@ -157,15 +157,6 @@ def test_any_graph_comes_back_equal(graph: OpGraph) -> None:
     assert_equal(graph, graph_from_dict(json.loads(text), "test"))
 
 
-def foreign() -> dict[str, Any]:
-    """The module docstring's example: what another tool may write."""
-    lines = (serialize.__doc__ or "").splitlines()
-    begin = lines.index("    {")
-    end = lines.index("    }", begin)
-    record: dict[str, Any] = json.loads("\n".join(lines[begin : end + 1]))
-    return record
-
-
 def load(tmp_path: Path, record: object) -> OpGraph:
     path = tmp_path / "foreign.json"
     path.write_text(json.dumps(record))
@@ -173,7 +164,7 @@ def load(tmp_path: Path, record: object) -> OpGraph:
 
 
 def test_foreign_graph_of_the_docstring_runs_on_a_cluster(tmp_path: Path) -> None:
-    graph = load(tmp_path, foreign())
+    graph = load(tmp_path, documented())
     assert batch_plan(graph).placements == (S(0), R, S(0), P, R)
     assert group_ops(graph).num_groups == 1
     # Bytes follow from the sizes: x 8192, w 2560, y 1280; the update reads w and dw, writes w.
@@ -200,7 +191,7 @@ def test_foreign_graph_of_the_docstring_runs_on_a_cluster(tmp_path: Path) -> Non
 
 
 def test_batch_dims_follow_upstream_ops() -> None:
-    record = foreign()
+    record = documented()
     record["ops"][1] = {
         "kind": "my_layer_gradient",
         "inputs": ["x", "y"],
@@ -212,7 +203,7 @@ def test_batch_dims_follow_upstream_ops() -> None:
 
 
 def test_batch_dims_after_an_op_with_a_built_in_rule() -> None:
-    record = foreign()
+    record = documented()
     record["ops"][0] = {
         "kind": "mm.default",
         "inputs": ["x", "w"],
@@ -226,20 +217,20 @@ def test_batch_dims_after_an_op_with_a_built_in_rule() -> None:
 
 
 def test_whole_inputs_give_whole_outputs() -> None:
-    record = foreign()
+    record = documented()
     record["ops"][0] |= {"inputs": ["w"], "batch_dims": [None]}
     assert graph_from_dict(record, "test").ops[0].rule == ((R,), (R,))
 
 
 def test_ops_out_of_order_are_reordered() -> None:
-    record = foreign()
+    record = documented()
     expected = graph_from_dict(record, "test")
     record["ops"].reverse()
     assert_equal(expected, graph_from_dict(record, "test"))
 
 
 def test_placements_of_step_inputs() -> None:
-    record = foreign()
+    record = documented()
     record["tensors"][0] |= {"shape": [64, 96], "placement": "S(1,3)"}
     record["tensors"][1] |= {"shape": [64, 10]}
     record["ops"][0]["rule"] = {"inputs": ["R", "R"], "outputs": ["R"]}
@@ -342,7 +333,7 @@ Change = Callable[[dict[str, Any]], object]
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, change: Change, problem: str) -> None:
-    record = foreign()
+    record = documented()
     change(record)
     with pytest.raises(InputFileError) as error:
         load(tmp_path, record)
@@ -365,7 +356,7 @@ def test_files_that_are_no_json(tmp_path: Path) -> None:
 
 
 def test_file_that_cannot_be_written(tmp_path: Path) -> None:
-    graph = graph_from_dict(foreign(), "test")
+    graph = graph_from_dict(documented(), "test")
     with pytest.raises(InputFileError, match="cannot write"):
         save_graph(graph, tmp_path / "missing" / "graph.json")
     assert not list(tmp_path.iterdir())

@@ -31,6 +31,7 @@ from tests.thorough import THOROUGH, few_of
 
 pytestmark = [
     pytest.mark.distributed,
+    pytest.mark.usefixtures("where_models_are"),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 
@@ -77,14 +78,6 @@ def hanging(batch_size: int = 8):
 """
 FOREVER = 10**6
 MINUTE = Limits(timeout_s=60)
-
-
-@pytest.fixture(autouse=True)
-def _work_where_the_model_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A plan's file is run if it lies under the folder one works in."""
-    monkeypatch.chdir(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")

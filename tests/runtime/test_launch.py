@@ -24,6 +24,7 @@ from tests.search.asking import make_plan
 from tests.simulator.builders import cluster_of, plan_by_hand
 from tests.thorough import THOROUGH
 
+pytestmark = pytest.mark.usefixtures("where_models_are")
 MODEL = """
 import torch, heterog
 from torch import nn
@@ -49,14 +50,6 @@ def whole_norms() -> heterog.Workload:  # of one batch size, which a plan of it 
 def wider(batch_size: int = 8) -> heterog.Workload:
     return make(32, batch_size)
 """
-
-
-@pytest.fixture(autouse=True)
-def _work_where_the_model_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A plan's file is run if it lies under the folder one works in."""
-    monkeypatch.chdir(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
