@@ -44,6 +44,8 @@ from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH
 
 NUM_STEPS = 3
+PYTHON = Path(sys.executable)
+"""Ranks of DDP forked off a process that has imported torch have waited for each other for ever."""
 WORKLOAD = """
 import heterog, tiny, torch
 
@@ -227,9 +229,7 @@ def assert_trained_like_one_device(folder: Path, printed: str) -> None:
 
 
 @pytest.mark.distributed
-def test_ddp_weighs_uneven_batches_and_ignored_labels(
-    graph: OpGraph, tmp_path: Path, python: Path
-) -> None:
+def test_ddp_weighs_uneven_batches_and_ignored_labels(graph: OpGraph, tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, ("a", "CPU", 1), ("b", "CPU", 1), cpu_quotas=(0.8, 0.3))
     plan = make_plan(graph, cluster, methods=["cp_ar"], budget="10e")
     assert len(set(plan.strategy.decisions[0].shares)) == 2
@@ -238,14 +238,12 @@ def test_ddp_weighs_uneven_batches_and_ignored_labels(
     fill_in(folder, BUILD)
     # More steps than the data has: all ranks end together.
     options = ("--steps", "9", "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], python, *options))
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], PYTHON, *options))
 
 
 @THOROUGH
 @pytest.mark.distributed
-def test_ddp_accumulates_and_leaves_out_devices(
-    graph: OpGraph, tmp_path: Path, python: Path
-) -> None:
+def test_ddp_accumulates_and_leaves_out_devices(graph: OpGraph, tmp_path: Path) -> None:
     # GPUs in the plan, tried on CPUs; unequal hosts, because a device has no samples; no label of
     # the last rank counts in the second step.
     cluster = cluster_of(tmp_path, ("a", "T4", 2), ("b", "T4", 2))
@@ -262,7 +260,7 @@ def test_ddp_accumulates_and_leaves_out_devices(
     ] == [("a:0", 0, 0, [2, 1]), ("a:1", 1, 3, [2]), ("b:1", 1, 5, [3])]
     fill_in(folder, BUILD)
     options = ("--steps", str(NUM_STEPS), "--save", "weights.pt", "--device", "cpu")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], python, *options))
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], PYTHON, *options))
 
 
 OWN_DATA = """
@@ -281,7 +279,7 @@ def build(rank):
 
 @THOROUGH
 @pytest.mark.distributed
-def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path, python: Path) -> None:
+def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path) -> None:
     """Model, loss, optimizer and weights of labels without a line by the person."""
     model = tmp_path / "my_model.py"
     model.write_text(WORKLOAD)
@@ -297,7 +295,7 @@ def test_ddp_reuses_the_models_own_file(graph: OpGraph, tmp_path: Path, python: 
     model.unlink()
     fill_in(folder, OWN_DATA)
     options = ("--steps", "9", "--save", "weights.pt")
-    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], python, *options))
+    assert_trained_like_one_device(folder, launch(folder, ["a", "b"], PYTHON, *options))
 
 
 def test_stock_batches_are_cut_along_their_own_dimension(graph: OpGraph, tmp_path: Path) -> None:

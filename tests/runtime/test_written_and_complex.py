@@ -39,8 +39,9 @@ class WithTarget(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         factor, self.count = 1 + self.count, self.count + 1
-        weight = self.net.get_parameter("2.weight").detach()
-        self.average = 0.9 * self.average + 0.1 * factor * weight.sum(1)
+        last = self.net[2]
+        assert isinstance(last, nn.Linear)
+        self.average = 0.9 * self.average + 0.1 * factor * last.weight.detach().sum(1)
         with torch.no_grad():
             for own, other in zip(self.net.parameters(), self.target.parameters(), strict=True):
                 other.lerp_(own, 0.1)
