@@ -45,7 +45,7 @@ from tests.thorough import THOROUGH
 
 NUM_STEPS = 3
 PYTHON = Path(sys.executable)
-"""Ranks of DDP forked off a process that has imported torch have waited for each other for ever."""
+"""Not a forked one: ranks of DDP that were forked have waited for each other for ever."""
 WORKLOAD = """
 import heterog, tiny, torch
 
