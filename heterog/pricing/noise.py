@@ -59,7 +59,8 @@ def draw_noise(
     rng = np.random.default_rng(seed)
     is_measured = regime_name(cluster.num_hosts, is_mixed=False) != MANY_HOSTS
     of_links = SPREAD if is_measured else math.hypot(SPREAD, regime_spread(MANY_HOSTS))
-    of_type = rng.normal(0.0, of_types, (num_draws, len(cluster.device_types)))
+    scales = np.abs(of_types)  # a file may say -0.0, which numpy takes for less than 0
+    of_type = rng.normal(0.0, scales, (num_draws, len(cluster.device_types)))
     own = rng.normal(0.0, _WITHIN_TYPE, (num_draws, cluster.num_devices))
     return Noise(
         device=np.exp(of_type[:, list(cluster.type_index)] + own),

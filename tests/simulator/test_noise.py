@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterog.cluster import Cluster
 from heterog.pricing.noise import Noise, draw_noise
 from heterog.simulator.engine import Order
-from tests.simulator.builders import random_case
+from tests.simulator.builders import cluster_of, random_case
 
 
 def constant(cluster: Cluster, device: float, resource: float) -> Noise:
@@ -55,6 +55,12 @@ def test_the_answer_is_left_as_it_was(seed: int) -> None:
         choice, order, draw_noise(evaluator.cluster, 3, evaluator.spreads)
     )
     assert evaluator.referee(choice, order) == before
+
+
+def test_a_spread_of_minus_zero_is_none() -> None:
+    cluster = cluster_of((1.0, ["T4"]), (1.0, ["T4"]))
+    first, second = (draw_noise(cluster, 3, (zero,)) for zero in (-0.0, 0.0))
+    assert np.array_equal(first.device, second.device)
 
 
 def test_draws_are_paired_and_centred() -> None:
