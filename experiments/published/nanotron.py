@@ -204,10 +204,16 @@ def calibrated(path: Path) -> DeviceModels | None:
 def swept(
     path: Path, split: str, every: int, models: DeviceModels | None = None
 ) -> Iterable[Swept]:
-    """One of so many of the sweep's rows, by ``PROGRAM`` if ``models`` is None."""
+    """One of so many of the sweep's rows, by ``PROGRAM`` if ``models`` is None.
+
+    After a fit those that failed are left out: it moves seconds, not bytes.
+    """
     after = "" if models is None else ", after five runs"
+    rows = sorted(rows_of(path, split), key=lambda row: str(row.sizes))[::every]
+    if models is not None:
+        rows = [row for row in rows if row.measured_s is not None]
     models = models or PROGRAM
-    for row in sorted(rows_of(path, split), key=lambda row: str(row.sizes))[::every]:
+    for row in rows:
         cluster = cluster_of(row.num_gpus)
         graph = graph_of(row.sizes, row.batch)
         evaluator = Evaluator(graph, cluster, models)

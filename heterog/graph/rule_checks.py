@@ -85,6 +85,11 @@ def _checked(graph: OpGraph, batch: BatchPlan, op: int, rule: OpRule) -> RuleRes
     if any(place.kind == "L" for place in (*rule.inputs, *rule.outputs)) and not is_in_space:
         raise StrategyError(f"{name}: local statistics follow the batch and need no rule.")
     if rule.scatter is not None:
+        if result.special == Special.NUMBERS_OF_ROWS:
+            raise StrategyError(
+                f"{name} is completed by numbers of all its rows and cannot be cut again as well; "
+                "leave out its scatter."
+            )
         _check_scatter(graph, batch, op, rule, rule.scatter)
     return result
 

@@ -14,7 +14,9 @@ from heterog.strategy.layouts.stages import layers_of
 from tests.runtime.grids import grid_cluster
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
+from tests.runtime.test_rehearsal import verdict
 from tests.runtime.test_teams import trained_alike
+from tests.simulator.builders import plan_by_hand
 from tests.thorough import THOROUGH, one_in
 
 
@@ -60,6 +62,7 @@ def test_a_team_shares_the_words_of_a_cross_entropy(
         if "nll_loss" in kind:
             assert special == Special.OWN_WORDS, op
     assert not any("logits" in each for each in given.remarks)
+    assert verdict(name, plan_by_hand(graph, cluster, given.strategy)) == ""
     trained_alike(four_ranks, tmp_path, name, given.strategy)
 
 

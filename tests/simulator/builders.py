@@ -31,7 +31,7 @@ from heterog.graph.placement import (
     TensorRef,
     crosses,
 )
-from heterog.graph.sharding_rules import legal_rules
+from heterog.graph.sharding_rules import Special, legal_rules, propagate
 from heterog.lowering import Choice
 from heterog.lowering.channels import Channel, ChannelKind, ChannelTable
 from heterog.lowering.program import FloatArray, TaskKind
@@ -573,7 +573,9 @@ def random_scatter(rng: Random, graph: OpGraph, op: int, rule: OpRule) -> Scatte
     """Any way to cut anew what an op with a rule makes, if there is one."""
     (tensor,), (made,) = graph.outputs[op], rule.outputs
     along = axis_plan(graph).placements[tensor]
-    if along.kind != "S":
+    found = propagate(graph.call(op), rule.inputs, rule.units)
+    is_completed = found is not None and found.special == Special.NUMBERS_OF_ROWS
+    if along.kind != "S" or is_completed:
         return None
     shape = graph.tensors[tensor].shape
     to_batch = made.kind == "S" and (made, rule.units) != (along, graph.batch_size)
