@@ -14,9 +14,6 @@ os.environ["HETEROG_LIBRARY"] = "off"
 
 import pytest
 from hypothesis import settings
-from xdist.remote import Producer
-from xdist.scheduler import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 from heterog.runtime.ranks.forks import rank_forks
 from tests.thorough import cases, leave_out
@@ -60,26 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=turn)
     leave_out(items)
-
-
-WITH_RANKS = ("healing", "balance", "runtime", "export")
-"""Folders whose tests fork ranks: off processes that import and capture for ten seconds."""
-
-
-class RanksOnFirst(LoadFileScheduling):  # type: ignore[misc]
-    """Files with ranks are for the first worker, others for the rest, while there are both."""
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        for scope in self.workqueue:
-            if (scope.split("/")[1] in WITH_RANKS) == (node == self.nodes[0]):
-                self.workqueue.move_to_end(scope, last=False)
-                break
-        super()._assign_work_unit(node)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> RanksOnFirst:
-    return RanksOnFirst(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
