@@ -190,6 +190,22 @@ def read_bytes(path: str | Path, what: str, most_bytes: int) -> bytes:
     return content
 
 
+def decoded(content: bytes, where: str) -> str:
+    """The text of a file, without the mark that some editors begin it with.
+
+    Args:
+        content: The file's bytes.
+        where: Start of the message.
+
+    Raises:
+        InputFileError: it is not UTF-8.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputFileError(f"{where}: byte {error.start} is not UTF-8.") from error
+
+
 def _unpacked(content: bytes, what: str, source: Path, most_bytes: int) -> bytes:
     """The members of a gzip file, up to the limit and not a byte further."""
     parts: list[bytes] = []

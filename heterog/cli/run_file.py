@@ -12,10 +12,9 @@ import typer
 from typer.core import TyperCommand
 
 from heterog.errors import InputFileError, UnknownNameError
-from heterog.files import read_bytes, write_atomically
+from heterog.files import decoded, read_bytes, write_atomically
 from heterog.names import shown
 from heterog.units import MIB
-from heterog.yaml_files import parse_yaml
 
 _SUFFIXES = (".yaml", ".yml")
 _SAVES = "save_config"
@@ -23,7 +22,7 @@ _WHAT = "run file"
 
 
 class FromRunFile(TyperCommand):
-    """A command whose first argument may be a run file."""
+    """A command whose first argument, a text, may be a run file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take what a run file says for what is not on the command line.
@@ -32,31 +31,24 @@ class FromRunFile(TyperCommand):
             InputFileError: the file cannot be read, or a value is of a wrong kind.
             UnknownNameError: the command has no such option.
         """
-        given, is_file = self._first(ctx, args)
-        if is_file:
-            ctx.default_map = {**(ctx.default_map or {}), **self._settings(Path(given))}
-            ctx.meta[_WHAT] = Path(given)
-            args = self._without(ctx, args, given)
-        return super().parse_args(ctx, args)
+        path = self._path(ctx, args)
+        if path is None:
+            return super().parse_args(ctx, args)
+        argument, settings = self._argument, self._settings(path)
+        ctx.default_map = {**(ctx.default_map or {}), **settings}
+        ctx.meta[_WHAT] = path
+        left = super().parse_args(ctx, args)
+        ctx.params[argument.name] = settings[argument.name]  # a text, as on the command line
+        return left
 
-    def _first(self, ctx: Any, args: list[str]) -> tuple[str, bool]:
-        """The first argument, and whether it is a run file."""
+    def _path(self, ctx: Any, args: list[str]) -> Path | None:
+        """The first argument, if it is a run file."""
         if ctx.resilient_parsing or any(each in ctx.help_option_names for each in args):
-            return "", False
+            return None
         given = self.make_parser(ctx).parse_args([*args])[0].get(self._argument.name)
-        return str(given), isinstance(given, str) and given.lower().endswith(_SUFFIXES)
-
-    def _without(self, ctx: Any, args: list[str], given: str) -> list[str]:
-        """The arguments without the first one, which an option's value may equal."""
-        for place in (number for number, each in enumerate(args) if each == given):
-            rest = [*args[:place], *args[place + 1 :]]
-            try:
-                left = self.make_parser(ctx).parse_args([*rest])[0].get(self._argument.name)
-            except Exception:  # its option stands alone now
-                continue
-            if left != given:
-                return rest
-        return args
+        if not isinstance(given, str) or not given.lower().endswith(_SUFFIXES):
+            return None
+        return Path(given)
 
     @property
     def _argument(self) -> Any:
@@ -64,10 +56,9 @@ class FromRunFile(TyperCommand):
 
     def _settings(self, path: Path) -> dict[str, Any]:
         """Values of the command's parameters, as a file gives them."""
-        try:
-            text = read_bytes(path, _WHAT, MIB).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise InputFileError(f"{path}: byte {error.start} is not UTF-8.") from error
+        from heterog.yaml_files import parse_yaml
+
+        text = decoded(read_bytes(path, _WHAT, MIB), f"{path}")
         found = parse_yaml(text, path, what="a run file", if_empty="see --save-config")[1]
         if not isinstance(found, dict):
             raise InputFileError(f"{path} holds {shown(found)}, not settings with names.")
@@ -111,16 +102,14 @@ def run_file(context: typer.Context) -> Path | None:
 
 def save_settings(context: typer.Context, path: Path) -> None:
     """Write what the command was asked as a run file."""
-    lines = [f"# heterog {context.command.name} {path.name}"]
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name or "")
-        if name_of(parameter) in _NOT_SAID or value is None or value is False or value == "":
-            continue
-        lines.append(f"{name_of(parameter)}: {_written(value)}")
-    write_atomically(path, "\n".join([*lines, ""]).encode())
+    import yaml
 
-
-def _written(value: object) -> str:
-    if isinstance(value, bool | int | float):
-        return str(value).lower()
-    return "'" + str(value).replace("'", "''") + "'"
+    settings = {
+        name_of(each): str(value) if isinstance(value, Path) else value
+        for each in context.command.params
+        for value in (context.params.get(each.name or ""),)
+        if name_of(each) not in _NOT_SAID and not (value is None or value is False or value == "")
+    }
+    text = f"# heterog {context.command.name} {path.name}\n"
+    text += yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    write_atomically(path, text.encode())

@@ -16,7 +16,7 @@ _TELLING = re.compile(
 """Names of fields that may change where and when ops run."""
 
 
-DEEPEST = 8
+_DEEPEST = 8
 """How far sections are looked for in sections."""
 
 
@@ -26,7 +26,7 @@ def leaves(document: object, path: str = "", depth: int = 0) -> Iterator[tuple[s
     >>> [*leaves({"a": {"b": 1}, "c": 2})]
     [('a.b', 1), ('c', 2)]
     """
-    if not isinstance(document, dict) or depth > DEEPEST:
+    if not isinstance(document, dict) or depth > _DEEPEST:
         yield path, document
         return
     for name, value in document.items():
@@ -46,6 +46,17 @@ class LayoutFile:
     layout: Layout
     batch_size: int = 0
     remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Twice:
+    """The value of a field that a file gives two values.
+
+    Attributes:
+        fault: Sentence that says which; refuses the field if it is read.
+    """
+
+    fault: str
 
 
 class Fields:
@@ -84,9 +95,11 @@ class Fields:
         return dict(found)
 
     def _take(self, path: str, name: str) -> Any:
-        section = self.section(path)
+        value = self.section(path).get(name)
         self._taken.setdefault(path, set()).add(name)
-        return section.get(name)
+        if isinstance(value, Twice):
+            raise LayoutError(value.fault)
+        return value
 
     def merge(self, path: str, older: str) -> None:
         """Read the fields of another section, too, where a program's older files have them."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heterog.errors import InputFileError
-from heterog.files import parse_json, read_bytes
+from heterog.files import decoded, parse_json, read_bytes
 from heterog.names import shown
 from heterog.strategy.layouts.fields import Fields, LayoutFile
 from heterog.strategy.layouts.layout import (
@@ -66,7 +66,7 @@ def read_layout(path: str | Path) -> LayoutFile:
     document = _parsed(content, path, kind, ending)
     if ending in _YAML and is_of_megatron(document):
         kind, read = "Megatron configuration", read_megatron
-        document = flat_document(document, f"{kind} {path}")
+        document = flat_document(document)
     fields = Fields(document, f"{kind} {path}")
     try:
         found = read(fields)
@@ -80,10 +80,7 @@ def _parsed(content: bytes, path: Path, kind: str, ending: str) -> object:
     where = f"{kind} {path}"
     if ending == ".json":
         return parse_json(content, where)
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise InputFileError(f"{where}: byte {error.start} is not UTF-8.") from error
+    text = decoded(content, where)
     if ending in _COMMAND_LINE:
         return command_line_document(text, where)
     if ending == ".toml":

@@ -11,12 +11,13 @@ from typing import Any
 
 from heterog.errors import InputFileError
 from heterog.names import shown
-from heterog.strategy.layouts.fields import DEEPEST, Fields, LayoutFile, leaves
+from heterog.strategy.layouts.fields import Fields, LayoutFile, Twice, leaves
 from heterog.strategy.layouts.layout import LayoutError, layout_of_words
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
 _MOST_WORDS = 10_000
+_MOST_NESTED = 8  # variables in the values of variables
 
 
 def is_of_megatron(document: object) -> bool:
@@ -31,24 +32,24 @@ def is_of_megatron(document: object) -> bool:
     )
 
 
-def flat_document(document: object, where: str) -> dict[str, Any]:
-    """The fields of all sections by their own names.
-
-    Raises:
-        LayoutError: sections give one name different values.
-    """
+def flat_document(document: object) -> dict[str, Any]:
+    """The fields of all sections by their own names."""
     found: dict[str, Any] = {}
     for path, value in leaves(document):
         section, _, name = path.rpartition(".")
         if name == "name" and section.split(".")[-1] in ("optim", "optimizer"):
             name = "optimizer_name"
-        if name in found and found[name] != value and name in _READ:
-            raise LayoutError(
-                f"{where}: sections say '{name}' as {shown(found[name])} and as {shown(value)}; "
-                "leave the one that holds."
-            )
-        found.setdefault(name, value)
+        _add(found, name, value, f"sections say '{name}'")
     return found
+
+
+def _add(found: dict[str, Any], name: str, value: object, where: str) -> None:
+    """Add a field; one that is there with another value is refused where it is read."""
+    before = found.setdefault(name, value)
+    if before != value and not isinstance(before, Twice):
+        found[name] = Twice(
+            f"{where} as {shown(before)} and as {shown(value)}; leave the one that holds."
+        )
 
 
 def command_line_document(text: str, where: str) -> dict[str, Any]:
@@ -59,7 +60,6 @@ def command_line_document(text: str, where: str) -> dict[str, Any]:
 
     Raises:
         InputFileError: the text is not what a shell reads, or has no options.
-        LayoutError: an option stands twice, with different values.
     """
     try:
         words = shlex.split(text.replace("\\\n", " ").replace("\\\r\n", " "), comments=True)
@@ -68,14 +68,8 @@ def command_line_document(text: str, where: str) -> dict[str, Any]:
     if len(words) > _MOST_WORDS:
         raise InputFileError(f"{where} holds {len(words):,} words; at most {_MOST_WORDS:,}.")
     found: dict[str, Any] = {}
-    for name, text in _options(_spread(words)):
-        value = _typed(text)
-        if name in _READ and found.setdefault(name, value) != value:
-            raise LayoutError(
-                f"{where}: --{name.replace('_', '-')} stands there as {shown(found[name])} and as "
-                f"{shown(value)}; leave the one that holds."
-            )
-        found[name] = value
+    for name, value in _options(_spread(words)):
+        _add(found, name, _typed(value), f"--{name.replace('_', '-')} stands there")
     if not found:
         raise InputFileError(f"{where} has no options, such as --tensor-model-parallel-size 2.")
     return found
@@ -112,7 +106,7 @@ def _spread(words: list[str]) -> Iterator[str]:
 
 
 def _with_variables(text: str, variables: Mapping[str, str]) -> str:
-    for _ in range(DEEPEST):
+    for _ in range(_MOST_NESTED):
         changed = _VARIABLE.sub(
             lambda found: variables.get(found[1] or found[2], found[3] or found[0]), text
         )
@@ -174,10 +168,7 @@ def _sharding(fields: Fields) -> dict[str, str]:
     stage = 0
     if fields.flag("", "use_distributed_optimizer"):
         stage = 1
-    if fields.word("", "optimizer_name").lower() in (
-        "distributed_fused_adam",
-        "mcore_distributed_optim",
-    ):
+    if fields.word("", "optimizer_name").lower() in _DISTRIBUTED_OPTIMIZERS:
         stage = 1
     if any([fields.flag("", name) for name in ("use_megatron_fsdp", "use_custom_fsdp")]):
         kind = fields.word("", "data_parallel_sharding_strategy", "no_shard")
@@ -282,13 +273,3 @@ _TUNING = (
     "master_port", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id",
 )  # fmt: skip
 """Fields that change only speed, or where ranks find each other."""
-_READ = frozenset({
-    *_DEGREES.values(), *_CANNOT_BE_SAID, "micro_batch_size", "global_batch_size",
-    "moe_token_dispatcher_type", "sequence_parallel", "use_distributed_optimizer", "nnodes",
-    "num_nodes", "nproc_per_node", "data_parallel_sharding_strategy", "num_layers",
-    "num_distributed_optimizer_instances", "recompute_granularity", "recompute_method",
-    "recompute_num_layers", "virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
-    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-})  # fmt: skip
-"""Fields that must not be said in two ways."""
