@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from heterog.cluster.topology import Cluster
+from heterog.explain.wording import types_in_words
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.strategy.keeping import recomputed_words
@@ -62,9 +63,7 @@ def _devices(strategy: Strategy, cluster: Cluster) -> str:
             used |= {device for device in team if together or share[device]}
     if len(used) == cluster.num_devices:
         return f"all {len(used)}"
-    kinds = Counter(cluster.devices[device].type.name for device in sorted(used))
-    named = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"{len(used)} of {cluster.num_devices} ({named})"
+    return f"{len(used)} of {cluster.num_devices} ({types_in_words(cluster, used)})"
 
 
 def _stages(strategy: Strategy, graph: OpGraph) -> str:

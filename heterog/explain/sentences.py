@@ -4,7 +4,6 @@ A sentence is left out if it would say nothing: limits that do not exist, change
 asked for.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from heterog.explain.wording import (
     percent,
     seconds_of,
     times_slower,
+    types_in_words,
 )
 from heterog.search.request import GIVEN
 from heterog.simulator.critical_path import Limit, PathPiece, Purpose, merge_blocks
@@ -116,9 +116,7 @@ def _unused(facts: "Explanation") -> str:
 
     They need not be reserved; exports for Slurm and Kubernetes leave them out.
     """
-    devices = facts.plan.cluster.devices
-    counts = Counter(devices[device].type.name for device in facts.decided.idle)
-    unused = ", ".join(f"{count} {name}" for name, count in counts.items())
+    unused = types_in_words(facts.plan.cluster, facts.decided.idle)
     return f"; {unused} not used" if unused else ""
 
 

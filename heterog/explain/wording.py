@@ -4,6 +4,7 @@ Numbers and lists, how well a peak of memory is known, and what a plan decides: 
 micro-batches, sums of gradients.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,12 @@ def names_of(names: Sequence[str]) -> str:
     if len(names) > 4:
         return f"{len(names)} devices, {names[0]} to {names[-1]}"
     return listed(names)
+
+
+def types_in_words(cluster: Cluster, devices: Iterable[int]) -> str:
+    """``"2 T4, 1 P100"``: some devices by type, in their order."""
+    counts = Counter(cluster.devices[device].type.name for device in sorted(devices))
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
 def listed(words: Sequence[str]) -> str:

@@ -1,11 +1,12 @@
 """A plan without the devices that it leaves idle, so that no job reserves them."""
 
-from collections import Counter
 from dataclasses import replace
 
-from heterog.explain.decided import what_was_decided
+from heterog.explain.decided import Lowered
+from heterog.explain.wording import types_in_words
+from heterog.lowering import lower
 from heterog.methods.planner import Candidate
-from heterog.search.host_subset import renumbered
+from heterog.search.host_subset import on_part
 from heterog.search.issue_order import IssuedSteps
 from heterog.search.plan import Plan
 from heterog.simulator.engine import Order
@@ -23,7 +24,8 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
     cluster = plan.cluster
     if plan.background is not None or plan.strategy.modes:
         return plan, ()
-    idle = set(what_was_decided(plan.strategy, plan.graph, cluster).idle)
+    program = lower(plan.graph, cluster, plan.strategy, num_steps=1)
+    idle = set(Lowered(program, plan.strategy, plan.graph).idle)
     for host in range(cluster.num_hosts):
         members = set(cluster.host_devices(host))
         if not members <= idle and len({cluster.devices[each].type for each in members}) > 1:
@@ -32,8 +34,7 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         return plan, ()
     left = [device for device in range(cluster.num_devices) if device not in idle]
     part = cluster.part(left)
-    place = [left.index(each) if each not in idle else -1 for each in range(cluster.num_devices)]
-    strategy = renumbered(plan.strategy, place, part)
+    strategy = on_part(plan.strategy, cluster, left, part)
     candidate = Candidate(strategy=strategy, orders=(Order[plan.order.upper()],))
     step = IssuedSteps(Evaluator(plan.graph, part)).of(candidate)
     assert step is not None, "it was written on more devices"
@@ -45,7 +46,7 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         replace(row, peak_memory_bytes=peaks(row.peak_memory_bytes), candidate=None)
         for row in plan.rows
     ]
-    on_part = replace(
+    smaller = replace(
         plan,
         cluster=part,
         strategy=strategy,
@@ -55,6 +56,5 @@ def on_used_devices(plan: Plan) -> tuple[Plan, tuple[str, ...]]:
         peak_memory_bytes=peaks(plan.peak_memory_bytes),
         rows=tuple(rows),
     )
-    counts = Counter(cluster.devices[device].type.name for device in sorted(idle))
-    unused = ", ".join(f"{count} {name}" for name, count in counts.items())
-    return on_part, (f"Devices without work: {unused} not used by the plan, and not reserved.",)
+    unused = types_in_words(cluster, idle)
+    return smaller, (f"Devices without work: {unused} not used by the plan, and not reserved.",)

@@ -61,7 +61,7 @@ class HostSubset:
         """A strategy for the part as one for the whole cluster, where other hosts do nothing."""
         if self.is_whole:
             return strategy
-        return renumbered(strategy, self.devices, self.whole)
+        return _renumbered(strategy, self.devices, self.whole)
 
     def lowered(self, strategy: Strategy) -> Strategy | None:
         """A strategy for the whole cluster, for the part; ``None`` if it uses other hosts."""
@@ -69,13 +69,25 @@ class HostSubset:
             return strategy
         if not set(hosts_used(strategy, self.whole)) <= set(self.hosts):
             return None
-        place = [-1] * self.whole.num_devices
-        for number, device in enumerate(self.devices):
-            place[device] = number
-        return renumbered(strategy, place, self.part)
+        return on_part(strategy, self.whole, self.devices, self.part)
 
 
-def renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
+def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cluster) -> Strategy:
+    """A strategy that uses some devices alone, on the cluster of these.
+
+    Args:
+        strategy: Strategy for the whole cluster, whose modes name no devices.
+        whole: The whole cluster.
+        devices: Device of the whole cluster for each device of the part.
+        part: The part.
+    """
+    place = [-1] * whole.num_devices
+    for number, device in enumerate(devices):
+        place[device] = number
+    return _renumbered(strategy, place, part)
+
+
+def _renumbered(strategy: Strategy, place: Sequence[int], cluster: Cluster) -> Strategy:
     """The same strategy on other devices, in the same order.
 
     Args:
