@@ -6,6 +6,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
+from testbeds import plan_of
 
 from heterog.cluster import Cluster
 from heterog.cluster.spec import parse_cluster
@@ -18,10 +19,9 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.sharding_rules import Special
 from heterog.methods.model_parallel import balanced_chain
-from heterog.methods.planner import Budget, Candidate, MethodRow
-from heterog.search.plan import Plan, make_plan, plan_from_rows
+from heterog.methods.planner import Budget
+from heterog.search.plan import Plan, make_plan
 from heterog.search.request import Request
-from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.division import split_evenly
 from heterog.strategy.layer_shardings import layer_shardings
@@ -88,21 +88,7 @@ def makers(graph: OpGraph, *, searches: bool) -> Iterator[tuple[str, Callable[[]
 
 
 def _plan_of(graph: OpGraph, strategy: Strategy) -> Plan:
-    """A plan of a strategy that nobody searched for, first come, first served."""
-    evaluator = Evaluator(graph, cluster())
-    evaluation = evaluator.referee(strategy, Order.FIFO)
-    row = MethodRow(
-        method="by hand",
-        stage="baseline",
-        outcome=str(evaluation.outcome),
-        step_time_s=evaluation.step_time_s,
-        order="fifo",
-        peak_memory_bytes=evaluation.peak_memory_bytes,
-        num_evaluations=1,
-        search_seconds=0.0,
-        candidate=Candidate(strategy=strategy, orders=(Order.FIFO,)),
-    )
-    return plan_from_rows(evaluator, [row])
+    return plan_of(Evaluator(graph, cluster()), strategy)
 
 
 def _strategy(graph: OpGraph, decisions: list[Decision], homes: tuple[int, ...] = ()) -> Strategy:

@@ -198,7 +198,7 @@ class LedMoves:
     Small moves and whole-plan moves are drawn from a point and scored together; the best are
     tried, from this point, until one of them gains or none is left. Chosen and blind moves take
     turns by what each has gained of late for its cost, so that a policy that does not help costs
-    a tenth of the moves and no more.
+    ``LEAST_PART`` of the moves and no more.
 
     Args:
         search: The search.

@@ -8,8 +8,6 @@ import gymnasium as gym
 import numpy as np
 import numpy.typing as npt
 
-# Registers the baselines that rewards are relative to.
-import heterog.search.portfolio  # noqa: F401
 from heterog.cluster import Cluster
 from heterog.envs.pair import Pair, RunningMemory
 from heterog.envs.reward import RewardFunction, reward_of

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from heterog.lowering.program import FloatArray
+from heterog.lowering.program import FloatArray, IntArray
 from heterog.methods.changes import without_devices
 from heterog.methods.local_search.move_features import View
 from heterog.methods.local_search.neighbours import Move, MoveKind, Neighbours, State
@@ -175,21 +175,22 @@ class PlanMoves:
 
     def _on_stages(self, state: State, decisions: Sequence[Decision], micro: int) -> State:
         starts = self._balanced(decisions)
-        row = np.empty(self._num_groups, np.int32)
-        for decision, (first, last) in zip(
-            decisions, pairwise((*starts, self._num_groups)), strict=True
-        ):
-            row[first:last] = self._space.add(decision)
         stages = [decision.devices for decision in decisions]
         return replace(
             state,
-            row=row,
+            row=self._row(decisions, starts),
             micro_batches=self._space.micro_batches(micro),
             order=self._order(state, micro),
             rules=(),
             schedule=self._schedule(stages, micro),
             blocks=self._blocks_of(decisions, starts),
         )
+
+    def _row(self, decisions: Sequence[Decision], starts: Sequence[int]) -> IntArray:
+        """The candidate of each group, by the stage that it is in."""
+        sizes = np.diff([*starts, self._num_groups])
+        numbers = [self._space.add(decision) for decision in decisions]
+        return np.repeat(np.array(numbers, np.int32), sizes)
 
     def _order(self, state: State, micro: int) -> Order:
         """Any order for micro-batches: which one is best differs from that of whole batches."""
@@ -256,13 +257,8 @@ class PlanMoves:
         if not 2 <= len(decisions) <= min(_MOST_STAGES, self._num_groups):
             return None
         starts = self._balanced(decisions)
-        row = np.empty(self._num_groups, np.int32)
-        for decision, (first, last) in zip(
-            decisions, pairwise((*starts, self._num_groups)), strict=True
-        ):
-            row[first:last] = self._space.add(decision)
         blocks = state.blocks and tuple(sorted({*state.blocks, *starts}))
-        return replace(state, row=row, blocks=blocks)
+        return replace(state, row=self._row(decisions, starts), blocks=blocks)
 
     def _restructured(self, state: State) -> State | None:
         """Two stages joined, exchanged, or one divided, and all cuts in balance."""
