@@ -412,18 +412,19 @@ def by_formula(run: Compared) -> float:
 
 def sources(
     data: Path, split: str, every: int, *, few_layers: bool = False
-) -> Iterable[Iterable[Compared]]:
-    """The runs of each file that is there, but those of nanotron."""
+) -> Iterable[tuple[tuple[str, ...], Iterable[Compared]]]:
+    """How families begin, and the runs, of each file that is there, but those of nanotron."""
     if (path := data / "training_steps_one_gpu.csv").is_file():
-        yield one_gpu(path)
+        yield ("one GPU", "four GPUs"), one_gpu(path)
     if (path := data / "mpt_fsdp.csv").is_file():
-        yield mpt_runs(path, split)
+        yield ("MPT with FSDP",), mpt_runs(path, split)
     for path in sorted(data.glob("sailor_*.json")):
-        yield sailor(path)
+        yield (f"Sailor, {path.stem.removeprefix('sailor_')}",), sailor(path)
     for name in ("vtrain_one_node", "vtrain_many_nodes"):
         if (path := data / f"{name}.csv").is_file():
             words = name.removeprefix("vtrain_").replace("_", " ")
-            yield vtrain(path, split, every, f"vTrain, {words}", few_layers=few_layers)
+            family = f"vTrain, {words}"
+            yield (family,), vtrain(path, split, every, family, few_layers=few_layers)
 
 
 def main() -> None:
@@ -456,12 +457,14 @@ def main() -> None:
                 after = "" if models is None else " after five runs"
                 of_nanotron[each.row.model + after].append(each)
                 progress(each.words())
-    for source in sources(
+    only = arguments.only
+    for begin, source in sources(
         arguments.data, arguments.split, arguments.every, few_layers=arguments.few_layers
     ):
-        for run in () if arguments.only.startswith("ultrascale") else source:
-            if not run.family.startswith(arguments.only):
-                break
+        is_asked = any(each.startswith(only) or only.startswith(each) for each in begin)
+        for run in source if is_asked else ():
+            if not run.family.startswith(only):
+                continue
             families[run.family].append(run)
             progress(
                 f"{run.name}: measured {run.measured_s:.4f} s, predicted {run.predicted_s:.4f} "
