@@ -90,7 +90,7 @@ check-oldest: pyproject.toml
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(PYTHON) tests/oldest.py > $(OLDEST)/oldest.txt
 	$(OLDEST)/bin/python -m pip install $(PIP_OPTIONS) "$(TORCH)"
-	$(OLDEST)/bin/python -m pip install $(PIP_OPTIONS) -c $(OLDEST)/oldest.txt -e ".[zoo]" \
+	$(OLDEST)/bin/python -m pip install $(PIP_OPTIONS) -c $(OLDEST)/oldest.txt -e ".[zoo,contrib]" \
 		"pytest>=8.3" "pytest-xdist>=3.6" "hypothesis>=6.115"
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m "not thorough and not distributed" \
 		$(OLDEST_TESTS)

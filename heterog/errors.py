@@ -5,10 +5,23 @@ from difflib import get_close_matches
 
 
 class HeterogError(Exception):
-    """Base class of every error that bad input or an impossible request can cause.
+    r"""Base class of every error that bad input or an impossible request can cause.
 
-    The command line prints its text as one line and exits with code 2.
+    The command line prints its text as one line and exits with code 2. What cannot be printed, as
+    in the name of a file, is escaped.
+
+    >>> print(HeterogError("cannot write \udcff.json"))
+    cannot write \udcff.json
     """
+
+    def __str__(self) -> str:
+        """The text, safe for any stream."""
+        text = super().__str__()
+        if text.isprintable():
+            return text
+        return "".join(
+            each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+        )
 
 
 class UnknownNameError(HeterogError):

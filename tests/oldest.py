@@ -16,7 +16,11 @@ def oldest_versions(text: str) -> list[str]:
     >>> oldest_versions('project.dependencies = ["torch>=2.11", "numpy>=2.0", "rich"]')
     ['numpy==2.0']
     """
-    needed = tomllib.loads(text)["project"]["dependencies"]
+    project = tomllib.loads(text)["project"]
+    extras = project.get("optional-dependencies", {})
+    needed = project["dependencies"] + [
+        each for extra in ("zoo", "contrib") for each in extras.get(extra, [])
+    ]
     floors = [re.fullmatch(r"([\w-]+)>=([\w.]+)", each) for each in needed]
     return [f"{each[1]}=={each[2]}" for each in floors if each and each[1] != "torch"]
 

@@ -234,7 +234,7 @@ def _options(
     }
     known = set(inspect.signature(algorithm).parameters)
     if "buffer_size" in known:  # there it means returns over several steps
-        known.remove("n_steps")
+        known.discard("n_steps")
     return {name: value for name, value in wanted.items() if name in known}
 
 
