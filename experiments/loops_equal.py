@@ -46,6 +46,8 @@ LOOPS: dict[str, tuple[Run, Run]] = {
 
 REFUSED = {
     ("Trainer", "two optimizers"): "a Trainer has one optimizer",
+    ("Trainer", "stream"): "a BalancedTrainer takes no streams",
+    ("Trainer", "stream with a position"): "a BalancedTrainer takes no streams",
 }
 
 MUST_REFUSE = {

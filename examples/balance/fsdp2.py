@@ -28,7 +28,7 @@ def main() -> None:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    balancer = heterog.Balancer(model, batch_size=BATCH)
+    balancer = heterog.Balancer(model, global_batch_size=BATCH)
     loader = balancer.loader(data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(EPOCHS):

@@ -24,7 +24,7 @@ def main() -> None:
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
         nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
-    balancer = AcceleratedBalancer(accelerator, batch_size=BATCH)
+    balancer = AcceleratedBalancer(accelerator, global_batch_size=BATCH)
     loader = balancer.loader(data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

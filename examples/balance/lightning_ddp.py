@@ -52,13 +52,13 @@ def main() -> None:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(1000, 3, 64, 64), torch.randint(0, 10, (1000,)))
     model = Net()
-    balancer = LightningBalancer(batch_size=BATCH)
+    balancer = LightningBalancer(global_batch_size=BATCH)
     trainer = Trainer(
         accelerator="cpu", devices=RANKS, strategy="ddp", max_epochs=EPOCHS, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[balancer], use_distributed_sampler=False,
     )  # fmt: skip
-    trainer.fit(model, balancer.data(data))
+    trainer.fit(model, balancer.loader(data))
     with torch.no_grad():
         inputs, targets = data[:200]
         loss = nn.functional.cross_entropy(model.layers(inputs), targets)

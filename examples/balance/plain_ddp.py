@@ -26,7 +26,7 @@ def main() -> None:
         nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 10),
     )  # fmt: skip
     model = DistributedDataParallel(model)
-    balancer = heterog.Balancer(model, batch_size=BATCH)
+    balancer = heterog.Balancer(model, global_batch_size=BATCH)
     loader = balancer.loader(data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for epoch in range(EPOCHS):

@@ -17,6 +17,7 @@ from loops.cases import (
     Critic,
     Record,
     Samples,
+    data_of,
     labels_that_count,
     make_model,
     make_optimizer,
@@ -38,9 +39,9 @@ class Job:
         optimizers = [make_optimizer(self.net), make_optimizer(self.critic)]
         schedule = make_schedule(case, optimizers[0])
         self.balancer = AcceleratedBalancer(
-            self.accelerator, batch_size=BATCH, shares=SHARES, interval=0
+            self.accelerator, global_batch_size=BATCH, shares=SHARES, interval=0
         )
-        loader = self.balancer.loader(Samples(case, case.num_samples), seed=SEED)
+        loader = self.balancer.loader(data_of(case), seed=SEED)
         self.val = self.balancer.loader(Samples(case, 19, seed=2), shuffle=False)
         prepare: Any = self.accelerator.prepare
         self.model, self.second_model, self.optimizer, self.second, self.loader = prepare(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from heterog.balance.dealing import epoch_order
 
@@ -39,6 +39,8 @@ class Case:
         limit: Batches of a pass, after which it is left; 0 for all.
         optimizers: Number of optimizers.
         freeze_after: Batches after which the first layer is frozen; 0 for never.
+        stream: Whether samples come from an ``IterableDataset``: ``plain``, or ``stateful`` if
+            that knows its position.
     """
 
     tokens: bool = False
@@ -53,6 +55,7 @@ class Case:
     limit: int = 0
     optimizers: int = 1
     freeze_after: int = 0
+    stream: str = ""
 
     @property
     def steps(self) -> int:
@@ -85,6 +88,8 @@ CASES = {
     "limited batches": Case(limit=3),
     "two optimizers": Case(optimizers=2),
     "frozen midway": Case(freeze_after=5),
+    "stream": Case(stream="plain", num_samples=81, resume_after=3),
+    "stream with a position": Case(stream="stateful", num_samples=81, resume_after=8),
 }
 
 
@@ -108,6 +113,40 @@ class Samples(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {"ids": self.ids[index], "x": self.x[index], "labels": self.labels[index]}
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    """The samples one after another."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.place = samples, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        begin, self.place = self.place, 0
+        for place in range(begin, len(self.samples)):
+            self.place = place + 1
+            yield self.samples[place]
+        self.place = 0
+
+
+class StatefulStream(Stream):
+    """A stream that goes on where it was, without being read again."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Its position."""
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on there."""
+        self.place = state["place"]
+
+
+def data_of(case: Case) -> Dataset[dict[str, Tensor]]:
+    """What a balancer deals in a case."""
+    samples = Samples(case, case.num_samples)
+    if case.stream:
+        return (StatefulStream if case.stream == "stateful" else Stream)(samples)
+    return samples
 
 
 class Net(nn.Module):
@@ -219,7 +258,8 @@ def weights_of(*models: nn.Module) -> list[Tensor]:
 def global_batches(case: Case, dataset: Samples) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """What one process trains with: the step in its pass and the batch; passes are epochs."""
     for epoch in range(NUM_BATCHES):
-        order = torch.from_numpy(epoch_order(case.num_samples, SEED, epoch, shuffle=True))
+        places = epoch_order(case.num_samples, SEED, epoch, shuffle=not case.stream)
+        order = torch.from_numpy(places)
         for step, chosen in enumerate(torch.split(order, BATCH)[: case.steps]):
             yield step, default_collate([dataset[int(index)] for index in chosen])
 

@@ -24,6 +24,7 @@ from loops.cases import (
     Critic,
     Record,
     Samples,
+    data_of,
     global_batches,
     labels_that_count,
     make_model,
@@ -66,10 +67,12 @@ class Job:
         self.optimizer = make_optimizer(self.model)
         self.second = make_optimizer(self.second_model)
         self.schedule = make_schedule(case, self.optimizer)
-        self.balancer = heterog.Balancer(self.model, batch_size=BATCH, shares=SHARES, interval=0)
+        self.balancer = heterog.Balancer(
+            self.model, global_batch_size=BATCH, shares=SHARES, interval=0
+        )
         if case.validate_every:
             self.val = self.balancer.loader(Samples(case, 19, seed=2), shuffle=False)
-        self.loader = self.balancer.loader(Samples(case, case.num_samples), seed=SEED)
+        self.loader = self.balancer.loader(data_of(case), seed=SEED)
 
     @property
     def models(self) -> tuple[nn.Module, nn.Module]:

@@ -18,6 +18,7 @@ from loops.cases import (
     Critic,
     Record,
     Samples,
+    data_of,
     labels_that_count,
     make_model,
     make_optimizer,
@@ -90,7 +91,7 @@ def _fit(
     num_updates: int,
     path: str | None = None,
 ) -> Module:
-    balancer = LightningBalancer(batch_size=BATCH, shares=SHARES, interval=0)
+    balancer = LightningBalancer(global_batch_size=BATCH, shares=SHARES, interval=0)
     module = Module(case, record, balancer)
     strategy = "ddp" if case.optimizers == 1 and not case.freeze_after else _FINDS_UNUSED
     trainer = Trainer(
@@ -109,7 +110,7 @@ def _fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = balancer.data(Samples(case, case.num_samples), seed=SEED)
+    data = balancer.loader(data_of(case), seed=SEED)
     val = DataLoader(Samples(case, 19, seed=2), batch_size=5) if case.validate_every else None
     trainer.fit(module, data, val, ckpt_path=path, weights_only=False)
     return module

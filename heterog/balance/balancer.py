@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from heterog.balance.shares import (
     scaled_shares,
 )
 from heterog.balance.start import Start, first_shares
+from heterog.balance.streams import StreamBatches
 from heterog.balance.tokens import TokenBatches
 from heterog.balance.updates import watch_updates
 from heterog.balance.weights import StepWeights, check_loss
@@ -43,7 +44,7 @@ class Balancer:
 
     The update is that of one process with the whole batch, whatever the shares are:
 
-        balancer = heterog.Balancer(model, batch_size=96, speeds=[3, 3, 1])
+        balancer = heterog.Balancer(model, global_batch_size=96, speeds=[3, 3, 1])
         for inputs, targets in balancer.loader(dataset):
             loss = loss_function(model(inputs), targets)     # a mean, over this rank's samples
             balancer.weigh(loss).backward()
@@ -57,7 +58,7 @@ class Balancer:
     Args:
         model: Wrapped model that is trained; needed for ``parts`` and ``average_gradients``. Where
             a framework wraps it later, ``watch`` takes it then.
-        batch_size: Samples of the global batch, of all ranks together.
+        global_batch_size: Samples of a batch, of all ranks together.
         shares: Samples of each rank in the first steps.
         speeds: Instead of ``shares``: one speed for each rank, in any unit. First shares are in
             proportion to them.
@@ -75,6 +76,7 @@ class Balancer:
         writer: TensorBoard writer for the shares and seconds of all ranks.
         tell: Function that gets a line about each change of shares. By default rank 0 logs it as a
             warning, which Python shows on standard error.
+        batch_size: The old name of ``global_batch_size``, for one release more.
 
     Raises:
         BalanceError: shares, speeds or plan do not fit the ranks; later, weights of ranks differ.
@@ -87,7 +89,7 @@ class Balancer:
         self,
         model: nn.Module | None = None,
         *,
-        batch_size: int,
+        global_batch_size: int | None = None,
         shares: Sequence[int] | None = None,
         speeds: Sequence[float] | None = None,
         plan: str | Path | None = None,
@@ -98,10 +100,11 @@ class Balancer:
         check_replicas: bool = True,
         writer: ScalarWriter | None = None,
         tell: Callable[[str], None] | None = None,
+        batch_size: int | None = None,
     ) -> None:
-        _check_arguments(batch_size, writer)
+        self.global_batch_size = _checked_size(global_batch_size, batch_size)
+        _check_writer(writer)
         self.group = RankGroup()
-        self.batch_size = int(batch_size)
         self.weights = StepWeights(self.group)
         watch_updates(self.weights, self.group)
         self._means = MeanCounts(self.group)
@@ -163,7 +166,7 @@ class Balancer:
         dataset: Dataset[Any],
         *,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
         lengths: Sequence[int] | None = None,
         cost: Callable[[int], float] | None = None,
@@ -176,18 +179,18 @@ class Balancer:
         the one that is trained with, that is, whose losses are weighed for a backward pass.
 
         Args:
-            dataset: Data set with a length.
+            dataset: Data set with a length, or an ``IterableDataset``, which all ranks read whole.
             seed: Seed of the order, the same on all ranks.
-            shuffle: Whether each epoch has its own order.
+            shuffle: Whether each epoch has its own order; yes by default, a stream keeps its own.
             drop_last: Whether to leave out samples at the end that do not fill a batch.
-            lengths: Number of tokens of each sample, where they differ: ``batch_size``, ``shares``
-                and ``fits`` then count tokens, and ranks get samples by their cost.
+            lengths: Number of tokens of each sample, where they differ: ``global_batch_size``,
+                ``shares`` and ``fits`` then count tokens, and ranks get samples by their cost.
             cost: Function from a sample's length to its cost, in tokens; see ``TokenBatches``.
             padded: Whether a rank's samples are padded to the longest of them.
             options: Other arguments of ``DataLoader``: ``num_workers``, ``collate_fn``, ...
 
         Raises:
-            BalanceError: the data set has no length, or the shares do not fit.
+            BalanceError: the data set is of no known kind, or an option or the shares do not fit.
         """
         batches = self.global_batches(
             dataset,
@@ -206,7 +209,7 @@ class Balancer:
         dataset: Dataset[Any],
         *,
         seed: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         drop_last: bool = False,
         lengths: Sequence[int] | None = None,
         cost: Callable[[int], float] | None = None,
@@ -215,8 +218,16 @@ class Balancer:
     ) -> GlobalBatches:
         """The batches of a loader with these arguments, on whatever ranks."""
         check_data(dataset, options)
-        num_samples, size = checked_length(dataset), self.batch_size
-        order: dict[str, Any] = {"seed": seed, "shuffle": shuffle, "drop_last": drop_last}
+        size = self.global_batch_size
+        if isinstance(dataset, IterableDataset):
+            _check_stream(dataset, shuffle=shuffle, lengths=lengths)
+            return StreamBatches(dataset, size, drop_last=drop_last, group=self.group)
+        num_samples = checked_length(dataset)
+        order: dict[str, Any] = {
+            "seed": seed,
+            "shuffle": shuffle is not False,
+            "drop_last": drop_last,
+        }
         if lengths is not None:
             return TokenBatches(lengths, size, cost=cost, padded=padded, **order)
         return SampleBatches(num_samples, size, **order)
@@ -519,27 +530,66 @@ def checked_length(dataset: Dataset[Any]) -> int:
     """Number of samples of a data set.
 
     Raises:
-        BalanceError: it is a stream.
+        BalanceError: it has none, and is no stream either.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__"):
         raise BalanceError(
-            f"{type(dataset).__name__} is a stream of samples without a length or an index: which "
-            "samples are in a global batch cannot be known on every rank. Give a data set with "
-            "__len__ and __getitem__; streams are not dealt yet."
+            f"{type(dataset).__name__} has no length, so that it is not known which samples are "
+            "in a global batch. Give it __len__ and __getitem__, or make it a stream: a subclass "
+            "of torch.utils.data.IterableDataset."
         )
     return len(dataset)
 
 
-def _check_arguments(batch_size: object, writer: object) -> None:
-    """Check arguments of ``Balancer``.
+def _check_stream(
+    dataset: IterableDataset[Any], *, shuffle: bool | None, lengths: Sequence[int] | None
+) -> None:
+    """Check options that a stream cannot have.
 
     Raises:
-        BalanceError: one of them is of a wrong kind.
+        BalanceError: one is asked for.
     """
-    if isinstance(batch_size, bool) or not hasattr(batch_size, "__index__"):
+    if shuffle:
         raise BalanceError(
-            f"batch_size={batch_size!r}: give a whole number, the samples of all ranks together."
+            f"shuffle=True: {type(dataset).__name__} is a stream, whose order is its own. Leave "
+            "shuffle out and shuffle in the stream, with one seed on all ranks."
         )
+    if lengths is not None:
+        raise BalanceError(
+            f"lengths: {type(dataset).__name__} is a stream, whose samples have no lengths before "
+            "they are read. Pack or cut them to equal lengths in the stream, or leave lengths out "
+            "and give weigh() the count of each batch."
+        )
+
+
+def _checked_size(size: object, old: object) -> int:
+    """The number of samples of a global batch, also by its old name.
+
+    Raises:
+        BalanceError: it is no whole number, or missing, or said twice.
+    """
+    if old is not None:
+        warnings.warn(
+            "Balancer's batch_size is global_batch_size now, as frameworks mean the batch of one "
+            "device by batch_size; the old name goes with the next release.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    given = [each for each in (size, old) if each is not None]
+    if len(given) != 1 or isinstance(given[0], bool) or not isinstance(given[0], SupportsIndex):
+        raise BalanceError(
+            f"global_batch_size={' and '.join(map(repr, given)) or None}: give a whole "
+            "number, the samples of all ranks together."
+        )
+    return given[0].__index__()
+
+
+def _check_writer(writer: object) -> None:
+    """Check that a writer is one.
+
+    Raises:
+        BalanceError: it is not.
+    """
     if writer is not None and not hasattr(writer, "add_scalar"):
         raise BalanceError(
             f"writer={writer!r} has no add_scalar: give a TensorBoard SummaryWriter, such as "

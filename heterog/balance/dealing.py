@@ -42,9 +42,11 @@ class GlobalBatches(Protocol):
 
     Attributes:
         unit: Unit of shares, in words.
+        has_length: Whether the number of steps is known before an epoch is over.
     """
 
     unit: str
+    has_length: bool
 
     @property
     def units_per_batch(self) -> int:
@@ -61,6 +63,17 @@ class GlobalBatches(Protocol):
 
     def units(self, indices: IndexArray) -> int:
         """Size of some samples in the unit of shares."""
+
+
+def length_of(batches: GlobalBatches, epoch: int) -> int:
+    """Number of steps of an epoch, for ``len``.
+
+    Raises:
+        TypeError: it is not known, as that of a stream.
+    """
+    if not batches.has_length:
+        raise TypeError("a loader of a stream has no length: its end is known when it is read.")
+    return batches.num_steps(epoch)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> IndexArray:
@@ -107,6 +120,7 @@ class SampleBatches:
     """
 
     unit = "samples"
+    has_length = True
 
     def __init__(
         self, num_samples: int, batch_size: int, *, seed: int, shuffle: bool, drop_last: bool

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate: ``AcceleratedBalancer`` instead of ``Balancer``.
 
 accelerator = Accelerator()
-balancer = AcceleratedBalancer(accelerator, batch_size=96)
+balancer = AcceleratedBalancer(accelerator, global_batch_size=96)
 loader = balancer.loader(dataset)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 ...
@@ -47,7 +47,9 @@ class AcceleratedLoader(BalancedLoader):
         state._add_dataloader(self)
         try:
             for batch in super()._followed():
-                self.end_of_dataloader = self.share_sampler.num_done == len(self)
+                self.end_of_dataloader = (
+                    self.share_sampler.num_done == self.share_sampler.num_steps
+                )
                 yield send_to_device(batch, self.accelerator.device)
         finally:
             state._remove_dataloader(self)

@@ -1,18 +1,21 @@
 """Lightning: ``LightningBalancer`` is a callback, and makes the data.
 
-    balancer = LightningBalancer(batch_size=96)
+    balancer = LightningBalancer(global_batch_size=96)
     trainer = Trainer(callbacks=[balancer], strategy="ddp", ...)
-    trainer.fit(module, balancer.data(dataset), val_loader)
+    trainer.fit(module, balancer.loader(dataset), val_loader)
 
 It weighs what ``training_step`` returns: a loss that is a mean over samples, or where it is one
 over labels ``{"loss": loss, "count": number_of_labels}``. A module with manual optimization calls
 ``weigh`` itself, before its manual backward pass.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from heterog.balance.balancer import Balancer
+from heterog.balance.dealing import length_of
 from heterog.balance.sampler import BalancedLoader
 from heterog.balance.shares import BalanceError
 
@@ -31,17 +35,17 @@ class BalancedData:
     ``DistributedSampler``.
 
     Args:
-        balancer: The job's balancer.
-        dataset: Data set with a length.
+        callback: The job's balancer.
+        dataset: Data set with a length, or a stream.
         options: Arguments of ``Balancer.loader``.
     """
 
     def __init__(
-        self, balancer: Balancer, dataset: Dataset[Any], options: Mapping[str, Any]
+        self, callback: "LightningBalancer", dataset: Dataset[Any], options: Mapping[str, Any]
     ) -> None:
         self.dataset = dataset
-        self._balancer, self._options = balancer, options
-        self._batches = balancer.global_batches(dataset, **options)
+        self._callback, self._options = callback, options
+        self._batches = callback.balancer.global_batches(dataset, **options)
         self._loader: BalancedLoader | None = None
         self._epoch = 0
 
@@ -70,15 +74,24 @@ class BalancedData:
     def loader(self) -> BalancedLoader:
         """The loader of this process, once it is a rank of the job."""
         if self._loader is None:
-            self._loader = self._balancer.loader(self.dataset, **self._options)
+            self._loader = self._callback.balancer.loader(self.dataset, **self._options)
         return self._loader
 
     def __iter__(self) -> Iterator[Any]:
+        self._callback.take_none_ahead()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         # Lightning makes its first iterator before it says which epoch is to be.
         yield from self.loader()
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether its length is unknown until it is read."""
+        return not self._batches.has_length
+
     def __len__(self) -> int:
-        return self._batches.num_steps(self._epoch)
+        return length_of(self._batches, self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the data, and the shares, for Lightning's checkpoints."""
@@ -99,11 +112,17 @@ class LightningBalancer(Callback):
 
     def __init__(self, **options: Any) -> None:
         self.balancer = Balancer(**options)
+        self._trainer: Trainer | None = None
         self._to_load: dict[str, Any] | None = None
 
-    def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
+    def loader(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
         """Make a loader for ``Trainer.fit`` or a module's hook; options as ``Balancer.loader``."""
-        return BalancedData(self.balancer, dataset, options)
+        return BalancedData(self, dataset, options)
+
+    def data(self, dataset: Dataset[Any], **options: Any) -> BalancedData:
+        """The old name of ``loader``, for one release more."""
+        warnings.warn("LightningBalancer.data is loader now.", FutureWarning, stacklevel=2)
+        return self.loader(dataset, **options)
 
     def weigh(self, loss: Tensor, count: float | Tensor | None = None) -> Tensor:
         """Weigh a loss; see ``Balancer.weigh``."""
@@ -117,11 +136,12 @@ class LightningBalancer(Callback):
         """
         if stage != "fit":
             return
+        self._trainer = trainer
         if trainer.overfit_batches:  # type: ignore[attr-defined]
             raise BalanceError(
                 "with overfit_batches Lightning would make the batches. Give "
-                "balancer.data(torch.utils.data.Subset(dataset, range(n)), shuffle=False) the few "
-                "samples instead."
+                "balancer.loader(torch.utils.data.Subset(dataset, range(n)), shuffle=False) the "
+                "few samples instead."
             )
         if not pl_module.automatic_optimization:
             return
@@ -157,7 +177,7 @@ class LightningBalancer(Callback):
         if not loaders:
             raise BalanceError(
                 "the balancer deals no training data of this fit; give Lightning "
-                "balancer.data(dataset) as a loader."
+                "balancer.loader(dataset) as a loader."
             )
         if self._to_load is not None:
             self.balancer.load_state_dict(self._to_load)
@@ -168,17 +188,43 @@ class LightningBalancer(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Tell Lightning the length of this epoch; batches of tokens are not always as many."""
         fit, combined = trainer.fit_loop, _combined(trainer)
-        if not all(hasattr(each, "__len__") for each in combined.flattened):
+        lengths = [sized_len(each) for each in combined.flattened]
+        if None in lengths:
             return
+        limit = trainer.limit_train_batches
         combined.limits = [
-            _parse_num_batches(RunningStage.TRAINING, len(each), trainer.limit_train_batches)
-            for each in combined.flattened
+            _parse_num_batches(RunningStage.TRAINING, length, limit)
+            for length in lengths
+            if length is not None
         ]
         shortest_ends = combined._mode == "min_size"
         length = min(combined.limits) if shortest_ends else max(combined.limits)
         fit.max_batches = length
         if fit._data_fetcher is not None:
             fit._data_fetcher.length = int(length)
+
+    def take_none_ahead(self) -> None:
+        """Keep Lightning from taking a batch ahead of a stream, whose loss would be weighed so."""
+        fetcher = None if self._trainer is None else self._trainer.fit_loop._data_fetcher
+        if isinstance(fetcher, _PrefetchDataFetcher):
+            fetcher.prefetch_batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Tell Lightning of the last batch of a stream, which it takes nothing ahead of.
+
+        Raises:
+            BalanceError: there is training data beside the stream.
+        """
+        every = _combined(trainer).flattened
+        streams = [each for each in every if isinstance(each, BalancedData) and each.is_stream]
+        if streams and len(every) > 1:
+            raise BalanceError("a stream has to be all training data of a fit: give it alone.")
+        for each in streams:
+            sampler = each.loader().share_sampler
+            is_last = sampler.num_done == sampler.num_steps
+            assert trainer.fit_loop._data_fetcher is not None
+            trainer.fit_loop._data_fetcher.done = is_last
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = is_last
 
     def on_train_batch_end(self, *_: Any) -> None:
         """Leave the module as it was."""

@@ -81,7 +81,7 @@ def train_batches(trainer: Any) -> GlobalBatches:
     arguments, dataset = trainer.args, trainer.train_dataset
     if dataset is None or not hasattr(dataset, "__len__"):
         raise BalanceError("a balanced job needs a train_dataset with a length.")
-    size = trainer.balancer.batch_size
+    size = trainer.balancer.global_batch_size
     if size != trainer._train_batch_size * arguments.world_size:
         raise BalanceError(
             f"the Trainer's batch is {trainer._train_batch_size} samples on each of "
@@ -163,7 +163,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     Args:
         arguments: Positional arguments of ``Trainer``.
-        balance: Options of ``Balancer``, except ``batch_size``.
+        balance: Options of ``Balancer``, except ``global_batch_size``.
         loss_mean_over: What the loss is a mean over, where that cannot be measured: ``"samples"``;
             ``"labels"``, those that are not -100; ``"shifted_labels"``, all but the first of each
             sample; ``"num_items"``, if it is a sum that ``num_items_in_batch`` divides; or a
@@ -185,7 +185,7 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         super().__init__(*arguments, **options)
         check_trainer(self)
         self.balancer = Balancer(
-            batch_size=self.args.train_batch_size * self.args.world_size, **(balance or {})
+            global_batch_size=self.args.train_batch_size * self.args.world_size, **(balance or {})
         )
         self._loss_mean = LossMean(self.balancer.group, self.label_names, loss_mean_over)
         self._fetched: deque[tuple[Deal, float]] = deque()

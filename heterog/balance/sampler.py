@@ -4,18 +4,21 @@ A ``DataLoader`` with it tells its balancer which step the loop is in.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from heterog.balance.dealing import (
     Deal,
     GlobalBatches,
     IndexArray,
+    length_of,
     without_singles,
 )
 from heterog.balance.shares import BalanceError, check_shares, scaled_shares
+from heterog.balance.streams import StreamBatches
 from heterog.strategy.division import split_evenly
 
 STATE_VERSION = 1
@@ -70,6 +73,11 @@ class ShareSampler(Sampler[list[int]]):
     def epoch(self) -> int:
         """Number of the epoch that the current iteration deals, or else the next one."""
         return self._epoch
+
+    @property
+    def stream(self) -> StreamBatches | None:
+        """The batches, if they are those of a stream."""
+        return self._batches if isinstance(self._batches, StreamBatches) else None
 
     @property
     def unit(self) -> str:
@@ -173,14 +181,16 @@ class ShareSampler(Sampler[list[int]]):
 
     def _dealt(self, epoch: int, begin: int) -> Iterator[list[int]]:
         self._start = 0
-        for step in range(begin, self._batches.num_steps(epoch)):
+        step = begin
+        while step < self._batches.num_steps(epoch):  # a stream's is known when it is read
             self._drawn = step + 1
             indices = self._batches.batch(epoch, step)
             yield self._ran(self._cut(indices, step)[self._rank], indices).tolist()
+            step += 1
 
     def __len__(self) -> int:
         """Number of steps of the whole epoch, also where the next pass begins in its middle."""
-        return self.num_steps
+        return length_of(self._batches, self._epoch)
 
     @property
     def start(self) -> int:
@@ -198,6 +208,7 @@ class ShareSampler(Sampler[list[int]]):
         epoch = self._epoch
         if done >= self._batches.num_steps(epoch):
             epoch, done = epoch + 1, 0
+        stream = self.stream
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
@@ -205,6 +216,7 @@ class ShareSampler(Sampler[list[int]]):
             "units_per_batch": self._batches.units_per_batch,
             "shares": list(self.shares),
             "next": self._first_samples(epoch, done),
+            **({} if stream is None else {"stream": stream.state_after(epoch, done)}),
         }
 
     def _first_samples(self, epoch: int, step: int) -> list[int]:
@@ -216,6 +228,8 @@ class ShareSampler(Sampler[list[int]]):
     def fits(self, state: dict[str, Any]) -> bool:
         """Whether a state is of this data in this order: its next batch is the same here."""
         if state["units_per_batch"] != self._batches.units_per_batch:
+            return False
+        if ("stream" in state) != (self.stream is not None):
             return False
         now = self._first_samples(int(state["epoch"]), int(state["num_done"]))
         return bool(state.get("next", now) == now)
@@ -250,13 +264,15 @@ class ShareSampler(Sampler[list[int]]):
         self._in_force = [(0, shares)]
         self._epoch, self._begun = int(state["epoch"]), None
         self._start = self._drawn = int(state["num_done"])
+        if self.stream is not None:
+            self.stream.load(state.get("stream"), self._epoch, self._start)
 
 
 _DEALT = {
-    "batch_size": "the batch of all ranks together is Balancer(batch_size=...)",
+    "batch_size": "the batch of all ranks together is Balancer(global_batch_size=...)",
     "sampler": "the balancer deals all samples of the data set; give it the samples to deal, in "
     "the order to keep with shuffle=False (torch.utils.data.Subset)",
-    "batch_sampler": "the balancer deals the batches itself, by Balancer(batch_size=...)",
+    "batch_sampler": "the balancer deals the batches itself, by Balancer(global_batch_size=...)",
 }
 
 
@@ -283,7 +299,7 @@ class BalancedLoader(DataLoader[Any]):
     belongs to. ``len`` is the number of steps of a whole epoch.
 
     Args:
-        dataset: Data set with ``__len__`` and ``__getitem__``.
+        dataset: Data set with ``__len__`` and ``__getitem__``, or a stream.
         shares: Sampler of the batches.
         follower: Object notified of the steps; the balancer.
         options: Keyword arguments of ``DataLoader``.
@@ -299,7 +315,14 @@ class BalancedLoader(DataLoader[Any]):
         self.share_sampler = shares
         self.follower = follower
         self._pass: object = None
-        super().__init__(dataset, batch_sampler=shares, **options)
+        if shares.stream is None:
+            super().__init__(dataset, batch_sampler=shares, **options)
+        else:  # samples one by one, of which batches are made here
+            self._collate = options.get("collate_fn") or default_collate
+            super().__init__(dataset, **{**options, "batch_size": None, "collate_fn": _as_it_is})
+
+    def __len__(self) -> int:
+        return len(self.share_sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin with this epoch; a loop need not call it."""
@@ -316,7 +339,7 @@ class BalancedLoader(DataLoader[Any]):
         follower.begin_pass(sampler)
         self._pass = this_pass = object()
         try:
-            for step, batch in enumerate(super().__iter__(), begin):
+            for step, batch in enumerate(self._own_batches(), begin):
                 follower.begin_step(sampler.deal(step), sampler)
                 yield batch
                 if self._pass is not this_pass:
@@ -329,6 +352,25 @@ class BalancedLoader(DataLoader[Any]):
         finally:
             if self._pass is this_pass:
                 follower.end_pass(sampler)
+
+    def _own_batches(self) -> Iterator[Any]:
+        """This rank's part of every global batch."""
+        sampler, stream = self.share_sampler, self.share_sampler.stream
+        if stream is None:
+            yield from super().__iter__()
+            return
+        epoch, step, is_here = sampler.epoch, sampler.start, self.num_workers == 0
+        skipped = stream.begin_pass(epoch, step, is_here=is_here)
+        samples = islice(super().__iter__(), skipped, None)
+        places = iter(sampler)
+        for batch in stream.read(samples, epoch, step, is_here=is_here):
+            begin = int(stream.batch(epoch, step)[0])
+            yield self._collate([batch[place - begin] for place in next(places)])
+            step += 1
+
+
+def _as_it_is(sample: Any) -> Any:
+    return sample
 
 
 def check_data(dataset: object, options: Mapping[str, object]) -> None:

@@ -31,6 +31,7 @@ class TokenBatches:
     """
 
     unit = "tokens"
+    has_length = True
 
     def __init__(
         self,

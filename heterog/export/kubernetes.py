@@ -1,11 +1,13 @@
-"""Target ``kubernetes``: the torchrun folder, and a Job per host that runs it."""
+"""Target ``kubernetes``: the torchrun folder, run as Kubeflow's TrainJob or as a JobSet."""
 
 import re
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import yaml
 
+from heterog import __version__
 from heterog.export.folder import Export, ExportError
 from heterog.export.ranks import RankEntry, by_host, ranks_of
 from heterog.export.torchrun import Target, runtime_folder
@@ -19,14 +21,27 @@ CONFIG_MAP_LIMIT_BYTES = 2**20
 """Kubernetes documentation, "ConfigMaps": the data stored in one cannot exceed 1 MiB."""
 HOST_LABEL = "heterog/host"
 IMAGE = "heterog:latest"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_ANCESTOR_LABEL = "trainer.kubeflow.org/trainjob-ancestor-step"
+_TRAINER_API = "trainer.kubeflow.org/v1alpha1"
 _PORT = 29500
 _MOUNT = "/job"
 _MAX_NAME = 63  # of a DNS label (RFC 1123)
+_NAME_TAIL = len("--0-0-xxxxx")
+"""A pod of a JobSet is called ``JOBSET-HOST-0-0-`` and five letters."""
 _WHAT = (
-    "A Kubernetes Job for each host, which runs the plan with heterog. Label the nodes (kubectl "
-    f"label node NODE {HOST_LABEL}=NAME), and put an image with Python, torch and heterog for "
-    f"{IMAGE} in kustomization.yaml."
+    "A TrainJob of Kubeflow Trainer with a pod for each host, which runs the plan with heterog; "
+    "jobset.yaml is the same for clusters with JobSet alone (name it in kustomization.yaml). "
+    f"Label the nodes (kubectl label node NODE {HOST_LABEL}=NAME), build the Dockerfile and put your "
+    f"name of the image for {IMAGE} in kustomization.yaml. With Kueue, the label {QUEUE_LABEL} "
+    "names your queue."
 )
+_DOCKERFILE = """\
+# The image of the ranks: every host needs the same versions. The job's files are mounted.
+FROM python:3.12-slim
+RUN pip install --no-cache-dir torch=={torch} heterog=={heterog}
+WORKDIR {mount}
+"""
 
 
 def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
@@ -58,10 +73,15 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
                 f"PersistentVolumeClaim '{name}': make it and copy this folder there first.",
             )
         )
+    spec = jobset_spec(name, hosts, by_host(ranks), config_map=fits)
     files = {
         **made.files,
-        "kubernetes.yaml": _yaml(manifests(name, hosts, by_host(ranks), config_map=fits)),
+        "trainjob.yaml": _yaml(train_job(name, spec)),
+        "jobset.yaml": _yaml([_resource("jobset.x-k8s.io/v1alpha2", "JobSet", name, spec)]),
         "kustomization.yaml": _yaml([kustomization(name, sorted(made.files) if fits else [])]),
+        "Dockerfile": _DOCKERFILE.format(
+            torch=version("torch").partition("+")[0], heterog=__version__, mount=_MOUNT
+        ).encode(),
     }
     return Export(target=TARGET, files=files, not_expressed=made.not_expressed)
 
@@ -71,7 +91,7 @@ def kustomization(name: str, files: Sequence[str]) -> dict[str, Any]:
     document: dict[str, Any] = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "resources": ["kubernetes.yaml"],
+        "resources": ["trainjob.yaml"],
         "images": [{"name": "heterog", "newName": "heterog", "newTag": "latest"}],
     }
     if files:
@@ -80,48 +100,64 @@ def kustomization(name: str, files: Sequence[str]) -> dict[str, Any]:
     return document
 
 
-def manifests(
+def train_job(name: str, spec: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A TrainingRuntime, as hosts are unlike, and the TrainJob that runs it."""
+    runtime = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
+    return [
+        _resource(_TRAINER_API, "TrainingRuntime", name, {"template": {"spec": spec}}),
+        _resource(_TRAINER_API, "TrainJob", name, {"runtimeRef": runtime}),
+    ]
+
+
+def _resource(api: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": name}
+    if kind != "TrainingRuntime":
+        metadata["labels"] = {QUEUE_LABEL: "default"}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, "spec": spec}
+
+
+def jobset_spec(
     name: str,
     labels: Mapping[str, str],
     hosts: Mapping[str, Sequence[RankEntry]],
     *,
     config_map: bool,
-) -> list[dict[str, Any]]:
-    """A headless Service, by which the pods find rank 0, and one Job per host."""
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name},
-        "spec": {
-            "clusterIP": "None",
-            "selector": {"app": name},
-            "ports": [{"name": "rendezvous", "port": _PORT}],
-            # The ranks look for each other before any of them is ready.
-            "publishNotReadyAddresses": True,
-        },
-    }
-    master = f"{labels[next(iter(hosts))]}.{name}"
+) -> dict[str, Any]:
+    """What a JobSet of a Job per host is; its pods find rank 0 by the JobSet's own service."""
+    first = next(iter(hosts))
     volume: dict[str, Any] = {"name": "job"}
     if config_map:
         volume["configMap"] = {"name": name}
     else:
         volume["persistentVolumeClaim"] = {"claimName": name}
-    jobs = [
-        _job(name, labels[host], host, entries, master, volume) for host, entries in hosts.items()
-    ]
-    return [service, *jobs]
+    jobs = []
+    for host, entries in hosts.items():
+        pod = _pod(host, labels[host], entries, f"{name}-{labels[first]}-0-0.{name}", volume)
+        job: dict[str, Any] = {
+            # A rank that is restarted alone finds no others: the JobSet restarts all or none.
+            "spec": {"completions": 1, "parallelism": 1, "backoffLimit": 0, "template": pod}
+        }
+        if host == first:
+            job["metadata"] = {"labels": {_ANCESTOR_LABEL: "trainer"}}
+        jobs.append({"name": labels[host], "replicas": 1, "template": job})
+    return {
+        # The ranks look for each other before any of them is ready.
+        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": jobs,
+    }
 
 
-def _job(
-    name: str,
-    label: str,
+def _pod(
     host: str,
+    label: str,
     entries: Sequence[RankEntry],
     master: str,
     volume: Mapping[str, Any],
 ) -> dict[str, Any]:
+    """The template of a host's pod."""
     container: dict[str, Any] = {
-        "name": "ranks",
+        "name": "node",  # as Kubeflow Trainer calls it
         "image": IMAGE,
         "command": ["bash", f"{_MOUNT}/launch.sh", host],
         "env": [
@@ -134,29 +170,19 @@ def _job(
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    num_gpus = sum(entry.has_gpu for entry in entries)
-    if num_gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
-    pod = {
-        "hostname": label,
-        "subdomain": name,
+    pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "nodeSelector": {HOST_LABEL: label},
         "containers": [container],
         # NCCL's shared memory does not fit into a container's default of 64 MiB.
         "volumes": [dict(volume), {"name": "shm", "emptyDir": {"medium": "Memory"}}],
     }
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": f"{name}-{label}", "labels": {"app": name}},
-        "spec": {
-            "completions": 1,
-            "parallelism": 1,
-            "backoffLimit": 0,  # a rank that is restarted alone finds no others
-            "template": {"metadata": {"labels": {"app": name}}, "spec": pod},
-        },
-    }
+    num_gpus = sum(entry.has_gpu for entry in entries)
+    if num_gpus:
+        container["resources"] = {"limits": {"nvidia.com/gpu": num_gpus}}
+        gpu_taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+        pod["tolerations"] = [gpu_taint]
+    return {"spec": pod}
 
 
 def _host_labels(hosts: Mapping[str, object], name: str) -> dict[str, str]:
@@ -165,7 +191,7 @@ def _host_labels(hosts: Mapping[str, object], name: str) -> dict[str, str]:
     Raises:
         ExportError: two hosts would have the same one.
     """
-    limit = _MAX_NAME - len(name) - 1
+    limit = _MAX_NAME - len(name) - _NAME_TAIL
     labels = {host: _dns_label(host, limit) for host in hosts}
     seen: dict[str, str] = {}
     for host, label in labels.items():

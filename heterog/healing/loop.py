@@ -1,6 +1,6 @@
 """Healing for a user's own loop under torchrun: its state survives lost ranks, even mid-epoch.
 
-    balancer = heterog.Balancer(model, batch_size=96)
+    balancer = heterog.Balancer(model, global_batch_size=96)
     loader = balancer.loader(dataset)
     healing = HealingLoop(model, optimizer, balancer)
     healing.restore()                          # after the loader is made; nothing on a first start

@@ -183,7 +183,7 @@ def on_ranks(rank: int, loop: Loop, epochs: int = 2) -> Trained:
     optimizer, scaler = make_optimizer(wrapped), make_scaler(loop)
     balancer = Balancer(
         wrapped,
-        batch_size=sum(loop.shares),
+        global_batch_size=sum(loop.shares),
         shares=loop.shares,
         fits=loop.fits or None,
         micro_batches=bool(loop.fits),

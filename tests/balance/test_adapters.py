@@ -63,7 +63,7 @@ from accelerate import Accelerator
 from heterog.balance.for_accelerate import AcceleratedBalancer
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-balancer = AcceleratedBalancer(accelerator, batch_size=12, shares=SHARES)
+balancer = AcceleratedBalancer(accelerator, global_batch_size=12, shares=SHARES)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 loader = balancer.loader(data)
 net, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -102,14 +102,14 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 module, data = Module(), Numbered()
-balancer = LightningBalancer(batch_size=12, shares=SHARES, interval=0)
+balancer = LightningBalancer(global_batch_size=12, shares=SHARES, interval=0)
 lengths = [1 + index * index * 11 % 13 for index in range(len(data))]
 batches = balancer.balancer.global_batches(data, lengths=lengths)
 counts = [batches.num_steps(epoch) for epoch in range(2)]
 given = [
-    {"train_dataloaders": balancer.data(data), "val_dataloaders": balancer.data(data, seed=1)},
-    {"datamodule": balancer.data(data)},
-    {"train_dataloaders": balancer.data(data, lengths=lengths)},
+    {"train_dataloaders": balancer.loader(data), "val_dataloaders": balancer.loader(data, seed=1)},
+    {"datamodule": balancer.loader(data)},
+    {"train_dataloaders": balancer.loader(data, lengths=lengths)},
 ]
 for options, limit in zip(given, (4, 4, 1.0)):
     trainer = Trainer(

@@ -22,7 +22,7 @@ DATA = TensorDataset(torch.arange(26.0))
 
 
 def first_shares(rank: int, options: dict[str, Any], size: int = 12) -> tuple[int, ...]:
-    balancer = Balancer(batch_size=size, **options)
+    balancer = Balancer(global_batch_size=size, **options)
     balancer.loader(DATA)
     return balancer.shares
 
@@ -89,7 +89,7 @@ def train_some(
     Shares stay: eight steps of next to no work take whatever the machine has them take, and the
     two jobs that are compared would come to shares of their own.
     """
-    balancer = Balancer(batch_size=8, shares=shares, interval=0)
+    balancer = Balancer(global_batch_size=8, shares=shares, interval=0)
     loader = balancer.loader(DATA, seed=3, num_workers=num_workers)
     if state is not None:
         balancer.load_state_dict(state)
@@ -123,7 +123,7 @@ def test_workers_that_are_ahead_do_not_move_the_place() -> None:
 
 def test_one_process_needs_no_group() -> None:
     model = nn.Linear(1, 1)
-    balancer = Balancer(model, batch_size=8)
+    balancer = Balancer(model, global_batch_size=8)
     for (batch,) in balancer.loader(DATA):
         loss = model(batch[:, None]).mean()
         weighed = balancer.weigh(loss)
@@ -135,7 +135,7 @@ def test_one_process_needs_no_group() -> None:
 
 def test_a_step_without_any_token_changes_nothing() -> None:
     model = nn.Linear(1, 1)
-    balancer = Balancer(model, batch_size=8)
+    balancer = Balancer(model, global_batch_size=8)
     for (batch,) in balancer.loader(DATA):
         outputs = model(batch[:, None])
         targets = torch.full((len(batch),), -100)
@@ -148,7 +148,7 @@ def test_a_step_without_any_token_changes_nothing() -> None:
 
 
 def test_calls_out_of_turn_are_refused() -> None:
-    balancer = Balancer(batch_size=8)
+    balancer = Balancer(global_batch_size=8)
     with pytest.raises(BalanceError, match=r"call balancer.loader\(dataset\) first"):
         balancer.state_dict()
     balancer.loader(DATA)
@@ -178,7 +178,7 @@ def test_a_process_group_outlives_the_model(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     group = weakref.ref(dist.group.WORLD)
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    balancer = Balancer(model, batch_size=4)
+    balancer = Balancer(model, global_batch_size=4)
     dist.destroy_process_group()
     del model, balancer
     gc.collect()

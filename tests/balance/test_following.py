@@ -74,7 +74,7 @@ def train(
     wrapped = wrap(wrapper, model)
     lines: list[str] = []
     written = Written()
-    balancer = Balancer(wrapped, batch_size=SIZE, tell=lines.append, writer=written)
+    balancer = Balancer(wrapped, global_batch_size=SIZE, tell=lines.append, writer=written)
     loader = balancer.loader(Samples(Loop(wrapper=wrapper, shares=(SIZE,), num_samples=5 * SIZE)))
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     shares: list[tuple[int, ...]] = []
@@ -131,7 +131,7 @@ def sums(rank: int) -> Any:
     model = nn.Sequential(nn.Linear(6, 8), Slow(unit_s), nn.Linear(8, 4)).double()
     wrapped = DistributedDataParallel(model)
     written = Written()
-    balancer = Balancer(wrapped, batch_size=SIZE, writer=written, interval=4, dead_band=1e9)
+    balancer = Balancer(wrapped, global_batch_size=SIZE, writer=written, interval=4, dead_band=1e9)
     data = Samples(Loop(wrapper="ddp", shares=(SIZE,), num_samples=4 * SIZE))
     for batch in balancer.loader(data):
         torch.autograd.backward(balancer.weigh(loss_of(wrapped, batch)))

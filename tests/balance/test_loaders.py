@@ -33,7 +33,7 @@ class Numbers(Dataset[int]):
 
 
 def balancer_of(**options: Any) -> Balancer:
-    return Balancer(batch_size=8, interval=0, **options)
+    return Balancer(**{"global_batch_size": 8, "interval": 0, **options})
 
 
 def one_pass(loader: BalancedLoader, limit: int = 99) -> list[list[int]]:
@@ -129,7 +129,9 @@ def test_a_loss_is_weighed_by_its_own_step_although_validation_runs_inside() -> 
 def change_shares(rank: int) -> list[Any]:
     """Shares of a validation loader follow those of training, measured in training alone."""
     model = nn.Linear(1, 1)
-    balancer = Balancer(model, batch_size=8, shares=SHARES, interval=2, check_replicas=False)
+    balancer = Balancer(
+        model, global_batch_size=8, shares=SHARES, interval=2, check_replicas=False
+    )
     val, loader = balancer.loader(Numbers(16), shuffle=False), balancer.loader(Numbers(80))
     found: list[Any] = []
     for step, batch in enumerate(loader):
@@ -192,13 +194,73 @@ def other_seed(balancer: Balancer, model: nn.Module) -> None:
 
 
 class Stream(IterableDataset[int]):
-    """Samples without an index, but with a length."""
+    """Numbers one after another, of which it counts those that are read."""
+
+    def __init__(self, size: int, begin: int = 0) -> None:
+        self.size, self.place, self.num_read = size, begin, 0
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
+        begin, self.place = self.place, 0
+        for place in range(begin, self.size):
+            self.place, self.num_read = place + 1, self.num_read + 1
+            yield place
+        self.place = 0
 
-    def __len__(self) -> int:
-        return 3
+
+class Stateful(Stream):
+    """A stream that knows its position."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("stream", [Stream, Stateful])
+def test_a_stream_goes_on_in_its_middle(stream: type[Stream], num_workers: int) -> None:
+    """Every sample once, in other shares; a stream that knows its position is not read again."""
+    first = balancer_of()
+    loader = first.loader(stream(27), num_workers=num_workers)
+    assert one_pass(loader, 2) == [list(range(8)), list(range(8, 16))]
+    state = first.state_dict()
+    again, second = stream(27), balancer_of()
+    loader = second.loader(again, num_workers=num_workers)
+    second.load_state_dict(state)
+    assert one_pass(loader) == [list(range(16, 24)), [24, 25, 26]]
+    if not num_workers:
+        assert again.num_read == (11 if stream is Stateful else 27)
+    assert one_pass(loader, 1) == [list(range(8))]
+    with pytest.raises(TypeError, match="has no length"):
+        len(loader)
+
+
+@pytest.mark.parametrize("size", [23, 24])
+def test_the_last_batch_of_a_stream_is_known_or_dropped(size: int) -> None:
+    balancer = balancer_of()
+    loader = balancer.loader(Stream(size), drop_last=True)
+    sampler = loader.share_sampler
+    known = [(sampler.num_done, sampler.num_steps == sampler.num_done) for _ in loader]
+    assert known == [(1, False), (2, size < 24), (3, True)][: size // 8]
+    assert list(balancer.loader(Stream(0))) == []
+
+
+def read_other_streams(rank: int) -> None:
+    next(iter(balancer_of().loader(Stream(9, begin=rank))))
+
+
+@pytest.mark.distributed
+def test_ranks_with_other_streams_are_refused(two_ranks: Ranks) -> None:
+    with pytest.raises(Exception, match="Stream gives rank 1 another first sample than rank 0"):
+        two_ranks.run(read_other_streams)
+
+
+def stream_for_a_position(balancer: Balancer, _: nn.Module) -> None:
+    source = balancer_of()
+    one_pass(source.loader(Stateful(27)), 1)
+    balancer.loader(Stream(27))
+    balancer.load_state_dict(source.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -207,9 +269,12 @@ class Stream(IterableDataset[int]):
         (take_ahead, "a loss was weighed after the last step"),
         (two_passes_at_once, "another pass of its loader has begun since"),
         (other_seed, "the data, seed, shuffle or drop_last differ"),
-        (lambda balancer, _: balancer.loader(Stream()), "Stream is a stream of samples"),
+        (lambda balancer, _: balancer.loader(Stream(3), shuffle=True), "a stream, whose order"),
+        (lambda balancer, _: balancer.loader(Stream(3), lengths=[1]), "have no lengths before"),
+        (lambda balancer, _: balancer.loader(object()), "object has no length"),
+        (stream_for_a_position, "a Stream has no load_state_dict"),
     ],
-    ids=["takes ahead", "two passes", "other seed", "stream"],
+    ids=["takes ahead", "two passes", "other seed", "order", "lengths", "object", "position"],
 )
 def test_what_would_train_with_other_data_is_refused(
     mistake: Callable[[Balancer, nn.Module], Any], text: str

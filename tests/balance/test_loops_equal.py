@@ -26,6 +26,9 @@ QUICK = (
     "Lightning/resume inside an epoch",
     "Lightning/limited batches",
     "Trainer/two optimizers",
+    "DDP/stream",
+    "Accelerate/stream with a position",
+    "Lightning/stream",
 )
 MORE = (
     "Accelerate/validation between",
@@ -41,6 +44,8 @@ MORE = (
     "DDP/unlike lengths without count",
     "Lightning/validation between",
     "Lightning/two optimizers",
+    "Lightning/stream with a position",
+    "Accelerate/stream",
 )
 
 

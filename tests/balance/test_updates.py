@@ -43,7 +43,7 @@ def words_and_kinds() -> TensorDataset:
 def batches(data: TensorDataset, rank: int | None, model: nn.Module) -> Any:
     """Batches of a balancer, or whole ones in the same order; and the balancer."""
     if rank is not None:
-        balancer = Balancer(model, batch_size=SIZE, shares=SHARES, interval=0)
+        balancer = Balancer(model, global_batch_size=SIZE, shares=SHARES, interval=0)
         return balancer.loader(data), balancer
     order = torch.from_numpy(epoch_order(len(data), 0, 0, shuffle=True))
     return [tuple(each[part] for each in data.tensors) for part in torch.split(order, SIZE)], None
@@ -165,7 +165,7 @@ def differs_on_purpose(rank: int) -> None:
 
 def _train(rank: int, model: nn.Module, *, rate: float = 0.1, **options: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    balancer = Balancer(model, batch_size=SIZE, shares=SHARES, interval=0, **options)
+    balancer = Balancer(model, global_batch_size=SIZE, shares=SHARES, interval=0, **options)
     for inputs, kinds in balancer.loader(numbers()):
         torch.autograd.backward(balancer.weigh(functional.cross_entropy(model(inputs), kinds)))
         optimizer.step()
@@ -193,8 +193,9 @@ def test_replicas_may_differ_if_asked_for(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("mistake", "text"),
     [
-        (lambda: Balancer(batch_size=48.0), "batch_size=48.0: give a whole number"),  # type: ignore[arg-type]
-        (lambda: Balancer(batch_size=4, writer="runs"), "writer='runs' has no add_scalar"),  # type: ignore[arg-type]
+        (lambda: Balancer(global_batch_size=48.0), "batch_size=48.0: give a whole number"),  # type: ignore[arg-type]
+        (lambda: Balancer(), "global_batch_size=None: give a whole number"),
+        (lambda: Balancer(global_batch_size=4, writer="runs"), "writer='runs' has no add_scalar"),  # type: ignore[arg-type]
         (lambda: _loader(torch.utils.data.DataLoader(numbers())), "got a DataLoader"),
         (lambda: _loader(numbers(), batch_size=4), "takes no batch_size"),
         (lambda: _loader(numbers(), sampler=range(3)), "takes no sampler"),
@@ -208,10 +209,10 @@ def test_mistakes_of_a_first_try(mistake: Callable[[], Any], text: str) -> None:
 
 
 def _loader(data: Any, **options: Any) -> Any:
-    return Balancer(batch_size=4).loader(data, **options)
+    return Balancer(global_batch_size=4).loader(data, **options)
 
 
 def _weigh(loss: Any) -> None:
-    balancer = Balancer(batch_size=4)
+    balancer = Balancer(global_batch_size=4)
     for _ in balancer.loader(numbers()):
         balancer.weigh(loss)

@@ -10,17 +10,19 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 import torch
 import yaml
 
+import heterog
 from heterog import cli
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError, UnknownNameError
@@ -553,7 +555,7 @@ def test_devices_without_work_are_not_reserved(
     again = evaluator.referee(part.strategy, Order[part.order.upper()])
     assert again.step_time_s == pytest.approx(plan.step_time_s, rel=1e-12)
     assert any("4 T4, 1 V100-16GB not used" in each for each in made.not_expressed)
-    script = made.files["job.sbatch" if target == "slurm" else "kubernetes.yaml"].decode()
+    script = made.files["job.sbatch" if target == "slurm" else "trainjob.yaml"].decode()
     assert "t4" not in script.lower().replace("trait4", "")
     assert ("gpu:v100_16gb:2" if target == "slurm" else "nvidia.com/gpu: 2") in script
 
@@ -585,34 +587,49 @@ def test_slurm_on_hosts_of_one_kind_is_a_plain_job(graph: OpGraph, tmp_path: Pat
     assert "Which node is 'a' and which 'b'" in " ".join(made.not_expressed)
 
 
+def manifests(files: Mapping[str, bytes]) -> list[Any]:
+    """All resources, which the published schemas take."""
+    found = [
+        document
+        for name in ("trainjob.yaml", "jobset.yaml")
+        for document in yaml.safe_load_all(files[name])
+    ]
+    schema = yaml.safe_load((Path(__file__).parent / "kubernetes_schemas.yaml").read_text())
+    for document in found:
+        jsonschema.validate(document, schema)
+    return found
+
+
 def test_kubernetes_manifests(even: Plan) -> None:
-    made = make_export(even, "kubernetes")
-    files = made.files
-    service, *jobs = yaml.safe_load_all(files["kubernetes.yaml"])
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    name = service["metadata"]["name"]
-    assert [job["metadata"]["name"] for job in jobs] == [f"{name}-rack-1-a", f"{name}-b"]
+    files = make_export(even, "kubernetes").files
+    runtime, train, jobset = manifests(files)
+    name = jobset["metadata"]["name"]
+    assert [each["kind"] for each in (runtime, train)] == ["TrainingRuntime", "TrainJob"]
+    assert train["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"] == name
+    assert runtime["spec"]["template"]["spec"] == jobset["spec"]
+    for each in (train, jobset):
+        assert each["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "default"}
+    jobs = jobset["spec"]["replicatedJobs"]
+    assert [job["name"] for job in jobs] == ["rack-1-a", "b"]
+    assert ["metadata" in job["template"] for job in jobs] == [True, False]
     for job, host, label in zip(jobs, ("Rack 1_A", "b"), ("rack-1-a", "b"), strict=True):
-        assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
-        assert job["spec"]["backoffLimit"] == 0
-        template = job["spec"]["template"]
-        assert template["metadata"]["labels"] == service["spec"]["selector"]
-        pod = template["spec"]
+        assert job["template"]["spec"]["backoffLimit"] == 0
+        pod = job["template"]["spec"]["template"]["spec"]
         assert pod["nodeSelector"] == {"heterog/host": label}
-        assert (pod["hostname"], pod["subdomain"]) == (label, name)
-        assert pod["restartPolicy"] == "Never"
+        assert pod["tolerations"][0]["key"] == "nvidia.com/gpu"
         (container,) = pod["containers"]
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
         assert container["command"] == ["bash", "/job/launch.sh", host]
         variables = {each["name"]: each["value"] for each in container["env"]}
-        assert variables["MASTER_ADDR"] == f"rack-1-a.{name}"
+        assert variables["MASTER_ADDR"] == f"{name}-rack-1-a-0-0.{name}"
         assert pod["volumes"][0]["configMap"] == {"name": name}
     (kustomization,) = yaml.safe_load_all(files["kustomization.yaml"])
     (generator,) = kustomization["configMapGenerator"]
     assert generator["name"] == name
-    assert set(generator["files"]) == set(files) - {"kubernetes.yaml", "kustomization.yaml"}
+    own = {"trainjob.yaml", "jobset.yaml", "kustomization.yaml", "Dockerfile"}
+    assert set(generator["files"]) == set(files) - own
     assert '"plan.json.gz"' in files["train.py"].decode()
+    assert f"heterog=={heterog.__version__}" in files["Dockerfile"].decode()
 
 
 def test_kubernetes_needs_a_volume_for_large_plans(
@@ -622,9 +639,9 @@ def test_kubernetes_needs_a_volume_for_large_plans(
     made = make_export(even, "kubernetes")
     assert any("PersistentVolumeClaim" in remark for remark in made.not_expressed)
     assert "PersistentVolumeClaim" in made.files["README.md"].decode()
-    _, job, _ = yaml.safe_load_all(made.files["kubernetes.yaml"])
-    volume = job["spec"]["template"]["spec"]["volumes"][0]
-    assert volume["persistentVolumeClaim"]["claimName"].startswith("heterog-")
+    *_, jobset = manifests(made.files)
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"].startswith("heterog-")
     (kustomization,) = yaml.safe_load_all(made.files["kustomization.yaml"])
     assert "configMapGenerator" not in kustomization
 

@@ -46,7 +46,7 @@ def train(log: Path, pace: Path) -> None:
     model = DistributedDataParallel(make_model())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.8, 0.99))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    balancer = Balancer(model, batch_size=BATCH_SIZE, interval=0)
+    balancer = Balancer(model, global_batch_size=BATCH_SIZE, interval=0)
     loader = balancer.loader(Numbers())
     healing = HealingLoop(model, optimizer, balancer, others={"scheduler": scheduler})
     healing.restore()
