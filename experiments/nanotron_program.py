@@ -327,9 +327,10 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
     inputs of products, which the strategy gathers again for the backward pass: two of each layer,
     and the head's.
 
-    In pipelines without ZeRO, stages reduce one after another, three times as long as alone, while
-    one micro-batch goes back through all of them. It is not known why; 1B took so much longer on
-    64 to 256 GPUs (0.07 to 0.5 s), but not with one large micro-batch, nor inside a host.
+    In pipelines without ZeRO, stages reduce one after another, while one micro-batch goes back
+    through all of them: a stage sends its gradient on when its own are reduced. Beside that, 1B
+    took 0.1 to 0.5 s longer the more hosts a stage lay on (4 to 16), whatever its size and their
+    number; it is not known why. With one large micro-batch both are hidden.
 
     Args:
         row: The run.
@@ -361,8 +362,9 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
         found += _OF_COPIES_S + max(whole_s - scattered_s for whole_s, scattered_s in pairs)
     elif layout.pp > 1 and layout.dp * layout.tp > _IN_A_HOST:
         pairs = (of_stage(*each, members=layout.tp) for each in enumerate(_parameters(row)))
-        backward_s = _OF_BACKWARD * step_s * layout.pp / turns
-        found += max(_OF_STAGES * sum(whole_s for whole_s, _ in pairs) - backward_s, 0.0)
+        reduced_s = sum(whole_s for whole_s, _ in pairs)
+        reduced_s += _OF_A_HOST_S * layout.dp * layout.tp / _IN_A_HOST
+        found += max(reduced_s - _OF_BACKWARD * step_s * layout.pp / turns, 0.0)
     if layout.pp > 1 and row.has_tied_table:
         ends = 0, (layout.pp - 1) * layout.dp * layout.tp
         table = sizes.vocabulary * sizes.hidden / layout.tp
@@ -372,7 +374,7 @@ def beside_s(row: Row, models: DeviceModels, cluster: Cluster, step_s: float) ->
 
 _IN_A_HOST = 8
 _OF_COPIES_S = 0.02
-_OF_STAGES = 3.0
+_OF_A_HOST_S = 0.033
 _OF_BACKWARD = 2.0 / 3.0
 """Share of a micro-batch's time that its backward pass takes."""
 

@@ -7,7 +7,8 @@
 The same search, with as many evaluations, in a process that imports ``heterog`` from ``--before``
 and in one that imports this one; then this one's evaluator judges both plans. ``gain`` is the
 step of the plan by the models before over that of the plan by these. ``h100_N`` are N H100 in
-hosts of eight behind 3200 Gbit/s.
+hosts of eight behind EFA, which models before know as 3200 Gbit/s; other clusters are presets or
+files. ``--folder`` keeps plans: a run that was cut off goes on with those that are missing.
 """
 
 import json
@@ -28,28 +29,33 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 
 _PLANS = """
-import json, sys
+import json, os, sys
 import heterog
 from heterog.graph.capture import capture
 from heterog.zoo import build
 asked = json.loads(sys.argv[1])
 assert heterog.__file__.startswith(asked["tree"]), heterog.__file__
 for model in asked["models"]:
-    graph = capture(build(model))
-    for name, file in asked["clusters"].items():
-        cluster = heterog.Cluster.load(file)
+    paths = {name: f"{asked['folder']}/{model}-{name}.json" for name in asked["clusters"]}
+    missing = [name for name in paths if not os.path.exists(paths[name])]
+    graph = capture(build(model)) if missing else None
+    for name in missing:
+        cluster = heterog.Cluster.load(asked["clusters"][name])
         try:
             found = heterog.plan(graph, cluster, method=asked["method"], budget=asked["budget"])
         except Exception as error:
             print(f"{model} on {name}: {error}", file=sys.stderr)
             continue
-        found.save(f"{asked['folder']}/{model}-{name}.json")
+        found.save(paths[name])
 """
+
+
+_NIC_BEFORE, _NIC = "{line_rate: 3200 Gbit/s}", "efa_p5"
 
 
 def planned(tree: Path, folder: Path, asked: dict[str, Any]) -> None:
     """Write the plans that a tree of this project finds into a folder."""
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     asked = asked | {"folder": str(folder), "tree": str(tree.resolve())}
     subprocess.run(
         [sys.executable, "-c", _PLANS, json.dumps(asked)],
@@ -59,18 +65,20 @@ def planned(tree: Path, folder: Path, asked: dict[str, Any]) -> None:
     )
 
 
-def files_of(names: list[str], folder: Path) -> dict[str, str]:
-    """The file or preset of each cluster."""
+def files_of(names: list[str], folder: Path, nic: str) -> dict[str, str]:
+    """The file or preset of each cluster; those made here go into a folder."""
     found = {}
+    folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         kind, _, number = name.partition("_")
-        found[name] = name
+        path = Path(name)
+        found[path.stem] = str(path.resolve()) if path.is_file() else name
         if kind == "h100":
             found[name] = str(folder / f"{name}.yaml")
             Path(found[name]).write_text(
                 f"schema_version: 1\nname: {name}\nhosts:\n  - {{name: h, count: "
                 f"{int(number) // 8}, devices: [{{type: H100, count: 8}}], intra: nvlink4, "
-                "nic: {line_rate: 3200 Gbit/s}}\n",
+                f"nic: {nic}}}\n",
                 encoding="utf-8",
             )
     return found
@@ -105,17 +113,19 @@ def main() -> None:
     parser.add_argument("--clusters", default="mixed_16,mixed_64,h100_128,h100_256,h100_1024")
     parser.add_argument("--method", default="megatron_grid")
     parser.add_argument("--budget", default="60e", help="of each search")
+    parser.add_argument("--folder", type=Path, help="plans are kept here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = (options.folder or Path(name)).resolve()
         asked = {
             "models": options.models.split(","),
-            "clusters": files_of(options.clusters.split(","), folder),
             "method": options.method,
             "budget": options.budget,
         }
-        planned(options.before, folder / "before", asked)
-        planned(Path(__file__).parents[1], folder / "now", asked)
+        trees = ("before", options.before, _NIC_BEFORE), ("now", Path(__file__).parents[1], _NIC)
+        for word, tree, nic in trees:
+            asked["clusters"] = files_of(options.clusters.split(","), folder / word, nic)
+            planned(tree, folder / word, asked)
         rows = []
         for row in judged(folder, asked):
             rows.append(row)

@@ -3,22 +3,26 @@
     export_plan(load_plan("plan.json"), "ddp", Path("job"))
 
 Each target names the parts of the plan that it cannot express, or refuses. Any plan goes to
-``torchrun``, ``slurm`` and ``kubernetes``, where heterog runs it; what is ``uniform`` also to
-``ddp`` and ``deepspeed``, which do without. ``folder`` writes the files, ``stock`` the one that a
-person fills in, ``readme`` the one that a person reads; ``ranks`` says which rank runs where,
-``used`` leaves out idle devices.
+``torchrun``, ``slurm`` and ``kubernetes``, where heterog runs it, and on alike hosts to
+``skypilot``; what is ``uniform`` also to ``accelerate``, whose data heterog deals, and to ``ddp``,
+``deepspeed`` and ``torchtitan``, which do without. ``folder`` writes the files, ``stock`` the one
+that a person fills in, ``readme`` the one that a person reads; ``ranks`` says which rank runs
+where, ``used`` leaves out idle devices.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from heterog.errors import UnknownNameError
+from heterog.export.accelerate import export_accelerate
 from heterog.export.ddp import export_ddp
 from heterog.export.deepspeed import export_deepspeed
 from heterog.export.folder import Export, ExportError, check_folder, write_folder
 from heterog.export.kubernetes import export_kubernetes
+from heterog.export.skypilot import export_skypilot
 from heterog.export.slurm import export_slurm
 from heterog.export.torchrun import export_torchrun
+from heterog.export.torchtitan import export_torchtitan
 from heterog.search.plan import Plan
 
 TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
@@ -27,6 +31,9 @@ TARGETS: Mapping[str, Callable[[Plan, Sequence[str]], Export]] = {
     "slurm": export_slurm,
     "kubernetes": export_kubernetes,
     "deepspeed": export_deepspeed,
+    "accelerate": export_accelerate,
+    "torchtitan": export_torchtitan,
+    "skypilot": export_skypilot,
 }
 """Functions that make each target's folder from a plan and the files that the person named."""
 

@@ -31,8 +31,9 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
         ExportError: names the shares that differ.
     """
     ranks = ranks_of(plan.cluster, uniform_micro_batches(plan, TARGET))
-    _check_even(ranks)
-    sync = _zero(plan)
+    check_even(ranks, TARGET)
+    _check_hosts(ranks)
+    sync = stage_of(plan)
     remarks = uniform_remarks(plan, TARGET, expressed=sync)
     if sync is not None and any(len(set(each.slices)) > 1 for each in plan.strategy.decisions):
         remarks.append("Uneven slices: deepspeed gives every rank an equal slice.")
@@ -68,11 +69,16 @@ def export_deepspeed(plan: Plan, sources: Sequence[str] = ()) -> Export:
     return Export(target=TARGET, files=files, not_expressed=tuple(remarks))
 
 
-def _check_even(ranks: Sequence[RankEntry]) -> None:
+def check_even(ranks: Sequence[RankEntry], target: str) -> None:
+    """Refuse shares or micro-batches that are not all equal.
+
+    Raises:
+        ExportError: names them.
+    """
     sizes = {entry.batch_size for entry in ranks}
     if len(sizes) > 1:
         raise ExportError(
-            "deepspeed gives every rank the same batch size, but the plan's shares are "
+            f"{target} gives every rank the same batch size, but the plan's shares are "
             f"{_listed({entry.device: entry.batch_size for entry in ranks})}. Export to "
             "ddp, or plan with the method ddp for a batch that the devices divide evenly."
         )
@@ -80,9 +86,12 @@ def _check_even(ranks: Sequence[RankEntry]) -> None:
     lengths = {len(entry.micro_batches) for entry in ranks}
     if len(counts) > 1 or len(lengths) > 1:
         raise ExportError(
-            "deepspeed cuts every batch into equal micro-batches, but the plan's are "
+            f"{target} cuts every batch into equal micro-batches, but the plan's are "
             f"{_listed({entry.device: entry.micro_batches for entry in ranks})}. Export to ddp."
         )
+
+
+def _check_hosts(ranks: Sequence[RankEntry]) -> None:
     for entry in ranks:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", entry.host):
             raise ExportError(
@@ -96,7 +105,7 @@ def _listed(values: Mapping[str, object]) -> str:
     return ", ".join(words[:8]) + (f" and {len(words) - 8} more" if len(words) > 8 else "")
 
 
-def _zero(plan: Plan) -> Sync | None:
+def stage_of(plan: Plan) -> Sync | None:
     """The stage of ZeRO that all groups share; ``None`` if there is none."""
     syncs = {each.sync for each in plan.strategy.decisions if len(each.devices) > 1}
     return (

@@ -32,9 +32,9 @@ _NAME_TAIL = len("--0-0-xxxxx")
 _WHAT = (
     "A TrainJob of Kubeflow Trainer with a pod for each host, which runs the plan with heterog; "
     "jobset.yaml is the same for clusters with JobSet alone (name it in kustomization.yaml). "
-    f"Label the nodes (kubectl label node NODE {HOST_LABEL}=NAME), build the Dockerfile and put your "
-    f"name of the image for {IMAGE} in kustomization.yaml. With Kueue, the label {QUEUE_LABEL} "
-    "names your queue."
+    f"Label the nodes (kubectl label node NODE {HOST_LABEL}=NAME), build the Dockerfile and put "
+    f"your name of the image for {IMAGE} in kustomization.yaml. With Kueue, the label "
+    f"{QUEUE_LABEL} names your queue."
 )
 _DOCKERFILE = """\
 # The image of the ranks: every host needs the same versions. The job's files are mounted.
@@ -48,7 +48,7 @@ def export_kubernetes(plan: Plan, sources: Sequence[str] = ()) -> Export:
     """The folder of any plan, for the devices that it uses."""
     plan, unused = on_used_devices(plan)
     ranks = ranks_of(plan.cluster)
-    name = _dns_label(f"heterog-{plan.graph.name}", 24)
+    name = dns_label(f"heterog-{plan.graph.name}", 24)
     hosts = _host_labels(by_host(ranks), name)
 
     def folder(remarks: tuple[str, ...]) -> Export:
@@ -192,7 +192,7 @@ def _host_labels(hosts: Mapping[str, object], name: str) -> dict[str, str]:
         ExportError: two hosts would have the same one.
     """
     limit = _MAX_NAME - len(name) - _NAME_TAIL
-    labels = {host: _dns_label(host, limit) for host in hosts}
+    labels = {host: dns_label(host, limit) for host in hosts}
     seen: dict[str, str] = {}
     for host, label in labels.items():
         if label in seen:
@@ -204,10 +204,10 @@ def _host_labels(hosts: Mapping[str, object], name: str) -> dict[str, str]:
     return labels
 
 
-def _dns_label(text: str, limit: int) -> str:
+def dns_label(text: str, limit: int) -> str:
     """A name of at most ``limit`` small letters, digits and dashes.
 
-    >>> _dns_label("Rack 1_A", 63)
+    >>> dns_label("Rack 1_A", 63)
     'rack-1-a'
     """
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:limit].strip("-") or "x"

@@ -90,12 +90,25 @@ def runtime_folder(
     *,
     remarks: tuple[str, ...] = (),
     plan_file: str = "plan.json",
+    templates: str = "torchrun",
+    **words: object,
 ) -> Export:
-    """The files that all targets with heterog at run time have in common."""
+    """The files that all targets with heterog at run time have in common.
+
+    Args:
+        plan: Plan to export.
+        target: The launcher.
+        sources: Files that the person named.
+        ranks: The ranks that it starts.
+        remarks: Sentences about what it does not express.
+        plan_file: Name of the plan in the folder.
+        templates: Beginning of the names of the templates of ``train.py`` and ``user.py``.
+        words: What else the template of ``train.py`` asks for.
+    """
     code = workload_code(trusted_source(plan.graph.source, sources, "the plan"))
     not_expressed = (*code.remarks, *remarks)
     user = fill(
-        "torchrun_user.py.tmpl",
+        f"{templates}_user.py.tmpl",
         model=in_docstring(plan.graph.name),
         source=in_docstring(plan.graph.source) or "not named in the plan",
         optimizer=plan.graph.optimizer,
@@ -104,7 +117,7 @@ def runtime_folder(
     )
     files = {
         plan_file: plan_content(plan, compressed=plan_file.endswith(".gz")),
-        "train.py": fill("torchrun_train.py.tmpl", plan_file=plan_file),
+        "train.py": fill(f"{templates}_train.py.tmpl", plan_file=plan_file, **words),
         USER_FILE: user,
         RANKS_FILE: ranks_document(plan, target.name, ranks, digest(user)),
         "launch.sh": launch_script(ranks),

@@ -38,6 +38,8 @@ from heterog.runtime.ranks.testbed import load_testbed
 from heterog.search.plan import Plan, load_plan
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
+from heterog.strategy.layouts.files import read_layout
+from heterog.strategy.layouts.layout import Layout, Recompute
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from tests.export import tiny
 from tests.forked_python import WITHOUT, ForkedPython
@@ -357,6 +359,47 @@ def test_torchrun_runs_any_plan(graph: OpGraph, tmp_path: Path, python: Path) ->
     assert_trained_like_one_device(folder, "\n".join(losses))
 
 
+STREAM = """
+import os, signal
+import tiny, torch
+from torch.utils.data import IterableDataset
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        for step in range(NUM_STEPS):
+            if step == 2 and os.environ["RANK"] == "1" and not os.path.exists("killed"):
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield from zip(*tiny.global_batch(step))
+
+def dataset(workload):
+    return Stream()
+"""
+
+
+@pytest.mark.distributed
+def test_accelerate_deals_a_stream_and_goes_on(uneven: Plan, tmp_path: Path, python: Path) -> None:
+    """A rank is killed as it reads the third batch ahead; the second step is trained again."""
+    model = tmp_path / "my_model.py"
+    model.write_text(WORKLOAD)
+    (tmp_path / "tiny.py").write_text(Path(tiny.__file__).read_text())
+    plan = replace(uneven, graph=replace(uneven.graph, source=f"{model}:workload"))
+    folder = tmp_path / "job"
+    export_plan(plan, "accelerate", folder, sources=[str(model)])
+    fill_in(folder, STREAM)
+    hosts = list(json.loads((folder / "ranks.json").read_text())["ranks"])
+    names = list(dict.fromkeys(each["host"] for each in hosts))
+    options = ["--steps", str(NUM_STEPS), "--save", "weights.pt", "--every", "1"]
+    with pytest.raises(AssertionError, match="== 0"):
+        launch(folder, names, python, *options, without="")
+    assert json.loads((folder / "checkpoints" / "latest.json").read_text()) == {"step": 1}
+    printed = launch(folder, names, python, *options, without="")
+    losses, _ = tiny.reference(NUM_STEPS)
+    assert_trained_like_one_device(folder, f"step 1 loss {losses[0]}\n{printed}")
+    config = yaml.safe_load((folder / "accelerate.yaml").read_text())
+    assert (config["num_machines"], config["num_processes"], config["use_cpu"]) == (3, 3, True)
+
+
 STUB_DEEPSPEED = """
 import torch
 
@@ -664,6 +707,39 @@ def test_deepspeed_files(graph: OpGraph, tmp_path: Path) -> None:
     assert config["zero_optimization"] == {"stage": 0}
     assert files["hostfile"].decode() == "a slots=2\nb slots=2\n"
     assert '--include "a:0@b:1"' in files["launch.sh"].decode()
+
+
+def test_skypilot_rents_alike_nodes(graph: OpGraph, tmp_path: Path) -> None:
+    plan = plan_of(
+        graph, cluster_of(tmp_path, ("a", "V100-16GB", 2), ("b c", "V100-16GB", 2)), EVEN
+    )
+    task = yaml.safe_load(make_export(plan, "skypilot").files["sky.yaml"])
+    assert (task["num_nodes"], task["resources"]) == (2, {"accelerators": "V100:2"})
+    assert "hosts=(a 'b c')" in task["run"]
+    other = plan_of(graph, cluster_of(tmp_path, ("a", "T4", 2), ("b", "L4", 2)), EVEN)
+    with pytest.raises(ExportError, match="'b' has L4, L4 where 'a' has T4, T4"):
+        make_export(other, "skypilot")
+
+
+@pytest.mark.parametrize(
+    ("sync", "recompute", "layout"),
+    [
+        (Sync.RING, False, Layout(dp=4, micro_batch=1)),
+        (Sync.ZERO3, True, Layout(dp=4, micro_batch=1, zero=3, recompute=Recompute.FULL)),
+        (Sync.ZERO2, False, Layout(dp=4, micro_batch=1, zero=2)),
+    ],
+)
+def test_torchtitan_is_read_again_as_the_same_layout(
+    graph: OpGraph, tmp_path: Path, sync: Sync, recompute: bool, layout: Layout
+) -> None:
+    decision = replace(EVEN, sync=sync, recompute=recompute)
+    cluster = cluster_of(tmp_path, ("a", "T4", 2), ("b", "T4", 2))
+    plan = plan_of(graph, cluster, decision, micro_batches=((1, 1),) * 4)
+    export_plan(plan, "torchtitan", tmp_path / "job")
+    found = read_layout(tmp_path / "job" / "torchtitan.toml")
+    assert (found.layout, found.batch_size, found.remarks) == (layout, 8, ())
+    launch = (tmp_path / "job" / "launch.sh").read_text()
+    assert "-m torchtitan.train --job.config_file torchtitan.toml" in launch
 
 
 def test_workloads_of_the_zoo_and_of_unknown_origin(graph: OpGraph, tmp_path: Path) -> None:

@@ -305,6 +305,12 @@ def summed_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return (exponentials.sum(-1).log() + 1.0 - (logits * is_wanted).sum(-1)).mean()
 
 
+def chosen_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy written by hand: the labels' logarithms are chosen among all words."""
+    logarithms = logits.log_softmax(-1)
+    return -logarithms.gather(-1, labels.flatten().clamp(min=0).unsqueeze(-1)).mean()
+
+
 def in_blocks() -> nn.Module:
     """Three blocks of a perceptron that train by losses of their own."""
     layers = [nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 4)]
@@ -337,7 +343,10 @@ OWN_LOSS: dict[str, Any] = {
     "scheduled": (Scheduled, None),
 }
 LOCAL: dict[str, Any] = {"local blocks": (in_blocks, None)}
-TIED: dict[str, Any] = {"tied": (TiedGpt, summed_token_loss)}
+TIED: dict[str, Any] = {
+    "tied": (TiedGpt, summed_token_loss),
+    "tied, chosen": (TiedGpt, chosen_token_loss),
+}
 TRANSLATION: dict[str, Any] = {"translation": (TinyT5, token_loss)}
 LLAMA: dict[str, Any] = {"llama": (TinyLlama, token_loss)}
 ENCODED: dict[str, Any] = {"encodings": (RepeatedEncodings, token_loss)}

@@ -22,13 +22,18 @@ from tests.thorough import THOROUGH, one_in
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "text", ["tp=2,sp=true,num_micro=2", pytest.param("tp=4", marks=THOROUGH)]
+    ("name", "text"),
+    [
+        ("tied", "tp=2,sp=true,num_micro=2"),
+        ("tied, chosen", "tp=2,num_micro=2"),
+        pytest.param("tied", "tp=4", marks=THOROUGH),
+    ],
 )
 def test_a_team_shares_the_words_of_a_tied_table(
-    four_ranks: Ranks, tmp_path: Path, text: str
+    four_ranks: Ranks, tmp_path: Path, name: str, text: str
 ) -> None:
     """Look-ups, logits, their cross entropy and the table's state are in slices of 13 words."""
-    graph, cluster = graph_of("tied"), grid_cluster(4)
+    graph, cluster = graph_of(name), grid_cluster(4)
     given = place_layout(parse_layout(text), graph, cluster)
     sharded = axis_plan(graph, given.strategy.op_rules).sharded
     assert "embedding.weight" in {graph.tensors[each].name for each in sharded}
@@ -36,7 +41,7 @@ def test_a_team_shares_the_words_of_a_tied_table(
     gathered = program.num_bytes[program.kind == TaskKind.GATHER_VALUE]
     logits = graph.batch_size * 5 * 13 * 4 / given.sizes.dp / given.sizes.num_micro
     assert logits not in gathered.tolist()
-    trained_alike(four_ranks, tmp_path, "tied", given.strategy)
+    trained_alike(four_ranks, tmp_path, name, given.strategy)
 
 
 @pytest.mark.distributed

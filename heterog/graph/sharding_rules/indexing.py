@@ -47,7 +47,14 @@ def _gather(call: OpCall, placements: tuple[Placement, ...], axis_size: int) -> 
         for d in range(len(source))
         if d == along or source[d] == index[d]
     ]
+    if source and _has_runs(call, placements):
+        axes.append(axis(call, (P,), Special.OWN_WORDS, self=along))
     return choose(call, placements, axis_size, axes, [positions(call, "self")])
+
+
+def _has_runs(call: OpCall, placements: tuple[Placement, ...]) -> bool:
+    """Whether each part of ``self`` has elements that follow one another, if it has some."""
+    return all(placements[where].outer == 1 for where in positions(call, "self"))
 
 
 @rule(
@@ -66,6 +73,9 @@ def _scatter(call: OpCall, placements: tuple[Placement, ...], axis_size: int) ->
     if adds and rank and shape_of(call, "src")[along] == shape_of(call, "index")[along]:
         axes.append(axis(call, (P,), self=P, index=along, src=along))
         axes.append(axis(call, (P,), Special.BIAS_ON_ONE_RANK, index=along, src=along))
+    is_even = len({call.inputs[where].shape for where in positions(call, "index", "src")}) == 1
+    if adds and rank and is_even and _has_runs(call, placements):
+        axes.append(axis(call, (along,), Special.OWN_WORDS, self=along))
     written = call.kind in ("scatter.src", "scatter_add.default") or call.args.get("value") == 0
     linear = [positions(call, "self", "src")] if written and "reduce" not in call.kind else []
     base = positions(call, "self") if adds else ()

@@ -37,6 +37,8 @@ def on_own_words(
     """
     if "target" in call.args:
         return _choose_own_words(call, run, inputs, words, is_mean)
+    if "index" in call.args:
+        return _of_own_columns(call, run, inputs, words)
     table, wanted = positions(call, "weight", "indices")
     own = inputs[wanted] - words.start
     elsewhere = (own < 0) | (own >= len(words))
@@ -45,6 +47,23 @@ def on_own_words(
     if not len(inputs[table]):
         given[table] = inputs[table].new_zeros(1, inputs[table].shape[1])
     return [found.masked_fill(elsewhere.unsqueeze(-1), 0.0) for found in run(given, {})]
+
+
+def _of_own_columns(
+    call: OpCall, run: Run, inputs: Sequence[Tensor], words: range
+) -> list[Tensor]:
+    """Elements that an index names in some columns, or sums that it adds to them."""
+    (columns,), (wanted,) = positions(call, "self"), positions(call, "index")
+    added = positions(call, "src")
+    if not len(words):
+        return [inputs[columns] if added else inputs[columns].new_zeros(inputs[wanted].shape)]
+    own = inputs[wanted] - words.start
+    elsewhere = (own < 0) | (own >= len(words))
+    given = list(inputs)
+    given[wanted] = own.masked_fill(elsewhere, 0)
+    for source in added:
+        given[source] = inputs[source].masked_fill(elsewhere, 0.0)
+    return [made if added else made.masked_fill(elsewhere, 0.0) for made in run(given, {})]
 
 
 def _choose_own_words(
