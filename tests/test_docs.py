@@ -297,9 +297,6 @@ FOREIGN = {
     "even_steps0",  # a name with a number behind it
     # Lightning's arguments, and names of a user's own loop in examples.
     *("train_dataloader", "val_dataloaders", "val_dataset", "val_loader", "number_of_labels"),
-    # Settings and functions of torch's inductor, which device models of compiled steps follow.
-    *("has_exceeded_max_reads", "max_pointwise_cat_inputs", "realize_acc_reads_threshold"),
-    *("reduction_split_factor", "score_fusion", "solve_min_cut", "unroll_reductions_threshold"),
 }
 
 
