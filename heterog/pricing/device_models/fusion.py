@@ -22,7 +22,7 @@ from heterog.pricing.device_models.kernels import products_of
 
 _OF_LIBRARIES = (
     *("sort", "topk", "kthvalue", "median", "mode.", "cumsum", "cumprod", "logcumsumexp"),
-    *("max_pool", "multinomial", "searchsorted", "_fft", "linalg_", "sparse"),
+    *("conv", "max_pool", "multinomial", "searchsorted", "_fft", "linalg_", "sparse"),
 )
 """Beginnings of kinds that stay kernels of their own, as products and unknown ones do."""
 _SCATTERS = ("embedding_dense_backward", "scatter", "index_put", "_unsafe_index_put", "index_add")
