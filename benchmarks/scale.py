@@ -68,7 +68,7 @@ def planned(graph: Path, folder: Path, model: str, devices: int, budget: str) ->
     path.write_text(cluster_of(devices, 4))
     cluster = Cluster.load(path)
     command = [sys.executable, "-m", "heterog.cli", "plan", str(graph)]
-    command += ["--cluster", str(path), "--budget", budget, "--no-library", "--json"]
+    command += ["--cluster", str(path), "--budget", budget, "--json"]
     begin = time.perf_counter()
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - begin

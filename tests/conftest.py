@@ -9,8 +9,6 @@ from pathlib import Path
 
 # Before torch is imported: workers run beside each other, one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# No test reads or writes the user's library of plans; ranks and commands inherit this.
-os.environ["HETEROG_LIBRARY"] = "off"
 
 import pytest
 from hypothesis import settings

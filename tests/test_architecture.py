@@ -101,7 +101,6 @@ ROOMS = {
         "pricing/device_models/run_file.py",
         "fidelity/recorded.py",
         "search/plan_file.py",
-        "search/library/store.py",
         "agents/checkpoint.py",
         "runtime/checkpoint/contents.py",
     ),

@@ -22,7 +22,6 @@ def workload(batch_size: int = 8) -> heterog.Workload:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "m.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HETEROG_LIBRARY", "off")
     return tmp_path
 
 

@@ -37,7 +37,7 @@ PLACES = (
 NEW = ("new.json", "other.json", "new.json.gz", "new.html", "third.json")
 PLAN = ("plan", "graph.json", "--cluster", "lab.yaml", "--method", "ev_ar", "--budget", "2e")
 CALLS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    ((*PLAN, "--no-changes", "--no-library"), ("-o", "--trace", "--report")),
+    ((*PLAN, "--no-changes"), ("-o", "--trace", "--report")),
     (("report", "plan.json"), ("-o",)),
     (("capture", "graph.json"), ("-o",)),
     (("calibrate", "measurements.json", "--cluster", "lab.yaml"), ("-o",)),

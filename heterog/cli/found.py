@@ -27,14 +27,12 @@ class Found:
         plan: The plan.
         explanation: Its explanation, if it is written out.
         about_codec: What became of the codec that was asked for; empty without one.
-        about_library: What the search began with; empty if that was nothing of the library's.
         files: The files written, and their uses.
     """
 
     plan: Plan
     explanation: Explanation | None
     about_codec: str
-    about_library: str
     files: list[str]
 
     def document(self) -> dict[str, Any]:
@@ -44,8 +42,8 @@ class Found:
             "extrapolated": _extrapolated(self.plan),
             "explanation": explained,
         }
-        told = {"library": self.about_library, "lossy": self.about_codec}
-        return self.plan.summary() | extra | {key: text for key, text in told.items() if text}
+        told = {"lossy": self.about_codec} if self.about_codec else {}
+        return self.plan.summary() | extra | told
 
     def print(self, *, is_explained: bool) -> None:
         """Print the answer, and then, if it is explained, every method and every fact."""
@@ -75,7 +73,7 @@ class Found:
             remarks.append(_trust(plan.calibration, extrapolated))
         if not remarks:
             remarks = _modelled(plan.cluster)
-        asked = [self.about_codec, *_not_exact(plan), *money_remarks(plan), self.about_library]
+        asked = [self.about_codec, *_not_exact(plan), *money_remarks(plan)]
         return [*filter(None, asked), *remarks]
 
     def _print_everything(self) -> None:

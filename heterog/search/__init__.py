@@ -3,8 +3,7 @@
 - ``request`` is what is asked, its session, and what strategies a person or an earlier search has
   handed over; ``conformance`` checks a new method.
 - ``portfolio`` runs methods and is ``auto``: ``judging`` judges one, or several in rounds and on
-  several workers, ``sharing`` divides the budget, ``allotment`` keeps an answer in time,
-  ``library`` has solved plans.
+  several workers, ``sharing`` divides the budget, ``allotment`` keeps an answer in time.
 - ``compare`` puts methods side by side; ``stability`` asks how sure a gain is, ``history`` keeps
   how a search went.
 - ``dataset`` keeps solved pairs for others to learn from.

@@ -274,17 +274,13 @@ class CheapestSearch:
             self._search(used, Budget(seconds=left_s))
 
     def _seeds(self, subset: HostSubset) -> SeedPlanner | None:
-        """Starts of a search on some hosts: what was found there before, and given seeds."""
+        """Starts of a search on some hosts: what was found there before."""
         again = [
             row.candidate
             for other, row in self._found
             if other.hosts == subset.hosts and row.candidate is not None
         ]
-        if again:
-            return SeedPlanner("continued", again)
-        if self._request.seeds is None:
-            return None
-        return self._request.seeds.on(subset)
+        return SeedPlanner("continued", again) if again else None
 
     def _on(self, subset: HostSubset) -> Evaluator:
         if subset.is_whole:

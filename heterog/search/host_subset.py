@@ -14,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 
 from heterog.cluster.topology import Cluster
-from heterog.search.objective import hosts_used
 from heterog.strategy.strategy import Decision, Strategy
 
 _T = TypeVar("_T")
@@ -62,14 +61,6 @@ class HostSubset:
         if self.is_whole:
             return strategy
         return _renumbered(strategy, self.devices, self.whole)
-
-    def lowered(self, strategy: Strategy) -> Strategy | None:
-        """A strategy for the whole cluster, for the part; ``None`` if it uses other hosts."""
-        if self.is_whole:
-            return strategy
-        if not set(hosts_used(strategy, self.whole)) <= set(self.hosts):
-            return None
-        return on_part(strategy, self.whole, self.devices, self.part)
 
 
 def on_part(strategy: Strategy, whole: Cluster, devices: Sequence[int], part: Cluster) -> Strategy:

@@ -15,12 +15,10 @@ from heterog.methods.planner import Budget, Candidate, Planner, PlanResult, Prob
 from heterog.methods.registry import AUTO, Methods, built_in_methods
 from heterog.pricing.cost_model import CostModel
 from heterog.search.allotment import Allotment
-from heterog.search.host_subset import HostSubset
 from heterog.search.objective import FASTEST, Objective
 from heterog.simulator.engine import Order
 from heterog.strategy.layouts.layout import Layout, LayoutError
 from heterog.strategy.layouts.placed import Given, place_layout
-from heterog.strategy.strategy import Strategy
 from heterog.workers import Seats
 
 
@@ -49,15 +47,6 @@ class SeedPlanner(Planner):
             reason="" if self.candidates else "nothing was known before",
             note=self.note,
         )
-
-    def on(self, subset: HostSubset) -> "SeedPlanner | None":
-        """The strategies that need no other hosts, for these hosts alone; ``None`` if none."""
-        kept: list[Candidate] = []
-        for candidate in self.candidates:
-            strategy: Strategy | None = subset.lowered(candidate.strategy)
-            if strategy is not None:
-                kept.append(Candidate(strategy=strategy, orders=candidate.orders))
-        return SeedPlanner(self.name, kept, self.note) if kept else None
 
 
 GIVEN = "given"

@@ -76,7 +76,7 @@ def test_a_method_of_ones_own_runs_here_beside_workers(tmp_path: Path) -> None:
         [
             *("plan", str(tmp_path / "graph.json"), "--cluster", TARGET, "--workers", "2"),
             *("--method", f"tuned_uniform,{tmp_path / 'own.py'}:Own,auto", "--budget", "60e"),
-            *("--no-library", "--no-changes", "--json"),
+            *("--no-changes", "--json"),
         ],
     )
     assert said.exit_code == 0, said.output
