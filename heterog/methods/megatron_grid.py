@@ -22,9 +22,8 @@ from heterog.memo import kept
 from heterog.methods.data_parallel import device_speeds
 from heterog.methods.islands.slices import boundary_bytes, layer_of_op, layers_or_groups
 from heterog.methods.model_parallel import activation_bytes, parameter_bytes
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Tried
+from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts, surely_kept, words_worth_trying
-from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.division import split_evenly
 from heterog.strategy.keeping import attention_scores
@@ -34,8 +33,6 @@ from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.layouts.stages import layers_of
 from heterog.strategy.strategy import Strategy
 
-NUM_RETURNED = 3
-"""Number of strategies handed to the referee."""
 MOST_SHAPES = 48
 """Most shapes with a micro-batch that are tried, those with the shortest estimated step first."""
 VARIED_AFTER = 8
@@ -74,29 +71,14 @@ class MegatronGrid(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Go through the grid, then vary the manner of the best points."""
-        spending = problem.spend()
-        grid = problem.resumed(_Grid)
-        grid.problem, grid.spending = problem, spending
-        grid.found.forget_too_large()
-        with spending.limits():
-            grid.search()
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=grid.found.strategies[point], orders=tuple(Order))
-                for point in grid.found.best(NUM_RETURNED)
-            ),
-            num_evaluations=spending.evaluations,
-            reason="" if grid.found else "no uniform layout divides the batch and the machines",
-            note=", ".join(str(grid.layouts[point]) for point in grid.found.best(1)),
-        )
+        return problem.resumed(_Grid).answer(problem)
 
 
-class _Grid:
-    """The points of a problem, with their evaluations."""
+class _Grid(PointSearch[_Point]):
+    why_nothing = "no uniform layout divides the batch and the machines"
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.spending = problem.spend()
+        super().__init__(problem)
         evaluator = problem.evaluator
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.speeds = device_speeds(evaluator)
@@ -110,7 +92,6 @@ class _Grid:
         layers = layer_of_op(self.graph, layers_or_groups(self.graph))
         self.boundary_bytes = boundary_bytes(self.graph, layers)
         self.in_experts = sum(map(prod, shapes)) / max(self.graph.num_parameters, 1)
-        self.found = Tried[_Point](evaluator, self._strategy)
         self.layouts: dict[_Point, Layout] = {}
         self.varied: set[tuple[object, ...]] = set()
         self._computing = np.array([op.phase != Phase.UPDATE for op in self.graph.ops])
@@ -170,9 +151,10 @@ class _Grid:
         """Simulate a point; ``None`` if it is impossible or the budget is over."""
         if point not in self.found and self.found and self.spending.is_over:
             return None
-        return self.found.evaluate(point)
+        return self.evaluate(point)
 
-    def _strategy(self, point: _Point) -> Strategy:
+    def strategy_of(self, point: _Point) -> Strategy:
+        """See ``PointSearch``."""
         given = place_layout(
             point.layout,
             self.graph,
@@ -182,6 +164,10 @@ class _Grid:
         )
         self.layouts[point] = given.layout
         return given.strategy
+
+    def in_words(self, point: _Point) -> str:
+        """See ``PointSearch``."""
+        return str(self.layouts[point])
 
     def _machines(self) -> Iterator[tuple[int, ...]]:
         """All machines, then those without the slowest kinds, whole hosts only."""

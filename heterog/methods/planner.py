@@ -1,11 +1,11 @@
 """The protocol of planners, their budgets and results.
 
-``Tried`` keeps the points of a search: each is made into a strategy and evaluated once.
+``PointSearch`` is what searches over points of some space have in common.
 """
 
-import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -207,56 +207,6 @@ class Spending:
                 raise
         finally:
             self._evaluator.poll = outer
-
-
-class BudgetSplit:
-    """Divides a budget among searches that run one after another.
-
-    Each gets an equal part, whatever ran before it. Later searches share what one leaves over;
-    overspending is not taken from them, unless time is up before they had their parts.
-
-    >>> split = BudgetSplit(Budget(evaluations=30), 3)
-    >>> split.next_part()
-    Budget(seconds=None, evaluations=10)
-    >>> split.settle(4)
-    >>> split.next_part()
-    Budget(seconds=None, evaluations=13)
-    >>> split.settle(20)
-    >>> split.next_part()
-    Budget(seconds=None, evaluations=13)
-    >>> late = BudgetSplit(Budget(seconds=30.0), 3)
-    >>> late.next_part(left_s=18.0)
-    Budget(seconds=6.0, evaluations=None)
-    """
-
-    def __init__(self, budget: Budget, num_searches: int) -> None:
-        self._whole = budget
-        self._num = max(num_searches, 1)
-        self._left = self._num
-        self._spare = 0.0  # part of the whole that earlier searches left over
-        self._given = 0.0
-
-    def next_part(self, left_s: float = math.inf) -> Budget:
-        """The budget of the next search.
-
-        Args:
-            left_s: Seconds that this search and all later ones have. If their parts are longer in
-                all, each is shortened, but to no less than half.
-        """
-        extra = self._spare / max(self._left, 1)
-        self._spare -= extra
-        self._given = 1.0 / self._num + extra
-        if self._whole.seconds is not None:
-            fair = left_s / (max(self._left, 1) * self._whole.seconds)
-            self._given = min(self._given, max(fair, 0.5 / self._num))
-        self._left -= 1
-        return self._whole.part(self._given)
-
-    def settle(self, spent: float) -> None:
-        """Record what the search spent, in seconds or evaluations as the budget is."""
-        whole = self._whole.seconds if self._whole.evaluations is None else self._whole.evaluations
-        assert whole is not None
-        self._spare += max(self._given - spent / whole, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,46 +418,93 @@ class Planner(Protocol):
 Point = TypeVar("Point", bound=Hashable)
 
 
-class Tried(dict[Point, Evaluation], Generic[Point]):
-    """Evaluations of the points that were tried.
+class PointSearch(ABC, Generic[Point]):
+    """A search whose points are made into strategies and simulated, each once.
+
+    A subclass says what a point means, and ``search`` which points are tried.
 
     Args:
-        evaluator: Evaluator of their strategies.
-        make: Makes the strategy of a point; a ``LayoutError`` or ``StrategyError`` refuses it, as
-            does an evaluation by which it cannot run.
+        problem: Problem to find strategies for.
 
     Attributes:
-        strategies: Strategies of the points.
+        problem: The problem, or a later one on the same evaluator if the search is resumed.
+        spending: What has been spent of its budget.
+        evaluator: Evaluator of the problem.
+        found: Evaluations of the points that were simulated.
+        strategies: Strategies of these points.
         refused: Why other points have none.
     """
 
-    def __init__(self, evaluator: Evaluator, make: Callable[[Point], Strategy]) -> None:
-        super().__init__()
-        self._evaluator, self._make = evaluator, make
+    num_returned = 3
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.spending = problem, problem.spend()
+        self.evaluator = problem.evaluator
+        self.found: dict[Point, Evaluation] = {}
         self.strategies: dict[Point, Strategy] = {}
         self.refused: dict[Point, str] = {}
 
+    @abstractmethod
+    def search(self) -> None:
+        """Try points; the end of the budget may cut it at any evaluation."""
+
+    @abstractmethod
+    def strategy_of(self, point: Point) -> Strategy:
+        """The strategy of a point; a ``LayoutError`` or ``StrategyError`` refuses it."""
+
+    @abstractmethod
+    def in_words(self, point: Point) -> str:
+        """What a point is, for people."""
+
+    @property
+    @abstractmethod
+    def why_nothing(self) -> str:
+        """Reason to give where no point makes sense."""
+
+    def returned(self) -> list[Point]:
+        """The points that are handed over, best first."""
+        return self.best(self.num_returned)
+
+    def answer(self, problem: Problem, orders: tuple[Order, ...] = tuple(Order)) -> PlanResult:
+        """Search with the budget of a problem, and hand over the best strategies.
+
+        Args:
+            problem: The problem of the beginning, or a later one on the same evaluator.
+            orders: Orders in which the strategies may run.
+        """
+        if problem is not self.problem:
+            self.problem, self.spending = problem, problem.spend()
+        # What was too large to simulate may not be in a longer round.
+        for point in [p for p, each in self.found.items() if each.outcome == Outcome.TOO_LARGE]:
+            del self.found[point]
+        with self.spending.limits():
+            self.search()
+        best = self.returned()
+        return PlanResult(
+            candidates=tuple(
+                Candidate(strategy=self.strategies[point], orders=orders) for point in best
+            ),
+            num_evaluations=self.spending.evaluations,
+            reason="" if best else self.why_nothing,
+            note=self.in_words(best[0]) if best else "",
+        )
+
     def evaluate(self, point: Point, order: Order = Order.FIFO) -> Evaluation | None:
-        """Evaluate a point, once; ``None`` if it is refused."""
-        if point in self or point in self.refused:
-            return self.get(point)
+        """Evaluate a point, once; ``None`` if it is refused or cannot run."""
+        if point in self.found or point in self.refused:
+            return self.found.get(point)
         try:
-            strategy = self._make(point)
-            evaluation = self._evaluator.evaluate(strategy, order)
+            strategy = self.strategy_of(point)
+            evaluation = self.evaluator.evaluate(strategy, order)
         except (LayoutError, StrategyError) as error:
             self.refused[point] = str(error)
             return None
         if evaluation.outcome == Outcome.CANNOT_RUN:
             self.refused[point] = evaluation.shortage
             return None
-        self[point], self.strategies[point] = evaluation, strategy
+        self.found[point], self.strategies[point] = evaluation, strategy
         return evaluation
 
     def best(self, count: int) -> list[Point]:
         """The best points, best first."""
-        return sorted(self, key=lambda point: self[point].preference)[:count]
-
-    def forget_too_large(self) -> None:
-        """Forget what was too large to simulate: it may not be in a longer round."""
-        for point in [p for p, each in self.items() if each.outcome == Outcome.TOO_LARGE]:
-            del self[point]
+        return sorted(self.found, key=lambda point: self.found[point].preference)[:count]

@@ -29,7 +29,7 @@ positions see more keys. Then units of positions are moved from one device to an
 the simulated step gets shorter.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -40,9 +40,8 @@ from heterog.graph.axis_plan import axis_plan
 from heterog.graph.op_graph import OpGraph, Phase, TensorKind
 from heterog.graph.sparse_pattern import entry_shares
 from heterog.methods.data_parallel import device_speeds, uniform_strategy
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Tried
+from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import kinds_worth_trying
-from heterog.simulator.engine import Order
 from heterog.strategy.division import split_in_proportion
 from heterog.strategy.sequence_split import (
     MOST_UNITS,
@@ -62,8 +61,6 @@ from heterog.strategy.spatial_split import (
 )
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy, Sync
 
-NUM_RETURNED = 3
-"""Number of strategies handed to the referee."""
 NUM_REFINED = 2
 """Number of the best points whose units are moved."""
 MOST_MOVES = 48
@@ -101,54 +98,36 @@ class UnitPoint:
     keeps: Keeps = Keeps.NOTHING
 
 
-class UnitSearch(ABC):
-    """Points of a problem, with their evaluations and strategies.
+class UnitSearch(PointSearch[UnitPoint]):
+    """Points of a problem.
 
     Args:
         problem: Problem to find a strategy for.
         least_units: Least units that a device may be left with.
+        why_nothing: Reason to give where no point makes sense.
     """
 
-    def __init__(self, problem: Problem, *, least_units: int) -> None:
-        self.problem = problem
-        self.spending = problem.spend()
+    why_nothing = ""
+
+    def __init__(self, problem: Problem, *, least_units: int, why_nothing: str) -> None:
+        super().__init__(problem)
         self.graph = problem.evaluator.graph
         self.cluster = problem.evaluator.cluster
         self.speeds = device_speeds(problem.evaluator)
-        self.found = Tried[UnitPoint](problem.evaluator, self._strategy)
-        self._least_units = least_units
+        self._least_units, self.why_nothing = least_units, why_nothing
 
     @abstractmethod
     def points(self) -> Iterator[UnitPoint]:
         """The first points, in the order in which they are tried."""
 
-    @abstractmethod
-    def in_words(self, point: UnitPoint) -> str:
-        """What a point does, for people."""
-
-    def run(self) -> None:
+    def search(self) -> None:
         """Try the first points, then move units between the devices of the best."""
         for point in self.points():
             self.try_until_it_fits(point)
             if self.found and self.spending.is_over:
                 return
-        for point in self.found.best(NUM_REFINED):
+        for point in self.best(NUM_REFINED):
             self.refine(point)
-
-    def result(self, why_nothing: str) -> PlanResult:
-        """Run within the limits; the best points, or the reason why there is none."""
-        with self.spending.limits():
-            self.run()
-        best = self.found.best(NUM_RETURNED)
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=self.found.strategies[point], orders=tuple(Order))
-                for point in best
-            ),
-            num_evaluations=self.spending.evaluations,
-            reason="" if best else why_nothing,
-            note=self.in_words(best[0]) if best else "",
-        )
 
     def fast_teams(self) -> Iterator[Teams]:
         """One team of all devices, then one of the fastest kinds alone."""
@@ -165,11 +144,11 @@ class UnitSearch(ABC):
         hosts = {self.cluster.host_of[device] for team in point.teams for device in team}
         if point.sync == Sync.HIERARCHICAL and len(hosts) == 1:
             return
-        found = self.found.evaluate(point)
+        found = self.evaluate(point)
         if found is None or found.is_ok:
             return
         for keeps in reversed(kinds_worth_trying(self.graph)):
-            found = self.found.evaluate(replace(point, recompute=True, keeps=keeps))
+            found = self.evaluate(replace(point, recompute=True, keeps=keeps))
             if found is None or not found.is_ok:
                 return
 
@@ -182,14 +161,15 @@ class UnitSearch(ABC):
                 if tried >= MOST_MOVES or self.spending.is_over:
                     break
                 tried += 1
-                found = self.found.evaluate(moved)
+                found = self.evaluate(moved)
                 if found is not None and found.preference < best.preference:
                     better, best = moved, found
             if better is None:
                 return
             point = better
 
-    def _strategy(self, point: UnitPoint) -> Strategy:
+    def strategy_of(self, point: UnitPoint) -> Strategy:
+        """See ``PointSearch``."""
         return replace(
             uniform_strategy(
                 self.problem.evaluator,
@@ -256,7 +236,7 @@ class Spatial(Planner):
         nothing = "no convolution of the network can be cut along space"
         if graph.patterns:
             nothing = "neither nodes nor features of the graph can be cut"
-        return _SpatialSearch(problem, least_units=0).result(nothing)
+        return _SpatialSearch(problem, least_units=0, why_nothing=nothing).answer(problem)
 
 
 def why_needless(graph: OpGraph, cluster: Cluster) -> str:
@@ -294,7 +274,7 @@ class _SpatialSearch(UnitSearch):
                     yield UnitPoint(split=split, teams=teams, units=units, sync=sync)
 
     def in_words(self, point: UnitPoint) -> str:
-        """See ``UnitSearch``."""
+        """See ``PointSearch``."""
         assert isinstance(point.split, SpatialSplit)
         return f"dimension {point.split.dim} of the activations, rows {_shares(point)}"
 
@@ -351,8 +331,7 @@ class Sequences(Planner):
         if split is None:
             reason = reason or _why_uncut(graph)
             return PlanResult(candidates=(), num_evaluations=0, reason=reason)
-        nothing = "no team has enough units of positions for its devices"
-        return _SequenceSearch(problem, split).result(nothing)
+        return _SequenceSearch(problem, split).answer(problem)
 
 
 def _split(graph: OpGraph, cluster: Cluster) -> SequenceSplit | None:
@@ -374,7 +353,8 @@ def _why_uncut(graph: OpGraph) -> str:
 
 class _SequenceSearch(UnitSearch):
     def __init__(self, problem: Problem, split: SequenceSplit) -> None:
-        super().__init__(problem, least_units=1)
+        nothing = "no team has enough units of positions for its devices"
+        super().__init__(problem, least_units=1, why_nothing=nothing)
         self.split = split
         self.costs = _costs(problem, split)
 
@@ -388,7 +368,7 @@ class _SequenceSearch(UnitSearch):
                 yield UnitPoint(split=self.split, teams=teams, units=units, sync=sync)
 
     def in_words(self, point: UnitPoint) -> str:
-        """See ``UnitSearch``."""
+        """See ``PointSearch``."""
         again = f", {point.keeps.words} recomputed" if point.recompute else ""
         return f"positions {_shares(point)} of each sequence{again}, {point.sync.name.lower()}"
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from heterog.methods.planner import (
     Budget,
-    BudgetSplit,
     Candidate,
     MethodRow,
     Planner,
@@ -48,6 +47,56 @@ _TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 1_000_000
 _LEAST_TASKS = 200_000
 """Most tasks of a program for each second of the whole budget and of a method's own part, and at
 least: lowering and simulating that takes a few percent of the whole, a quarter of the part."""
+
+
+class BudgetSplit:
+    """Divides a budget among searches that run one after another.
+
+    Each gets an equal part, whatever ran before it. Later searches share what one leaves over;
+    overspending is not taken from them, unless time is up before they had their parts.
+
+    >>> split = BudgetSplit(Budget(evaluations=30), 3)
+    >>> split.next_part()
+    Budget(seconds=None, evaluations=10)
+    >>> split.settle(4)
+    >>> split.next_part()
+    Budget(seconds=None, evaluations=13)
+    >>> split.settle(20)
+    >>> split.next_part()
+    Budget(seconds=None, evaluations=13)
+    >>> late = BudgetSplit(Budget(seconds=30.0), 3)
+    >>> late.next_part(left_s=18.0)
+    Budget(seconds=6.0, evaluations=None)
+    """
+
+    def __init__(self, budget: Budget, num_searches: int) -> None:
+        self._whole = budget
+        self._num = max(num_searches, 1)
+        self._left = self._num
+        self._spare = 0.0  # part of the whole that earlier searches left over
+        self._given = 0.0
+
+    def next_part(self, left_s: float = math.inf) -> Budget:
+        """The budget of the next search.
+
+        Args:
+            left_s: Seconds that this search and all later ones have. If their parts are longer in
+                all, each is shortened, but to no less than half.
+        """
+        extra = self._spare / max(self._left, 1)
+        self._spare -= extra
+        self._given = 1.0 / self._num + extra
+        if self._whole.seconds is not None:
+            fair = left_s / (max(self._left, 1) * self._whole.seconds)
+            self._given = min(self._given, max(fair, 0.5 / self._num))
+        self._left -= 1
+        return self._whole.part(self._given)
+
+    def settle(self, spent: float) -> None:
+        """Record what the search spent, in seconds or evaluations as the budget is."""
+        whole = self._whole.seconds if self._whole.evaluations is None else self._whole.evaluations
+        assert whole is not None
+        self._spare += max(self._given - spent / whole, 0.0)
 
 
 class Shares:

@@ -25,7 +25,6 @@ from heterog.methods.hap.planner import Hap, Synthesis
 from heterog.methods.local_search.planner import LocalSearch
 from heterog.methods.planner import (
     Budget,
-    BudgetSplit,
     Candidate,
     MethodRow,
     Planner,
@@ -38,6 +37,7 @@ from heterog.methods.planner import (
 from heterog.methods.registry import built_in_methods
 from heterog.search.judging import run_method
 from heterog.search.portfolio import with_noise
+from heterog.search.sharing import BudgetSplit
 from heterog.simulator.compile_kernels import smallest_graph
 from heterog.simulator.evaluator import Evaluator
 from tests.search.asking import run_methods

@@ -13,7 +13,7 @@ this takes half of the time, so that a search that is cut short has done both.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -40,13 +40,7 @@ from heterog.methods.islands.composing import (
 )
 from heterog.methods.islands.slices import Slices
 from heterog.methods.megatron_grid import least_bubble
-from heterog.methods.planner import (
-    Candidate,
-    Planner,
-    PlanResult,
-    Problem,
-    Tried,
-)
+from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import words_worth_trying
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.layouts.layout import Recompute
@@ -83,50 +77,16 @@ class Islands(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Estimate, simulate the best, refine the very best."""
-        spending = problem.spend()
-        search = problem.resumed(CompositionSearch)
-        search.problem, search.spending = problem, spending
-        search.found.forget_too_large()
-        with spending.limits():
-            search.run()
-        best = search.returned()
-        return PlanResult(
-            candidates=tuple(
-                Candidate(strategy=search.found.strategies[point], orders=tuple(problem.orders))
-                for point in best
-            ),
-            num_evaluations=spending.evaluations,
-            reason=""
-            if search.found or spending.is_over
-            else "no machines can share out the samples and layers of this model",
-            note=described(best[0], search.slices, problem.evaluator.cluster) if best else "",
-        )
+        return problem.resumed(CompositionSearch).answer(problem, tuple(problem.orders))
 
 
-class CompositionSearch:
-    """The compositions of a problem, with their estimates and evaluations.
+class CompositionSearch(PointSearch[Composition]):
+    """The compositions of a problem, with their estimates and evaluations."""
 
-    Args:
-        problem: The planner's problem.
-        slices: Costs of layers on the machines to compose; by default on all of the cluster.
-        among: Structures to choose from; by default ``structures`` of all kinds.
-
-    Attributes:
-        found: Evaluations of the compositions that were simulated.
-    """
-
-    def __init__(
-        self,
-        problem: Problem,
-        slices: Slices | None = None,
-        among: Sequence[Structure] | None = None,
-    ) -> None:
-        self.problem = problem
-        self.spending = problem.spend()
-        self.evaluator = problem.evaluator
-        self.slices = slices or Slices(self.evaluator)
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.slices = Slices(self.evaluator)
         self.estimator = Estimator(self.slices)
-        self._among = among
         self.options = [islands_of(self.slices, kind) for kind in range(len(self.slices.kinds))]
         self.estimates: dict[Composition, tuple[float, tuple[int, ...]]] = {}
         self.started: set[Composition] = set()  # those that were descended from
@@ -135,7 +95,6 @@ class CompositionSearch:
         # Kept for a resumed search, whose rounds may be short.
         self.num_ranked, self.ranked = 0, list[Composition]()
         self.plain: list[Composition] = []
-        self.found = Tried[Composition](self.evaluator, self._strategy)
         self.refined: set[Composition] = set()
         self.beside_best: list[Composition] = []  # variants of one of these, still to simulate
         self.kinds = words_worth_trying(self.evaluator.graph)
@@ -144,10 +103,20 @@ class CompositionSearch:
             (again, zero) for zero in stages for again in (Recompute.NONE, *self.kinds)
         ]
 
-    def run(self) -> None:
+    @property
+    def why_nothing(self) -> str:
+        """See ``PointSearch``."""
+        if self.spending.is_over:
+            return ""
+        return "no machines can share out the samples and layers of this model"
+
+    def in_words(self, point: Composition) -> str:
+        """See ``PointSearch``."""
+        return described(point, self.slices, self.evaluator.cluster)
+
+    def search(self) -> None:
         """Simulate what is plain, estimate, simulate the best and refine the best of these."""
-        if self._among is None:
-            self._simulate_plain()
+        self._simulate_plain()
         self.estimate()
         if len(self.estimates) != self.num_ranked:
             self.num_ranked, self.ranked = len(self.estimates), self.promising()
@@ -156,7 +125,7 @@ class CompositionSearch:
             self._simulate_in_manners(point)
             if number % SCHEDULED_AFTER == 0:
                 self._simulate_scheduled()
-            if number == SCHEDULED_AFTER and self._among is None:
+            if number == SCHEDULED_AFTER:
                 self._simulate_halves()
             now = self.spending.fraction
             while self.spending.fraction - now < now - begin and self._refine():
@@ -166,13 +135,13 @@ class CompositionSearch:
 
     def returned(self) -> list[Composition]:
         """The best, and the best of other divisions: the referee may judge links differently."""
-        found = (*self.found.best(2), *self._best_of_divisions(NUM_RETURNED))
+        found = (*self.best(2), *self._best_of_divisions(NUM_RETURNED))
         return list(dict.fromkeys(found))[:NUM_RETURNED]
 
     def _best_of_divisions(self, count: int) -> list[Composition]:
         """The best composition of each of the best divisions of machines, best first."""
         of_division: dict[tuple[Pool, ...], Composition] = {}
-        for point in self.found.best(len(self.found)):
+        for point in self.best(len(self.found)):
             of_division.setdefault(point.pools, point)
         return list(of_division.values())[:count]
 
@@ -180,7 +149,7 @@ class CompositionSearch:
 
     def estimate(self) -> None:
         """Descend for each structure while there is time; see ``_structures``."""
-        for structure in self._structures() if self._among is None else self._among:
+        for structure in self._structures():
             if structure in self.done:
                 continue
             if self.estimates and self.spending.fraction >= UNTIL_ESTIMATED:
@@ -346,7 +315,7 @@ class CompositionSearch:
                 if self.spending.fraction >= UNTIL_PLAIN or not self._improves(other, point):
                     break
                 point = other
-        for best in self.found.best(1):
+        for best in self.best(1):
             for zero in sorted({zero for _, zero in self.manners if zero}):
                 for point in self.kept(replace(best, zero=zero)):
                     if self.spending.fraction < UNTIL_PLAIN:
@@ -378,7 +347,7 @@ class CompositionSearch:
 
     def _is_near(self, found: Evaluation) -> bool:
         """Whether a composition is nearly as good as the best, so that variants may be better."""
-        missing, seconds = self.found[self.found.best(1)[0]].preference
+        missing, seconds = self.found[self.best(1)[0]].preference
         return found.preference <= (missing, NEARLY * seconds)
 
     def _simulate_in_manners(self, point: Composition, until: float = 1.0) -> None:
@@ -429,9 +398,10 @@ class CompositionSearch:
     def simulate(self, point: Composition) -> Evaluation | None:
         """Simulate a composition; ``None`` if it makes no sense."""
         # Stated turns may deadlock if values cross that are no layer's output.
-        return self.found.evaluate(point, self.problem.first_order)
+        return self.evaluate(point, self.problem.first_order)
 
-    def _strategy(self, point: Composition) -> Strategy:
+    def strategy_of(self, point: Composition) -> Strategy:
+        """See ``PointSearch``."""
         return strategy_of(point, self.slices, self.evaluator, self.problem.step_barrier)
 
     def _refine(self) -> bool:

@@ -29,13 +29,7 @@ from heterog.methods.pipette.layouts import (
     ranks,
     stage_by_stage,
 )
-from heterog.methods.planner import (
-    Candidate,
-    Planner,
-    PlanResult,
-    Problem,
-    Tried,
-)
+from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts, surely_kept
 from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.layouts.layout import Recompute
@@ -46,8 +40,6 @@ NUM_TRIED = 10
 """Number of layouts that fit and are simulated: as many as the paper measures."""
 NUM_REORDERED = 3
 """About this many of the best layouts are simulated on other orders of hosts, too."""
-NUM_RETURNED = 3
-"""Number of strategies handed to the referee."""
 MOST_MISSED = 30
 """Number of simulations of layouts that do not fit after which the search ends."""
 ANNEALED_PART = 0.5
@@ -79,44 +71,22 @@ class Pipette(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Rank layouts, dedicate hosts, simulate the cheapest."""
-        spending = problem.spend()
-        search = problem.resumed(_Search)
-        search.problem, search.spending = problem, spending
-        search.found.forget_too_large()
-        with spending.limits():
-            search.run()
-        best = search.found.best(NUM_RETURNED)
-        return PlanResult(
-            candidates=tuple(
-                Candidate(
-                    strategy=search.found.strategies[trial],
-                    orders=(problem.first_order,),
-                )
-                for trial in best
-            ),
-            num_evaluations=spending.evaluations,
-            reason="" if best else search.refusal,
-            note=search.in_words(best[0]) if best else "",
-        )
+        return problem.resumed(_Search).answer(problem, (problem.first_order,))
 
 
-class _Search:
-    """Trials of a problem, with their evaluations."""
-
+class _Search(PointSearch[_Trial]):
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.spending = problem.spend()
+        super().__init__(problem)
         evaluator = problem.evaluator
         self.graph, self.cluster = evaluator.graph, evaluator.cluster
         self.rates = HostRates.of_cluster(self.cluster)
         self.costs = LayoutCosts(evaluator)
         self._parameters = float(parameter_bytes(evaluator).sum())
         self._activations = float(activation_bytes(evaluator).sum()) / self.graph.batch_size
-        self.found = Tried[_Trial](evaluator, self._strategy)
         self._orders: dict[tuple[Point, Pricing], Order] = {}
         self._ranked: tuple[Point, ...] = ()
 
-    def run(self) -> None:
+    def search(self) -> None:
         """Try the cheapest that fit, then other orders for the best of these."""
         self._ranked = self._ranked or tuple(
             sorted(points(self.problem.evaluator), key=self._rank)
@@ -134,7 +104,7 @@ class _Search:
                     fitting += 1
                     break
                 missed += 1
-        for point in dict.fromkeys(trial.point for trial in self.found.best(2 * NUM_REORDERED)):
+        for point in dict.fromkeys(trial.point for trial in self.best(2 * NUM_REORDERED)):
             for order in self._other_orders(point):
                 self._try(_Trial(point=point, order=order))
 
@@ -149,10 +119,10 @@ class _Search:
         return point
 
     @property
-    def refusal(self) -> str:
-        """Reason why there is no strategy."""
-        if self.found.refused:
-            return f"no layout can be said: {next(iter(self.found.refused.values()))}"
+    def why_nothing(self) -> str:
+        """See ``PointSearch``."""
+        if self.refused:
+            return f"no layout can be said: {next(iter(self.refused.values()))}"
         if self._ranked:
             return "every uniform layout overflows the memory, even with layers that recompute"
         batch, sets = self.graph.batch_size, host_sets(self.cluster)
@@ -221,8 +191,8 @@ class _Search:
             return
         given = _Trial(point=point, order=self._as_given(point))
         traffic = None
-        if given in self.found.strategies:
-            traffic = HostTraffic.of_strategy(self.found.strategies[given], self.problem.evaluator)
+        if given in self.strategies:
+            traffic = HostTraffic.of_strategy(self.strategies[given], self.problem.evaluator)
         if traffic is not None:
             yield self._counted(given, traffic)
         yield point.hosts
@@ -246,13 +216,14 @@ class _Search:
             return self.found[trial]
         if self.found and self.spending.is_over:
             return None
-        evaluation = self.found.evaluate(trial, self.problem.first_order)
+        evaluation = self.evaluate(trial, self.problem.first_order)
         if evaluation is not None:
-            best = self.found[self.found.best(1)[0]]
+            best = self.found[self.best(1)[0]]
             self.problem.report(self.spending.fraction, best.step_time_s)
         return evaluation
 
-    def _strategy(self, trial: _Trial) -> Strategy:
+    def strategy_of(self, trial: _Trial) -> Strategy:
+        """See ``PointSearch``."""
         layout = trial.point.layout
         return place_layout(
             layout,
