@@ -166,33 +166,6 @@ def entry_order(pattern: SparsePattern) -> Int64Array:
     return np.lexsort((pattern.rows, pattern.columns))
 
 
-def rows_received(
-    pattern: SparsePattern, made: Sequence[int], owned: Sequence[int]
-) -> tuple[tuple[int, ...], ...]:
-    """Number of rows that each part reads of each other part, if parts are consecutive rows.
-
-    Args:
-        pattern: Pattern of the product.
-        made: Number of output rows of each part.
-        owned: Number of input rows (columns of the pattern) of each part.
-
-    Returns:
-        For each part, the number of rows that it gets from each part; 0 from itself.
-
-    >>> square = pattern_of([0, 1, 2, 3], [1, 2, 3, 0], 4, 4)
-    >>> rows_received(square, (2, 2), (2, 2))
-    ((0, 1), (1, 0))
-    """
-    begins, ends = (np.cumsum([0, *made])[:-1], np.cumsum(made))
-    bounds = np.cumsum([0, *owned])
-    found = []
-    for part, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
-        before = pattern.needed_before(begin, end)[bounds]
-        counts = np.diff(before).tolist()
-        found.append(tuple(0 if other == part else n for other, n in enumerate(counts)))
-    return tuple(found)
-
-
 def entry_shares(pattern: SparsePattern, weights: Sequence[float], units: int) -> tuple[int, ...]:
     """Divide units of rows so that entries, not rows, are in proportion to weights.
 

@@ -141,22 +141,3 @@ def dispatched(
     order = dispatch_order(seconds, batches, mega_batch)
     updates = tuple(order.count(worker) for worker in range(len(batches)))
     return updates, max(number * each for number, each in zip(updates, seconds, strict=True))
-
-
-def elastic_schedule(
-    speeds: Sequence[float],
-    batch: int,
-    mega_batch: int,
-    num_rounds: int,
-    rule: ElasticRule = ElasticRule(),
-) -> list[MegaBatch]:
-    """Simulate elastic batches round after round, where a batch of b takes b/v seconds."""
-    batches, rounds = (batch,) * len(speeds), []
-    for _ in range(num_rounds):
-        updates, seconds = dispatched(speeds, batches, mega_batch)
-        weights = merge_weights(updates, boost=MERGE_BOOST)
-        rounds.append(
-            MegaBatch(batches=batches, updates=updates, weights=weights, seconds=seconds)
-        )
-        batches = rule.next_batches(batches, updates)
-    return rounds

@@ -1,5 +1,6 @@
 """Sparse products: entries, rows that travel (the published example), sums of all gradients."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -16,7 +17,7 @@ from heterog.graph.op_graph import Phase
 from heterog.graph.placement import R, S, neighbours
 from heterog.graph.serialize import graph_from_dict, graph_to_dict
 from heterog.graph.sharding_rules import halo_rule, propagate
-from heterog.graph.sparse_pattern import entry_shares, pattern_of, rows_received
+from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of
 from heterog.graph.sparse_product import SparseProduct, gcn_product, mean_product
 from heterog.graph.workload import Workload
 from heterog.zoo.graphs import GraphConvolutions, full_batch, skewed_graph
@@ -25,6 +26,20 @@ EXAMPLE = (
     (0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (3, 5), (4, 5), (5, 6), (6, 7), (4, 7), (2, 5), (2, 4),
 )  # fmt: skip
 """The published graph of 8 nodes, whose parts are {0, 1, 2, 3} and {4, 5, 6, 7}."""
+
+
+def rows_received(
+    pattern: SparsePattern, made: Sequence[int], owned: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Number of rows that each part reads of each other part, of consecutive rows."""
+    begins, ends = (np.cumsum([0, *made])[:-1], np.cumsum(made))
+    bounds = np.cumsum([0, *owned])
+    found = []
+    for part, (begin, end) in enumerate(zip(begins.tolist(), ends.tolist(), strict=True)):
+        before = pattern.needed_before(begin, end)[bounds]
+        counts = np.diff(before).tolist()
+        found.append(tuple(0 if other == part else n for other, n in enumerate(counts)))
+    return tuple(found)
 
 
 def both_ways(edges: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:

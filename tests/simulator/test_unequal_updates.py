@@ -1,11 +1,14 @@
 """Golden values of Adaptive SGD and Hogbatch, as recomputed by event simulations of the papers."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from heterog.simulator.unequal_updates import (
     MERGE_BOOST,
     ElasticRule,
-    elastic_schedule,
+    MegaBatch,
+    dispatched,
     is_worth_adding,
     merge_weights,
 )
@@ -13,6 +16,25 @@ from heterog.strategy.division import split_in_proportion
 
 SPEEDS = (1000.0, 500.0)
 SWINGING = ElasticRule(dead_band=0.0)
+
+
+def elastic_schedule(
+    speeds: Sequence[float],
+    batch: int,
+    mega_batch: int,
+    num_rounds: int,
+    rule: ElasticRule = ElasticRule(),
+) -> list[MegaBatch]:
+    """Elastic batches round after round, where a batch of b takes b/v seconds."""
+    batches, rounds = (batch,) * len(speeds), []
+    for _ in range(num_rounds):
+        updates, seconds = dispatched(speeds, batches, mega_batch)
+        weights = merge_weights(updates, boost=MERGE_BOOST)
+        rounds.append(
+            MegaBatch(batches=batches, updates=updates, weights=weights, seconds=seconds)
+        )
+        batches = rule.next_batches(batches, updates)
+    return rounds
 
 
 def test_the_table_of_adaptive_sgd() -> None:

@@ -15,7 +15,7 @@ from heterog.graph.grouping import group_ops
 from heterog.graph.op_costs import SPARSE_PRODUCT
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import OpRules, neighbours
-from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of, rows_received
+from heterog.graph.sparse_pattern import SparsePattern, entry_shares, pattern_of
 from heterog.lowering import lower
 from heterog.lowering.program import Program, TaskKind
 from heterog.methods.planner import Budget, Problem
@@ -27,6 +27,7 @@ from heterog.strategy.spatial_split import feature_rules, feature_splits, row_ru
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 from heterog.zoo import build
 from heterog.zoo.graphs import Edges, GraphConvolutions, GraphSage, full_batch, skewed_graph
+from tests.graph.test_sparse_product import rows_received
 from tests.simulator.builders import cluster_of
 
 NODES = 240
