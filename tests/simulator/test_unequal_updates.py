@@ -23,7 +23,7 @@ def elastic_schedule(
     batch: int,
     mega_batch: int,
     num_rounds: int,
-    rule: ElasticRule = ElasticRule(),
+    rule: ElasticRule,
 ) -> list[MegaBatch]:
     """Elastic batches round after round, where a batch of b takes b/v seconds."""
     batches, rounds = (batch,) * len(speeds), []
@@ -53,7 +53,7 @@ def test_the_table_of_adaptive_sgd() -> None:
 
 
 def test_a_dead_band_ends_the_swing() -> None:
-    rounds = elastic_schedule(SPEEDS, 512, 20_000, 9)
+    rounds = elastic_schedule(SPEEDS, 512, 20_000, 9, ElasticRule())
     assert all(each.batches == (672, 352) for each in rounds[5:])
 
 
