@@ -263,6 +263,8 @@ def test_few_files_know_an_op() -> None:
         for name in quoted.findall(path.read_text()):
             naming[name].add(str(path.relative_to(PACKAGE)))
     for kind in RULES:
+        if kind == "index.Tensor":  # "index" also names what gathers and scatters look up
+            continue
         known = naming[kind.partition(".")[0]]
         assert known
         assert len(known) <= MOST_TOUCHED, (kind, known)

@@ -86,7 +86,9 @@ def plan(
     samples: SamplesOption = None,
     tokens: TokensOption = None,
     deadline: DeadlineOption = "",
-    no_library: Annotated[bool, typer.Option("--no-library", hidden=True)] = False,
+    no_library: Annotated[
+        bool, typer.Option("--no-library", hidden=True, help="ignored, for one release")
+    ] = False,
     asynchronous: AsynchronousOption = "",
     background: Annotated[
         str,
