@@ -95,11 +95,21 @@ class Step:
             parameter.grad = None  # of an earlier step
         state, gradients = {**parameters, **buffers}, list[Tensor | None]()
         # The backward pass is inside, too: functions of the user's own may read the model there.
-        with stateless._reparametrize_module(self._model, state, tie_weights=True):
+        with (
+            stateless._reparametrize_module(self._model, state, tie_weights=True),
+            self._numbers.seeds.watched(),
+        ):
             trained = [each.requires_grad for each in state.values()]
+            num_hooks = {name: _num_hooks(each) for name, each in parameters.items()}
             memory = [storage_of(each) for each in state.values()]
             with self._numbers.run(_named_inputs(state, batch)):
                 loss = self._workload.step_loss(self._model, batch)
+            if self._numbers.unanswered is not None:
+                raise self._numbers.unanswered
+            self._check_seeds("forward")
+            check_hooks(self._workload, parameters)
+            if not is_traced:  # a hook that the first call registers stays, as in training
+                self._check_number_of_hooks(parameters, num_hooks)
             self._check_switches({**parameters, **buffers}, trained)
             replaced = self._replaced(state, memory)
             root = _root_of(self._workload, loss)
@@ -108,6 +118,7 @@ class Step:
                 setup_stacktrace_preservation_hooks([root])
                 with nullcontext() if is_traced else self._numbers.numbering():
                     gradients = self._gradients(loss, parameters)
+                self._check_seeds("backward")
             if backward and not is_traced:
                 results += self._numbers.results(*gradients)
             self.results = results
@@ -116,6 +127,30 @@ class Step:
                 for name, value in replaced.items():
                     buffers[name].copy_(value)
         return loss, gradients
+
+    def _check_seeds(self, which: str) -> None:
+        """Refuse a pass that sets the state of random numbers."""
+        if place := self._numbers.seeds.look(lambda: f"the end of its {which} pass"):
+            raise CaptureError(
+                f"workload '{self._workload.name}': the step sets the state of torch's random "
+                "numbers (torch.manual_seed, torch.seed, set_rng_state, or fork_rng around "
+                f"draws), seen at {place}. Ranks of a plan draw numbers of their own for each op "
+                "and step. Leave it out: numbers that all steps share belong in a buffer that "
+                "__init__ draws, those that are used twice are drawn once, and others can be a "
+                "tensor of the batch."
+            )
+
+    def _check_number_of_hooks(
+        self, parameters: Mapping[str, Tensor], before: Mapping[str, int]
+    ) -> None:
+        """Refuse a forward pass that registers further hooks of parameters at each call."""
+        for name, each in parameters.items():
+            if _num_hooks(each) > before[name]:
+                raise CaptureError(
+                    f"workload '{self._workload.name}': each forward pass registers one more hook "
+                    f"of '{name}', so that every step changes its gradient otherwise. Register "
+                    "it once, in __init__, or remove it at the end (handle.remove())."
+                )
 
     def _check_switches(self, given: Mapping[str, Tensor], trained: Sequence[bool]) -> None:
         """Refuse a forward pass that freezes parameters, or trains what was frozen."""
@@ -161,6 +196,21 @@ class Step:
         begin = _gradient_of(self._model, loss)
         found = torch.autograd.grad(loss, every, begin, allow_unused=True)
         return [_with_accumulated(*each) for each in zip(every, found, strict=True)]
+
+
+def check_hooks(workload: Workload, parameters: Mapping[str, Tensor]) -> None:
+    """Refuse hooks that run when a gradient is in ``.grad``, where a plan has none."""
+    for name, parameter in parameters.items():
+        if parameter._post_accumulate_grad_hooks:
+            raise CaptureError(
+                f"workload '{workload.name}': '{name}' has a hook that runs after its gradient "
+                "is accumulated, which no plan can call. Change gradients in a hook of the "
+                "tensor (register_hook), and step optimizers outside of hooks."
+            )
+
+
+def _num_hooks(parameter: Tensor) -> int:
+    return len(parameter._backward_hooks or ())
 
 
 def _kind_of(value: Tensor | None) -> str:

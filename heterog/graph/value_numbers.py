@@ -13,11 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _LARGEST_CONSTANT_BYTES = 1 << 26
 """Larger constants are not compared: they are tables, which no step writes."""
+
+
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+"""Errors of code that asks for values which are not known while a step is captured."""
 
 
 class Value:
@@ -42,10 +55,12 @@ class ValueNumbers:
 
     Attributes:
         first_new: Where the last run first computed what no run before it has; empty if nowhere.
+        unanswered: Error that the last run got when it asked for values; ``None`` if it got none.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
         self.first_new = ""
+        self.unanswered: Exception | None = None
         self._where = where
         self._run = 0
         self._value_of: dict[Any, Value] = {}
@@ -57,6 +72,7 @@ class ValueNumbers:
         self._met: set[int] = set()
         self._num_draws = 0
         self._inputs: tuple[Tensor, ...] = ()
+        self.seeds = Seeds()
 
     @contextmanager
     def run(self, inputs: Mapping[str, Tensor]) -> Iterator[None]:
@@ -64,7 +80,7 @@ class ValueNumbers:
         self._run += 1
         self._num_draws = self._num_met = 0
         self._met = set()
-        self.first_new = ""
+        self.first_new, self.unanswered = "", None
         self._inputs = tuple(inputs.values())
         for name, tensor in inputs.items():
             self._of_storage.pop(storage_of(tensor), None)
@@ -113,6 +129,7 @@ class ValueNumbers:
         varies = any(value.varies for value in read)
         if torch.Tag.nondeterministic_seeded in getattr(op, "tags", ()):
             self._num_draws += 1
+            self.seeds.draw(self._where)
             return (*key, self._num_draws), True
         return key, varies
 
@@ -178,6 +195,59 @@ class ValueNumbers:
         return self._value(("unknown", self._num_met, shape), varies=False)
 
 
+class Seeds:
+    """Notices code that sets the state of torch's random numbers, which no plan follows.
+
+    Draws on fake tensors leave generators as they are. While a step runs they have a seed that is
+    its own, and another one after each draw: code that sets a seed or puts back a state is seen.
+    """
+
+    def __init__(self) -> None:
+        self._set_at = ""
+        self._seed = _FIRST_SEED
+        self._generators: tuple[torch.Generator, ...] = ()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the body; the states of before are put back."""
+        self._set_at, self._generators = "", _generators()
+        states = [(each, each.get_state()) for each in self._generators]
+        self._next()
+        try:
+            yield
+        finally:
+            for generator, state in states:
+                generator.set_state(state)
+
+    def look(self, where: Callable[[], str]) -> str:
+        """Where it was first seen that a state was set; empty if none was."""
+        if not self._set_at and any(
+            each.initial_seed() != self._seed for each in self._generators
+        ):
+            self._set_at = where()
+        return self._set_at
+
+    def draw(self, where: Callable[[], str]) -> None:
+        """Note that numbers are drawn."""
+        self.look(where)
+        self._next()
+
+    def _next(self) -> None:
+        self._seed += 1
+        for generator in self._generators:
+            generator.manual_seed(self._seed)
+
+
+_FIRST_SEED = 0x5EED_0F_A_57E9 << 20
+"""No program is likely to choose it, or one behind it."""
+
+
+def _generators() -> tuple[torch.Generator, ...]:
+    """Those that draws without a generator use: of the CPU, and of accelerators in use."""
+    every = torch.get_device_module() if torch.accelerator.is_available() else None
+    return (torch.default_generator, *getattr(every, "default_generators", ()))
+
+
 class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Numbers every op that runs."""
 
@@ -192,7 +262,11 @@ class _Numbering(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         key, varies = self._numbers.key_of(func, args, keywords)
-        result = func(*args, **keywords)
+        try:
+            result = func(*args, **keywords)
+        except DATA_DEPENDENT as error:
+            self._numbers.unanswered = error  # the step's code may go on as if nothing had been
+            raise
         self._numbers.record(func, args, keywords, key, varies=varies, result=result)
         return result
 

@@ -3,6 +3,7 @@
 import functools
 import re
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.utils.checkpoint
 import torch_geometric
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 import heterog.graph.capture.tracing as tracing
 from heterog.errors import CaptureError
@@ -737,6 +739,58 @@ def test_a_model_that_looks_at_its_values_when_it_is_made_is_captured() -> None:
 
     graph = capture(workload(model, torch.zeros(8, 6), torch.zeros(8, 6)))
     assert len(graph.updates) == 2
+
+
+def test_errors_that_a_model_hides_when_it_is_made_are_seen() -> None:
+    """On meta tensors torch leaves out the base of a matrix that is not square."""
+
+    def model() -> nn.Module:
+        return nn.utils.parametrizations.orthogonal(nn.Linear(6, 4)).double()
+
+    batch = torch.zeros(8, 6).double(), torch.zeros(8, 4).double()
+    assert any(each.name.endswith("base") for each in capture(workload(model, *batch)).tensors)
+
+
+class Asking(nn.Module):
+    """Asks for its parameter in ways that tell real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+        self.layer.weight.register_hook(lambda gradient: gradient * 3)  # type: ignore[no-untyped-call]
+        self.layer.weight.factor = 5.0  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_parameter("layer.weight")
+        factor = getattr(weight, "factor", 1.0) if isinstance(weight, nn.Parameter) else 2.0
+        with torch.profiler.record_function("layer"):
+            made: Tensor = self.layer(x) * factor
+        return made * 7 if self.layer._forward_hooks else made
+
+
+def test_parameters_are_asked_for_as_in_training() -> None:
+    torch.manual_seed(0)
+    model = Asking().double()
+    batch = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    step = capture_step(workload(lambda: Asking().double(), *batch))
+    torch.autograd.backward(functional.mse_loss(model(batch[0]), batch[1]))
+    _, *gradients = pytree.tree_leaves(step.module(*model.parameters(), *batch))
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (lambda: nn.LazyLinear(4), "Call the model on a batch in the function that makes it"),
+        (lambda: torch.jit.script(nn.Linear(6, 4)), "compiled by torch.jit"),
+    ],
+)
+def test_models_without_shapes_or_code_are_refused(
+    model: Callable[[], nn.Module], text: str
+) -> None:
+    with pytest.raises(CaptureError, match=text):
+        capture(workload(model, torch.zeros(8, 6), torch.zeros(8, 4)))
 
 
 class Packing(nn.Module):

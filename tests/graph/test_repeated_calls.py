@@ -331,9 +331,62 @@ def drawn_apart(m: Any, x: Tensor) -> Tensor:
     return torch.rand((), generator=m.draws) * x.mean()
 
 
+def seeded(_m: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.rand_like(x)
+
+
+def seeded_behind(_m: Any, _: Tensor) -> None:
+    torch.default_generator.manual_seed(0)
+
+
+def forked(_m: Any, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return nn.functional.dropout(x)
+
+
+def drawn_twice(_m: Any, x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    first = torch.rand_like(x)
+    torch.set_rng_state(state)
+    return first + torch.rand_like(x)
+
+
+def seeded_backward(m: Any, x: Tensor) -> Tensor:
+    made: Tensor = x * m.layer.weight.mean()
+    made.register_hook(lambda gradient: torch.manual_seed(0) and gradient)  # type: ignore[no-untyped-call]
+    return made
+
+
+def hooked(m: Any, _: Tensor) -> None:
+    m.layer.weight.register_hook(lambda gradient: gradient / 2)
+
+
+def hooked_behind(m: Any, _: Tensor) -> None:
+    m.layer.weight.register_post_accumulate_grad_hook(lambda _: None)
+
+
+def without_answer(_m: Any, x: Tensor) -> float:
+    try:
+        return float(x.mean())
+    except RuntimeError:
+        return 1.0
+
+
+_OF_SEEDS = "sets the state of torch's random numbers (torch.manual_seed,"
+
+
 @pytest.mark.parametrize(
     ("forward", "text"),
     [
+        (seeded, _OF_SEEDS),
+        (seeded_behind, _OF_SEEDS),
+        (forked, _OF_SEEDS),
+        (drawn_twice, _OF_SEEDS),
+        (seeded_backward, "seen at the end of its backward pass"),
+        (hooked, "registers one more hook of 'layer.weight'"),
+        (hooked_behind, "'layer.weight' has a hook that runs after its gradient"),
+        (without_answer, "depends on tensor values at"),
         (frozen_later, "sets requires_grad of 'layer.weight' to False, and all steps"),
         (trained_later, "sets requires_grad of 'other.weight' to True, and all steps"),
         (swapped_modules, "float32 of (4, 4) in the place of 'layer.weight' (float32 of (4, 4))"),
@@ -355,6 +408,15 @@ def test_other_ways_to_keep_something_are_refused_by_name(
     with pytest.raises(CaptureError) as refusal:
         capture(step_of(made))
     assert text in str(refusal.value)
+
+
+def test_seeds_are_watched_without_leaving_a_trace() -> None:
+    drawing, seeding = (step_of(lambda: Kept(drawn_by_torch)), step_of(lambda: Kept(seeded)))
+    state = torch.get_rng_state()
+    capture(drawing)
+    with pytest.raises(CaptureError):
+        capture(seeding)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_table_in_the_place_of_a_buffer_is_allowed() -> None:

@@ -15,7 +15,9 @@ of torch.
 """
 
 import warnings
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,11 +27,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.errors import CaptureError
 from heterog.graph.capture.reading import CapturedStep, Reader
-from heterog.graph.capture.tracing import DATA_DEPENDENT, check_hooks, clear_errors, trace
+from heterog.graph.capture.tracing import clear_errors, trace
 from heterog.graph.changed_state import caches_without_fakes, without_collector
 from heterog.graph.one_sample import add_ops_of_more_samples
 from heterog.graph.op_graph import OpGraph
@@ -38,7 +42,9 @@ from heterog.graph.sharding_rules.sparse import pattern_key
 from heterog.graph.sparse_pattern import SparsePattern
 from heterog.graph.sparse_product import SparseProduct
 from heterog.graph.static_shapes import statistics_of_unread_norms
+from heterog.graph.step import check_hooks
 from heterog.graph.traced_constants import make_repeated_constants_once, merge_equal_constants
+from heterog.graph.value_numbers import DATA_DEPENDENT
 from heterog.graph.workload import Workload
 
 __all__ = ["CapturedStep", "capture", "capture_step"]
@@ -74,6 +80,29 @@ def capture_step(workload: Workload, planned: OpGraph | None = None) -> Captured
             return _capture_step(workload, planned, in_memory=True)
 
 
+def _check_model(workload: Workload, model: nn.Module) -> None:
+    """Refuse a model that no plan can train."""
+    parameters = dict(model.named_parameters())
+    if any(isinstance(each, torch.jit.ScriptModule) for each in model.modules()):
+        raise CaptureError(
+            f"workload '{workload.name}': the model is compiled by torch.jit, whose ops cannot be "
+            "read. Make it without torch.jit.script."
+        )
+    for name, value in parameters.items():
+        if isinstance(value, UninitializedParameter):
+            raise CaptureError(
+                f"workload '{workload.name}': '{name}' has no shape yet, because its module is "
+                "lazy. Call the model on a batch in the function that makes it."
+            )
+        if value.dtype.itemsize == 1 and value.requires_grad:
+            raise CaptureError(
+                f"workload '{workload.name}': '{name}' is trained in {value.dtype}, which "
+                "torch cannot add, so no optimizer steps it; keep it in bfloat16 or float32 "
+                "and cast it in forward."
+            )
+    check_hooks(workload, parameters)
+
+
 class _UnknownConstant(Exception):
     """A step reads a tensor that was made with the model, whose values are not known."""
 
@@ -83,34 +112,25 @@ def _capture_step(workload: Workload, planned: OpGraph | None, *, in_memory: boo
     with warnings.catch_warnings(action="ignore"), mode:
         with clear_errors(workload, None):
             model = _make_model(workload, in_memory=in_memory)
-            check_hooks(workload, model)
-            batch = workload.make_batch()
-        with unset_fake_temporarily():  # options that are tensors are real
-            groups = parameter_groups(workload, model)
-        # Nothing reads a gradient of a parameter that the optimizer does not have.
-        grouped = group_numbers(groups)
-        parameters = {
-            name: _fake(mode, value)
-            for name, value in model.named_parameters()
-            if value.requires_grad and name in grouped
-        }
-        frozen = {
-            name: _fake(mode, value).detach() if value.requires_grad else _fake(mode, value)
-            for name, value in model.named_parameters()
-            if name not in parameters
-        }
-        buffers = frozen | {name: _fake(mode, value) for name, value in model.named_buffers()}
-        batch = pytree.tree_map_only(Tensor, lambda value: _fake(mode, value), batch)
+            _check_model(workload, model)
+            with unset_fake_temporarily():  # options that are tensors are real
+                groups = parameter_groups(workload, model)
+            # Nothing reads a gradient of a parameter that the optimizer does not have.
+            grouped = group_numbers(groups)
+            parameters: dict[str, Tensor] = {}
+            frozen: dict[str, Tensor] = {}
+            for name, value in model.named_parameters():
+                is_trained = value.requires_grad and name in grouped
+                (parameters if is_trained else frozen)[name] = _fake_parameter(
+                    mode, value, is_trained=is_trained
+                )
+            buffers = frozen | {name: _fake(mode, value) for name, value in model.named_buffers()}
+            batch = pytree.tree_map_only(
+                Tensor, lambda value: _fake(mode, value), workload.make_batch()
+            )
         if not parameters:
             some = "parameter" if workload.parameter_groups is None else "grouped parameter"
             raise CaptureError(f"workload '{workload.name}': no {some} requires a gradient.")
-        for name, value in parameters.items():
-            if value.dtype.itemsize == 1:
-                raise CaptureError(
-                    f"workload '{workload.name}': '{name}' is trained in {value.dtype}, which "
-                    "torch cannot add, so no optimizer steps it; keep it in bfloat16 or float32 "
-                    "and cast it in forward."
-                )
     checks_calls = planned is None  # or it was checked when it was planned
     try:
         traced = trace(
@@ -171,29 +191,53 @@ def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
     it is made (an orthogonal parametrization) is made in memory, as is one whose step reads a
     tensor in a plain attribute.
     """
-    if in_memory:
-        with unset_fake_temporarily():
-            return workload.make_model()
-    try:
-        return workload.make_model()
-    except (RuntimeError, *DATA_DEPENDENT):
-        pass
+    for is_meta in () if in_memory else (False, True):
+        with unset_fake_temporarily() if is_meta else nullcontext(), suppress(*_UNABLE):
+            with torch.device("meta") if is_meta else nullcontext(), _Unable() as unable:
+                model = workload.make_model()
+            if not unable.seen:  # by code that goes on without an answer
+                return model
     with unset_fake_temporarily():
+        return workload.make_model()
+
+
+_UNABLE = (RuntimeError, *DATA_DEPENDENT)
+
+
+class _Unable(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an op could not run, because tensors have no values."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            with torch.device("meta"):
-                return workload.make_model()
-        except RuntimeError:
-            return workload.make_model()
+            return func(*args, **(kwargs or {}))
+        except (NotImplementedError, *DATA_DEPENDENT):
+            self.seen = True
+            raise
+
+
+def _fake_parameter(mode: FakeTensorMode, value: Tensor, *, is_trained: bool) -> Tensor:
+    fake = _fake(mode, value)
+    if not is_trained and value.requires_grad:
+        fake = fake.detach()
+    fake._is_param = True  # what isinstance asks for
+    for name, note in vars(value).items():
+        vars(fake).setdefault(name, note)
+    return fake
 
 
 def _fake(mode: FakeTensorMode, value: Tensor) -> Tensor:
     if value.is_meta:
-        twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-        return twin.requires_grad_(value.requires_grad)
-    if isinstance(value, FakeTensor):
+        fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        fake.requires_grad_(value.requires_grad)
+    elif isinstance(value, FakeTensor):
         value.constant = None  # its values are those of the first step only
         return value
-    fake = mode.from_tensor(value, static_shapes=True)
+    else:
+        fake = mode.from_tensor(value, static_shapes=True)
     for hook in (value._backward_hooks or {}).values():
         fake.register_hook(hook)  # type: ignore[no-untyped-call]
     return fake

@@ -11,26 +11,20 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
-from torch.utils.hooks import RemovableHandle
 
 from heterog.errors import CaptureError
 from heterog.graph.higher_order import plain_control_flow
@@ -41,6 +35,7 @@ from heterog.graph.static_shapes import with_static_shapes
 from heterog.graph.step import Step
 from heterog.graph.traced_constants import MADE_AT, merge_equal_constants
 from heterog.graph.value_checks import answered_guards, spread_checks
+from heterog.graph.value_numbers import DATA_DEPENDENT
 from heterog.graph.workload import Workload
 
 
@@ -88,38 +83,41 @@ def users_line() -> str:
 
 
 class OpenModules:
-    """Tracks the running module, and annotates every node traced inside it with its path."""
+    """Tracks the running module, and annotates every node traced inside it with its path.
+
+    Modules are called through a function of this class meanwhile: hooks would be seen by code that
+    asks which a module has.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name for name, module in model.named_modules()}
-        self._open: list[tuple[str, AbstractContextManager[Any]]] = []
-        self._handles: list[RemovableHandle] = []
+        self._open: list[str] = []
+        self._call: Callable[..., Any] = nn.Module._call_impl
 
     @property
     def innermost(self) -> str:
-        """Path of the module that runs now."""
-        name = self._open[-1][0] if self._open else ""
+        """Path of the module that runs now, or has raised an error."""
+        name = self._open[-1] if self._open else ""
         return f"module '{name}'" if name else "the root module"
 
     def __enter__(self) -> "OpenModules":
-        for module in self._names:
-            self._handles.append(module.register_forward_pre_hook(self._begin))
-            self._handles.append(module.register_forward_hook(self._end))
+        call, names, open_ = self._call, self._names, self._open
+
+        def called(module: nn.Module, *args: Any, **keywords: Any) -> Any:
+            name = names.get(module)
+            if name is None:
+                return call(module, *args, **keywords)
+            open_.append(name)
+            with fx_traceback.annotate({"module": name}):
+                result = call(module, *args, **keywords)
+            open_.pop()
+            return result
+
+        nn.Module._call_impl = called  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._open:  # modules that an exception left
-            self._end()
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, module: nn.Module, *_: Any) -> None:
-        annotation = fx_traceback.annotate({"module": self._names[module]})
-        annotation.__enter__()
-        self._open.append((self._names[module], annotation))
-
-    def _end(self, *_: Any) -> None:
-        self._open.pop()[1].__exit__(None, None, None)
+        nn.Module._call_impl = self._call  # type: ignore[method-assign]
 
 
 def annotate_backward(graph: fx.Graph) -> None:
@@ -153,13 +151,6 @@ def annotate_backward(graph: fx.Graph) -> None:
         phase = Phase.BACKWARD if in_backward else Phase.FORWARD
         made_at = (node.meta.get("custom") or {}).get(MADE_AT)
         node.meta["custom"] = {"module": module, "phase": int(phase), MADE_AT: made_at}
-
-
-DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 
 
 @contextmanager
@@ -335,17 +326,6 @@ def _users_frame(error: BaseException) -> traceback.FrameSummary | None:
     return next((each for each in reversed(frames) if is_users(each.filename)), None)
 
 
-def check_hooks(workload: Workload, model: nn.Module) -> None:
-    """Refuse hooks that run when a gradient is in ``.grad``, where a plan has none."""
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            raise CaptureError(
-                f"workload '{workload.name}': '{name}' has a hook that runs after its gradient "
-                "is accumulated, which no plan can call. Change gradients in a hook of the "
-                "tensor (register_hook), and step optimizers outside of hooks."
-            )
-
-
 def trace(
     workload: Workload,
     mode: FakeTensorMode,
@@ -378,6 +358,7 @@ def trace(
         flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
+        _drop_ranges_of_profilers(raw.graph)
         annotate_backward(raw.graph)
         if _mutates(raw.graph):
             # fx.Interpreter keeps the node metadata in the second trace; calling the module would
@@ -413,6 +394,13 @@ def _drop_unused_placeholders(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and not isinstance(node.meta.get("val"), Tensor):
             module.graph.erase_node(node)
+
+
+def _drop_ranges_of_profilers(graph: fx.Graph) -> None:
+    """Remove what ``record_function`` has left: names for a trace, which compute nothing."""
+    for node in reversed(graph.nodes):  # the end of a range reads its beginning
+        if getattr(node.target, "namespace", "") == "profiler":
+            graph.erase_node(node)
 
 
 def _interpret(module: fx.GraphModule) -> Callable[..., Any]:
