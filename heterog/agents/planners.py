@@ -198,6 +198,7 @@ class AgentSearch(Planner):
 
     stage = "search"
     resumes = True
+    improves = True
     is_random = True
     answers_whole = True
 

@@ -387,6 +387,9 @@ class Planner(Protocol):
     """Whether it resumes its search when it gets a problem with the same ``memory`` again."""
     comes_last: bool = False
     """Whether it only improves what the others have found, so that it runs after them."""
+    improves: bool = False
+    """Whether it goes on from the best plans of all, so that half of later rounds are kept for
+    it."""
     is_random: bool = False
     """Whether another seed gives another search, so that several workers may run it."""
     answers_whole: bool = False

@@ -167,7 +167,7 @@ class _Adapted(Planner):
 
     def __init__(self, made: Planner) -> None:
         self.name, self.stage, self._made = made.name, made.stage, made
-        hooks = ("resumes", "comes_last", "is_random", "answers_whole", "most_part")
+        hooks = ("resumes", "comes_last", "improves", "is_random", "answers_whole", "most_part")
         for hook in (*hooks, "prepare", "joins_auto", "whole_s"):
             if hasattr(made, hook):
                 setattr(self, hook, getattr(made, hook))

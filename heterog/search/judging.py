@@ -12,9 +12,11 @@ Methods that draw at random (``is_random``) run on every seat with a seed of its
 would do the same work everywhere; they are dealt out.
 
 Once every method has had its part, the time that remains is divided among them.
-It goes where it pays, in rounds: to the method whose last rounds improved its own best plan most
-per second, as a bandit would; the farther that plan is behind the best of all by now, the less
-this counts. Every second round goes to a method that was starved, if there is one: to the one with
+Half of it goes to the methods that improve the best plans of all (``Planner.improves``), in turn
+with the others. Among each, it goes where it pays, in rounds: to the method whose last rounds
+improved its own best plan most per second, as a bandit would; the farther that plan is behind the
+best of all by now, the less this counts. Every second round of methods that make plans of their
+own goes to one that was starved, if there is one: to the one with
 the best plan (or nearest to fitting) before the others. Methods without gain are tried again when
 the others gain nothing either. Only methods that resume (``Planner.resumes``) take part, and one
 that ended before its part was over has nothing left to try, unless its answers are whole.
@@ -53,6 +55,8 @@ FADES = 0.25
 """Part of a method's gain that still counts after another round."""
 _BEHIND = 8.0
 """Exponent for plans behind the best: one 1.5 times as long counts as 1.5^-8, a 25th."""
+IMPROVED_PART = 0.5
+"""Least part of the seconds after the first round for methods that improve the best plans."""
 _ENDED_EARLY = 0.8
 """Part of the part given below which a method that stopped by itself has nothing left to try."""
 
@@ -66,6 +70,7 @@ class Contender:
         memory: State that it resumes from; see ``Problem.memory``.
         evaluations: Evaluations of all rounds.
         seconds: Seconds of all rounds.
+        first_s: Seconds of the first round.
         rounds: Number of its rounds.
         step_time_s: Step time of its best plan; infinite if none fits.
         overflow_bytes: Bytes missing for its best plan on the worst device, 0 if it fits.
@@ -79,6 +84,7 @@ class Contender:
     memory: dict[str, object] = field(default_factory=dict)
     evaluations: int = 0
     seconds: float = 0.0
+    first_s: float = 0.0
     rounds: int = 0
     step_time_s: float = math.inf
     overflow_bytes: float = math.inf
@@ -118,6 +124,7 @@ class Contender:
         self.step_time_s = step_time_s
         self.overflow_bytes = overflow_bytes
         self.behind = 1.0 if math.isinf(step_time_s) else step_time_s / best_s
+        self.first_s = self.first_s if self.rounds else seconds
         self.rounds += 1
         self.seconds += seconds
         self.evaluations += evaluations
@@ -176,10 +183,29 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     >>> adopts.tell(**of_round, evaluations=9, step_time_s=1.0, known_s=1.0)
     >>> adopts.gain_per_s
     0.0
+
+    One that improves the best plans has half of the later seconds, whatever others gain:
+
+    >>> improving = Contender(planner=Method())
+    >>> improving.planner.improves = True
+    >>> improving.tell(**of_round, evaluations=90, step_time_s=1.0, known_s=1.0)
+    >>> next_of([quick, improving]) is improving
+    True
+    >>> improving.tell(**of_round, evaluations=90, step_time_s=1.0)
+    >>> quick.seconds - quick.first_s, improving.seconds - improving.first_s
+    (1.0, 1.0)
+    >>> improving.seconds += 0.1
+    >>> next_of([quick, improving]) is quick
+    True
     """
     able = [each for each in contenders if not each.is_done]
     if not able:
         return None
+    later_s = sum(each.seconds - each.first_s for each in contenders)
+    improving = [each for each in contenders if each.planner.improves]
+    improved_s = sum(each.seconds - each.first_s for each in improving)
+    improves = improved_s <= IMPROVED_PART * later_s
+    able = [each for each in able if each.planner.improves == improves] or able
     best_s = min(each.step_time_s for each in contenders)
     # Of those with equal gains, the one that had the least time.
     chosen = max(able, key=lambda each: (each.gain_beside(best_s), -each.seconds))

@@ -83,6 +83,7 @@ class LocalSearch(Planner):
     name = "local_search"
     stage = "search"
     resumes = True
+    improves = True
     is_random = True
 
     def __init__(self, lead: Lead | None = None) -> None:
