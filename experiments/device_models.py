@@ -3,6 +3,7 @@
     python experiments/device_models.py --data DIR --json
     python experiments/device_models.py --data DIR --write
     python experiments/device_models.py --data DIR --shipped
+    python experiments/device_models.py --data DIR --left-out
 
 DIR holds ``gemm_16bit.csv.gz`` (matrix products of an inference stack on A100, H100, H200, L40S;
 ai-dynamo/aiconfigurator, Apache-2) and ``kernels_fp32.csv.gz`` (float32 kernels of torch on P4,
@@ -15,7 +16,8 @@ Layers of transformers on further cards (``zorse_layers.csv`` or ``layers_*.csv`
 ``fits/layer_times.py`` has their columns) tell of types whose kernels nobody measured alone: one
 parameter each, see ``OF_LAYERS``. ``--shipped`` fits nothing: it says how far what ships is off on
 the layers of every card in DIR, and on Megatron's peaks of memory (``megatron_golden.csv`` or
-``megatron_peaks_*.csv``).
+``megatron_peaks_*.csv``). ``--left-out`` prices the layers of each card as if nobody had measured
+it: all kernels by fits to cards with other chips, all else by its data sheet.
 
 Seconds of 8-bit products are those of the stack: the activations are scaled to 8 bits first, a
 kernel of its own that reads 2 bytes an element and writes 1.
@@ -34,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import yaml
@@ -45,13 +48,13 @@ from fits.kernels import (
     fit_products_of_one,
     fit_streams,
 )
-from fits.layer_times import MeasuredLayers, errors_by_card, measured_layers
+from fits.layer_times import MeasuredLayers, card_of, errors_by_card, measured_layers
 from published.megatron_peaks import peak_errors
 from rows import finish, progress, script_parser
 
-from heterog.cluster.catalog import device_type
+from heterog.cluster.catalog import device_type, listed_type
 from heterog.pricing.device_models import parameters
-from heterog.pricing.device_models.parameters import ANY_TYPE, chip_of
+from heterog.pricing.device_models.parameters import ANY_TYPE, Family, chip_of, is_same_chip
 from heterog.pricing.device_models.products import ProductModel, product_bytes
 
 TENSORS_MOVED = {
@@ -210,8 +213,8 @@ def fit_family(
     return found
 
 
-def fit_all(data: Path) -> list[dict[str, Any]]:
-    """Every family that the files hold."""
+def measured_kernels(data: Path) -> dict[str, dict[str, list[Row]]]:
+    """Rows of each family by type."""
     tensor_cores = grouped(
         read(data / "gemm_16bit.csv.gz"),
         lambda row: "8 bit" if row["dtype"] == "fp8" else "16 bit",
@@ -221,25 +224,89 @@ def fit_all(data: Path) -> list[dict[str, Any]]:
         lambda row: "float32" if row["op"] in ("bmm", "linear")
         else STREAM_FAMILY.get(row["op"], "elementwise"),
     )  # fmt: skip
-    rows = read_any(data, *LAYERS)
+    return tensor_cores | torch_kernels
+
+
+def of_several(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a family's rows measure, and the fit of parameters that several types share."""
+    if name in parameters.STREAMS:
+        return streams, fit_streams
+    measured = products_float32 if name == "float32" else products_16bit
+    # How much slower wide outputs are differs between types by a factor of thirty, so nothing is
+    # said of others: that is better for all that were left out, taken together.
+    return measured, partial(fit_products, **{**HELD.get(name, {}), "wide_loss": 0.0})
+
+
+def fit_all(data: Path) -> list[dict[str, Any]]:
+    """Every family that the files hold."""
+    kernels, rows = measured_kernels(data), read_any(data, *LAYERS)
     layers = {dtype: measured_layers(rows, dtype) for dtype in ("float16", "float32") if rows}
-    # What a single type reaches holds what its power allows. How much slower wide outputs are
-    # differs between types by a factor of thirty, so nothing is said of others: that is better
-    # for all that were left out, taken together.
+    # What a single type reaches holds what its power allows.
     found = fit_family(
-        "float32", torch_kernels["float32"], products_float32,
-        partial(fit_products, wide_loss=0.0), partial(fit_products_of_one, joules_per_flop=0.0),
+        "float32", kernels["float32"], *of_several("float32"),
+        partial(fit_products_of_one, joules_per_flop=0.0),
         {"P100-16GB": [layers[dtype]["P100-16GB"][0] for dtype in layers]} if layers else {},
     )  # fmt: skip
     for name, held in HELD.items():
-        of_several: dict[str, Any] = {**held, "wide_loss": 0.0}
-        found += fit_family(
-            name, tensor_cores[name], products_16bit,
-            partial(fit_products, **of_several), partial(fit_products, **held),
-        )  # fmt: skip
+        fit_one = partial(fit_products, **held)
+        found += fit_family(name, kernels[name], *of_several(name), fit_one)
     for name in parameters.STREAMS:
-        found += fit_family(name, torch_kernels[name], streams, fit_streams)
+        found += fit_family(name, kernels[name], *of_several(name))
     return found + fit_layers(layers, found)
+
+
+def has_chip(kind: str, chip: str) -> bool:
+    """Whether a type's parameters are those of another's chip."""
+    one, other = listed_type(kind), listed_type(chip)
+    return kind == chip or bool(one and other and is_same_chip(one, other))
+
+
+def families_without(
+    kernels: Mapping[str, Mapping[str, Sequence[Row]]], known: Mapping[str, Any], chip: str
+) -> dict[str, dict[str, Family]]:
+    """Families of kernels by type as if no card with the chip of a type had been measured.
+
+    Args:
+        kernels: Rows of each family by type.
+        known: Families by type, of all.
+        chip: The type.
+    """
+    found = {}
+    for name, by_type in known.items():
+        found[name] = {kind: each for kind, each in by_type.items() if not has_chip(kind, chip)}
+        rows = kernels[name]
+        others = [kind for kind in rows if not has_chip(kind, chip)]
+        if len(others) < len(rows):
+            measured, fit = of_several(name)
+            fitted = [[row for row in rows[kind] if row["split"] == "fit"] for kind in others]
+            model = fit([measured(each, name) for each in fitted])
+            found[name][ANY_TYPE] = replace(by_type[ANY_TYPE], model=model)
+    return found
+
+
+def print_left_out(arguments: argparse.Namespace) -> None:
+    """Print errors on layers of each card by what was fitted to cards with other chips."""
+    rows, kernels = read_any(arguments.data, *LAYERS), measured_kernels(arguments.data)
+    shipped, found = parameters._tables(), []
+    for card in sorted({kind.name for row in rows if (kind := card_of(row["gpu"]))}):
+        progress(f"without {card}")
+        alone = {kind: each for kind, each in shipped.alone.items() if not has_chip(kind, card)}
+        families = families_without(kernels, shipped.families, card)
+        of_card = [row for row in rows if card_of(row["gpu"]) == device_type(card)]
+        tables = shipped._replace(families=families, alone=alone)
+        parameters.families_of.cache_clear()
+        parameters.in_training_of.cache_clear()
+        with mock.patch.object(parameters, "_tables", return_value=tables):
+            found += errors_by_card(of_card)
+    finish(arguments, {"rows": found}, map(in_words, found))
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """One line of errors on a card's layers."""
+    return (
+        f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
+        f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
+    )
 
 
 def fit_layers(
@@ -301,11 +368,7 @@ def print_shipped(arguments: argparse.Namespace) -> None:
     """Print errors of what ships on layers of all cards and on Megatron's peaks."""
     layers = errors_by_card(read_any(arguments.data, *LAYERS))
     peaks = list(peak_errors(read_any(arguments.data, *PEAKS)))
-    lines = [
-        f"{row['dtype']:8} {row['type']:16} {row['rows']:5} rows, median "
-        f"{row['median']:6.1%}, p90 {row['p90']:6.1%}"
-        for row in layers
-    ]
+    lines = [in_words(row) for row in layers]
     lines += [f"{row['error']:+6.1%} {row['layout']} {row['case']}" for row in peaks]
     for tp in sorted({row["tp"] for row in peaks}):
         off = [abs(row["error"]) for row in peaks if row["tp"] == tp]
@@ -319,7 +382,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--shipped", action="store_true", help="how far what ships is off")
+    parser.add_argument("--left-out", action="store_true", help="layers of cards nobody measured")
     arguments = parser.parse_args()
+    if arguments.left_out:
+        print_left_out(arguments)
+        return
     if arguments.shipped:
         print_shipped(arguments)
         return

@@ -22,6 +22,8 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.lower_bound import lower_bound_s
 from heterog.strategy.division import axis_shares
+from heterog.strategy.layouts.layout import parse_layout
+from heterog.strategy.layouts.placed import place_layout
 from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Decision, OpRule, Strategy, Sync
 from heterog.strategy.tensor_parallel import shardings
@@ -136,6 +138,19 @@ def test_what_cannot_be_added_up_in_slices_is_refused(
     strategy = replace(strategy, op_rules=scattered(strategy.op_rules, place, units))
     with pytest.raises(StrategyError, match=what):
         strategy.check(graph, THREE)
+
+
+def test_columns_that_numbers_of_rows_complete_are_not_cut_again() -> None:
+    graph = graph_of("gpt")
+    given = place_layout(parse_layout("tp=3"), graph, THREE).strategy
+    again = Scatter(place=S(0), units=graph.batch_size)
+    rules = tuple(
+        (op, replace(rule, scatter=again) if "log_softmax" in graph.ops[op].kind else rule)
+        for op, rule in given.op_rules
+    )
+    assert rules != given.op_rules
+    with pytest.raises(StrategyError, match="leave out its scatter"):
+        replace(given, op_rules=rules).check(graph, THREE)
 
 
 @pytest.mark.parametrize(

@@ -286,12 +286,12 @@ def _of_type(by_type: Mapping[str, _T], type_name: str) -> _T:
     listed = listed_type(type_name)
     for other, found in by_type.items():
         sibling = listed_type(other)
-        if listed is not None and sibling is not None and _is_same_chip(listed, sibling):
+        if listed is not None and sibling is not None and is_same_chip(listed, sibling):
             return found
     return by_type[ANY_TYPE]
 
 
-def _is_same_chip(one: ListedType, other: ListedType) -> bool:
+def is_same_chip(one: ListedType, other: ListedType) -> bool:
     """Whether caches are equal, and multiprocessors as fast and about as many.
 
     Cards have a few multiprocessors less than modules, at a lower clock. An A6000 is not an A10G,
