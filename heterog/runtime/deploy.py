@@ -284,7 +284,8 @@ class DeployedStep:
             loss_scale=self.loss_scale,
             seed=self._seed,
             device=self.device,
-            compiler=self.compiler,
+            # Other shapes are those of a last batch: compiling takes longer than running them.
+            compiler=self.compiler if captured is self.captured else None,
         )
 
     def _take_up(self, batch: Any) -> None:

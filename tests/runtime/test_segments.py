@@ -3,15 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heterog.runtime.step.compiled import Compiler, Kernels, _inductor, as_compiled
 from heterog.runtime.step.executor import StepExecutor
+from heterog.runtime.step.local_op import _FAST
 from heterog.runtime.step.rank_program import OP_KINDS
 from heterog.runtime.step.recipes import Like
 from tests.runtime.cases import SGD, batch_of, deployed
@@ -24,7 +26,7 @@ CASES = ("ring", "hybrid", "uneven slices", "one device")
 
 def traced(function: Kernels, likes: Sequence[Like]) -> Kernels:
     """In place of inductor, which takes many seconds: what it would compile, as it is traced."""
-    return as_compiled(function, likes, lambda module, given: module)
+    return as_compiled(function, likes, lambda graph, _: lambda given: graph(*given))
 
 
 def refused(function: Kernels, likes: Sequence[Like]) -> Kernels:
@@ -81,6 +83,35 @@ def played(
         len(codes),
         len(set(codes)),
     )
+
+
+class Called(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which ops are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[object] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an op, and note it."""
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_functions_of_torch_call_the_ops_that_they_stand_for() -> None:
+    x = torch.randn(2, 2)
+    arguments = {
+        "transpose": (x, 0, 1), "permute": (x, [1, 0]), "unsqueeze": (x, 0), "squeeze": (x, 0),
+        "select": (x, 0, 1), "expand": (x[:1], [2, 2]), "mm": (x, x), "bmm": (x[None], x[None]),
+        "addmm": (x, x, x), "add": (x, x), "sub": (x, x), "mul": (x, x), "div": (x, x),
+        "pow": (x, 2), "sum": (x, [0], True), "mean": (x, [0], True), "_softmax": (x, 1, False),
+        "_log_softmax": (x, 1, False), "native_layer_norm": (x, [2], None, None, 1e-5),
+    }  # fmt: skip
+    for op, function in _FAST.items():
+        given = arguments.get(op._schema.name.removeprefix("aten::"), (x,))
+        with torch.no_grad(), Called() as called:
+            function(*given)
+        assert called.ops == [op]
 
 
 @pytest.mark.distributed

@@ -3,6 +3,7 @@
 Compiled code is kept by torch's own cache, across runs and ranks.
 """
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from heterog.runtime.step.recipes import Like
 
 _LOG = logging.getLogger(__name__)
 
-Kernels = Callable[[list[Tensor]], list[Tensor]]
+Kernels = Callable[[list[Tensor]], Sequence[Tensor]]
 """Takes its inputs out of a list, so that it may drop them, and returns its outputs."""
 
 
@@ -32,7 +34,8 @@ class Compiler:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.num_compiled = 0
-        self._known: dict[tuple[Hashable, tuple[Like, ...]], Kernels] = {}
+        # With the given function, which keeps alive what its key knows by identity.
+        self._known: dict[tuple[Hashable, tuple[Like, ...]], tuple[Kernels, Kernels]] = {}
 
     def compiled(self, key: Hashable, function: Kernels, likes: tuple[Like, ...]) -> Kernels:
         """Compile a function, unless one that does the same has been compiled.
@@ -54,42 +57,44 @@ class Compiler:
                 first = str(error).strip().partition("\n")[0]
                 _LOG.warning("not compiled, run as generated Python instead: %s", first[:200])
                 made = function
-            self._known[key, likes] = made
+            self._known[key, likes] = made, function
             self.seconds += time.perf_counter() - begin
-        return self._known[key, likes]
+        return self._known[key, likes][0]
 
 
 def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
     # Seconds to import, and only needed here.
     from torch._inductor.compile_fx import compile_fx
 
-    return as_compiled(function, likes, compile_fx)
+    return as_compiled(function, likes, lambda graph, given: boxed(compile_fx(graph, given)))
+
+
+def boxed(made: Any) -> Kernels:
+    """What torch wraps in functions of single tensors: it takes a list, and drops inputs early."""
+    while inspect.isfunction(made) and made.__code__.co_flags & inspect.CO_VARARGS:
+        made = made.__wrapped__  # type: ignore[attr-defined]
+    kernels: Kernels = made
+    return kernels
 
 
 def as_compiled(
     function: Kernels,
     likes: Sequence[Like],
-    backend: Callable[[fx.GraphModule, list[Tensor]], Any],
+    backend: Callable[[fx.GraphModule, list[Tensor]], Kernels],
 ) -> Kernels:
     """Trace a function with inputs of some shapes, and give the graph to a compiler.
 
     Args:
         function: The function.
         likes: What its inputs are like.
-        backend: Makes a function of single tensors of the graph and inputs without memory.
+        backend: Compiles the graph, for inputs like those given, which have no memory.
     """
+    # Without an environment of shapes, torch's caches are bypassed.
+    shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
     with torch.no_grad():
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes, static_shapes=True):
             given = [
                 torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device=each.device)
                 for each in likes
             ]
-        traced = make_fx(lambda *inputs: function(list(inputs)))(*given)
-        made = backend(traced, given)
-
-    def run(inputs: list[Tensor]) -> list[Tensor]:
-        taken = tuple(inputs)
-        inputs.clear()
-        return list(made(*taken))
-
-    return run
+        return backend(make_fx(lambda *inputs: tuple(function(list(inputs))))(*given), given)

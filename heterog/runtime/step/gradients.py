@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from heterog.lowering.program import TaskKind
 from heterog.modes.mode import MessageCodec
@@ -33,6 +34,9 @@ class Gradients:
         communicator: Communication with the other ranks.
         slices: Slices of parameters that this rank owns.
         feedback: What codecs have left out of gradients in the steps before.
+
+    Attributes:
+        own: Sums over this rank's micro-batches so far, by row.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class Gradients:
         self._values = values
         self._parameters = parameters
         self._communicator = communicator
-        self._own: dict[int, Tensor | Pending] = {}  # sums over the micro-batches so far
+        self.own: dict[int, Tensor | Pending] = {}
         # By (row, micro-batch): a device that waits for an earlier one continues with the next.
         self._fresh: dict[tuple[int, int], Tensor | Pending] = {}
         self._to_replicas: dict[tuple[int, int], Tensor] = {}  # for replicas without any
@@ -68,6 +72,7 @@ class Gradients:
         self._scattered: list[Pending] = []  # not waited for yet
         self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
+        self._summed: dict[int, Tensor] = {}  # views of buckets that are summed, by row
 
     def keep(self, task: int, spans: Spans | None, micro: int) -> list[tuple[int, Recipe | None]]:
         """Keep the gradients that an op has made; returns their rows, and how they were read."""
@@ -113,6 +118,9 @@ class Gradients:
 
     def keep_row(self, row: int, micro: int, kept: Tensor | Pending) -> None:
         """Keep a parameter's gradient, which may be under way."""
+        if self._part.is_own(row, micro):
+            self.own[row] = kept
+            return
         if (row, micro) in self._part.given_to_replicas:
             # Sums over devices and micro-batches change it in place, maybe before it is sent.
             kept = _waited(kept)
@@ -127,18 +135,18 @@ class Gradients:
         if (row, micro) in self._part.accumulated:
             self._fresh[row, micro] = gradient
         else:
-            self._own[row] = gradient
+            self.own[row] = gradient
 
     def accumulate(self, task: int, row: int) -> None:
         """Add the gradient of a micro-batch to those before, in place where possible."""
         micro = int(self._part.program.micro[task])
-        own, fresh = _waited(self._own[row]), _waited(self._fresh.pop((row, micro)))
+        own, fresh = _waited(self.own[row]), _waited(self._fresh.pop((row, micro)))
         is_shared = any(self._values.is_needed_after(task, b) for b in self._part.reads(task))
         if is_shared or not own.is_contiguous():
-            self._own[row] = own + fresh
+            self.own[row] = own + fresh
         else:
             add_in_place(own, fresh)
-            self._own[row] = own
+            self.own[row] = own
 
     def flatten(self, task: int, bucket: int, micro: int) -> None:
         """Copy gradients into their bucket, if it has more than one or a ring takes a part."""
@@ -154,7 +162,12 @@ class Gradients:
             self._flat_of_micro[bucket, micro] = torch.cat([part.reshape(-1) for part in parts])
             return
         ring = self._part.flattened_for(task)
-        self._flat[bucket, ring.devices] = torch.cat([self._in_ring(row, ring) for row in members])
+        if len(members) > 1 and self._part.is_in_one_ring(bucket):
+            own = [self._take_own(row) for row in members]
+            flat = _flatten_dense_tensors(own)  # type: ignore[no-untyped-call]
+        else:
+            flat = torch.cat([self._in_ring(row, ring) for row in members])
+        self._flat[bucket, ring.devices] = flat
 
     def _take_of_micro(self, row: int, micro: int) -> Tensor:
         """A micro-batch's gradient; zeros where this rank makes only others of its bucket.
@@ -217,7 +230,7 @@ class Gradients:
         codec = self._part.program.codec_of(task)
         assert codec is not None
         if self._part.kinds[message] is TaskKind.PUSH:
-            flat = _waited(self._own[row]).reshape(-1)
+            flat = _waited(self.own[row]).reshape(-1)
         else:
             flat = self._take_flat(task, (row, devices), 0, in_place=True)
         self._messages[row, devices] = self._feedback.encode((row, devices), flat, codec)
@@ -298,12 +311,12 @@ class Gradients:
         micro = int(self._part.program.micro[task])
         is_served = self._part.is_served_by(row, dst)
         if self._part.rank == src:
-            gradient = self._own.get(row) if is_served else self._to_replicas[row, micro]
+            gradient = self.own.get(row) if is_served else self._to_replicas[row, micro]
             assert gradient is not None
             message = self._messages.pop((row, (src, dst)), None)
             self._communicator.send(_waited(gradient) if message is None else message, dst, task)
             if is_served:
-                self._own.pop(row, None)  # it is needed there and nowhere else
+                self.own.pop(row, None)  # it is needed there and nowhere else
             return
         parameter = self._parameter(row)
         like = torch.empty(
@@ -326,7 +339,7 @@ class Gradients:
     def add_pushed(self, task: int, row: int) -> None:
         """Add gradients pushed to this rank, and its own one if that is a part of the sum."""
         parts = [pending.wait() for pending in self._pushed[row]]
-        kept = self._own.get(row)
+        kept = self.own.get(row)
         makers = [int(self._part.program.buffer_maker[b]) for b in self._part.reads(task)]
         is_part = any(self._part.kinds[maker] not in _PUSHED for maker in makers)
         own = None if kept is None or not is_part else _waited(kept)
@@ -337,8 +350,16 @@ class Gradients:
 
     def total(self, row: int) -> Tensor:
         """The gradient summed over all devices, in the parameter's shape."""
-        shape = self._parameter(row).shape
         bucket = self._part.bucket(row)
+        if bucket >= 0 and self._part.is_in_one_ring(bucket):
+            if row not in self._summed:
+                flat = self._totals[bucket, self._part.rings(row)[0].devices].wait()
+                members = self._part.bucket_members[bucket]
+                like = [self._parameter(each) for each in members]
+                views = _unflatten_dense_tensors(flat, like)  # type: ignore[no-untyped-call]
+                self._summed |= zip(members, views, strict=True)
+            return self._summed[row]
+        shape = self._parameter(row).shape
         if bucket >= 0 and any(self._part.rank in ring.devices for ring in self._part.rings(row)):
             return self._total_of_rings(row, bucket).view(shape)
         if row in self._sums:
@@ -361,7 +382,7 @@ class Gradients:
 
     def let_go(self, row: int) -> None:
         """Drop the gradient of a whole parameter that has been updated."""
-        for known in (self._own, self._sums, self._pushed):
+        for known in (self.own, self._sums, self._pushed, self._summed):
             known.pop(row, None)
         bucket = self._part.bucket(row)
         if bucket < 0:
@@ -390,11 +411,11 @@ class Gradients:
     def _take_own(self, row: int) -> Tensor:
         """Take this rank's gradient out; from here on there is a copy of it."""
         gradient = self._own_or_zeros(row)
-        self._own.pop(row, None)
+        self.own.pop(row, None)
         return gradient
 
     def _own_or_zeros(self, row: int) -> Tensor:
-        gradient = self._own.get(row)
+        gradient = self.own.get(row)
         return self._zeros(row) if gradient is None else _waited(gradient)
 
     def _zeros(self, row: int) -> Tensor:

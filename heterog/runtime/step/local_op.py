@@ -50,6 +50,35 @@ _WRITTEN_OUT = {
 }
 """Ops that only set a flag of their input, which no message carries."""
 
+_FAST: Mapping[torch._ops.OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.t.default: torch.t,
+    torch.ops.aten.detach.default: torch.detach,
+    torch.ops.aten.transpose.int: torch.transpose,
+    torch.ops.aten.permute.default: torch.permute,
+    torch.ops.aten.unsqueeze.default: torch.unsqueeze,
+    torch.ops.aten.squeeze.dim: torch.squeeze,
+    torch.ops.aten.select.int: torch.select,
+    torch.ops.aten.expand.default: Tensor.expand,
+    torch.ops.aten.mm.default: torch.mm,
+    torch.ops.aten.bmm.default: torch.bmm,
+    torch.ops.aten.addmm.default: torch.addmm,
+    torch.ops.aten.add.Tensor: torch.add,
+    torch.ops.aten.sub.Tensor: torch.sub,
+    torch.ops.aten.mul.Tensor: torch.mul,
+    torch.ops.aten.div.Tensor: torch.div,
+    torch.ops.aten.pow.Tensor_Scalar: torch.pow,
+    torch.ops.aten.sum.dim_IntList: torch.sum,
+    torch.ops.aten.mean.dim: torch.mean,
+    torch.ops.aten.clone.default: torch.clone,
+    torch.ops.aten.relu.default: torch.relu,
+    torch.ops.aten.rsqrt.default: torch.rsqrt,
+    torch.ops.aten._softmax.default: torch._softmax,
+    torch.ops.aten._log_softmax.default: torch._log_softmax,
+    torch.ops.aten.native_layer_norm.default: torch.native_layer_norm,
+}
+"""Functions of torch that call the same op in about 1 us less than ``torch.ops`` does."""
+_PLAIN = (int, float, bool, type(None))
+
 
 class Extent(NamedTuple):
     """Amount that an op runs on: samples of the batch, and units of the axis of its rule."""
@@ -260,12 +289,17 @@ class LocalOp:
         template = self._template(extent)
         function, returns = self._target, self._schema.returns
         if isinstance(function, torch._ops.OpOverload):
-            function = function._op
+            function = _FAST.get(function, function._op)
         is_single = self._kept == [0] and [str(each.type) for each in returns] == ["Tensor"]
+        defaults = {each.name: each.default_value for each in self._schema.arguments}
         return Kernel(
             function,
             tuple(value for _, value, is_keyword in template if not is_keyword),
-            {name: value for name, value, is_keyword in template if is_keyword},
+            {
+                name: value
+                for name, value, is_keyword in template
+                if is_keyword and not (type(value) in _PLAIN and value == defaults[name])
+            },
             None if is_single else tuple(self._kept),
         )
 

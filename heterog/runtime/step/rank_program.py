@@ -239,6 +239,7 @@ class RankProgram:
         self._reads_of: dict[int, list[int]] = {}
         self._near_of: dict[int, Near] = {}
         self._ring_devices: dict[int, tuple[int, ...]] = {}
+        self._in_one_ring: dict[int, bool] = {}  # by bucket
         self._place_in_ring: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
         self._value_in, self._whole_in = _values_in_buffers(program, tables)
         is_conversion = np.isin(program.kind, list(CONVERSIONS))
@@ -360,6 +361,28 @@ class RankProgram:
     def rings(self, row: int) -> tuple[Ring, ...]:
         """All rings that add up a parameter's gradients."""
         return self._rings[row]
+
+    def is_in_one_ring(self, bucket: int) -> bool:
+        """Whether a ring of this rank sums all of a bucket, of parameters that are whole here."""
+        known = self._in_one_ring.get(bucket)
+        if known is None:
+            members = self.bucket_members[bucket]
+            known = self._in_one_ring[bucket] = all(
+                row not in self.sharded
+                and len(self._rings[row]) == 1
+                and self.rank in self._rings[row][0].devices
+                for row in members
+            )
+        return known
+
+    def is_own(self, row: int, micro: int) -> bool:
+        """Whether a micro-batch's gradient is the first here, and is nothing but added to."""
+        sliced = self.sliced_bucket(row)
+        return (
+            (row, micro) not in self.accumulated
+            and (row, micro) not in self.given_to_replicas
+            and (sliced is None or sliced.stage == 1)
+        )
 
     def ring_size(self, row: int, ring: Ring) -> int:
         """Elements of a parameter that a ring adds up."""

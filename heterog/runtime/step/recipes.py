@@ -1,6 +1,6 @@
 """How an input is read in every step: noted in the first, followed in the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -31,6 +31,10 @@ class Like(NamedTuple):
         return cls(value.shape, value.stride(), value.dtype, value.device)
 
 
+Step = tuple[Callable[..., Tensor], tuple[Any, ...]]
+"""A function of a tensor, and its further arguments."""
+
+
 class Recipe(NamedTuple):
     """How an op's input is read in every step, noted in the first.
 
@@ -40,24 +44,55 @@ class Recipe(NamedTuple):
         key: Number of the buffer, or the tensor's id.
         like: What the tensor is like that it begins with.
         steps: Functions of a tensor and their further arguments, in order: views and cuts.
+        is_view: Whether what is read has the memory of what it begins with.
     """
 
     begin: Begin
     key: int
     like: Like
-    steps: tuple[tuple[Callable[..., Tensor], tuple[Any, ...]], ...]
+    steps: tuple["Step", ...]
+    is_view: bool
 
 
 class Notes:
     """Notes of one reading; ``fails`` if it does something else than views and cuts."""
 
     def __init__(self) -> None:
-        self.begin: tuple[Begin, int, Like] | None = None
-        self.steps: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = []
+        self.begin: tuple[Begin, int, Tensor] | None = None
+        self.steps: list[Step] = []
         self.fails = False
 
-    def recipe(self) -> Recipe | None:
-        """What was noted, if that is all there is to it."""
+    def recipe(self, read: Tensor) -> Recipe | None:
+        """What was noted on the way to a tensor, if that is all there is to it."""
         if self.fails or self.begin is None:
             return None
-        return Recipe(*self.begin, tuple(self.steps))
+        begin, key, value = self.begin
+        like = Like.of(value)
+        is_view = read.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        steps = shortened(self.steps, like) if is_view else self.steps
+        return Recipe(begin, key, like, tuple(steps), is_view)
+
+
+def shortened(steps: Sequence[Step], like: Like) -> list[Step]:
+    """Views of a tensor in fewer calls.
+
+    >>> x = torch.zeros(2, 3)
+    >>> flat, back = (Tensor.reshape, ((6,),)), (Tensor.reshape, ((2, 3),))
+    >>> shortened([flat, back, (torch.t, ()), (torch.t, ())], Like.of(x))
+    []
+    """
+    made: list[Step] = []
+    for function, arguments in steps:
+        before = made[-1][0] if made else None
+        if function is torch.detach:
+            continue
+        if function is torch.t and before is torch.t:
+            made.pop()
+            continue
+        if function is Tensor.reshape:
+            if before is Tensor.reshape:
+                made.pop()
+            if not made and arguments == (tuple(like.shape),):
+                continue
+        made.append((function, arguments))
+    return made

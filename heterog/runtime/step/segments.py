@@ -20,7 +20,8 @@ gradients of micro-batches are added up, so that they need not all be there at o
 """
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
@@ -81,10 +82,14 @@ class NotedOp:
     gradients: list[tuple[int, Recipe | None]] = field(default_factory=list)
 
     @property
+    def recipes(self) -> list[Recipe | None]:
+        """How it read its inputs and the gradients that it made."""
+        return [*self.inputs, *(recipe for _, recipe in self.gradients)]
+
+    @property
     def is_plain(self) -> bool:
         """Whether all that it does is known."""
-        recipes = *self.inputs, *(recipe for _, recipe in self.gradients)
-        return not self.is_special and None not in recipes
+        return not self.is_special and None not in self.recipes
 
     def kernel(self) -> Kernel:
         """The call of its kernel."""
@@ -155,32 +160,57 @@ class Segments:
             apart: Whether each turn is a piece of its own, so that it can be timed.
         """
         pieces: list[Piece] = []
+        waiting = self._first_to_wait(turns) if self.compiler is not None else frozenset[int]()
         for way, group in groupby(turns, self._way):
             run = list(group)
             if way is _Way.ALONE:
                 pieces += [Piece(turn, None) for turn in run]
                 continue
             compiles = way is _Way.COMPILED and not apart
-            parts = self._layers(run) if compiles else [run]
+            parts = self._compiled_parts(run, waiting) if compiles else [run]
             for part in [[turn] for turn in run] if apart else parts:
                 pieces.append(Piece(part[0], _Writer(self, part, compiles=compiles).segment()))
         return pieces
 
-    def _layers(self, turns: Sequence[DueTask]) -> list[list[DueTask]]:
-        """Cut turns where a numbered layer of the model ends: layers that do alike are many.
+    def _first_to_wait(self, turns: Sequence[DueTask]) -> frozenset[int]:
+        """Tasks that are the first to read something that another rank sends."""
+        first: dict[int, int] = {}
+        for task, of_step_before in turns:
+            if task >= 0 and not of_step_before:
+                for buffer in self.part.reads(task):
+                    first.setdefault(buffer, task)
+        program = self.part.program
+        return frozenset(
+            task
+            for buffer, task in first.items()
+            if program.channel[program.buffer_maker[buffer]] >= 0
+        )
 
-        What is shorter than a layer stays with what comes before it, so that it can be fused.
+    def _compiled_parts(
+        self, turns: Sequence[DueTask], waiting: frozenset[int]
+    ) -> list[list[DueTask]]:
+        """Cut turns into what is compiled together.
+
+        They are cut where a numbered layer of the model ends, since layers that do alike are many,
+        and before an op that waits for another rank: the ops before it do not. What is shorter
+        than a layer stays with what comes before it, so that it can be fused. They are always cut
+        where an op comes again, which a compiler would do only once.
         """
         parts: list[list[DueTask]] = [[]]
+        done: set[tuple[int, int]] = set()  # ops of the last part, with their micro-batches
         now = ""
         for turn in turns:
             noted = self.noted.get(turn.task)
             if noted is not None:
-                layer = _LAYER.match(self.part.graph.ops[noted.local_op.index].module)
+                op, micro = noted.local_op.index, noted.micro
+                layer = _LAYER.match(self.part.graph.ops[op].module)
                 name = layer.group() if layer else ""
-                if name != now and len(parts[-1]) >= _LEAST_OF_A_LAYER:
+                is_border = name != now or turn.task in waiting
+                if (op, micro) in done or (is_border and len(parts[-1]) >= _LEAST_OF_A_LAYER):
                     parts.append([])
+                    done.clear()
                 now = name
+                done.add((op, micro))
             parts[-1].append(turn)
         return parts
 
@@ -275,6 +305,9 @@ class _Writer:
                 last[buffer] = task
         for buffer, task in last.items():
             self._last.setdefault(task, []).append(buffer)
+        noted = [given.noted[task] for task in self._tasks if task in given.noted]
+        self._read_again = _read_again(recipe for each in noted for recipe in each.recipes)
+        self._views: dict[_View, str] = {}  # in local variables
         self._made: set[int] = set()  # here
         self._own: set[int] = set()  # those that no task outside of this segment looks for
 
@@ -365,6 +398,9 @@ class _Writer:
                 self._inner.add(f"{name} = {gradient}")
                 self._outputs[name] = None
                 gradient = name
+            if self._given.part.is_own(row, noted.micro):
+                self._after.append(f"step.gradients.own[{constant(row)}] = {gradient}")
+                continue
             where = f"{constant(row)}, {constant(noted.micro)}"
             self._after.append(f"step.gradients.keep_row({where}, {gradient})")
         for buffer in kept:
@@ -372,10 +408,13 @@ class _Writer:
                 self._drop(buffer)
 
     def _drop(self, buffer: int) -> None:
-        """Delete a buffer's local variable, if there is one."""
-        name = self._names.pop(buffer, "")
-        if name and name not in self._outputs:
-            self._inner.add(f"del {name}")
+        """Delete a buffer's local variable and those of views of it, if there are any."""
+        names = [self._names.pop(buffer, "")]
+        for view in [each for each in self._views if each[:2] == (Begin.HELD, buffer)]:
+            names.append(self._views.pop(view))
+        gone = [name for name in names if name and name not in self._outputs]
+        if gone:
+            self._inner.add(f"del {', '.join(gone)}")
 
     def _drop_read_by(self, task: int) -> None:
         """Drop the buffers of which a task is the last reader here."""
@@ -390,7 +429,7 @@ class _Writer:
 
     def _read(self, recipe: Recipe) -> str:
         """An expression that reads as noted."""
-        begin, key, like, steps = recipe
+        begin, key, like, steps, _ = recipe
         constant = self._outer.constant
         if begin is Begin.HELD:
             text = self._names.get(key, "")
@@ -415,9 +454,16 @@ class _Writer:
                 name = known or self._new_name()
                 self._inputs[name] = text, like
                 text = name
-        for function, arguments in steps:
+        for number, (function, arguments) in enumerate(steps, 1):
             others = "".join(f", {self._inner.constant(each)}" for each in arguments)
             text = f"{self._inner.constant(function)}({text}{others})"
+            view = _part_of(recipe, number)
+            if view in self._views:
+                text = self._views[view]
+            elif view in self._read_again:
+                name = self._views[view] = self._new_name()
+                self._inner.add(f"{name} = {text}")
+                text = name
         return text
 
     def _argument(self, value: Any, inputs: Sequence[str]) -> str:
@@ -436,6 +482,29 @@ class _Writer:
     def _new_name(self) -> str:
         self._num_names += 1
         return f"v{self._num_names - 1}"
+
+
+_View = tuple[Begin, int, tuple[tuple[int, str], ...]]
+"""What a recipe begins with, and its first steps."""
+
+
+def _part_of(recipe: Recipe, num_steps: int) -> _View:
+    """The first steps of a recipe."""
+    steps = tuple((id(each), repr(arguments)) for each, arguments in recipe.steps[:num_steps])
+    return recipe.begin, recipe.key, steps
+
+
+def _read_again(recipes: Iterable[Recipe | None]) -> frozenset[_View]:
+    """Views that are read, or shown in another way, more than once; they take no memory."""
+    counts: Counter[_View] = Counter()
+    for recipe in recipes:
+        if recipe is not None and recipe.is_view:
+            for number in range(len(recipe.steps), 0, -1):
+                view = _part_of(recipe, number)
+                counts[view] += 1
+                if counts[view] > 1:  # its beginning is counted
+                    break
+    return frozenset(view for view, count in counts.items() if count > 1)
 
 
 _LAYER = re.compile(r"[^0-9]*[0-9]+(?=\.|$)")

@@ -26,7 +26,7 @@ from heterog.runtime.step.rank_program import (
     gathered,
     nearest,
 )
-from heterog.runtime.step.recipes import Begin, Like, Notes, Recipe
+from heterog.runtime.step.recipes import Begin, Notes, Recipe
 from heterog.runtime.step.row_sets import (
     RowSet,
     count,
@@ -232,13 +232,13 @@ class Values:
             value = read()
         finally:
             self._notes = None
-        return value, notes.recipe()
+        return value, notes.recipe(value)
 
     def _begins(self, begin: Begin, key: int, value: Tensor) -> Tensor:
         """Begin with a tensor, and note it."""
         if self._notes is not None:
             self._notes.fails |= self._notes.begin is not None
-            self._notes.begin = begin, key, Like.of(value)
+            self._notes.begin = begin, key, value
         return value
 
     def _fails(self) -> None:
