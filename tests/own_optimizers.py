@@ -18,7 +18,7 @@ LOOKS: dict[str, UpdateScope] = {
     "rows": UpdateScope.PARAMETER,
     "no decay of vectors": UpdateScope.PARAMETER,
     "calls": UpdateScope.PARAMETER,
-    "calls in a group": UpdateScope.PARAMETER,
+    "calls in a group": UpdateScope.ELEMENT,
     "group's norm": UpdateScope.MODEL,
     "norm of all": UpdateScope.MODEL,
     "clip of all": UpdateScope.MODEL,

@@ -72,6 +72,7 @@ ROOMS = {
             "graph/python_state.py",
             "graph/repeated_calls.py",
             "graph/step.py",
+            "graph/step_options.py",
             "graph/value_numbers.py",
             "graph/static_shapes.py",
             "graph/traced_constants.py",

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from heterog.errors import HeterogWarning
 from heterog.graph.op_graph import UpdateScope, scope_by_name
 from heterog.graph.python_state import same_draws
+from heterog.graph.step_options import CountedOptions, StepOptions
 
 _SCALES = (1.0, 1e-3, 30.0, 1.0, 1e3, 1e-2, 1.0, 0.3)
 """Size of all gradients in each step. Thresholds of norms lie between; eight steps are more than
@@ -43,6 +44,8 @@ _TOLERANCE = 1e-5
 """Largest difference of a movement, relative to it; of what looks further it is a part of it."""
 
 _LARGE_RATE = 10.0
+_STEADY = (1.0,) * 16
+"""Gradients of one size: sums of squares of a large one hide what is walked after it."""
 
 _MOST_KNOWN = 64
 
@@ -156,7 +159,7 @@ def _widest(probe: "_Probe") -> UpdateScope:
     found = probe.scope()
     if found == UpdateScope.MODEL:
         return found
-    probe.rate = _LARGE_RATE
+    probe = probe.other(_LARGE_RATE, _STEADY)
     with suppress(Exception):  # some refuse so large a rate
         faster = probe.scope()
         return faster if found.allows(faster) else found
@@ -185,14 +188,18 @@ class _Probe:
         options: Mapping[str, Any],
         groups: Sequence[ProbedGroup],
         dtype: torch.dtype,
+        rate: float | None = None,
+        scales: Sequence[float] = _SCALES,
     ) -> None:
         self.optimizer = optimizer
         self.options = options
-        self.rate: float | None = None  # in place of that of the options
+        self.dtype = dtype
+        self.rate = rate  # in place of that of the options
+        self.scales = scales
         self.groups = groups
         self.group_of: list[int] = []
         self.values: list[Tensor] = []
-        self.gradients: list[list[Tensor]] = [[] for _ in _SCALES]
+        self.gradients: list[list[Tensor]] = [[] for _ in scales]
         self.epsilon = 100 * torch.finfo(dtype).eps
         draw = torch.Generator().manual_seed(0)
         for number, group in enumerate(groups):
@@ -214,8 +221,12 @@ class _Probe:
         self.values.append(some() * size)
         # Mostly one direction: step sizes that are estimated grow only downhill.
         direction = some() / size
-        for scale, gradients in zip(_SCALES, self.gradients, strict=True):
+        for scale, gradients in zip(self.scales, self.gradients, strict=True):
             gradients.append((direction + 0.3 * some() / size) * scale)
+
+    def other(self, rate: float, scales: Sequence[float]) -> "_Probe":
+        """The same at another learning rate, with gradients of other sizes."""
+        return _Probe(self.optimizer, self.options, self.groups, self.dtype, rate, scales)
 
     def scope(self) -> UpdateScope:
         """The answer."""
@@ -288,14 +299,17 @@ class _Probe:
                 made["lr"] = self.rate
         members = [group["params"] for group in optimizer.param_groups]
         path = [[value.detach().clone() for value in values]]
+        options = CountedOptions(optimizer)
         for gradients in self.gradients:
+            step = StepOptions(options.now())
             for call in calls:
                 stepped = {id(values[number]) for number in call}
                 for number in call:
                     values[number].grad = pieces[number].cut(gradients).clone()
                 for group, every in zip(optimizer.param_groups, members, strict=True):
                     group["params"] = [value for value in every if id(value) in stepped]
-                optimizer.step()
+                with options.of(step):
+                    optimizer.step()
                 for number in call:
                     values[number].grad = None
             path.append([value.detach().clone() for value in values])
@@ -314,7 +328,7 @@ class _Probe:
                 has_moved |= bool(moved > 0)
                 before = now
             if not has_moved:  # says nothing
-                raise ValueError("it moves nothing in eight steps")
+                raise ValueError(f"it moves nothing in {len(self.scales)} steps")
         return True
 
 

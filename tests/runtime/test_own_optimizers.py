@@ -35,6 +35,7 @@ STEPS = 3
 MADE: dict[str, tuple[type[torch.optim.Optimizer], tuple[str, ...]]] = {
     "elementwise": (Own, ("momentum", "sign")),
     "of parameters": (AdamW, ("momentum", "calls")),
+    "counting": (Own, ("momentum", "calls in a group")),
     "lookahead": (Lookahead, ()),
     "of all": (Own, ("momentum", "norm of all", "calls")),
     "estimating": (Own, ("estimated step",)),

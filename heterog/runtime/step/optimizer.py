@@ -16,11 +16,11 @@ every step (Micikevicius et al. 2018, section 3.1).
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from heterog.graph.step_options import CountedOptions, StepOptions
 from heterog.runtime.step.collectives import Communicator, Pending
 from heterog.runtime.step.gradients import Gradients, decoded
 from heterog.runtime.step.kept_state import is_narrow
@@ -69,9 +69,6 @@ class Masters:
                     value.copy_(self._copies[id(value)])
 
 
-Options = list[dict[str, Any]]
-"""Options of each of the optimizer's parameter groups, without its parameters."""
-
 Push = Callable[[Sequence[int], Sequence[Tensor]], None]
 """Takes the gradients of some rows of ``graph.updates``."""
 
@@ -108,7 +105,7 @@ class StepUpdates:
 
     Attributes:
         gradients: Gradients of the step.
-        options: Options of the optimizer when the step was called.
+        options: Options of the optimizer for this step.
         scale: Factor of every gradient, for clipping or where islands average; ``None`` leaves
             them as they are.
         loss_scale: Factor of the loss, and so of all gradients as they were made.
@@ -117,7 +114,7 @@ class StepUpdates:
     """
 
     gradients: Gradients
-    options: Options
+    options: StepOptions
     scale: Tensor | None = None
     loss_scale: float = 1.0
     is_skipped: bool = False
@@ -158,6 +155,7 @@ class Updates:
         self._part = part
         self._parameters = parameters
         self._optimizer = optimizer
+        self._options = None if optimizer is None else CountedOptions(optimizer)
         self._communicator = communicator
         self._device = device
         self._slices = slices
@@ -182,18 +180,9 @@ class Updates:
         self._gathering: dict[int, Pending] = {}  # by bucket
         self._messages: dict[int, Tensor] = {}  # of parameters, by the transfer
 
-    def options(self) -> Options:
-        """The optimizer's options as they are now."""
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
-        return [
-            {
-                # A learning rate may be a tensor, which a scheduler changes in place.
-                key: value.clone() if isinstance(value, Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in groups
-        ]
+    def options(self) -> StepOptions:
+        """The optimizer's options for a step that is called now."""
+        return StepOptions([] if self._options is None else self._options.now())
 
     def read(self, tensor: int) -> nn.Parameter:
         """A parameter, with all pending updates done."""
@@ -372,6 +361,7 @@ class Updates:
         if step.is_skipped:
             return
         assert self._optimizer is not None
+        assert self._options is not None
         stepped = [self._masters.of(parameter) for parameter, _ in targets]
         for parameter, (_, total) in zip(stepped, targets, strict=True):
             # A factor is taken in the wider dtype: 1/65536 has few digits in float16.
@@ -383,7 +373,7 @@ class Updates:
             parameter.grad = gradient.to(parameter.dtype)
         if self.recorder is not None:
             self.recorder.begin_update(rows)
-        with _only_with_gradients(self._optimizer), _with_options(self._optimizer, step.options):
+        with _only_with_gradients(self._optimizer), self._options.of(step.options):
             self._optimizer.step()
         self._masters.write_back(parameter for parameter, _ in targets)
         if self.recorder is not None:
@@ -406,24 +396,3 @@ def _only_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         for group, values in zip(optimizer.param_groups, every, strict=True):
             group["params"] = values
-
-
-@contextmanager
-def _with_options(optimizer: torch.optim.Optimizer, options: Options) -> Iterator[None]:
-    """Give an optimizer the options of an earlier time, and its own ones back afterwards.
-
-    Only options that differ are touched; counters that the optimizer keeps in them stay.
-    """
-    own: list[dict[str, Any]] = []
-    for group, wanted in zip(optimizer.param_groups, options, strict=True):
-        own.append({})
-        for key, value in wanted.items():
-            now = group[key]
-            if isinstance(now, Tensor) or now != value:
-                own[-1][key] = now
-                group[key] = value
-    try:
-        yield
-    finally:
-        for group, values in zip(optimizer.param_groups, own, strict=True):
-            group.update(values)
