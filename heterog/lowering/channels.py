@@ -147,6 +147,31 @@ class ChannelTable:
             self._transfers[number] = self._point_to_point(src, dst)
         return self._transfers[number]
 
+    def over_same_links(
+        self, numbers: npt.NDArray[np.int32]
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Find which transfers use the same links between devices of the same types.
+
+        Args:
+            numbers: Numbers of channels; each collective is alone in its set.
+
+        Returns:
+            Place of the first channel of each set, sets in this order, and the set of each.
+        """
+        cluster, is_transfer = self.cluster, numbers < self.num_transfers
+        src, dst = np.divmod(np.where(is_transfer, numbers, 0), cluster.num_devices)
+        links = np.array([cluster.links_of(d) for d in range(cluster.num_devices)], np.int64)
+        hosts, types = np.array(cluster.host_of), np.array(cluster.type_index, np.int64)
+        side = np.where(hosts[src] == hosts[dst], 2, 0)  # ports within a host, else NICs
+        key = links[src, side] * len(cluster.resources) + links[dst, side + 1]
+        kinds = len(cluster.device_types)
+        key = (key * kinds + types[src]) * kinds + types[dst]
+        key = np.where(src == dst, -1 - types[src], key)
+        key = np.where(is_transfer, key, -1 - kinds - np.arange(len(numbers)))
+        _, first, number = np.unique(key, return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        return first[order].astype(np.int32), np.argsort(order)[number].astype(np.int32)
+
     def all_reduce(self, devices: tuple[int, ...], *, hierarchical: bool) -> int:
         """Number of an all-reduce channel over a device set."""
         kind = ChannelKind.ALL_REDUCE_HIERARCHICAL if hierarchical else ChannelKind.ALL_REDUCE_RING

@@ -58,6 +58,6 @@ def sparse_tables(graph: OpGraph, matrices: dict[tuple[str, int], int]) -> Spars
     )
 
 
-def starts_of(counts: Sequence[int]) -> IntArray:
+def starts_of(counts: Sequence[int] | IntArray) -> IntArray:
     """First index of each segment, and the end of the last one, by the segments' lengths."""
     return np.concatenate([[0], np.cumsum(np.array(counts, np.int64))]).astype(np.int32)

@@ -10,9 +10,10 @@ alone.
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from heterog.cluster.topology import Cluster, Sends
 from heterog.graph.axis_plan import BATCH_AXIS, AxisPlan, axis_plan
@@ -97,6 +98,7 @@ MOST_PRICED = 1024
 _MOST_PRICE_LISTS = 64
 MAX_RULE_SETS = 16
 """Most rule sets of strategies whose tables are kept."""
+_Number = TypeVar("_Number", bound=np.generic)
 _NO_ROWS: IntArray = np.zeros(0, np.int32)
 _NO_NUMBERS: IntArray = np.zeros((0, 0, 0), np.int32)
 _NO_SECONDS: FloatArray = np.zeros((0, 0))
@@ -366,6 +368,46 @@ def _lost_speed(cost: ChannelSeconds, device_types: Sequence[str]) -> list[float
     ]
 
 
+def _of_all(
+    prices: ChannelPrices, first: IntArray, number: IntArray, used: IntArray, table: ChannelTable
+) -> ChannelPrices:
+    """Prices of all channels from those of the first of each set; see ``over_same_links``."""
+    member_start, member = _segments(prices.member_start, prices.member, number)
+    is_transfer = used < table.num_transfers
+    src, dst = np.divmod(used[is_transfer], table.cluster.num_devices)
+    begin = member_start[:-1][is_transfer]
+    member[begin], member[begin + 1] = src, dst
+    resource_start, resource = _segments(prices.resource_start, prices.resource, number)
+    _, seconds = _segments(prices.resource_start, prices.resource_s_per_byte, number)
+    own = np.arange(len(used), dtype=np.int32)
+    each = {
+        name: getattr(prices, name)[number]
+        for name in (
+            "latency_s", "fill_s", "fill_s_per_byte", "s_per_byte", "weight", "is_collective",
+            "drag", "overhead_s", "loaded_s", "queue", "gate",
+        )
+    }  # fmt: skip
+    return prices._replace(
+        **each,
+        member_start=member_start,
+        member=member,
+        communicator=np.where(is_transfer, own, first[prices.communicator[number]]),
+        resource_start=resource_start,
+        resource=resource,
+        resource_s_per_byte=seconds,
+    )
+
+
+def _segments(
+    starts: IntArray, values: npt.NDArray[_Number], chosen: IntArray
+) -> tuple[IntArray, npt.NDArray[_Number]]:
+    """Starts and values of chosen segments, one after another."""
+    counts = np.diff(starts)[chosen]
+    begin = starts_of(counts)
+    place = np.arange(begin[-1]) + np.repeat(starts[:-1][chosen] - begin[:-1], counts)
+    return begin, values[place]
+
+
 class PriceTable:
     """Seconds by the cost model, kept between calls.
 
@@ -467,11 +509,19 @@ class PriceTable:
         key = used.tobytes()
         found = self._channel_prices.pop(key, None)
         if found is None:
-            found = self.pricer.prices([self._channels[number] for number in used.tolist()])
+            found = self._prices_of(used)
             if len(self._channel_prices) >= _MOST_PRICE_LISTS:
                 del self._channel_prices[next(iter(self._channel_prices))]
         self._channel_prices[key] = found
         return found
+
+    def _prices_of(self, used: IntArray) -> ChannelPrices:
+        """Prices of channels; where they are many, transfers over the same links only once."""
+        if len(used) <= MOST_PRICED:
+            return self.pricer.prices([self._channels[number] for number in used.tolist()])
+        first, number = self._channels.over_same_links(used)
+        firsts = [self._channels[each] for each in used[first].tolist()]
+        return _of_all(self.pricer.prices(firsts), first, number, used, self._channels)
 
     def price_shares(self, shares: IntArray, types: IntArray) -> None:
         """Fill the rows of the op table for shares of the batch.
