@@ -143,6 +143,7 @@ def _schedule(strategy: Strategy) -> str:
         words = f"at most {most} micro-batches under way on a device"
     else:
         words = "as they come"
+    words += ", slices gathered and reduced once" * schedule.gathers_once
     return words + ", weight gradients in the gaps" * schedule.splits_backward
 
 

@@ -266,6 +266,8 @@ def _schedule(schedule: PipelineSchedule) -> str:
         said += f" A device holds at most {most} of them at a time, by its place in the pipeline."
     if schedule.turns:
         said += " Each device takes up their passes in an order of its own that the plan states."
+    if schedule.gathers_once:
+        said += " What is kept in slices is gathered and reduced once for all of them."
     return said + _late_weights(schedule)
 
 

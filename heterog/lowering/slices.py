@@ -14,6 +14,9 @@ says, steps it alone and keeps the optimizer's state of it alone. With n devices
   two gathers are ahead, whatever the links could do. A device of a pipeline works on others in
   between the passes of a micro-batch, so that gathers come behind those of the same pass.
 
+Where a schedule ``gathers_once``, stages 2 and 3 gather a bucket for the first micro-batch of a
+pass and keep it for the others, and reduce gradients as stage 1 does.
+
 Under stated turns a device does other chunks in between, in another order than they are written
 here. There what waits for earlier gathers or scatters has a *lane* for each pass of each chunk: in
 a new turn a lane goes on from that of the latest turn before it, among those that are written.
@@ -67,6 +70,12 @@ def is_sliced(tables: GraphTables, choice: Choice, parameter: int) -> bool:
     """Whether each device updates a slice of a parameter, or of its part of it."""
     group = tables.parameter_group[parameter]
     return bool(choice.sharded[group] >= _STATE and num_rings(tables, choice, parameter) > 0)
+
+
+@helper
+def scatters_by_micro(choice: Choice, group: int) -> bool:
+    """Whether each micro-batch's gradients are reduced, of which only slices are kept."""
+    return bool(choice.sharded[group] >= _GRADIENTS and not choice.turns.once)
 
 
 @helper
@@ -210,17 +219,28 @@ def gather_parameters(
     one has no samples. Ops that run again count as backward. Returns whether any was gathered.
     """
     num_devices = choice.member.shape[1]
+    once, num_parameters = choice.turns.once, len(tables.parameter_bytes)
     turn = 2 * micro + is_backward + 1
     any_gathered = False
     for entry in range(tables.parameter_read_start[op], tables.parameter_read_start[op + 1]):
         parameter = tables.parameter_read[entry]
         group = tables.parameter_group[parameter]
         first = tape.bucket[parameter]
-        if choice.sharded[group] != _PARAMETERS or first < 0 or scratch.gathered[first] == turn:
+        if choice.sharded[group] != _PARAMETERS or first < 0:
+            continue
+        if not once and scratch.gathered[first] == turn:
+            continue
+        whole_row = is_backward * num_parameters + first
+        if once and scratch.gathered[first] & (1 << is_backward):  # by the first micro-batch
+            for device in range(num_devices):
+                if scratch.whole_buffer[whole_row, device] >= 0:
+                    whole = scratch.whole_buffer[whole_row, device]
+                    scratch.ready_buffer[parameter, device] = whole
             continue
         any_gathered = True
         updated = scratch.gathered[first] == 0
-        scratch.gathered[first] = turn
+        scratch.gathered[first] = scratch.gathered[first] | 1 << is_backward if once else turn
+        scratch.whole_buffer[whole_row] = -1
         domain = tables.gradient_domain[parameter]
         for ring in range(choice.rings.first[group, domain], choice.rings.end[group, domain]):
             size = scratch.bucket_bytes[first] * choice.rings.part[ring]
@@ -230,7 +250,7 @@ def gather_parameters(
             for device in range(num_devices):
                 runs[device] = -1
                 if choice.rings.member[ring, device] and (
-                    choice.shares[division, micro, device] > 0
+                    _has_share(choice, division, micro, device)
                     or _reads_later(tables, choice, scratch, first, group, micro, device)
                 ):
                     runs[device], any_runs = device, True
@@ -252,11 +272,23 @@ def gather_parameters(
                 if runs[device] < 0:
                     continue
                 whole = write_buffer(tape, device, size)
+                scratch.whole_buffer[whole_row, device] = whole
                 member = first
                 while member >= 0:
                     scratch.ready_buffer[member, device] = whole
                     member = scratch.next_in_bucket[member]
     return any_gathered
+
+
+@helper
+def _has_share(choice: Choice, row: int, micro: int, device: int) -> bool:
+    """Whether a device runs ops of a micro-batch, or of any where all share a gather."""
+    if not choice.turns.once:
+        return bool(choice.shares[row, micro, device] > 0)
+    for each in range(choice.num_micro):
+        if choice.shares[row, each, device] > 0:
+            return True
+    return False
 
 
 @helper
@@ -273,7 +305,7 @@ def _reads_later(
         for reader in range(tables.reader_start[member], tables.reader_start[member + 1]):
             axis = tables.op_axis[tables.value_op[tables.reader_value[reader]]]
             row = axis * len(choice.member) + choice.division[group]
-            if choice.shares[row, micro, device] > 0:
+            if _has_share(choice, row, micro, device):
                 return True
         member = scratch.next_in_bucket[member]
     return False
@@ -314,7 +346,7 @@ def _scatter(
     """
     rings = choice.rings
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
-    by_micro = choice.sharded[tables.parameter_group[first]] >= _GRADIENTS
+    by_micro = scatters_by_micro(choice, tables.parameter_group[first])
     num_senders = 0
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
@@ -349,7 +381,7 @@ def _add_up_copies(
     """Sum a slice of a bucket's gradients over the slice groups, in place."""
     rings, micro = choice.rings, choice.num_micro - 1
     size = scratch.bucket_gradient_bytes[first] * rings.part[ring]
-    by_micro = choice.sharded[tables.parameter_group[first]] >= _GRADIENTS
+    by_micro = scatters_by_micro(choice, tables.parameter_group[first])
     write_task(tape, _ALL_REDUCE, first, -1, micro, 0, rings.first_channel[ring], size)
     for device in range(choice.member.shape[1]):
         if rings.member[ring, device]:
@@ -386,7 +418,7 @@ def _flatten(
 ) -> None:  # fmt: skip
     """Copy a device's gradients of a bucket into one flat tensor; a single one stays in place."""
     sharded = choice.sharded[tables.parameter_group[first]]
-    by_micro = sharded >= _GRADIENTS
+    by_micro = scatters_by_micro(choice, tables.parameter_group[first])
     single = scratch.next_in_bucket[first] < 0
     if single:
         own = _own_gradient(tables, choice, scratch, first, device, by_micro)
@@ -410,7 +442,7 @@ def _flatten(
         _wait_for_scatters(scratch, tape, device, row)
     if not single:
         scratch.flat_buffer[0, device] = write_buffer(tape, device, size)
-    if sharded == _GRADIENTS and scratch.is_part[device] == 0 and not in_lanes:
+    if by_micro and sharded == _GRADIENTS and scratch.is_part[device] == 0 and not in_lanes:
         # The next micro-batch does not begin while this one waits for its scatters: it would
         # keep activations of both. Stage 3 has its gathers for that.
         flattened = write_buffer(tape, device, 0.0)
@@ -514,7 +546,7 @@ def _update(
     rings = choice.rings
     num_devices = choice.member.shape[1]
     group = tables.parameter_group[first]
-    by_micro = choice.sharded[group] >= _GRADIENTS
+    by_micro = scatters_by_micro(choice, group)
     parameter = first
     while parameter >= 0:
         for device in range(num_devices):

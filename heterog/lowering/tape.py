@@ -180,7 +180,9 @@ class Scratch(NamedTuple):
     bucket_gradient_bytes: FloatArray
     bucket_count: IntArray  # its parameters
     unfinished: IntArray  # those whose gradients are not there yet
-    gathered: IntArray  # micro-batch and phase for which it was gathered last
+    # Micro-batch and phase for which it was gathered last, or phases where once for each.
+    gathered: IntArray
+    whole_buffer: IntArray  # gathered for all micro-batches  # [2 * num_parameters, num_devices]
     slice_buffer: IntArray  # summed slices of gradients  # [num_parameters, num_devices]
     slice_token: IntArray  # the last reduce-scatter is done  # [num_parameters, num_devices]
     # Of the last reduce-scatter and the one before: what it received, what it was given, its end.
@@ -254,6 +256,7 @@ def make_scratch(tables: GraphTables, num_devices: int) -> Scratch:
         bucket_count=np.empty(num_parameters, np.int32),
         unfinished=np.empty(num_parameters, np.int32),
         gathered=np.empty(num_parameters, np.int32),
+        whole_buffer=per_device(2 * num_parameters),
         slice_buffer=per_device(num_parameters),
         slice_token=per_device(num_parameters),
         received_buffer=per_device(2),
@@ -300,6 +303,7 @@ class Turns(NamedTuple):
     rule: int
     num_turns: int  # of one step; the last one is for what belongs to no chunk
     splits: bool
+    once: bool  # slices are gathered and gradients reduced once for all micro-batches
     chunk: IntArray  # of each group, -1 where a device has no part  # [num_groups, num_devices]
     cap: IntArray  # 0: none  # [num_devices, num_chunks]
     closing_op: IntArray  # last, last of the weights  # [num_devices, num_chunks, num_micro, 2]
@@ -314,6 +318,7 @@ NO_SCHEDULE = Turns(
     rule=BY_MICRO_BATCH,
     num_turns=0,
     splits=False,
+    once=False,
     chunk=_nothing(2),
     cap=_nothing(2),
     closing_op=_nothing(4),
@@ -370,6 +375,7 @@ def encode_turns(
         rule=rule,
         num_turns=num_turns,
         splits=schedule.splits_backward,
+        once=schedule.gathers_once and num_micro > 1,
         chunk=chunk,
         cap=cap,
         closing_op=closing,

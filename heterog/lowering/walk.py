@@ -33,6 +33,7 @@ from heterog.lowering.slices import (
     gather_parameters,
     note_reader,
     number_sliced_buckets,
+    scatters_by_micro,
 )
 from heterog.lowering.tables import KIND_NUMBER, GraphTables
 from heterog.lowering.tape import (
@@ -278,7 +279,6 @@ def _rerun(
 
 # Plain integers, because numba freezes enum members into slow objects.
 _STATE = int(Sharded.STATE)
-_GRADIENTS = int(Sharded.GRADIENTS)
 
 
 @kernel
@@ -463,7 +463,7 @@ def _finish_parameter(
         convert(tables, choice, scratch, tape, slot, micro)
     if is_shared(tables, choice, parameter):
         share_whole_gradient(tables, choice, scratch, tape, parameter, micro)
-    by_micro = choice.sharded[tables.parameter_group[parameter]] >= _GRADIENTS
+    by_micro = scatters_by_micro(choice, tables.parameter_group[parameter])
     if by_micro and num_rings(tables, choice, parameter) > 0:
         finish_gradient(tables, choice, scratch, tape, parameter, micro)
         return

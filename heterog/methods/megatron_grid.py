@@ -253,6 +253,8 @@ class _Grid(PointSearch[_Point]):
             self._expert_manners(layout),
             tuple(_schedules(layout, start.num_micro, self.num_layers)),
         ):
+            if schedule == "breadth_first" and zero < 2:
+                continue  # nothing is gathered or reduced for each micro-batch
             varied = replace(
                 _in_manner(layout, zero, recompute, along_positions, ep),
                 dispatch=way,
@@ -410,8 +412,10 @@ def _can_be_in_chunks(layout: Layout, num_layers: int) -> bool:
 
 
 def _schedules(layout: Layout, num_micro: int, num_layers: int) -> Iterator[tuple[str, int]]:
-    """(name, chunks) of the schedules that a pipeline can have."""
+    """(name, chunks) of the schedules that a pipeline, or replicas in slices, can have."""
     yield "", 0
+    if layout.pp == 1 and layout.dp > 1 and num_micro > 1:
+        yield "breadth_first", 0
     if _can_be_in_chunks(layout, num_layers):
         if num_micro % layout.pp == 0:
             yield "interleaved", 2

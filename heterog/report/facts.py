@@ -307,6 +307,9 @@ def comparison_table(explanation: Explanation) -> str:
         named.append(
             (f"best data parallelism ({quality.data_parallel})", quality.data_parallel_s, "c4")
         )
+    given = explanation.given
+    if given is not None and given.step_time_s is not None:
+        named.append(("your layout", given.step_time_s, "c6"))
     if explanation.quickly_found_s is not None:
         named.append(("a quick search", explanation.quickly_found_s, "c4"))
     named.append(("no plan can take less", explanation.bound_s, "c3"))
@@ -320,6 +323,8 @@ def comparison_table(explanation: Explanation) -> str:
         ]
         for name, seconds, colour in named
     ]
+    if given is not None and given.step_time_s is None:
+        rows.append([escape(f"your layout ({given.outcome.replace('_', ' ')})"), "-", "-", ""])
     return table(["", "step time", "of this plan's", ""], rows, numbers=(1, 2))
 
 

@@ -249,7 +249,8 @@ def _tile(what: str, value: str, remark: str, bad: bool) -> str:
 
 def _memory_label(plan: Plan) -> str:
     parts = (
-        f"{device.name} at most {format_bytes(peak)} of {format_bytes(device.usable_memory_bytes)}"
+        f"{device.name}: at most {format_bytes(peak)} of "
+        f"{format_bytes(device.usable_memory_bytes)}"
         for device, peak in zip(plan.cluster.devices, plan.peak_memory_bytes, strict=False)
     )
     return "memory over time: " + "; ".join(parts)
@@ -321,7 +322,7 @@ def _share_bars(node: ModuleNode, plan: Plan) -> str:
     for index, (device, share) in enumerate(zip(devices, shares, strict=True)):
         if share > 0.0:
             height = max(18.0 * share / max(shares), 1.0)
-            told.append(f"{device.name} {share:.4g}")
+            told.append(f"{device.name}: {share:.4g}")
             drawn.append(f"M{index * width} 18v-{height:.1f}h{width - 1}v{height:.1f}z")
     label = escape("samples: " + ", ".join(told), quote=True)
     total = width * len(devices)

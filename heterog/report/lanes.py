@@ -83,7 +83,7 @@ def view_lanes(timeline: Timeline) -> list[ViewLane]:
     lanes = []
     for host in range(cluster.num_hosts):
         for device in cluster.host_devices(host):
-            name = f"{cluster.devices[device].name} {cluster.devices[device].type.name}"
+            name = f"{cluster.devices[device].name} ({cluster.devices[device].type.name})"
             lanes.append(_lane(timeline, name, device, host, on_devices[devices == device]))
         for number, resource in enumerate(cluster.resources):
             if resource.host_index == host:
@@ -343,7 +343,7 @@ def _memory(timeline: Timeline, device: int) -> dict[str, Any]:
     num_bytes = num_bytes * (1.0 + MEMORY_MARGIN)
     place = timeline.cluster.devices[device]
     return {
-        "name": f"{place.name} {place.type.name}",
+        "name": f"{place.name} ({place.type.name})",
         "limit": place.usable_memory_bytes,
         "peak": float(num_bytes.max()),
         "times": _encoded(times_s, "<f8"),

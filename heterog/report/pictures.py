@@ -31,26 +31,50 @@ _ROW = 12
 
 
 def cluster_picture(explanation: Explanation) -> str:
-    """Hosts as cards, devices as squares in the colours of the ranges that run there."""
+    """Hosts as cards, alike ones as one; devices as squares in the colours of what runs there."""
     cluster = explanation.plan.cluster
     told = _ranges_of_devices(explanation)
-    cards = []
-    for index, host in enumerate(cluster.hosts):
+    cards: dict[tuple[object, ...], list[int]] = {}
+    for index in range(cluster.num_hosts):
         devices = cluster.host_devices(index)
-        kinds = dict.fromkeys(cluster.devices[device].type.name for device in devices)
-        facts = [", ".join(kinds)]
-        if len(devices) > 1:
-            facts.append(f"{host.intra.kind} {host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s")
-        if cluster.num_hosts > 1:
-            rate = host.nic_line_rate_bytes_per_s * 8e-9
-            count = f"{host.num_nics} NICs of" if host.num_nics > 1 else "NIC"
-            facts.append(f"{count} {rate:g} Gbit/s")
-        cards.append(
-            f'<figure class="host"><figcaption><b>{escape(host.name)}</b> '
-            f"{escape(' · '.join(facts))}</figcaption>"
-            f"{_devices_svg(explanation, devices, told)}</figure>"
-        )
-    return f'<div class="hosts">{"".join(cards)}</div>'
+        alike = [
+            (cluster.devices[each].type, *told.get(each, []), percent(explanation.busy[each]))
+            for each in devices
+        ]
+        cards.setdefault((_host_facts(explanation, index), *alike), []).append(index)
+    drawn = "".join(_card(explanation, each, told) for each in cards.values())
+    return f'<div class="hosts">{drawn}</div>'
+
+
+def _host_facts(explanation: Explanation, index: int) -> str:
+    """Devices and links of a host, in words."""
+    cluster = explanation.plan.cluster
+    host, devices = cluster.hosts[index], cluster.host_devices(index)
+    facts = [", ".join(dict.fromkeys(cluster.devices[device].type.name for device in devices))]
+    if len(devices) > 1:
+        facts.append(f"{host.intra.kind} {host.intra.bandwidth_bytes_per_s / 1e9:g} GB/s")
+    if cluster.num_hosts > 1:
+        rate = host.nic_line_rate_bytes_per_s * 8e-9
+        count = f"{host.num_nics} NICs of" if host.num_nics > 1 else "NIC"
+        facts.append(f"{count} {rate:g} Gbit/s")
+    return " · ".join(facts)
+
+
+def _card(
+    explanation: Explanation, hosts: Sequence[int], told: Mapping[int, list[tuple[str, str]]]
+) -> str:
+    """The card of hosts that are alike and do alike, with the devices of the first."""
+    names = [explanation.plan.cluster.hosts[host].name for host in hosts]
+    name = names[0]
+    if len(names) > 1:
+        link = " and " if len(names) == 2 else " to "
+        name = f"{len(names)} hosts: {names[0]}{link}{names[-1]}"
+    devices = explanation.plan.cluster.host_devices(hosts[0])
+    return (
+        f'<figure class="host"><figcaption><b>{escape(name)}</b> '
+        f"{escape(_host_facts(explanation, hosts[0]))}</figcaption>"
+        f"{_devices_svg(explanation, devices, told)}</figure>"
+    )
 
 
 def _ranges_of_devices(explanation: Explanation) -> Mapping[int, list[tuple[str, str]]]:

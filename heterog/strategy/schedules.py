@@ -68,12 +68,17 @@ class PipelineSchedule:
             can go on.
         chunk_starts: Groups at which a chunk begins on every device that takes part in them, even
             on one that takes part in the group before.
+        gathers_once: Whether what replicas keep in slices (ZeRO-2 and -3) is gathered once for the
+            forward passes of all micro-batches and once for their backward passes, and gradients
+            are reduced after the last one, instead of for each micro-batch. The whole of both is
+            kept from the first to the last of them: of one chunk, in a breadth-first order.
     """
 
     in_flight: tuple[tuple[int, ...], ...] = ()
     splits_backward: bool = False
     turns: tuple[tuple[Turn, ...], ...] = ()
     chunk_starts: tuple[int, ...] = ()
+    gathers_once: bool = False
 
     def __post_init__(self) -> None:
         if any(cap < 0 for caps in self.in_flight for cap in caps):
@@ -302,6 +307,21 @@ def _interleaved(
     return turns.turns
 
 
+def breadth_first(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
+    """All micro-batches of a chunk, then of the next one (Lamy-Poirier 2023).
+
+    With ``gathers_once`` a chunk's parameters are gathered twice in a step and its gradients
+    reduced once: 3 S (n - 1) / n bytes for each of n replicas that keep S bytes in slices, however
+    many micro-batches there are.
+    """
+    turns = _Turns(num_micro)
+    for work, chunks in ((_F, range(num_chunks)), (_B, range(num_chunks)[::-1])):
+        for chunk in chunks:
+            for _ in range(num_micro):
+                turns.add(work, chunk)
+    return turns.turns
+
+
 def zero_bubble_v(rank: int, num_ranks: int, num_chunks: int, num_micro: int) -> list[Turn]:
     """Two chunks in a V, weight gradients where a rank would wait (Qi et al. 2024, section 6)."""
     _check_v(num_chunks)
@@ -419,6 +439,7 @@ SCHEDULES: dict[str, Generator] = {
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "interleaved_zero_bubble": interleaved_zero_bubble,
+    "breadth_first": breadth_first,
     "zero_bubble_v": zero_bubble_v,
     "dual_pipe_v": dual_pipe_v,
 }
@@ -468,4 +489,9 @@ def stated_turns(
         for device in devices:
             turns[device] = own
     splits = any(turn.work == _W for own in turns for turn in own)
-    return PipelineSchedule(splits_backward=splits, turns=tuple(turns), chunk_starts=chunk_starts)
+    return PipelineSchedule(
+        splits_backward=splits,
+        turns=tuple(turns),
+        chunk_starts=chunk_starts,
+        gathers_once=name == "breadth_first",
+    )

@@ -67,6 +67,7 @@ def strategy_to_dict(strategy: Strategy) -> dict[str, Any]:
             "splits_backward": strategy.schedule.splits_backward,
             "turns": [[list(map(int, turn)) for turn in own] for own in strategy.schedule.turns],
             "chunk_starts": list(strategy.schedule.chunk_starts),
+            **({"gathers_once": True} if strategy.schedule.gathers_once else {}),
         },
         "blocks": list(strategy.blocks),
     } | {mode.key: mode.to_json() for mode in strategy.modes}
@@ -116,6 +117,7 @@ class _ScheduleRecord(Record):
     splits_backward: bool = False
     turns: Many[Many[_Turn]] = Field(default_factory=list)
     chunk_starts: Many[Int32] = Field(default_factory=list)
+    gathers_once: bool = False
 
 
 class _StrategyRecord(Record):
@@ -211,6 +213,7 @@ def _schedule(record: _ScheduleRecord) -> PipelineSchedule:
             for own in record.turns
         ),
         chunk_starts=tuple(record.chunk_starts),
+        gathers_once=record.gathers_once,
     )
 
 

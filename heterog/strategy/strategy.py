@@ -225,6 +225,11 @@ class Strategy:
         return {id(decision): decision for decision in self.decisions}.values()
 
     @property
+    def gathers_once(self) -> bool:
+        """Whether sliced parameters and gradients travel once for all micro-batches of a pass."""
+        return self.schedule.gathers_once and self.num_micro_batches > 1
+
+    @property
     def micro_sizes(self) -> tuple[int, ...]:
         """Number of samples of each micro-batch; empty if the step runs in one go."""
         divisions = (decision.division for decision in self._distinct_decisions)

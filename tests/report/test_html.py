@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from html import escape
 from html.parser import HTMLParser
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from heterog.cluster import Cluster
 from heterog.errors import HeterogError, InputFileError
-from heterog.explain.explanation import Explanation, explain
+from heterog.explain.explanation import Explanation, GivenFacts, explain
 from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.report.facts import percent
-from heterog.report.html import report_html, write_report
+from heterog.report.html import page_style, report_html, write_report
 from heterog.report.lanes import CATEGORIES, MAX_PIECES, thinned, view_data, view_lanes
 from heterog.report.modules import ModuleNode, module_tree
 from heterog.report.pictures import history_picture
@@ -324,6 +324,50 @@ def test_facts_are_tables_with_the_explanations_numbers() -> None:
         value or "" for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")
     ]
     assert {"devices A:0", "devices B:0"} <= set(told), "the cluster is drawn host by host"
+
+
+def test_alike_hosts_are_one_card_and_the_own_layout_a_row() -> None:
+    cluster = builders.cluster_of(*[(10.0, ["L4", "L4"])] * 3, (10.0, ["T4"]))
+    graph = builders.linear_chain(("a", "b"))
+    shares = Decision(devices=(0, 1, 2, 3, 4, 5), shares=(2, 2, 1, 1, 1, 1))
+    plan = builders.plan_by_hand(graph, cluster, builders.strategy_of(graph, cluster, shares))
+    given = GivenFacts(
+        said="", outcome="ok", step_time_s=0.25, shortage="", gain=None, differences=()
+    )
+    explanation = explain(plan, changes=False)
+    page = Reader(report_html(plan, explanation=replace(explanation, given=given)))
+    names = [host.name for host in cluster.hosts]
+    assert f"2 hosts: {names[1]} and {names[2]} L4" in page.text
+    assert sum(value == "host" for _, name, value in page.attributes if name == "class") == 3
+    assert f"your layout {format_seconds(0.25)}" in page.text
+    large = replace(given, outcome="out_of_memory", step_time_s=None)
+    page = Reader(report_html(plan, explanation=replace(explanation, given=large)))
+    assert "your layout (out of memory) - -" in page.text
+
+
+def test_colours_of_neighbours_differ() -> None:
+    """At least 30 apart in CIELAB (CIE 1976), where 2 is just noticeable."""
+    style = page_style()
+    for name, count in (("r", 8), ("c", 10)):  # of the light scheme, which comes first
+        colours = [re.findall(rf"--{name}{i}: (#\w+)", style)[0] for i in range(count)]
+        assert min(apart(*pair) for pair in combinations(colours, 2)) >= 30
+
+
+def apart(one: str, other: str) -> float:
+    """Distance of two colours in CIELAB, by the sRGB and CIE formulas."""
+
+    def lab(colour: str) -> list[float]:
+        channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (
+            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+        )
+        x = (0.4124 * red + 0.3576 * green + 0.1805 * blue) / 0.9505
+        y = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+        z = (0.0193 * red + 0.1192 * green + 0.9505 * blue) / 1.089
+        fx, fy, fz = (v ** (1 / 3) if v > 0.008856 else 7.787 * v + 16 / 116 for v in (x, y, z))
+        return [116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)]
+
+    return float(np.linalg.norm(np.subtract(lab(one), lab(other))))
 
 
 def test_a_plan_of_another_version_says_that_its_prediction_is_old() -> None:

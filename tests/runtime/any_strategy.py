@@ -109,6 +109,8 @@ def features(graph: OpGraph, strategy: Strategy) -> list[str]:
         "split backward of one micro-batch": schedule.splits_backward
         and strategy.num_micro_batches == 1,
         "stated turns": bool(schedule.turns),
+        "gathered once": strategy.gathers_once
+        and any(each.sync in (Sync.ZERO2, Sync.ZERO3) for each in decisions),
         "no samples": any(0 in each.shares for each in decisions),
         "no barrier": not strategy.step_barrier,
         **{sync.name.lower(): any(each.sync == sync for each in decisions) for sync in Sync},
@@ -158,6 +160,8 @@ def _drawn(rng: Random, graph: OpGraph, num_devices: int) -> Strategy:
         strategy = with_random_blocks(rng, strategy)
     if rng.random() < (0.7 if num_micro > 1 else 0.4):
         strategy = replace(strategy, schedule=_schedule(rng, strategy, num_devices))
+    if rng.random() < 0.4:
+        strategy = replace(strategy, schedule=replace(strategy.schedule, gathers_once=True))
     return strategy
 
 

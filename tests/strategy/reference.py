@@ -934,7 +934,7 @@ class Walk:
             self.share_alike_gradient(parameter, made)
         terms = self.shares.contributors(parameter, made)
         self.fresh[parameter] = {device: made[device] for device in terms}
-        if self.shares.is_sliced(parameter) and self.decision_of(parameter).sync != Sync.ZERO1:
+        if self.shares.is_sliced(parameter) and self.scatters_by_micro(parameter):
             self.finish_slices(parameter)
             return
         for device, buffer in self.fresh[parameter].items():
@@ -1186,11 +1186,16 @@ class Walk:
         self.bucket_of |= {parameter: bucket[0] for parameter, bucket in found.items()}
         return found
 
+    def scatters_by_micro(self, parameter: int) -> bool:
+        """Whether each micro-batch's gradients are reduced."""
+        return self.decision_of(parameter).sync != Sync.ZERO1 and not self.strategy.gathers_once
+
     def begin_slices(self) -> None:
         """Forget what lay where in the step before."""
         # By bucket: when it was gathered last, which gradients are there, its slices, and by ring
         # when the last reduce-scatter is done.
         self.gathered_in: dict[int, tuple[int, bool]] = {}
+        self.kept_whole: dict[tuple[int, bool], Where] = {}  # for all micro-batches of a pass
         self.present: dict[int, set[int]] = {}
         self.slice_on: dict[int, Where] = {}
         self.scattered: dict[tuple[int, Ring], Buffer] = {}
@@ -1210,6 +1215,10 @@ class Walk:
         for parameter in self.reading.parameters_read[op]:
             bucket = self.sliced_buckets.get(parameter, [])
             now = self.micro, is_backward
+            once = self.strategy.gathers_once
+            if once and bucket and (bucket[0], is_backward) in self.kept_whole:
+                self.arrived[parameter] |= self.kept_whole[bucket[0], is_backward]
+                continue
             if (
                 self.decision_of(parameter).sync != Sync.ZERO3
                 or not bucket
@@ -1218,13 +1227,22 @@ class Walk:
                 continue
             any_gathered = True
             readers = {op, *(reader for each in bucket for reader in self.reading.readers(each))}
+            micros = range(self.num_micro) if once else [self.micro]
             runs_on = sorted(
-                {d for reader in readers for d in self.shares.of_op(reader, self.micro)}
+                {d for reader in readers for m in micros for d in self.shares.of_op(reader, m)}
             )
             for ring in self.shares.rings(parameter):
                 is_first = bucket[0] not in self.gathered_in
                 self.gather_ring(runs_on, bucket, ring, is_first, is_backward)
             self.gathered_in[bucket[0]] = now
+            if once:
+                own = {ring.devices for ring in self.shares.rings(parameter)}
+                self.kept_whole[bucket[0], is_backward] = {
+                    device: self.arrived[parameter][device]
+                    for devices in own
+                    for device in devices
+                    if device in runs_on
+                }
         return any_gathered
 
     def gather_ring(
@@ -1312,7 +1330,7 @@ class Walk:
         last reduce-scatter are done: one that ran ahead of its links would keep all gradients.
         """
         first, decision = bucket[0], self.decision_of(bucket[0])
-        by_micro = decision.sync != Sync.ZERO1
+        by_micro = self.scatters_by_micro(first)
         made = self.fresh if by_micro else self.gradients
         flat: Where = {}
         # An op with a rule may have made one of them on devices that made no other.
@@ -1340,7 +1358,12 @@ class Walk:
                 task.reads += [each for left in before for each in left if each is not None]
             if len(bucket) > 1:
                 flat[device] = task.make(device, size)
-            if decision.sync == Sync.ZERO2 and self.has_all_groups(device) and not in_lanes:
+            if (
+                by_micro
+                and decision.sync == Sync.ZERO2
+                and self.has_all_groups(device)
+                and not in_lanes
+            ):
                 # The next micro-batch does not begin while this one waits for its scatters: it
                 # would keep activations of both. Stage 3 has its gathers for that.
                 going_on = task.make(device)
@@ -1367,7 +1390,7 @@ class Walk:
     def scatter(self, bucket: list[int], ring: Ring, flat: Where) -> None:
         """Reduce-scatter a bucket's gradients from the devices of a ring that have some."""
         first, decision = bucket[0], self.decision_of(bucket[0])
-        by_micro = decision.sync != Sync.ZERO1
+        by_micro = self.scatters_by_micro(first)
         size = self.payload(bucket, ring)
         slices = self.slice_on.setdefault(first, {})
         reads: list[Buffer | None] = [self.scattered.get((first, ring)), *flat.values()]
@@ -1404,7 +1427,7 @@ class Walk:
         """Add up the slices of all slice groups, each over the devices that own it."""
         if len(copies) == 1:
             return
-        first, decision = bucket[0], self.decision_of(bucket[0])
+        first = bucket[0]
         for alike in zip(*(sorted(copy.devices) for copy in copies), strict=True):
             part = self.shares.slices(first, copies[0]).get(alike[0], 0.0)
             if not part:
@@ -1412,7 +1435,7 @@ class Walk:
             reads: list[Buffer | None] = []
             for device, copy in zip(alike, copies, strict=True):
                 reads += [self.scattered[first, copy], self.slice_on[first].get(device)]
-                reads.append(flat.get(device) if decision.sync == Sync.ZERO1 else None)
+                reads.append(None if self.scatters_by_micro(first) else flat.get(device))
             devices = tuple(sorted(alike))
             hosts = {self.cluster.host_of[device] for device in devices}
             task = self.add(
@@ -1438,7 +1461,7 @@ class Walk:
                     self.added_up.get((first, device), self.scattered[first, ring])
                 ]
                 reads.append(self.slice_on[first].get(device))
-                if decision.sync == Sync.ZERO1:
+                if not self.scatters_by_micro(first):
                     reads.append(flat.get(device))
                 self.update(parameter, device, reads, part * self.parameters([parameter], ring))
         if decision.sync == Sync.ZERO3:

@@ -1,5 +1,7 @@
 """Layouts: what they say, what does not fit, and that the strategy does what was said."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, pars
 from heterog.strategy.layouts.placed import Given, place_layout, sizes_of
 from heterog.strategy.layouts.stages import NO_LAYER, layers_of, stage_of_groups
 from heterog.strategy.layouts.tensor import team_rules
+from heterog.strategy.serialize import strategy_from_dict, strategy_to_dict
 from heterog.strategy.strategy import Keeps, Sync
 from tests.runtime.padded import padded_workload
 
@@ -433,3 +436,43 @@ def test_positions_are_shared_out_between_matrix_products() -> None:
     assert scatters.sum() == large.sum()
     assert split.num_bytes[scatters].sum() == pytest.approx(plain.num_bytes[large].sum())
     assert max(peaks["tp=2,dp=4,micro_batch=4,sp=true"]) < max(peaks["tp=2,dp=4,micro_batch=4"])
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_breadth_first_gathers_and_reduces_once_a_step(micro: int) -> None:
+    """Lamy-Poirier 2023: 3 S of traffic, however many micro-batches, layer by layer."""
+    graph = graph_of(4)
+    size = sum(int(graph.tensor_bytes[parameter]) for parameter in graph.parameters)
+    words = f"dp=8,zero=3,micro_batch={micro}"
+    found = {}
+    for schedule in ("", ",schedule=breadth_first"):
+        strategy = placed(words + schedule, graph).strategy
+        assert strategy_from_dict(strategy_to_dict(strategy)) == strategy
+        program = lower(graph, CLUSTER, strategy)
+        for kind in (TaskKind.GATHER_PARAMETERS, TaskKind.REDUCE_SCATTER):
+            found[schedule, kind] = float(program.num_bytes[program.kind == kind].sum())
+    once = found[",schedule=breadth_first", TaskKind.REDUCE_SCATTER]
+    assert once == size
+    assert size < found[",schedule=breadth_first", TaskKind.GATHER_PARAMETERS] <= 2 * size
+    for (schedule, kind), moved in found.items():
+        if not schedule:
+            assert moved == found[",schedule=breadth_first", kind] * (BATCH // 8 // micro)
+
+
+def test_breadth_first_keeps_one_layer_whole_unless_a_weight_is_shared() -> None:
+    words = "dp=8,zero=3,micro_batch=1,schedule="
+    graph, tied = graph_of(8), graph_of(8, tied=True)
+    evaluator = Evaluator(graph, CLUSTER)
+    first, all_whole = (
+        replace(placed(words + name, graph).strategy.schedule, gathers_once=True)
+        for name in ("breadth_first", "gpipe")
+    )
+    strategy = placed(words + "breadth_first", graph).strategy
+    peaks = [
+        max(evaluator.referee(replace(strategy, schedule=each), Order.FIFO).peak_memory_bytes)
+        for each in (first, all_whole)
+    ]
+    assert peaks[0] < 0.9 * peaks[1]
+    given = placed(words + "breadth_first", tied)
+    assert not given.strategy.schedule.turns
+    assert "but not its order of turns" in given.remarks[1]

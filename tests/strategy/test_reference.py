@@ -260,6 +260,9 @@ def random_strategy_of(
         strategy = with_rules(graph, plain, rules)
     if rng.random() < 0.3:
         strategy = with_random_blocks(rng, strategy)
+    if rng.random() < 0.3:
+        once = replace(strategy.schedule, gathers_once=True)
+        strategy = replace(strategy, schedule=once)
     if strategy.num_micro_batches > 1 and rng.random() < 0.3:
         strategy = with_random_turns(rng, strategy, cluster.num_devices)
     return Case(graph, cluster, strategy, 1 if strategy.step_barrier else rng.randint(2, 3))

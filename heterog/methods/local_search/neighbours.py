@@ -39,6 +39,7 @@ from heterog.strategy.division import is_cut_alike, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Sync
+from heterog.strategy.sync import Sharded
 
 BUCKETS = (0, 256 * 1024, 1024 * 1024, 4 * 1024 * 1024, DEFAULT_BUCKET_BYTES)
 
@@ -389,6 +390,11 @@ class Neighbours:
         batch = self.problem.evaluator.graph.batch_size
         return is_cut_alike(cut, dict.fromkeys(used), batch)
 
+    def _is_reduced_by_micro(self, state: State) -> bool:
+        """Whether replicas keep gradients in slices, which a schedule may reduce once a step."""
+        chosen = (self.space.candidates[number] for number in np.unique(state.row).tolist())
+        return any(each.sync.sharded >= Sharded.GRADIENTS for each in chosen)
+
     def _rescheduled(self, state: State) -> State:
         """Change the cap of one or all devices, or the time of weight gradients.
 
@@ -396,6 +402,9 @@ class Neighbours:
         """
         num_devices, schedule = self.space.cluster.num_devices, state.schedule
         kind = self.rng.random() if state.micro_batches else 0.0
+        if kind < 0.15 and state.micro_batches and self._is_reduced_by_micro(state):
+            once = not schedule.gathers_once
+            return replace(state, schedule=replace(schedule, gathers_once=once, turns=()))
         if kind < 0.3:
             late = not schedule.splits_backward
             return replace(state, schedule=replace(schedule, splits_backward=late, turns=()))

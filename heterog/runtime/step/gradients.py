@@ -66,11 +66,11 @@ class Gradients:
         self._parts: dict[_InRing, Pending] = {}
         self._totals: dict[_InRing, Pending] = {}
         self._slices: dict[int, Pending] = {}  # under ZeRO, by bucket
-        # Under ZeRO-2 and -3, which scatter each micro-batch's gradients.
+        # Where each micro-batch's gradients are scattered.
         self._of_micro: dict[tuple[int, int], Tensor | Pending] = {}  # by row and micro-batch
         self._flat_of_micro: dict[tuple[int, int], Tensor] = {}  # by bucket and micro-batch
         self._scattered: list[Pending] = []  # not waited for yet
-        self._last_scatter: dict[tuple[int, ...], Pending] = {}  # of ZeRO-1, by devices
+        self._last_scatter: dict[tuple[int, ...], Pending] = {}  # once a step, by devices
         self._num_stepped: dict[int, int] = {}  # parameters of each bucket
         self._summed: dict[int, Tensor] = {}  # views of buckets that are summed, by row
 
@@ -126,7 +126,7 @@ class Gradients:
             kept = _waited(kept)
             self._to_replicas[row, micro] = kept.clone()
         bucket = self._part.sliced_bucket(row)
-        if bucket is not None and bucket.stage > 1:
+        if bucket is not None and bucket.by_micro:
             self._of_micro[row, micro] = kept
         else:
             self._put(row, micro, kept)
@@ -152,7 +152,7 @@ class Gradients:
         """Copy gradients into their bucket, if it has more than one or a ring takes a part."""
         members = self._part.bucket_members[bucket]
         sliced = self._part.sliced.get(bucket)
-        if sliced is not None and sliced.stage > 1:
+        if sliced is not None and sliced.by_micro:
             # Free what was scattered before: ranks that run ahead would keep all of it.
             while len(self._scattered) > 1:
                 self._scattered.pop(0).wait()
@@ -247,7 +247,7 @@ class Gradients:
         flat: Tensor | None = None
         if self._part.rank in senders:
             key = number, bucket.devices
-            flat = self._take_flat(task, key, micro, in_place=bucket.stage == 1)
+            flat = self._take_flat(task, key, micro, in_place=not bucket.by_micro)
         self._slices[number] = self._communicator.reduce_scatter_slices(
             flat,
             bucket.devices,
@@ -257,9 +257,9 @@ class Gradients:
             .detach()
             .new_empty(0, dtype=self._part.gradient_dtype(number)),
             before=before,
-            in_place=bucket.stage == 1,
+            in_place=not bucket.by_micro,
         )
-        if bucket.stage == 1:
+        if not bucket.by_micro:
             # A communicator's operations run one after another. Now that the next one is issued,
             # the memory that the one before was received into is freed.
             last = self._last_scatter.get(bucket.devices)
@@ -331,7 +331,7 @@ class Gradients:
             )
         if is_served:
             self._pushed.setdefault(row, []).append(pending)
-        elif self._part.zero_stage(row) > 1:
+        elif self._part.scatters_by_micro(row):
             self._of_micro[row, micro] = pending
         else:
             self._put(row, micro, pending)

@@ -350,6 +350,10 @@ class RankProgram:
         group = int(self._group[self.graph.updates[row][0]])
         return int(self.strategy.decisions[group].sync.sharded)
 
+    def scatters_by_micro(self, row: int) -> bool:
+        """Whether each micro-batch's gradient of a parameter is reduced."""
+        return self.zero_stage(row) > 1 and not self.strategy.gathers_once
+
     def bucket(self, row: int) -> int:
         """Number of the bucket of a parameter's gradient; -1 if it is in none."""
         return self._bucket[row]

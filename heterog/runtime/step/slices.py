@@ -38,6 +38,7 @@ class SlicedBucket:
     Attributes:
         number: Number of the bucket in the program.
         stage: Stage of ZeRO, 1 to 3.
+        by_micro: Whether each micro-batch's gradients are reduced, and not their sum.
         rows: Rows of ``graph.updates``, in the order in which they lie in the flat tensor.
         sizes: Number of elements of each of ``rows``.
         devices: Devices that own slices.
@@ -50,6 +51,7 @@ class SlicedBucket:
 
     number: int
     stage: int
+    by_micro: bool
     rows: tuple[int, ...]
     sizes: tuple[int, ...]
     devices: tuple[int, ...]
@@ -103,6 +105,7 @@ def sliced_buckets(graph: OpGraph, strategy: Strategy, program: Program) -> list
                 SlicedBucket(
                     number=number,
                     stage=int(decision.sync.sharded),
+                    by_micro=decision.sync.sharded > 1 and not strategy.gathers_once,
                     rows=tuple(rows),
                     sizes=sizes,
                     devices=ring.devices,

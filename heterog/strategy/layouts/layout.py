@@ -76,7 +76,8 @@ class Layout:
         recompute_every: With ``full``, recompute only every n-th layer (torchtitan's number for
             selective checkpoints): 2 for the second, the fourth, and so on.
         schedule: Name of a schedule in ``strategy.schedules``; empty for ``1f1b``, or for
-            ``interleaved`` where devices have several chunks.
+            ``interleaved`` where devices have several chunks. With ``breadth_first`` ZeRO gathers
+            and reduces once for all micro-batches; without a pipeline it takes layer by layer.
         chunks: Number of stages of each device (Megatron's virtual pipeline); 0 for the number
             that the schedule needs.
         layers: Number of layers of each stage, in the order of the model; empty for equal ones.

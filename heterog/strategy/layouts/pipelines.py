@@ -18,6 +18,7 @@ from heterog.strategy.schedules import (
     AS_IT_COMES,
     PipelineSchedule,
     as_caps,
+    device_chunks,
     stages_of,
     stated_turns,
 )
@@ -116,7 +117,7 @@ def strategy_of_pipelines(
         bucket_bytes=DEFAULT_BUCKET_BYTES,
         step_barrier=manner.step_barrier,
         op_rules=rules.op_rules if rules is not None else (),
-        schedule=_schedule(pipelines, manner, cluster.num_devices),
+        schedule=_schedule(graph, decisions, pipelines, manner, cluster.num_devices),
         blocks=_blocks(graph, decisions) if any(each.recompute for each in decisions) else (),
     )
 
@@ -305,16 +306,28 @@ def _rank_of_stage(num_ranks: int, manner: Manner) -> tuple[int, ...]:
     return tuple(rank for (rank,) in stages_of(manner.schedule, ranks, manner.num_chunks))
 
 
-def _schedule(pipelines: Sequence[Pipeline], manner: Manner, num_devices: int) -> PipelineSchedule:
-    """The named schedule of each pipeline, on its own devices."""
+def _schedule(
+    graph: OpGraph,
+    decisions: Sequence[Decision],
+    pipelines: Sequence[Pipeline],
+    manner: Manner,
+    num_devices: int,
+) -> PipelineSchedule:
+    """The named schedule of each pipeline, on its own devices.
+
+    Without stages a breadth-first order takes layer by layer.
+    """
     if max(len(pipeline.micro_batches) for pipeline in pipelines) == 1:
         return AS_IT_COMES
+    is_by_layer = manner.schedule == "breadth_first" and manner.num_chunks == 1
+    layers = layer_blocks(graph) if is_by_layer else ()
+    chunks = device_chunks([each.devices for each in decisions], num_devices, layers)
     parts = []
     for pipeline in pipelines:
         stated = stated_turns(
             manner.schedule,
             pipeline.ranks,
-            manner.num_chunks,
+            len(chunks[pipeline.ranks[0][0]]) if is_by_layer else manner.num_chunks,
             len(pipeline.micro_batches),
             num_devices=num_devices,
         )
@@ -325,11 +338,13 @@ def _schedule(pipelines: Sequence[Pipeline], manner: Manner, num_devices: int) -
         for group in range(1, len(pipeline.stages))
         if pipeline.stages[group] != pipeline.stages[group - 1]
     }
+    starts |= set(layers)
     return PipelineSchedule(
         in_flight=_beside([part.in_flight for part in parts]),
         splits_backward=any(part.splits_backward for part in parts),
         turns=_beside([part.turns for part in parts]),
-        chunk_starts=tuple(sorted(starts)) if manner.num_chunks > 1 else (),
+        chunk_starts=tuple(sorted(starts)) if manner.num_chunks > 1 or is_by_layer else (),
+        gathers_once=any(part.gathers_once for part in parts),
     )
 
 

@@ -16,7 +16,7 @@ from heterog.strategy.layouts.pipelines import (
     strategy_of_pipelines,
     teams_of_groups,
 )
-from heterog.strategy.layouts.stages import shared_across_stages, stage_of_groups
+from heterog.strategy.layouts.stages import layer_numbers, shared_across_stages, stage_of_groups
 from heterog.strategy.strategy import Strategy
 
 
@@ -171,7 +171,8 @@ def place_layout(
     sizes = _with_copies(layout, sizes, [cluster.host_of[device] for device in ranks])
     asked, layout = layout, _without_slices(layout, sizes)
     stages = stage_of_groups(graph, layout)
-    shared = shared_across_stages(graph, stages)
+    by_layer = layout.schedule == "breadth_first" and layout.pp == 1
+    shared = shared_across_stages(graph, layer_numbers(graph) if by_layer else stages)
     pipeline = Pipeline(
         stages=stages,
         teams=tuple(

@@ -7,6 +7,7 @@ of numbered containers (``transformer.h.0``, ``layers.3``, ``layer1.0``), in the
 they run.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -170,6 +171,12 @@ def _by_modules(graph: OpGraph, split: Sequence[str]) -> tuple[int, ...]:
 def _some(names: Sequence[str]) -> str:
     listed = [name or "(root)" for name in names[:6]]
     return ", ".join(listed) + (f", ... ({len(names)} in all)" if len(names) > 6 else "")
+
+
+def layer_numbers(graph: OpGraph) -> tuple[int, ...]:
+    """Number of the block of ``layer_blocks`` that each group is in."""
+    starts = layer_blocks(graph)
+    return tuple(bisect_right(starts, group) for group in range(group_ops(graph).num_groups))
 
 
 def shared_across_stages(graph: OpGraph, stages: Sequence[int]) -> tuple[str, ...]:
