@@ -216,8 +216,9 @@ class _Follower:
                 continue
             result = self.pulled.get(op)
             if result is None:
-                if all(place.kind != "S" for place in given):
-                    continue
+                written = graph.ops[op].kind == "copy_.default"
+                if all(place.kind != "S" for place in given[int(written) :]):
+                    continue  # what writes the whole of a parameter keeps it whole
                 given = tuple(map(self._with_statistics_summed, inputs, given))
                 result = propagate(graph.call(op), given, self.units)
             if result is None or not _keeps(given, result):
