@@ -8,7 +8,8 @@ The same search, with as many evaluations, in a process that imports ``heterog``
 and in one that imports this one; then this one's evaluator judges both plans. ``gain`` is the
 step of the plan by the models before over that of the plan by these. ``h100_N`` are N H100 in
 hosts of eight behind EFA, which models before know as 3200 Gbit/s; other clusters are presets or
-files. ``--folder`` keeps plans: a run that was cut off goes on with those that are missing.
+files. ``llama_1b:1024`` is a model at a batch of 1024. ``--folder`` keeps plans: a run that was
+cut off goes on with those that are missing.
 """
 
 import json
@@ -38,7 +39,8 @@ assert heterog.__file__.startswith(asked["tree"]), heterog.__file__
 for model in asked["models"]:
     paths = {name: f"{asked['folder']}/{model}-{name}.json" for name in asked["clusters"]}
     missing = [name for name in paths if not os.path.exists(paths[name])]
-    graph = capture(build(model)) if missing else None
+    zoo, _, batch = model.partition(":")
+    graph = capture(build(zoo, int(batch) if batch else None)) if missing else None
     for name in missing:
         cluster = heterog.Cluster.load(asked["clusters"][name])
         try:

@@ -260,6 +260,7 @@ class _Propagation:
     def run(self) -> AxisPlan:
         graph = self.graph
         sharded = self._sharded_parameters()
+        self._check_writes(sharded)
         for parameter, (place, axis) in sharded.items():
             self.placements[parameter] = place
             self.tensor_axis[parameter] = axis
@@ -309,6 +310,23 @@ class _Propagation:
             bytes_per_unit=work[:, 3],
             follows_batch=np.array([self._follows_batch(op, made) for op in range(graph.num_ops)]),
         )
+
+    def _check_writes(self, sharded: Mapping[int, tuple[Placement, int]]) -> None:
+        """Refuse writing slices of a trained parameter that every device keeps whole.
+
+        Raises:
+            StrategyError: a rule does that.
+        """
+        whole = {parameter for _, parameter, _ in self.graph.updates} - sharded.keys()
+        for op, (rule, _) in self.rules.items():
+            written = self.graph.ops[op].inputs[:1]
+            is_write = self.graph.ops[op].kind == "copy_.default" and whole.issuperset(written)
+            if is_write and any(place.kind == "S" for place in rule.outputs):
+                raise StrategyError(
+                    f"{op_name(self.graph, op)} would write a slice of "
+                    f"{self.graph.tensors[written[0]].name}, which devices keep whole; leave it "
+                    "without a rule."
+                )
 
     def _axis_after(self, op: int, scatter: Scatter) -> tuple[int, bool]:
         """Units of the axis along which a value is cut again, and whether that is the batch."""

@@ -18,6 +18,7 @@ from heterog.graph.grouping import CONSTANT_GROUP, group_ops
 from heterog.graph.op_graph import OpGraph, Phase
 from heterog.graph.placement import OpCall, OpRule, OpRules, P, Placement, R, S, needs_no_transfer
 from heterog.graph.sharding_rules import RuleResult, legal_rules, propagate
+from heterog.graph.sharding_rules.creation import FILLS
 
 _MOST_ROUNDS = 8
 _LEAST_SUMMED = 16
@@ -215,8 +216,9 @@ class _Follower:
                 continue
             result = self.pulled.get(op)
             if result is None:
-                if all(place.kind != "S" for place in given):
-                    continue
+                written = graph.ops[op].kind == "copy_.default"
+                if all(place.kind != "S" for place in given[int(written) :]):
+                    continue  # what writes the whole of a parameter keeps it whole
                 given = tuple(map(self._with_statistics_summed, inputs, given))
                 result = propagate(graph.call(op), given, self.units)
             if result is None or not _keeps(given, result):
@@ -294,24 +296,30 @@ class _Follower:
         for rule in _legal_rules(call, self.units, wanted.outer):
             if rule.outputs[position] != wanted:
                 continue
-            needs = [
+            sliced = [
                 (read, place)
                 for read, place in zip(graph.ops[maker].inputs, rule.inputs, strict=True)
                 if place != R
             ]
+            needs = [each for each in sliced if not self._is_filled(each[0])]
             weights = [(read, place) for read, place in needs if self._is_weight(read)]
-            if all(place.kind == "S" for _, place in needs) and (
+            if all(place.kind == "S" for _, place in sliced) and (
                 from_slices or len(weights) == len(needs)
             ):
                 before = dict(self.splits)
-                if needs and all(self._pull(read, place) for read, place in weights):
+                if sliced and all(self._pull(read, place) for read, place in weights):
                     self.pulled[maker] = rule
-                    if from_slices and call.kind in _CASTS:
+                    if needs and from_slices and call.kind in _CASTS:
                         # A cast of a gradient: what makes it is worth more.
                         self._pull(*needs[0], from_slices=True)
                     return True
                 self.splits = before
         return False
+
+    def _is_filled(self, tensor: int) -> bool:
+        """Whether a tensor is one value everywhere, of which every member has any slice."""
+        maker = int(self.graph.producer[self.graph.storage[tensor]])
+        return self.graph.ops[maker].kind in FILLS
 
     def _is_weight(self, tensor: int) -> bool:
         return int(self.graph.storage[tensor]) in self.region.row_of

@@ -6,15 +6,20 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
 
 from heterog.cluster import Cluster
 from heterog.errors import StrategyError
 from heterog.graph.axis_plan import AxisPlan, axis_plan
+from heterog.graph.capture import capture
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import OpGraph
 from heterog.graph.placement import L, OpRules, P, Placement, R, S, Scatter
+from heterog.graph.workload import Workload
 from heterog.lowering import lower
 from heterog.lowering.program import RECUT_KINDS, Program, TaskKind
 from heterog.lowering.tables import GraphTables, graph_tables
@@ -138,6 +143,25 @@ def test_what_cannot_be_added_up_in_slices_is_refused(
     strategy = replace(strategy, op_rules=scattered(strategy.op_rules, place, units))
     with pytest.raises(StrategyError, match=what):
         strategy.check(graph, THREE)
+
+
+def test_a_parameter_that_every_member_keeps_whole_is_not_written_in_slices() -> None:
+    """``max_norm`` shortens rows of the table in place, of which a member needs all columns."""
+
+    def make() -> nn.Module:
+        table = nn.Embedding(12, 8, max_norm=1.0)
+        return nn.Sequential(table, nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    batch = (torch.zeros(6, dtype=torch.int64), torch.zeros(6, 4))
+    graph = capture(Workload(make, batch, functional.mse_loss, torch.optim.SGD, {"lr": 0.1}))
+    given = place_layout(parse_layout("tp=3"), graph, THREE).strategy
+    given.check(graph, THREE)
+    (write,) = (op for op, each in enumerate(graph.ops) if each.kind == "copy_.default")
+    sliced = OpRule(inputs=(S(1), S(1)), outputs=(S(1),), units=8)
+    rules = tuple((op, sliced if op == write else rule) for op, rule in given.op_rules)
+    assert rules != given.op_rules
+    with pytest.raises(StrategyError, match="would write a slice of 0"):
+        axis_plan(graph, rules)
 
 
 def test_columns_that_numbers_of_rows_complete_are_not_cut_again() -> None:

@@ -125,7 +125,7 @@ def completed(call: OpCall, inputs: Sequence[Tensor], numbers: Sequence[Tensor])
     else:
         made = columns - torch.logsumexp(of_all, 0)
     dtype: torch.dtype = getattr(torch, call.outputs[0].dtype)
-    return made.to(dtype)
+    return made.to(dtype).contiguous()  # as the kernel's, whatever lay along the columns
 
 
 def _along(call: OpCall) -> int:
