@@ -1,14 +1,19 @@
 """What does our executor cost beside plain PyTorch?
 
     python benchmarks/runtime_overhead.py --json
+    python benchmarks/runtime_overhead.py --gpu H100 --json
 
 On two even gloo ranks: our step against the real DistributedDataParallel for the same split. On
-one device: our step against plain eager. They are measured in turn, and plain PyTorch once more:
-how far that is from itself says what a ratio of this machine is worth. A ratio is that of medians
-of one start of the processes; five starts give their mean and the upper end of its interval of
-95 % (Student's t). On a machine that others use, ratios of processor time say more than those of
-time. ``tiny`` has twelve layers that take next to no time: what is left is what the host takes for
-an op, as in steps of small kernels on a GPU.
+one device: our step against plain PyTorch. Both eagerly, and both compiled: what our cluster file
+says as ``execution: compiled`` against ``torch.compile`` of the model. They are measured in turn,
+and plain PyTorch once more: how far it is from itself says what a ratio of this machine is worth.
+A ratio is that of medians of one start of the processes; five starts give their mean and the
+upper end of its interval of 95 % (Student's t). On a machine that others use, ratios of processor
+time say more than those of time. ``tiny`` has twelve layers that take next to no time: what is
+left is what the host takes for an op, as in steps of small kernels on a GPU.
+
+``--gpu TYPE`` measures ResNet-50, GPT-2 and a Llama of 1 B in bfloat16 on one GPU instead, with
+what is predicted for that type, until ten minutes are over: no row begins after seven.
 """
 
 import argparse
@@ -19,8 +24,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,11 +34,13 @@ from scipy import stats
 from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from heterog.cluster import Cluster
 from heterog.graph.capture import capture
 from heterog.graph.workload import Workload
 from heterog.methods.planner import Budget
+from heterog.runtime.accelerators import rank_device
 from heterog.runtime.deploy import deploy
 from heterog.runtime.rank import end_together
 from heterog.search.plan import load_plan, make_plan
@@ -41,6 +49,22 @@ from heterog.zoo import load_workload
 
 WORKLOADS = Path(__file__).parents[1] / "experiments" / "testbed_workloads.py"
 BATCH_SIZES = {"mlp": 64, "gpt": 16, "tiny": 2}
+ON_GPU = {"gpt2": 8, "resnet50": 64, "llama_1b": 4}
+_LAST_BEGIN_S = 420.0
+
+
+class Row(NamedTuple):
+    """What is measured: a model on some ranks, run eagerly or compiled, on CPUs or a GPU type."""
+
+    model: str
+    num_ranks: int
+    execution: str
+    gpu: str = ""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of all ranks."""
+        return (ON_GPU if self.gpu else BATCH_SIZES)[self.model]
 
 
 def tiny(batch_size: int = 2) -> Workload:
@@ -57,54 +81,75 @@ def tiny(batch_size: int = 2) -> Workload:
     return Workload(model, batch, nn.functional.mse_loss, torch.optim.Adam, name="tiny")
 
 
-def workload_of(name: str) -> Workload:
+def workload_of(row: Row) -> Workload:
     """One of the measured workloads."""
-    if name == "tiny":
-        return load_workload(f"{__file__}:{name}", BATCH_SIZES[name])
-    return load_workload(f"{WORKLOADS}:{name}", BATCH_SIZES[name])
+    if row.gpu:
+        return in_bfloat16(load_workload(row.model, row.batch_size))
+    path = __file__ if row.model == "tiny" else WORKLOADS
+    return load_workload(f"{path}:{row.model}", row.batch_size)
 
 
-def cluster_of(num_devices: int) -> Cluster:
-    """Equal CPUs, one per host."""
+def in_bfloat16(workload: Workload) -> Workload:
+    """A workload whose parameters, and numbers of the batch that are no integers, are bfloat16."""
+
+    def narrow(value: Any) -> Any:
+        return value.bfloat16() if value.is_floating_point() else value
+
+    return replace(
+        workload,
+        model=lambda: workload.make_model().bfloat16(),
+        example_batch=lambda: tree_map(narrow, workload.make_batch()),
+    )
+
+
+def cluster_of(row: Row) -> Cluster:
+    """Equal devices, one per host."""
     hosts = [
         {
             "name": f"h{i}",
-            "devices": [{"type": "CPU", "count": 1}],
+            "devices": [{"type": row.gpu or "CPU", "count": 1}],
             "nic": {"line_rate": "10 Gbit/s"},
         }
-        for i in range(num_devices)
+        for i in range(row.num_ranks)
     ]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
-        document = {"schema_version": 1, "name": "even", "hosts": hosts}
-        path.write_text(json.dumps(document))  # JSON is YAML
+        named = {"schema_version": 1, "name": "even", "execution": row.execution}
+        path.write_text(json.dumps({**named, "hosts": hosts}))  # JSON is YAML
         return Cluster.load(path)
 
 
-def serve(rank: int, folder: str, name: str, num_ranks: int, num_steps: int) -> None:
-    """One rank: both steps in turn; rank 0 writes the seconds."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
-    )
-    workload = workload_of(name)
-    ours = deploy(workload, load_plan(f"{folder}/plan.json"))
-    batch = workload.make_batch()
-    assert isinstance(batch, tuple)
-    model = workload.make_model()
-    plain = DistributedDataParallel(model) if num_ranks > 1 else model
-    optimizer = workload.optimizer(model.parameters(), **dict(workload.optimizer_options))
-    part = BATCH_SIZES[name]
-    begin = rank * part // num_ranks
-    local = tuple(each[begin : begin + part // num_ranks] for each in batch)
+def plain_step(row: Row, workload: Workload, rank: int, device: torch.device) -> Callable[[], Any]:
+    """A step of plain PyTorch: the module itself or DistributedDataParallel, maybe compiled."""
+    batch, size = workload.make_batch(), row.batch_size // row.num_ranks
+    if row.num_ranks > 1:
+        batch = tree_map(lambda each: each[rank * size : (rank + 1) * size], batch)
+    module = workload.make_model().to(device)
+    model: Any = DistributedDataParallel(module) if row.num_ranks > 1 else module
+    if row.execution == "compiled":
+        model = torch.compile(model)
+    optimizer = workload.optimizer(module.parameters(), **dict(workload.optimizer_options))
 
     def step() -> None:
-        loss = workload.step_loss(plain, local)
+        loss = workload.step_loss(model, tree_map(lambda each: each.to(device), batch))
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         optimizer.step()
 
+    return step
+
+
+def serve(rank: int, folder: str, row: Row, num_steps: int) -> None:
+    """One rank: both steps in turn; rank 0 writes the seconds."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "cpu:gloo,cuda:nccl" if row.gpu else "gloo"
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=row.num_ranks)
+    workload, device = workload_of(row), rank_device()
+    ours = deploy(workload, load_plan(f"{folder}/plan.json"))
+    batch = workload.make_batch()
+    step = plain_step(row, workload, rank, device)
     contenders: dict[str, Callable[[], Any]] = {
         "ours": lambda: ours(batch),
         "plain": step,
@@ -116,12 +161,17 @@ def serve(rank: int, folder: str, name: str, num_ranks: int, num_steps: int) -> 
             dist.barrier()
             start = time.perf_counter(), time.process_time()
             run()
+            if row.gpu:
+                torch.cuda.synchronize()
             busy = time.process_time() - start[1]
             dist.barrier()
             if number >= 3:
                 seconds[key].append((time.perf_counter() - start[0], busy))
     if rank == 0:
-        Path(f"{folder}/seconds.json").write_text(json.dumps(seconds))
+        compile_s = ours.compiler.seconds if ours.compiler else 0.0
+        card = torch.cuda.get_device_name() if row.gpu else ""
+        found = {"seconds": seconds, "compile_s": compile_s, "card": card}
+        Path(f"{folder}/seconds.json").write_text(json.dumps(found))
     end_together()
 
 
@@ -134,26 +184,24 @@ def bounded(ratios: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "upper": mean + float(stats.t.ppf(0.975, count - 1)) * error}
 
 
-def measure(name: str, num_ranks: int, num_steps: int, num_starts: int) -> dict[str, Any]:
+def measure(row: Row, num_steps: int, num_starts: int) -> dict[str, Any]:
     """Medians of some starts, and their ratios to plain PyTorch."""
-    graph = capture(workload_of(name))
     medians: dict[str, list[tuple[float, float]]] = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        method = "ddp" if num_ranks > 1 else "single_device"
-        plan = make_plan(
-            Request(
-                graph=graph,
-                cluster=cluster_of(num_ranks),
-                methods=(method,),
-                budget=Budget.parse("1e"),
-            )
+        request = Request(
+            graph=capture(workload_of(row)),
+            cluster=cluster_of(row),
+            methods=("ddp" if row.num_ranks > 1 else "single_device",),
+            budget=Budget.parse("1e"),
         )
+        plan = make_plan(request)
         plan.save(f"{folder}/plan.json")
         for _ in range(num_starts):
             Path(f"{folder}/store").unlink(missing_ok=True)
-            spawn(serve, (folder, name, num_ranks, num_steps), num_ranks)  # type: ignore[no-untyped-call]
+            spawn(serve, (folder, row, num_steps), row.num_ranks)  # type: ignore[no-untyped-call]
             found = json.loads(Path(f"{folder}/seconds.json").read_text())
-            for key, each in found.items():
+            for key, each in found.pop("seconds").items():
                 both = statistics.median(x for x, _ in each), statistics.median(x for _, x in each)
                 medians.setdefault(key, []).append(both)
 
@@ -162,10 +210,11 @@ def measure(name: str, num_ranks: int, num_steps: int, num_starts: int) -> dict[
         return [one[clock] / other[clock] for one, other in pairs]
 
     return {
-        "model": name,
-        "num_ranks": num_ranks,
+        **row._asdict(),
         "num_steps": num_steps,
         "num_starts": num_starts,
+        **found,
+        "predicted_s": plan.step_time_s,
         **{f"{key}_s": statistics.median(x for x, _ in each) for key, each in medians.items()},
         **{f"ratio_of_{key}": bounded(ratios(key, 0)) for key in medians if key != "plain"},
         **{f"cpu_ratio_of_{key}": bounded(ratios(key, 1)) for key in medians if key != "plain"},
@@ -173,28 +222,43 @@ def measure(name: str, num_ranks: int, num_steps: int, num_starts: int) -> dict[
 
 
 def main() -> None:
-    """Measure all workloads on one and on two ranks."""
+    """Measure all workloads, on one and on two ranks, eagerly and compiled."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--models", nargs="*", default=list(BATCH_SIZES))
+    parser.add_argument("--models", nargs="*")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--executions", nargs="*", default=["eager", "compiled"])
+    parser.add_argument("--gpu", default="", metavar="TYPE", help="one GPU, starts once")
     arguments = parser.parse_args()
-    rows = [
-        measure(name, num_ranks, arguments.steps, arguments.starts)
-        for name in arguments.models
-        for num_ranks in (1, 2)
-    ]
-    if arguments.json:
-        print(json.dumps({"rows": rows}, indent=2))
+    begin = time.monotonic()
+    models = arguments.models or list(ON_GPU if arguments.gpu else BATCH_SIZES)
+    for execution in arguments.executions:
+        for name in models:
+            for num_ranks in [1] if arguments.gpu else arguments.ranks:
+                if arguments.gpu and time.monotonic() - begin > _LAST_BEGIN_S:
+                    return
+                row = Row(name, num_ranks, execution, arguments.gpu)
+                starts = 1 if arguments.gpu else arguments.starts
+                show(measure(row, arguments.steps, starts), as_json=arguments.json)
+
+
+def show(row: dict[str, Any], *, as_json: bool) -> None:
+    """Print a row once it is measured: what comes after it may be cut off."""
+    if as_json:
+        print(json.dumps(row), flush=True)
         return
-    for row in rows:
-        of = {key: value for key, value in row.items() if "ratio" in key}
-        told = ", ".join(
-            f"{key} " + " to ".join(f"{number:.3f}" for number in value.values())
-            for key, value in of.items()
-        )
-        print(f"{row['model']:4} {row['num_ranks']} ranks: {row['ours_s'] * 1e3:.1f} ms; {told}")
+    told = ", ".join(
+        f"{key} " + " to ".join(f"{number:.3f}" for number in value.values())
+        for key, value in row.items()
+        if "ratio" in key
+    )
+    print(
+        f"{row['model']:4} {row['num_ranks']} ranks, {row['execution']}: "
+        f"{row['ours_s'] * 1e3:.1f} ms; {told}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

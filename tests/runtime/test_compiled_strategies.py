@@ -99,7 +99,8 @@ def check_compiled(ranks: Ranks, folder: Path, name: str, seed: int, is_quick: b
     plan.save(folder / "plan.json")
     found = ranks.run(train_compiled, name, SGD, str(folder / "plan.json"), is_quick)
     results = [each.trained for each in found]
-    assert {text for each in found for text in each.said} == set()
+    said = {text for each in found for text in each.said}
+    assert not said, said
     if name in NORMALISED:
         wanted = reference_in_groups(name, plan)
         assert_same(results, wanted, rtol=1e-8, loss_rtol=1e-8, all_gradients=False)

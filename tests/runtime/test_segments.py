@@ -114,6 +114,26 @@ def test_functions_of_torch_call_the_ops_that_they_stand_for() -> None:
         assert called.ops == [op]
 
 
+def test_half_a_library_in_the_cache_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    half = tmp_path / "a" / "main.so"
+    half.parent.mkdir()
+    half.touch()
+
+    def loads(function: Kernels, likes: Sequence[Like]) -> Kernels:
+        if half.exists():
+            raise ImportError(f"{half}: file too short")
+        return function
+
+    with mock.patch("heterog.runtime.step.compiled._inductor", loads):
+        compiler = Compiler()
+        compiler.compiled("one", list, ())
+    assert compiler.num_compiled == 1
+    assert not half.exists()
+
+
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", CASES)
 def test_segments_do_what_single_turns_do(ranks: Ranks, tmp_path: Path, case: str) -> None:

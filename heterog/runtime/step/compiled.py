@@ -5,8 +5,10 @@ Compiled code is kept by torch's own cache, across runs and ranks.
 
 import inspect
 import logging
+import re
 import time
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +53,12 @@ class Compiler:
         if (key, likes) not in self._known:
             begin = time.perf_counter()
             try:
-                made = _inductor(function, likes)
+                try:
+                    made = _inductor(function, likes)
+                except Exception as error:
+                    if not _remove_half_written(error):
+                        raise
+                    made = _inductor(function, likes)
                 self.num_compiled += 1
             except Exception as error:  # whatever the compiler or g++ does not like
                 first = str(error).strip().partition("\n")[0]
@@ -60,6 +67,22 @@ class Compiler:
             self._known[key, likes] = made, function
             self.seconds += time.perf_counter() - begin
         return self._known[key, likes][0]
+
+
+def _remove_half_written(error: Exception) -> bool:
+    """Remove the library of torch's cache that could not be loaded; whether there was one.
+
+    A process that is killed while it compiles leaves part of a file, which torch would take for a
+    compiled library from then on.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    named = re.search(r"(/\S+\.so): ", str(error))
+    path = Path(named.group(1)) if named else None
+    if path is None or not path.is_file() or Path(cache_dir()) not in path.parents:
+        return False
+    path.unlink()
+    return True
 
 
 def _inductor(function: Kernels, likes: Sequence[Like]) -> Kernels:
