@@ -12,7 +12,7 @@ from heterog.explain.decided import ranges_of
 from heterog.graph.grouping import group_ops
 from heterog.lowering.channels import proportional_slices
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import micro_sizes, split_in_proportion
+from heterog.strategy.division import micro_batch_table, micro_sizes, split_in_proportion
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy, Sync
 
 _MOST_RANGES = 8
@@ -285,8 +285,7 @@ def _in_proportion(strategy: Strategy, cluster: Cluster) -> tuple[tuple[int, ...
     divisions = dict.fromkeys(decision.division for decision in strategy.decisions)
     batch_size = sum(strategy.decisions[0].shares)
     sizes = micro_sizes(strategy.micro_batches, divisions, batch_size)
-    idle = (0,) * len(sizes)
-    return (tuple(sizes), *(idle for _ in range(cluster.num_devices - 1)))
+    return micro_batch_table(sizes, cluster.num_devices)
 
 
 def _with_devices(

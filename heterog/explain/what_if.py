@@ -34,7 +34,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.memory_breakdown import Fit
-from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Keeps, Strategy
 
 EVALUATIONS = 200
@@ -357,12 +357,11 @@ class _Judge:
 
 def _choice(evaluator: Evaluator, strategy: Strategy, batch_size: int, num_micro: int) -> Choice:
     """A strategy for a part of the batch, in even micro-batches."""
-    idle = (0,) * num_micro
-    parts = (split_evenly(batch_size, num_micro),) + (idle,) * (evaluator.cluster.num_devices - 1)
+    sizes = split_evenly(batch_size, num_micro)
     changed = replace(
         strategy,
         decisions=tuple(_scaled(decision, batch_size) for decision in strategy.decisions),
-        micro_batches=parts if num_micro > 1 else (),
+        micro_batches=micro_batch_table(sizes, evaluator.cluster.num_devices),
         schedule=strategy.schedule
         if num_micro == strategy.num_micro_batches
         else replace(strategy.schedule, turns=()),  # these are for other micro-batches

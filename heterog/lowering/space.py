@@ -17,7 +17,7 @@ from heterog.lowering import Choice, Decided, Encoder
 from heterog.lowering.channels import ChannelTable, balanced_slices
 from heterog.lowering.program import IntArray
 from heterog.lowering.tables import GraphTables, graph_tables
-from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
 from heterog.strategy.strategy import (
     REPLICATED,
@@ -171,11 +171,8 @@ class StrategySpace:
 
     def micro_batches(self, num_micro: int) -> MicroBatches:
         """``Strategy.micro_batches`` that cut the batch evenly, whatever the groups' shares."""
-        if num_micro == 1:
-            return ()
-        idle = (0,) * num_micro
-        counts = split_evenly(self.graph.batch_size, num_micro)
-        return (counts, *(idle for _ in range(self.cluster.num_devices - 1)))
+        sizes = split_evenly(self.graph.batch_size, num_micro)
+        return micro_batch_table(sizes, self.cluster.num_devices)
 
     def encode(
         self,

@@ -36,7 +36,7 @@ from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
 from heterog.simulator.floor import floor_s
-from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, REPLICATED, Decision, Strategy, Sync
 from heterog.units import MIB
 
@@ -390,17 +390,14 @@ class _Enumeration:
         else:
             slices = proportional_slices(cluster, devices) if sync.takes_slices else ()
             decision = Decision(devices=devices, shares=shares, sync=sync, slices=slices)
-        micro_batches: tuple[tuple[int, ...], ...] = ()
-        if num_micro > 1:
-            idle = ((0,) * num_micro,) * (cluster.num_devices - 1)
-            micro_batches = (split_evenly(sum(shares), num_micro), *idle)
+        sizes = split_evenly(sum(shares), num_micro)
         return self.trials.judge(
             uniform_strategy(
                 self._evaluator,
                 decision,
                 homes=homes,
                 bucket_bytes=bucket_bytes,
-                micro_batches=micro_batches,
+                micro_batches=micro_batch_table(sizes, cluster.num_devices),
                 step_barrier=self._step_barrier,
             )
         )

@@ -8,7 +8,7 @@ from heterog.methods.data_parallel import device_speeds
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import split_evenly
+from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.strategy import REPLICATED, Decision, Strategy
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -148,9 +148,7 @@ def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) 
     """The strategy with each group on one device and even micro-batches of the whole batch."""
     evaluator = problem.evaluator
     graph, cluster = evaluator.graph, evaluator.cluster
-    counts = split_evenly(graph.batch_size, num_micro)
-    idle = (0,) * num_micro
-    first = device_of_group[0]
+    sizes = split_evenly(graph.batch_size, num_micro)
     return Strategy(
         graph=graph.fingerprint,
         cluster=cluster.fingerprint(),
@@ -158,9 +156,7 @@ def _placed(problem: Problem, device_of_group: tuple[int, ...], num_micro: int) 
             Decision(devices=(device,), shares=(graph.batch_size,)) for device in device_of_group
         ),
         homes=(REPLICATED,) * len(graph.updates),
-        micro_batches=()
-        if num_micro == 1
-        else tuple(counts if d == first else idle for d in range(cluster.num_devices)),
+        micro_batches=micro_batch_table(sizes, cluster.num_devices, device_of_group[0]),
         step_barrier=problem.step_barrier,
     )
 

@@ -48,7 +48,7 @@ from heterog.methods.teams import (
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import split_evenly
+from heterog.strategy.division import micro_batch_table, split_evenly
 from heterog.strategy.layouts.stages import layer_blocks
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy, Sync
 
@@ -425,11 +425,10 @@ class _Repair:
             program = self.evaluator.program(self.evaluator.encode(strategy))
             if (program.kind == TaskKind.GATHER_VALUE).any():
                 return
-        idle = self.cluster.num_devices - 1
         last, count = current, strategy.num_micro_batches
         while count < batch and not self._fits(last):
             count = min(2 * count, batch)
-            micro = (split_evenly(batch, count), *(((0,) * count,) * idle))
+            micro = micro_batch_table(split_evenly(batch, count), self.cluster.num_devices)
             schedule = replace(strategy.schedule, turns=())  # they are of other micro-batches
             finer = self._try(replace(strategy, micro_batches=micro, schedule=schedule))
             if self._missing(finer) >= self._missing(last):

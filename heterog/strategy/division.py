@@ -147,6 +147,22 @@ def micro_sizes(
     return sizes
 
 
+def micro_batch_table(
+    sizes: tuple[int, ...], num_devices: int, first: int = 0
+) -> tuple[tuple[int, ...], ...]:
+    """Micro-batches of these sizes, which every group cuts in proportion; none for a single one.
+
+    All samples stand in the row of the first device.
+
+    >>> micro_batch_table((3, 2), 3)
+    ((3, 2), (0, 0), (0, 0))
+    """
+    if len(sizes) < 2:
+        return ()
+    idle = (0,) * len(sizes)
+    return tuple(sizes if device == first else idle for device in range(num_devices))
+
+
 def is_cut_alike(
     micro_batches: tuple[tuple[int, ...], ...], divisions: Iterable[Division], batch_size: int
 ) -> bool:

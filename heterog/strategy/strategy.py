@@ -24,6 +24,7 @@ from heterog.strategy.division import (
     cut_division,
     gradient_rings,
     is_cut_alike,
+    micro_batch_table,
     micro_sizes,
     slice_rings,
     split_in_proportion,
@@ -248,8 +249,7 @@ class Strategy:
         sizes = self.micro_sizes
         counts = split_in_proportion(graph.batch_size, sizes) if sizes else ()
         counts = tuple(count for count in counts if count)
-        idle = (0,) * len(counts)
-        micro = (counts, *(idle for _ in self.micro_batches[1:])) if len(counts) > 1 else ()
+        micro = micro_batch_table(counts, len(self.micro_batches))
         schedule = self.schedule
         if len(micro) != len(self.micro_batches) or len(counts) != self.num_micro_batches:
             schedule = replace(schedule, turns=())  # they name micro-batches that no longer exist

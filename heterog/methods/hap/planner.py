@@ -37,7 +37,7 @@ from heterog.methods.teams import host_sizes, host_teams, in_teams
 from heterog.methods.tuned_uniform import machine_subsets
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Strategy, Sync
 
 NUM_RETURNED = 4
@@ -446,8 +446,7 @@ class _Ranking:
                 strategy = self._strategy(rules, decision, DEFAULT_BUCKET_BYTES)
                 for num_micro in (1, *_TEAM_MICRO):
                     counts = split_evenly(self.problem.evaluator.graph.batch_size, num_micro)
-                    idle = ((0,) * num_micro,) * (cluster.num_devices - 1)
-                    micro = (counts, *idle) if num_micro > 1 else ()
+                    micro = micro_batch_table(counts, cluster.num_devices)
                     if num_micro <= min(decision.shares) and not self.spending.is_over:
                         self._score(replace(strategy, micro_batches=micro), self.order)
 

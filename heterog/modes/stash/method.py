@@ -32,7 +32,7 @@ from heterog.names import shown
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation
 from heterog.simulator.evaluator import Evaluator
-from heterog.strategy.division import split_evenly, split_in_proportion
+from heterog.strategy.division import micro_batch_table, split_evenly, split_in_proportion
 from heterog.strategy.schedules import AS_IT_COMES
 from heterog.strategy.strategy import REPLICATED, Decision, Keeps, Strategy
 
@@ -287,13 +287,9 @@ def _micro_batches(
     evaluator: Evaluator, strategy: Strategy, count: int
 ) -> tuple[tuple[int, ...], ...]:
     """A number of even micro-batches for a strategy, which every group cuts in proportion."""
-    if count == 1:
-        return ()
-    sizes, idle = split_evenly(evaluator.graph.batch_size, count), (0,) * count
+    sizes = split_evenly(evaluator.graph.batch_size, count)
     first = strategy.decisions[0].devices[0]
-    return tuple(
-        sizes if device == first else idle for device in range(evaluator.cluster.num_devices)
-    )
+    return micro_batch_table(sizes, evaluator.cluster.num_devices, first)
 
 
 def _with_a_boundary_moved(strategy: Strategy) -> Iterator[Strategy]:
