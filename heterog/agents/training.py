@@ -26,6 +26,7 @@ from heterog.agents.ways import draw_in, make_ways
 from heterog.envs.pair import Pair
 from heterog.envs.reward import RewardFunction, reward_of
 from heterog.errors import HeterogError, HeterogWarning, InputFileError
+from heterog.methods.planner import Budget
 from heterog.workers import HERE, Workers
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ FIRST_PAIR = 1_000_000
 """Number in the source of the first pair by which the best policy of a run is chosen."""
 FIRST_REPORTED = 2_000_000
 """Number of the first pair by which that policy is reported."""
+_MAY_CHANGE = ("num_steps", "check_every")
+"""Settings that a run may have otherwise than the one that it resumes."""
 NO_FIT = 3.0
 """Ratio that counts if no sample fits."""
 
@@ -133,6 +136,11 @@ def _search(source: PairSource, job: tuple[int, int]) -> tuple[float, int]:
     return min(seconds, default=math.inf), sum(each.num_evaluations for each in found)
 
 
+def _worth(row: Mapping[str, float]) -> float:
+    """What the best policy has least of: minus its reward, or its ratio to searches."""
+    return -row["reward"] if "reward" in row else row["best_of_16"]
+
+
 _LOG_EVERY = 10
 
 
@@ -168,7 +176,7 @@ class RunFiles:
         provenance: Record stored with the policy (names of models and clusters, the command).
         logdir: Folder for TensorBoard; none if ``None``.
         checkpoint: File that is renewed at every validation; none if ``None``.
-        resume: Checkpoint to resume from.
+        resume: Checkpoint to resume from; the run may have more steps than that one had.
     """
 
     provenance: Mapping[str, Any] = field(default_factory=dict)
@@ -193,6 +201,7 @@ class Trainer:
         workers: Workers that search pairs and score strategies; the policy does not depend on
             them.
         report: Function that gets the progress.
+        budget: Seconds or evaluations after which training ends, if it has not made its steps.
 
     Raises:
         HeterogError: a reward is given to ``imitation``, which asks for none, or the run to
@@ -209,7 +218,9 @@ class Trainer:
         reward: RewardFunction = reward_of,
         workers: Workers = HERE,
         report: Report = lambda stage, fraction, text: None,
+        budget: Budget | None = None,
     ) -> None:
+        self._budget = budget
         self.source, self.config, self.report = source, config, report
         self._files, self._workers, self._reward = files, workers, reward
         check_settings(config, reward)
@@ -257,6 +268,7 @@ class Trainer:
                 before, after = self._reported(policy) if finished else ({}, {})
         finally:
             if self._writer is not None:
+                self._write_settings(self._writer)
                 self._writer.close()
         seconds = time.perf_counter() - begin
         described = self._described(seconds) | {"before": before, "after": after}
@@ -297,10 +309,10 @@ class Trainer:
         try:
             self.report("validation pairs", 0.0, "")
             validation = self._validation(FIRST_PAIR)
-            if self.step == 0:
+            if not self.history:
                 self._validate(validation)
                 self._save()
-            while self.step < self.config.num_steps:
+            while self.step < self.config.num_steps and not self._is_spent(begin):
                 terms = self.learner.advance(self.step)
                 self.step += 1
                 if self.step % _LOG_EVERY == 0 or self.config.num_steps < 10 * _LOG_EVERY:
@@ -308,15 +320,28 @@ class Trainer:
                 if self.step % self.config.check_every == 0 or self.step == self.config.num_steps:
                     self._validate(validation)
                     self._save()
+            if self.history[-1]["step"] < self.step:  # the budget has ended it
+                self._validate(validation)
+                self._save()
         except KeyboardInterrupt:
             self.report("interrupted", self.step / self.config.num_steps, "the best is kept")
             return False
         return True
 
+    def _is_spent(self, begin: float) -> bool:
+        budget = self._budget
+        if budget is None:
+            return False
+        if budget.seconds is not None:
+            return time.perf_counter() - begin >= budget.seconds
+        return self.num_evaluations >= (budget.evaluations or 0)
+
     def _log(self, terms: Mapping[str, float], begin: float) -> None:
         """Log the results of a step."""
         rate = self.num_evaluations / max(time.perf_counter() - begin, 1e-9)
-        self._write("train", {"evaluations_per_s": rate} | dict(terms))
+        learning_rate = self.config.rate_at(self.step)
+        about = {"evaluations_per_s": rate, "learning_rate": learning_rate}
+        self._write("train", about | dict(terms))
         self.report("train", self.step / self.config.num_steps, _words(terms))
 
     def _write(self, stage: str, numbers: Mapping[str, float]) -> None:
@@ -324,15 +349,28 @@ class Trainer:
             for name, value in numbers.items():
                 self._writer.add_scalar(f"{stage}/{name}", value, self.step)
 
+    def _write_settings(self, writer: SummaryWriter) -> None:
+        """The settings beside what they reached, for TensorBoard's table of hyper-parameters."""
+        settings = {
+            name: value if isinstance(value, int | float | str | bool) else str(value)
+            for name, value in _plain(self.config).items()
+        }
+        reached = {f"best/{name}": value for name, value in self._best_row().items()}
+        writer.add_hparams(settings, reached, run_name=".")
+
+    def _best_row(self) -> dict[str, float]:
+        """The row of validation of the best policy; empty if there is none yet."""
+        rows = [row for row in self.history if "best_of_16" in row]
+        return min(rows, key=_worth, default={})
+
     def _validate(self, validation: Validation) -> None:
         row = validation.run(self.learner.kept)
         self._spent += int(row.pop("evaluations"))
         row = {"step": float(self.step), "num_evaluations": float(self.num_evaluations)} | row
         self.history.append(row)
         assert self.best is not None
-        worth = -row["reward"] if "reward" in row else row["best_of_16"]
-        if worth <= self.best[0]:
-            self.best = (worth, _copy(self.learner.kept))
+        if _worth(row) <= self.best[0]:
+            self.best = (_worth(row), _copy(self.learner.kept))
         self._write("validation", row)
         self.report("validation", self.step / self.config.num_steps, _words(row))
 
@@ -396,13 +434,18 @@ class Trainer:
                 f"cannot resume with another network: {checkpoint.policy.config} there, "
                 f"{self.policy.config} here."
             )
-        if state["config"] != _plain(self.config):
-            different = [
-                f"{name} {value!r} there, {_plain(self.config).get(name)!r} here"
-                for name, value in state["config"].items()
-                if value != _plain(self.config).get(name)
-            ]
+        different = [
+            f"{name} {value!r} there, {_plain(self.config).get(name)!r} here"
+            for name, value in state["config"].items()
+            if value != _plain(self.config).get(name) and name not in _MAY_CHANGE
+        ]
+        if different:
             raise HeterogError(f"cannot resume with other settings: {'; '.join(different)}.")
+        if state["step"] >= self.config.num_steps:
+            raise HeterogError(
+                f"the run to resume from has made {state['step']} steps, and "
+                f"{self.config.num_steps} are asked for: ask for more."
+            )
         before = state.get("reward", _name(reward_of))
         if before != _name(self._reward):
             raise HeterogError(

@@ -22,6 +22,7 @@ from heterog.cli.common import (
 )
 from heterog.cli.outputs import CACHE, POLICY, TRAINING
 from heterog.errors import HeterogError
+from heterog.methods.planner import Budget
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ def train(
         int,
         typer.Option("--search", help="evaluations per pair: for elites, and to validate against"),
     ] = _DEFAULTS.search_evaluations,
+    budget: Annotated[
+        str, typer.Option("--budget", help="ends it before its steps: 10m, or 5000e (evaluations)")
+    ] = "",
     max_devices: Annotated[
         int | None, typer.Option("--max-devices", help="of generated clusters; 32")
     ] = None,
@@ -75,7 +79,7 @@ def train(
         Path | None, typer.Option("--checkpoint", help="file renewed while training"), TRAINING
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="checkpoint to go on from")
+        Path | None, typer.Option("--resume", help="checkpoint to go on from, with more --steps")
     ] = None,
     initial: Annotated[str, typer.Option("--initial", help="policy to begin with")] = "",
     graphs: Annotated[
@@ -93,6 +97,7 @@ def train(
             "have no effect; give one of the two."
         )
     names = split_names(models)
+    limit = Budget.parse(budget) if budget else None
     crew = open_workers(workers)
 
     from heterog.agents.checkpoint import save_checkpoint
@@ -128,6 +133,7 @@ def train(
             reward=judge,
             workers=crew,
             report=report,
+            budget=limit,
         ).run()
         save_checkpoint(output, result.checkpoint)
     if as_json:

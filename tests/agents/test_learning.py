@@ -25,6 +25,7 @@ from heterog.envs.pair import Pair, Score
 from heterog.envs.reward import Reward, reward_of
 from heterog.envs.toy import chain_graph, toy_cluster
 from heterog.errors import HeterogError, HeterogWarning
+from heterog.methods.planner import Budget
 from tests.envs.cases import toy_pair
 from tests.thorough import few_of
 
@@ -178,6 +179,26 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
         Trainer(source(), settings, replace(NETWORK, rank=2), files=RunFiles(resume=path))
 
 
+def test_a_budget_ends_a_run_that_goes_on_with_more_steps(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    settings = settings_of(Algorithm.MIXED, num_steps=2, check_every=2, search_evaluations=20)
+    first = Trainer(
+        source(),
+        settings,
+        NETWORK,
+        files=RunFiles(checkpoint=path),
+        budget=Budget(evaluations=1),  # the searches have had it
+    ).run()
+    assert first.finished
+    assert [row["step"] for row in first.history] == [0.0]
+    more = replace(settings, num_steps=3)
+    again = RunFiles(resume=path, checkpoint=path)
+    found = Trainer(source(), more, NETWORK, files=again).run()
+    assert [row["step"] for row in found.history] == [0.0, 2.0, 3.0]
+    with pytest.raises(HeterogError, match="has made 3 steps, and 3 are asked for"):
+        Trainer(source(), more, NETWORK, files=RunFiles(resume=path))
+
+
 def test_a_state_of_another_version_is_refused(tmp_path: Path) -> None:
     settings = settings_of(Algorithm.MIXED, num_steps=1, check_every=1, search_evaluations=20)
     path = tmp_path / "checkpoint.pt"
@@ -199,8 +220,9 @@ def test_training_is_logged_for_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     names = set(events.Tags()["scalars"])
     wanted = ("reward", "speedup", "entropy", "out_of_memory", "evaluations_per_s")
-    assert {f"train/{name}" for name in wanted} <= names
-    assert "validation/best_of_16" in names
+    assert {f"train/{name}" for name in (*wanted, "learning_rate")} <= names
+    assert {"validation/best_of_16", "best/best_of_16"} <= names
+    assert "_hparams_/session_start_info" in events.summary_metadata
 
 
 def test_search_finds_the_optimum_and_knows_its_headroom() -> None:
@@ -266,10 +288,12 @@ def sb3(algorithm: str, **changes: Any) -> tuple[Trainer, Any]:
 
 @pytest.mark.parametrize("algorithm", few_of(ALGORITHMS, 2))
 def test_algorithms_of_stable_baselines_train_the_policy(algorithm: str, tmp_path: Path) -> None:
-    trainer, _ = sb3(algorithm)
+    trainer, model = sb3(algorithm)
     before = {name: value.clone() for name, value in trainer.policy.state_dict().items()}
     trainer.run()
     assert trainer.num_evaluations > 0
+    if hasattr(model, "ent_coef"):
+        assert trainer.learner.advance(2)["entropy"] > 0.0
     after = trainer.policy.state_dict()
     assert any(not torch.equal(before[name], after[name]) for name in after)
     fresh, _ = sb3(algorithm)

@@ -10,7 +10,7 @@ import pytest
 from heterog.errors import HeterogError, InputFileError
 from heterog.strategy.layouts.fields import LayoutFile
 from heterog.strategy.layouts.files import read_layout
-from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute
+from heterog.strategy.layouts.layout import Layout, LayoutError, Recompute, parse_layout
 
 TORCHTITAN = """
 [model]
@@ -217,6 +217,19 @@ def test_accelerate(tmp_path: Path) -> None:
             "{tensor_model_parallel_size: 2, pipeline_model_parallel_layout: Et|t}",
             "pipeline_model_parallel_layout .* cannot be said",
         ),
+        (
+            "a.txt",
+            "--expert-model-parallel-size 6 --tensor-model-parallel-size 4 "
+            "--expert-tensor-parallel-size 1",
+            "expert_model_parallel_size 6 must be a multiple of the 4 devices",
+        ),
+        ("a.txt", "--ds-sequence-parallel-size 4", "ds_sequence_parallel_size is 4"),
+        ("a.json", '{"sequence_parallel_size": 4}', "sequence_parallel_size is 4; Ulysses"),
+        (
+            "a.yaml",
+            "distributed_type: FSDP\nparallelism_config: {parallelism_config_sp_size: 2}",
+            "sp_size is 2",
+        ),
         ("a.yaml", "model: {tensor_parallel: 2}", r"\(model\) .* another program.*tp=2"),
         ("a.json", '{"tensor_model_parallel_size": 2}', "another program"),
     ],
@@ -269,6 +282,51 @@ ddp: {use_megatron_fsdp: true, data_parallel_sharding_strategy: optim_grads}
 """
 
 
+GPT3_175B = """#!/bin/bash
+GPUS_PER_NODE=8
+# Change for multinode config
+NUM_NODES=1
+WORLD_SIZE=$(($GPUS_PER_NODE*$NUM_NODES))
+DATA_PATH=$5 #<Specify path and file prefix>_text_document
+DISTRIBUTED_ARGS=(
+    --nproc_per_node $GPUS_PER_NODE
+    --nnodes $NUM_NODES
+)
+GPT_MODEL_ARGS=(
+    --num-layers 96
+    --attention-backend auto # Can use (flash/fused/unfused/local)
+)
+TRAINING_ARGS=(
+    --micro-batch-size 1
+    --global-batch-size 1536
+    --rampup-batch-size 16 16 5859375
+)
+MODEL_PARALLEL_ARGS=(
+	--tensor-model-parallel-size 8
+	--pipeline-model-parallel-size 16
+)
+torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py ${GPT_MODEL_ARGS[@]} ${TRAINING_ARGS[@]}
+"""
+MIXTRAL = """#!/bin/bash
+GPUS_PER_NODE=8
+NNODES=${SLURM_NNODES:-"1"}
+DISTRIBUTED_ARGS=(--nproc_per_node $GPUS_PER_NODE --nnodes $NNODES)
+MOE_ARGS=(
+    --num-experts 8
+    --moe-token-dispatcher-type alltoall
+    --overlap-param-gather
+)
+TRAINING_ARGS=(--micro-batch-size 1 --global-batch-size 256 --bf16)
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 1
+    --pipeline-model-parallel-size 4
+    --expert-model-parallel-size 8
+    --use-distributed-optimizer
+    --sequence-parallel
+)
+"""
+
+
 @pytest.mark.parametrize(
     ("name", "text", "layout", "batch"),
     [
@@ -286,6 +344,51 @@ ddp: {use_megatron_fsdp: true, data_parallel_sharding_strategy: optim_grads}
             "tp=2,pp=4,micro_batch=1,zero=2,layers=6-8-8-8,sequence_parallel=true",
             128,
         ),
+        (
+            "a.sh",
+            GPT3_175B,
+            "tp=8,pp=16,micro_batch=1",
+            1536,
+        ),
+        ("a.sh", MIXTRAL, "tp=1,pp=4,ep=8,micro_batch=1,zero=1,sequence_parallel=true", 256),
+        (
+            "a.txt",
+            "--nproc_per_node 8 --nnodes 32 --tensor-model-parallel-size 8 --num-layers 64 "
+            "--expert-tensor-parallel-size 1 --expert-model-parallel-size 64 "
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 15 "
+            "--decoder-last-pipeline-num-layers 17 --micro-batch-size 1 "
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "tp=8,pp=4,dp=8,ep=8,micro_batch=1,recompute=full,layers=15-16-16-17",
+            0,
+        ),
+        (
+            "a.sh",
+            "NNODES=$SLURM_NNODES\nARGS=' --nnodes $NNODES --nproc_per_node 8 --zero-stage 2 "
+            "--tensor-model-parallel-size 4 --deepspeed-activation-checkpointing '",
+            "tp=4,zero=2,recompute=full",
+            0,
+        ),
+        (
+            "a.yaml",
+            "{distributed_type: TP, tp_config: {tp_size: 4}, num_processes: 8}",
+            "tp=4,dp=2",
+            0,
+        ),
+        (
+            "a.sh",
+            "ARGS=(--micro-batch-size 2)\nARGS+=(--tensor-model-parallel-size 2 --use-distributed-"
+            "optimizer)\nARGS+=' --pipeline-model-parallel-size 4 '",
+            "tp=2,pp=4,micro_batch=2,zero=1",
+            0,
+        ),
+        (
+            "a.yaml",
+            "{distributed_type: FSDP, num_processes: 16, fsdp_config: {fsdp_version: 2}, "
+            "parallelism_config: {parallelism_config_dp_replicate_size: 2, "
+            "parallelism_config_dp_shard_size: 4, parallelism_config_cp_size: 2}}",
+            "cp=2,dp=8,zero=3,dp_replicate=2",
+            0,
+        ),
         ("a.toml", "[experimental]\npipeline_parallel_degree = 4", "tp=1,pp=4,micro_batch=1,"
          "zero=3,recompute=op,schedule=1f1b", 0),
     ],
@@ -294,13 +397,20 @@ def test_the_family_of_megatron(
     tmp_path: Path, name: str, text: str, layout: str, batch: int
 ) -> None:
     found = read(tmp_path, name, text)
-    assert (str(found.layout), found.batch_size) == (layout, batch)
+    assert (found.layout, found.batch_size) == (parse_layout(layout), batch)
 
 
 def test_what_speaks_of_parallelism_is_named_before_the_rest(tmp_path: Path) -> None:
     (remark,) = read(tmp_path, "a.sh", SCRIPT).remarks
     assert remark == "Not used from the file: new_parallel_thing, lr."
     assert any("every layer" in each for each in read(tmp_path, "a.yaml", NEMO).remarks)
+    few = read(tmp_path, "a.sh", GPT3_175B).remarks
+    assert few[0].startswith("The 8 devices that the launcher is told of are fewer than 128")
+    assert few[1] == "rampup_batch_size is not modelled."
+    mics = '{"zero_optimization": {"mics_shard_size": 8, "zero_quantized_weights": true}}'
+    assert [each.split()[0] for each in read(tmp_path, "a.json", mics).remarks] == [
+        "mics_shard_size", "zero_quantized_weights",
+    ]  # fmt: skip
     text = "[training]\nlocal_batch_size = 1\n[new]\nslice_parallel_degree = 4\n"
     (remark,) = read(tmp_path, "a.toml", text).remarks
     assert "new.slice_parallel_degree" in remark

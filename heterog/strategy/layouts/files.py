@@ -27,6 +27,7 @@ from heterog.strategy.layouts.megatron import (
     flat_document,
     is_of_megatron,
     read_megatron,
+    replicas_that_share,
 )
 from heterog.yaml_files import parse_yaml
 
@@ -145,23 +146,19 @@ def _torchtitan(fields: Fields) -> LayoutFile:
 
 
 def _torchtitan_experts(fields: Fields, tp: int, cp: int) -> int:
-    """Replicas that share experts, where torchtitan counts devices.
-
-    They take in all of ``cp``, and ``tp`` unless that splits each expert.
-    """
+    """Replicas that share experts, where torchtitan counts devices."""
     at = "parallelism"
     ep = fields.number(at, "expert_parallel_degree", 1)
     each = fields.number(at, "expert_tensor_parallel_degree", 1)
     if ep == 1:
         return 1
-    inside = cp * (1 if each == tp else tp)
-    if ep % inside:
-        raise LayoutError(
-            f"expert_parallel_degree {ep} must be a multiple of the {inside} devices of a replica "
-            "(context_parallel_degree, and tensor_parallel_degree unless "
-            "expert_tensor_parallel_degree is as large)."
-        )
-    return ep // inside
+    try:
+        return replicas_that_share(
+            ep, tp, cp, each, "context_parallel_degree, and tensor_parallel_degree unless "
+            "expert_tensor_parallel_degree is as large"
+        )  # fmt: skip
+    except LayoutError as error:
+        raise LayoutError(f"expert_parallel_degree {error}") from error
 
 
 def _torchtitan_checkpoints(fields: Fields) -> dict[str, str]:
@@ -194,6 +191,16 @@ def _deepspeed(fields: Fields) -> LayoutFile:
             fields.remark(f"{name} to {device} is not modelled: everything stays on the devices.")
     if (parts := fields.number(at, "zero_hpz_partition_size", 1)) > 1:
         fields.remark(f"zero_hpz_partition_size {parts}: parameters are sliced over all replicas.")
+    if (parts := fields.number(at, "mics_shard_size", 0, least=-1)) > 0:
+        fields.remark(f"mics_shard_size {parts}: slices are over all replicas.")
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if fields.flag(at, name):
+            fields.remark(f"{name} is not modelled: messages have the size of their dtype.")
+    if (degree := fields.number("", "sequence_parallel_size", 1)) > 1:
+        raise LayoutError(
+            f"sequence_parallel_size is {degree}; Ulysses cannot be said, only 1, or cp={degree} "
+            "in a text for teams that share sequences in a ring."
+        )
     fields.skip(at, *_DEEPSPEED_TUNING)
     tp = fields.number("tensor_parallel", "autotp_size", 1, least=0)
     tp = max(tp, fields.number("tensor_parallel", "tp_size", 1), 1)
@@ -243,19 +250,21 @@ def _accelerate(fields: Fields) -> LayoutFile:
     }
     if kind in readers:
         layout = readers[kind](fields)
+    elif kind == "TP":  # of Accelerate 1.3 to 1.5
+        layout = Layout(tp=fields.number("tp_config", "tp_size", 1))
     elif kind in ("NO", "MULTI_GPU", "MULTI_CPU", "MULTI_XPU"):
         layout = Layout(num_micro=fields.number("", "gradient_accumulation_steps", 0, auto=True))
     else:
         raise LayoutError(
-            f"distributed_type {shown(kind)} cannot be said; NO, MULTI_GPU, FSDP, DEEPSPEED and "
-            "MEGATRON_LM can."
+            f"distributed_type {shown(kind)} cannot be said; NO, MULTI_GPU, FSDP, TP, DEEPSPEED "
+            "and MEGATRON_LM can."
         )
     layout = _with_mesh(fields, layout)
     if count:
-        replica = layout.tp * layout.pp
+        replica = layout.tp * layout.cp * layout.pp
         if count % replica or (layout.dp and layout.dp * replica != count):
             raise LayoutError(
-                f"num_processes {count} is not tp {layout.tp} x pp {layout.pp}"
+                f"num_processes {count} is not tp {layout.tp} x cp {layout.cp} x pp {layout.pp}"
                 + (f" x dp {layout.dp}." if layout.dp else " times a number of replicas.")
             )
         layout = replace(layout, dp=count // replica)
@@ -276,9 +285,9 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
     at, name = "parallelism_config", "parallelism_config_"
     if not fields.section(at):
         return layout
-    for size in ("cp_size", "sp_size"):
-        if (degree := fields.number(at, f"{name}{size}", 1)) > 1:
-            raise LayoutError(f"{name}{size} is {degree}; it cannot be said yet, only 1.")
+    if (degree := fields.number(at, f"{name}sp_size", 1)) > 1:
+        raise LayoutError(f"{name}sp_size is {degree}; it cannot be said yet, only 1.")
+    cp = fields.number(at, f"{name}cp_size", 1)
     fields.skip(at, f"{name}cp_comm_strategy")
     replicas = fields.number(at, f"{name}dp_replicate_size", 1)
     shards = fields.number(at, f"{name}dp_shard_size", 1)
@@ -287,6 +296,7 @@ def _with_mesh(fields: Fields, layout: Layout) -> Layout:
     return replace(
         layout,
         tp=max(layout.tp, tp),
+        cp=cp,
         dp=replicas * shards,
         zero=zero,
         dp_replicate=replicas if zero else 1,

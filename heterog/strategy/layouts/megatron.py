@@ -14,7 +14,7 @@ from heterog.names import shown
 from heterog.strategy.layouts.fields import Fields, LayoutFile, Twice, leaves
 from heterog.strategy.layouts.layout import LayoutError, layout_of_words
 
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^{}]*))?\})")
 _MOST_WORDS = 10_000
 _MOST_NESTED = 8  # variables in the values of variables
@@ -96,6 +96,8 @@ def _spread(words: list[str]) -> Iterator[str]:
     for word in words:
         is_set = _ASSIGNMENT.fullmatch(word)
         value = _with_variables(is_set[2] if is_set else word, variables)
+        if "(" not in value and value.strip(")"):
+            value = value.rstrip(")")  # the end of an array in one line
         if is_set:
             variables[is_set[1]] = value
         text = value.lstrip("(").strip()
@@ -134,18 +136,26 @@ def read_megatron(fields: Fields) -> LayoutFile:
         if value not in (None, none, False):
             raise LayoutError(f"{name} is {shown(value)}; it cannot be said, only {none}.")
     said = {own: str(fields.number("", name, 1)) for own, name in _DEGREES.items()}
+    if int(said["ep"]) > 1:
+        said["ep"] = str(_experts(fields, said))
     said["micro_batch"] = str(fields.number("", "micro_batch_size", 0))
     said["dispatch"] = fields.word("", "moe_token_dispatcher_type", "alltoall")
     said["sequence_parallel"] = str(fields.flag("", "sequence_parallel"))
     said |= _sharding(fields) | _recomputation(fields) | _stages(fields, int(said["pp"]))
     if world := _num_devices(fields):
         replica = int(said["tp"]) * int(said["pp"]) * int(said["cp"])
-        if world % replica:
-            raise LayoutError(
-                f"{world} devices are not tp {said['tp']} x pp {said['pp']} x cp {said['cp']} "
-                "times a number of replicas."
+        needed = replica * int(said["ep"])
+        words = f"tp {said['tp']} x pp {said['pp']} x cp {said['cp']}"
+        if world < needed:  # examples are for one host until somebody writes how many
+            fields.remark(
+                f"The {world} devices that the launcher is told of are fewer than {needed}, "
+                f"{words} x replicas that share experts {said['ep']}: the cluster says how many "
+                "there are."
             )
-        said["dp"] = str(world // replica)
+        elif world % replica:
+            raise LayoutError(f"{world} devices are not {words} times a number of replicas.")
+        else:
+            said["dp"] = str(world // replica)
     for name in _REMARKED:
         if fields.take(name) not in (None, False, "null", 0):
             fields.remark(f"{name} is not modelled.")
@@ -154,9 +164,49 @@ def read_megatron(fields: Fields) -> LayoutFile:
     return LayoutFile(layout=layout_of_words(said), batch_size=batch)
 
 
+def replicas_that_share(ep: int, tp: int, cp: int, each: int, words: str) -> int:
+    """Replicas that share experts, where a program counts devices.
+
+    They take in all of ``cp``, and ``tp`` unless that splits each expert.
+
+    Args:
+        ep: Devices with different experts.
+        tp: Devices of a team.
+        cp: Teams that share a sequence.
+        each: Devices that split an expert.
+        words: Names of the program's fields for these.
+
+    Raises:
+        LayoutError: a replica's devices do not divide them.
+    """
+    inside = cp * (1 if each == tp else tp)
+    if ep % inside:
+        raise LayoutError(
+            f"{ep} must be a multiple of the {inside} devices of a replica ({words})."
+        )
+    return ep // inside
+
+
+def _experts(fields: Fields, said: Mapping[str, str]) -> int:
+    tp, cp, ep = (int(said[name]) for name in ("tp", "cp", "ep"))
+    each = fields.number("", "expert_tensor_parallel_size", tp)
+    try:
+        return replicas_that_share(
+            ep, tp, cp, each, "context_parallel_size, and tensor_model_parallel_size unless "
+            "expert_tensor_parallel_size is as large"
+        )  # fmt: skip
+    except LayoutError as error:
+        raise LayoutError(f"expert_model_parallel_size {error}") from error
+
+
 def _num_devices(fields: Fields) -> int:
-    """Devices that the launcher is told of; 0 if it is not."""
-    hosts = fields.number("", "num_nodes", 0) or fields.number("", "nnodes", 0)
+    """Devices that the launcher is told of; 0 if it is not, or by a variable of its own."""
+    hosts = 0
+    for name in ("num_nodes", "nnodes"):
+        if str(said := fields.take(name)).startswith("$"):
+            fields.remark(f"{name} is {shown(said)}: the cluster says how many devices there are.")
+        else:
+            hosts = hosts or fields.number("", name, 0)
     each = fields.take("devices")
     if type(each) is not int:
         each = fields.take("nproc_per_node") or fields.take("gpus_per_node")
@@ -181,6 +231,7 @@ def _sharding(fields: Fields) -> dict[str, str]:
     fields.skip("", "data_parallel_sharding_strategy")
     if fields.flag("", "use_torch_fsdp2"):
         stage = 3
+    stage = max(stage, fields.number("", "zero_stage", 0, least=0))  # Megatron-DeepSpeed
     copies = fields.number("", "num_distributed_optimizer_instances", 1)
     return {"zero": str(stage), "dp_replicate": str(copies if stage else 1)}
 
@@ -191,6 +242,9 @@ def _recomputation(fields: Fields) -> dict[str, str]:
         kind = fields.word("", name) or kind
     if fields.flag("", "recompute_activations"):
         kind = kind or "selective"
+    for name in ("checkpoint_activations", "deepspeed_activation_checkpointing"):
+        if fields.flag("", name):
+            kind = kind or "full"
     method = count = ""
     for start in ("recompute", "activations_checkpoint"):
         method = fields.word("", f"{start}_method") or method
@@ -255,6 +309,7 @@ _CANNOT_BE_SAID: Mapping[str, object] = {
     "encoder_tensor_model_parallel_size": 0,
     "encoder_pipeline_model_parallel_size": 0,
     "hierarchical_context_parallel_sizes": None,
+    "ds_sequence_parallel_size": 1,
 }
 """Fields that no layout says, with the value that changes nothing."""
 _REMARKED = (
