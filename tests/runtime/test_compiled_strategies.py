@@ -4,20 +4,17 @@ Sums that inductor takes in another order are off by as much as those that devic
 limits are those of ``test_any_strategy``.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
-from torch import Tensor, fx
 
 from heterog.cluster.topology import Execution
 from heterog.runtime.step import compiled
-from heterog.runtime.step.compiled import Compiler, Kernels, _inductor, as_compiled, boxed
-from heterog.runtime.step.recipes import Like
+from heterog.runtime.step.compiled import Compiler, _inductor
 from tests.runtime.any_strategy import any_strategy
 from tests.runtime.cases import (
     NORMALISED,
@@ -32,33 +29,13 @@ from tests.runtime.grids import grid_cluster
 from tests.runtime.local_groups import reference_in_groups
 from tests.runtime.ranks import Ranks
 from tests.runtime.strategies import graph_of
+from tests.runtime.test_segments import traced
 from tests.simulator.builders import plan_by_hand
-from tests.thorough import IS_THOROUGH, few_of
+from tests.thorough import few_of
 
-FAMILIES = ("mlp", "gpt", "normalised residual", "encodings", "moe", "translation")
-
-
-def passed(function: Kernels, likes: Sequence[Like]) -> Kernels:
-    """What inductor makes of a graph before it writes C++, which takes it seconds."""
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.fx_passes.post_grad import post_grad_passes
-
-    def interpreted(module: fx.GraphModule, _: Sequence[Tensor], **__: Any) -> Kernels:
-        post_grad_passes(module, is_inference=True)
-        module.recompile()
-
-        def run(inputs: list[Tensor]) -> list[Tensor]:
-            made: list[Tensor] = fx.Interpreter(module).boxed_run(inputs)
-            return made
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    return as_compiled(
-        function,
-        likes,
-        lambda graph, given: boxed(compile_fx(graph, given, interpreted)),  # type: ignore[arg-type]
-    )
+FAMILIES = ("mlp", "normalised residual", "encodings", "gpt", "moe", "translation")
+QUICK = [("traced", 0, name) for name in FAMILIES[:4]]
+CASES = [("inductor", seed, name) for seed in range(10) for name in FAMILIES]
 
 
 class Compiled(NamedTuple):
@@ -69,20 +46,19 @@ class Compiled(NamedTuple):
     said: list[str]
 
 
-def train_compiled(
-    rank: int, name: str, recipe: Recipe, plan_path: str, is_quick: bool
-) -> Compiled:
+def train_compiled(rank: int, name: str, recipe: Recipe, plan_path: str, how: str) -> Compiled:
     """Train a plan whose cluster is compiled."""
     compilers: list[Compiler] = []
     said: list[str] = []
     begin = Compiler.__init__
+    backends = {"traced": traced, "inductor": _inductor}
 
     def noted(self: Compiler) -> None:
         begin(self)
         compilers.append(self)
 
     with (
-        mock.patch.object(compiled, "_inductor", passed if is_quick else _inductor),
+        mock.patch.object(compiled, "_inductor", backends[how]),
         mock.patch.object(Compiler, "__init__", noted),
         mock.patch.object(compiled._LOG, "warning", lambda text, *a: said.append(text % a)),
     ):
@@ -90,14 +66,14 @@ def train_compiled(
     return Compiled(trained, compilers[0].num_compiled, said)
 
 
-def check_compiled(ranks: Ranks, folder: Path, name: str, seed: int, is_quick: bool) -> list[int]:
+def check_compiled(ranks: Ranks, folder: Path, name: str, seed: int, how: str) -> list[int]:
     """The numbers of one device; numbers of functions that were compiled."""
     graph = graph_of(name)
     strategy = any_strategy(Random(f"{seed} {name} 4"), graph, 4)
     cluster = replace(grid_cluster(4), execution=Execution.COMPILED)
     plan = plan_by_hand(graph, cluster, strategy)
     plan.save(folder / "plan.json")
-    found = ranks.run(train_compiled, name, SGD, str(folder / "plan.json"), is_quick)
+    found = ranks.run(train_compiled, name, SGD, str(folder / "plan.json"), how)
     results = [each.trained for each in found]
     said = {text for each in found for text in each.said}
     assert not said, said
@@ -110,10 +86,8 @@ def check_compiled(ranks: Ranks, folder: Path, name: str, seed: int, is_quick: b
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("seed", "name"), few_of([(seed, name) for seed in range(10) for name in FAMILIES], 4)
-)
+@pytest.mark.parametrize(("how", "seed", "name"), few_of([*QUICK, *CASES], len(QUICK)))
 def test_compiled_strategies_train_as_one_device(
-    four_ranks: Ranks, tmp_path: Path, seed: int, name: str
+    four_ranks: Ranks, tmp_path: Path, how: str, seed: int, name: str
 ) -> None:
-    assert any(check_compiled(four_ranks, tmp_path, name, seed, is_quick=not IS_THOROUGH))
+    assert any(check_compiled(four_ranks, tmp_path, name, seed, how))

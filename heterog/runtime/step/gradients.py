@@ -118,9 +118,6 @@ class Gradients:
 
     def keep_row(self, row: int, micro: int, kept: Tensor | Pending) -> None:
         """Keep a parameter's gradient, which may be under way."""
-        if self._part.is_own(row, micro):
-            self.own[row] = kept
-            return
         if (row, micro) in self._part.given_to_replicas:
             # Sums over devices and micro-batches change it in place, maybe before it is sent.
             kept = _waited(kept)
