@@ -1,64 +1,55 @@
 """Points of a small space, tried one by one until all are seen or the budget is over."""
 
-import math
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable
-from typing import Generic, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterable
 
 from heterog.graph.placement import OpRules
 from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
 from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.planner import Candidate, PlanResult, Problem
+from heterog.methods.planner import Point, PointSearch, Problem
 from heterog.methods.teams import without_needless_rules
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Outcome
 from heterog.simulator.evaluator import UNROLLED_STEPS
 from heterog.strategy.schedules import AS_IT_COMES, PipelineSchedule
+from heterog.strategy.strategy import Strategy
 
 NUM_RETURNED = 6
 """Number of strategies handed to the referee."""
 
-Point = TypeVar("Point", bound=Hashable)
 
+class Enumeration(PointSearch[Point]):
+    """Base of enumerations, whose points are rows of a table of decisions.
 
-class Enumeration(ABC, Generic[Point]):
-    """Base of enumerations: each point is simulated once, the best are handed over.
-
-    A subclass says what a point means (``row`` and the methods after it), and ``search`` which
-    points are tried.
+    A subclass says what a point means (``row`` and the methods after it).
 
     Args:
         problem: The planner's problem.
 
     Attributes:
-        problem: The planner's problem.
-        spending: What has been spent of the budget.
         num_groups: Number of groups, each of which has one decision.
         num_steps: Number of training steps that are simulated.
         speeds: Speed of each device.
         space: Space of the decisions that rows refer to.
-        cost: Preference of every point that was tried; the least is the best.
         fault: Why the last point that cannot run was passed over; empty if there was none.
     """
 
+    num_returned = NUM_RETURNED
+    nothing = ""
+    """Reason to give if there was no point to try."""
+
     def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
         evaluator = problem.evaluator
-        self.problem = problem
-        self.spending = problem.spend()
         self.num_groups = evaluator.tables.num_groups
         self.num_steps = 1 if problem.step_barrier else UNROLLED_STEPS
         self.speeds = device_speeds(evaluator)
         self.space = StrategySpace(
             evaluator.graph, evaluator.cluster, evaluator.tables, evaluator.channels, self.speeds
         )
-        self.cost: dict[Point, tuple[float, float]] = {}
         self.fault = ""
-
-    @abstractmethod
-    def search(self) -> None:
-        """Try points; an exception of the budget's limits may end it early."""
 
     @abstractmethod
     def row(self, point: Point) -> IntArray:
@@ -92,23 +83,14 @@ class Enumeration(ABC, Generic[Point]):
         """Whether a point stands for a strategy; others are passed over."""
         return True
 
-    def run(self, problem: Problem, *, reason: str = "") -> PlanResult:
-        """Search with a problem's budget, which may be a later problem than the first.
+    @property
+    def why_nothing(self) -> str:
+        """See ``PointSearch``."""
+        return "" if self.spending.is_over else self.fault or self.nothing
 
-        Args:
-            problem: A problem on the same evaluator.
-            reason: Reason to give if there was no point to try.
-        """
-        self.problem, self.spending = problem, problem.spend()
-        # What was too large to simulate may not be in a longer round.
-        self.cost = {point: cost for point, cost in self.cost.items() if cost[1] < math.inf}
-        with self.spending.limits():
-            self.search()
-        return PlanResult(
-            candidates=tuple(self._candidate(point) for point in self.best(NUM_RETURNED)),
-            num_evaluations=self.spending.evaluations,
-            reason="" if self.cost or self.spending.is_over else self.fault or reason,
-        )
+    def orders(self, point: Point) -> tuple[Order, ...]:
+        """See ``PointSearch``."""
+        return (self.order(point),)
 
     def try_points(self, points: Iterable[Point], *, until: float = 1.0) -> None:
         """Simulate points that are new, at least one, while the budget lasts.
@@ -118,16 +100,16 @@ class Enumeration(ABC, Generic[Point]):
             until: Part of the budget that may be spent when this ends.
         """
         for point in points:
-            if self.cost and (self.spending.is_over or self.spending.fraction >= until):
+            if self.found and (self.spending.is_over or self.spending.fraction >= until):
                 return
-            if point in self.cost or not self.is_possible(point):
+            if point in self.found or not self.is_possible(point):
                 continue
             choice = self._choice(point)
             evaluation = self.problem.evaluator.evaluate(choice, self.order(point))
             if evaluation.outcome == Outcome.CANNOT_RUN:
                 self.fault = evaluation.shortage
             else:
-                self.cost[point] = evaluation.preference
+                self.found[point] = evaluation
 
     def _choice(self, point: Point) -> Choice:
         evaluator = self.problem.evaluator
@@ -144,12 +126,13 @@ class Enumeration(ABC, Generic[Point]):
 
     def best(self, count: int) -> list[Point]:
         """The best points so far, best first; reports the best one."""
-        found = sorted(self.cost, key=self.cost.__getitem__)[:count]
+        found = super().best(count)
         if found:
-            self.problem.report(self.spending.fraction, self.cost[found[0]][1])
+            self.problem.report(self.spending.fraction, self.found[found[0]].step_time_s)
         return found
 
-    def _candidate(self, point: Point) -> Candidate:
+    def strategy_of(self, point: Point) -> Strategy:
+        """See ``PointSearch``."""
         strategy = self.space.decode(
             self.row(point),
             bucket_bytes=self.bucket_bytes(point),
@@ -159,5 +142,4 @@ class Enumeration(ABC, Generic[Point]):
             schedule=self.schedule(point),
             blocks=self.blocks(point),
         )
-        strategy = without_needless_rules(strategy)
-        return Candidate(strategy=strategy, orders=(self.order(point),))
+        return without_needless_rules(strategy)

@@ -64,11 +64,7 @@ class PipelineSearch(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Enumerate, then refine the best until nothing improves or the budget is over."""
-        groups = problem.evaluator.tables.num_groups
-        return problem.resumed(_Enumeration).run(
-            problem,
-            reason=f"every stage needs a group of layers, and the model has {groups} of them",
-        )
+        return problem.resumed(_Enumeration).answer(problem)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +182,8 @@ class _Enumeration(Enumeration[_Point]):
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
         evaluator = problem.evaluator
+        count = self.num_groups
+        self.nothing = f"every stage needs a group of layers, and the model has {count} of them"
         self.cluster = evaluator.cluster
         self.parameters = parameter_bytes(evaluator)
         self.activations = activation_bytes(evaluator)
@@ -247,11 +245,13 @@ class _Enumeration(Enumeration[_Point]):
     @property
     def _has_fit(self) -> bool:
         """Whether any point fits into memory."""
-        return any(lacking <= 0.0 for lacking, _ in self.cost.values())
+        return any(each.preference[0] <= 0.0 for each in self.found.values())
 
     def _leaders(self) -> list[_Point]:
         """The best points, and the fastest, fitting or not: a cap may make them fit."""
-        fastest = sorted(self.cost, key=lambda point: self.cost[point][1])[:_NUM_REFINED]
+        fastest = sorted(self.found, key=lambda point: self.found[point].step_time_s)[
+            :_NUM_REFINED
+        ]
         return list(dict.fromkeys((*self.best(_NUM_REFINED), *fastest)))
 
     def _sequences(self, num_micro: int, order: Order) -> list[Stages]:
@@ -346,7 +346,7 @@ class _Enumeration(Enumeration[_Point]):
 
         The first stages hold the most micro-batches.
         """
-        if self.cost[start][0] <= 0.0:
+        if self.found[start].preference[0] <= 0.0:
             return
         num_stages = len(start.stages)
         some = sorted({1, num_stages // 2, num_stages} - {0})
@@ -369,7 +369,7 @@ class _Enumeration(Enumeration[_Point]):
             for recomputing in dict.fromkeys((start.recomputing, len(start.stages))):
                 point = replace(start, recomputing=recomputing, keeps=keeps)
                 yield point
-                fits = fits or (point in self.cost and self.cost[point][0] <= 0.0)
+                fits = fits or (point in self.found and self.found[point].preference[0] <= 0.0)
             if not fits:
                 return
 
@@ -415,8 +415,8 @@ class _Enumeration(Enumeration[_Point]):
         while True:
             self.try_points(self._beside(best))
             again = min(
-                (point for point in self.cost if point.stages == start.stages),
-                key=self.cost.__getitem__,
+                (point for point in self.found if point.stages == start.stages),
+                key=lambda point: self.found[point].preference,
             )
             if again == best or self.spending.is_over:
                 return

@@ -434,8 +434,7 @@ class PointSearch(ABC, Generic[Point]):
         spending: What has been spent of its budget.
         evaluator: Evaluator of the problem.
         found: Evaluations of the points that were simulated.
-        strategies: Strategies of these points.
-        refused: Why other points have none.
+        refused: Why other points have no strategy, or one that cannot run.
     """
 
     num_returned = 3
@@ -444,7 +443,6 @@ class PointSearch(ABC, Generic[Point]):
         self.problem, self.spending = problem, problem.spend()
         self.evaluator = problem.evaluator
         self.found: dict[Point, Evaluation] = {}
-        self.strategies: dict[Point, Strategy] = {}
         self.refused: dict[Point, str] = {}
 
     @abstractmethod
@@ -455,25 +453,28 @@ class PointSearch(ABC, Generic[Point]):
     def strategy_of(self, point: Point) -> Strategy:
         """The strategy of a point; a ``LayoutError`` or ``StrategyError`` refuses it."""
 
-    @abstractmethod
-    def in_words(self, point: Point) -> str:
-        """What a point is, for people."""
-
     @property
     @abstractmethod
     def why_nothing(self) -> str:
         """Reason to give where no point makes sense."""
 
+    def in_words(self, point: Point) -> str:
+        """What the best point is, for people; empty if there is nothing to say."""
+        return ""
+
+    def orders(self, point: Point) -> tuple[Order, ...]:
+        """Orders in which the strategy of a point may run."""
+        return tuple(Order)
+
     def returned(self) -> list[Point]:
         """The points that are handed over, best first."""
         return self.best(self.num_returned)
 
-    def answer(self, problem: Problem, orders: tuple[Order, ...] = tuple(Order)) -> PlanResult:
+    def answer(self, problem: Problem) -> PlanResult:
         """Search with the budget of a problem, and hand over the best strategies.
 
         Args:
             problem: The problem of the beginning, or a later one on the same evaluator.
-            orders: Orders in which the strategies may run.
         """
         if problem is not self.problem:
             self.problem, self.spending = problem, problem.spend()
@@ -485,7 +486,8 @@ class PointSearch(ABC, Generic[Point]):
         best = self.returned()
         return PlanResult(
             candidates=tuple(
-                Candidate(strategy=self.strategies[point], orders=orders) for point in best
+                Candidate(strategy=self.strategy_of(point), orders=self.orders(point))
+                for point in best
             ),
             num_evaluations=self.spending.evaluations,
             reason="" if best else self.why_nothing,
@@ -497,15 +499,14 @@ class PointSearch(ABC, Generic[Point]):
         if point in self.found or point in self.refused:
             return self.found.get(point)
         try:
-            strategy = self.strategy_of(point)
-            evaluation = self.evaluator.evaluate(strategy, order)
+            evaluation = self.evaluator.evaluate(self.strategy_of(point), order)
         except (LayoutError, StrategyError) as error:
             self.refused[point] = str(error)
             return None
         if evaluation.outcome == Outcome.CANNOT_RUN:
             self.refused[point] = evaluation.shortage
             return None
-        self.found[point], self.strategies[point] = evaluation, strategy
+        self.found[point] = evaluation
         return evaluation
 
     def best(self, count: int) -> list[Point]:

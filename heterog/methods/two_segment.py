@@ -29,7 +29,7 @@ class TwoSegment(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Enumerate until all is tried or the budget is over."""
-        return problem.resumed(_Enumeration).run(problem)
+        return problem.resumed(_Enumeration).answer(problem)
 
 
 class _Point(NamedTuple):

@@ -105,9 +105,9 @@ def test_a_pipeline_of_teams_means_what_was_simulated() -> None:
         _Point(((0, 1, 2, 3), (4, 5)), (middle,), 4, Order.FIFO, slices_updates=True),
     ):
         search.try_points([point])
-        strategy = search._candidate(point).strategy
+        strategy = search.strategy_of(point)
         evaluation = evaluator.evaluate(strategy, Order.FIFO)  # checks it
-        assert evaluation.step_time_s == search.cost[point][1]
+        assert evaluation.step_time_s == search.found[point].step_time_s
         sizes = {len(team) for decision in strategy.decisions for team in decision.teams}
         assert sizes == set(point.teams)
         recomputing = {d.devices for d in strategy.decisions if d.recompute}
@@ -121,13 +121,13 @@ def test_a_small_budget_reaches_every_kind_of_point() -> None:
     search = _Enumeration(problem)
     with search.spending.limits():
         search.search()
-    assert any(point.teams for point in search.cost)
-    assert any(point.splits_backward for point in search.cost)
-    assert any(point.caps for point in search.cost)
+    assert any(point.teams for point in search.found)
+    assert any(point.splits_backward for point in search.found)
+    assert any(point.caps for point in search.found)
     assert search.spending.evaluations <= 120
     again = PipelineSearch().plan(
         Problem(evaluator=Evaluator(GRAPH, evaluator.cluster), budget=problem.budget)
     )
     assert [c.strategy for c in again.candidates] == [
-        search._candidate(point).strategy for point in search.best(6)
+        search.strategy_of(point) for point in search.best(6)
     ]

@@ -42,6 +42,7 @@ from heterog.methods.islands.slices import Slices
 from heterog.methods.megatron_grid import least_bubble
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import words_worth_trying
+from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.strategy import Strategy
@@ -77,7 +78,7 @@ class Islands(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Estimate, simulate the best, refine the very best."""
-        return problem.resumed(CompositionSearch).answer(problem, tuple(problem.orders))
+        return problem.resumed(CompositionSearch).answer(problem)
 
 
 class CompositionSearch(PointSearch[Composition]):
@@ -113,6 +114,10 @@ class CompositionSearch(PointSearch[Composition]):
     def in_words(self, point: Composition) -> str:
         """See ``PointSearch``."""
         return described(point, self.slices, self.evaluator.cluster)
+
+    def orders(self, point: Composition) -> tuple[Order, ...]:
+        """See ``PointSearch``."""
+        return self.problem.orders
 
     def search(self) -> None:
         """Simulate what is plain, estimate, simulate the best and refine the best of these."""

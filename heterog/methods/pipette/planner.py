@@ -31,6 +31,7 @@ from heterog.methods.pipette.layouts import (
 )
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.recomputing import cheaper_layouts, surely_kept
+from heterog.simulator import engine
 from heterog.simulator.evaluation import Evaluation
 from heterog.strategy.layouts.layout import Recompute
 from heterog.strategy.layouts.placed import place_layout
@@ -71,7 +72,7 @@ class Pipette(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Rank layouts, dedicate hosts, simulate the cheapest."""
-        return problem.resumed(_Search).answer(problem, (problem.first_order,))
+        return problem.resumed(_Search).answer(problem)
 
 
 class _Search(PointSearch[_Trial]):
@@ -107,6 +108,10 @@ class _Search(PointSearch[_Trial]):
         for point in dict.fromkeys(trial.point for trial in self.best(2 * NUM_REORDERED)):
             for order in self._other_orders(point):
                 self._try(_Trial(point=point, order=order))
+
+    def orders(self, point: _Trial) -> tuple[engine.Order, ...]:
+        """See ``PointSearch``."""
+        return (self.problem.first_order,)
 
     def _cheapest(self, point: Point, order: Order) -> Point:
         """A layout that fits, or one that makes less again and still fits."""
@@ -191,8 +196,8 @@ class _Search(PointSearch[_Trial]):
             return
         given = _Trial(point=point, order=self._as_given(point))
         traffic = None
-        if given in self.strategies:
-            traffic = HostTraffic.of_strategy(self.strategies[given], self.problem.evaluator)
+        if given in self.found:
+            traffic = HostTraffic.of_strategy(self.strategy_of(given), self.evaluator)
         if traffic is not None:
             yield self._counted(given, traffic)
         yield point.hosts
