@@ -20,7 +20,6 @@ this and ``tuned_uniform``.
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import combinations, islice
 from typing import NamedTuple
@@ -210,11 +209,11 @@ class DistributedDataParallel(Planner):
         with problem.spend().limits():
             while tried.candidates and not self._fits(problem, tried) and num_micro < most:
                 num_micro = min(2 * num_micro, most)
-                tried = _all_variants(problem, self._variants(problem, num_micro))
+                tried = _best_variants(problem, self._variants(problem, num_micro))
             low = num_micro // 2 + 1
             while self._fits(problem, tried) and low < num_micro:  # the smallest count that fits
                 middle = (low + num_micro) // 2
-                attempt = _all_variants(problem, self._variants(problem, middle))
+                attempt = _best_variants(problem, self._variants(problem, middle))
                 if self._fits(problem, attempt):
                     num_micro, tried = middle, attempt
                 else:
@@ -245,24 +244,11 @@ class DistributedDataParallel(Planner):
 
 def _best_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
     """Variants as candidates, best first; the referee decides which one counts."""
-    return _ranked_variants(problem, strategies, problem.spend().limits())
-
-
-def _all_variants(problem: Problem, strategies: list[Strategy]) -> PlanResult:
-    """The same, for a search that has its own limits."""
-    return _ranked_variants(problem, strategies, nullcontext())
-
-
-def _ranked_variants(
-    problem: Problem,
-    strategies: list[Strategy],
-    limits: AbstractContextManager[None],
-) -> PlanResult:
     tried: list[tuple[Strategy, Evaluation]] = []
     spending = problem.spend()
     # Without a barrier every row has the same freedom to choose its order.
     orders = (Order.FIFO,) if problem.step_barrier else problem.orders
-    with limits:
+    with spending.limits():
         for strategy in strategies:
             choice = problem.evaluator.encode(strategy)
             found = [problem.evaluator.evaluate(choice, order) for order in orders]

@@ -40,19 +40,13 @@ def island_decisions(evaluator: Evaluator) -> Iterator[Decision]:
                 yield decision
 
 
-def best_of(
-    tried: Sequence[Tried],
-    problem: Problem,
-    spending: Spending,
-    search_seconds: float,
-) -> PlanResult:
+def best_of(tried: Sequence[Tried], problem: Problem, spending: Spending) -> PlanResult:
     """The best three of the strategies that a method has tried, none of which is exact.
 
     Args:
         tried: All of them, at least one.
         problem: Problem whose seeds are the exact strategies, beside which the best one is put.
         spending: What the search has spent.
-        search_seconds: Seconds that it took.
     """
     best = sorted(tried, key=by_preference)[:3]
     return PlanResult(
@@ -60,7 +54,6 @@ def best_of(
             Candidate(strategy=strategy, orders=(Order.FIFO,)) for _, strategy in best
         ),
         num_evaluations=spending.evaluations,
-        search_seconds=search_seconds,
         note=_beside_exact(*best[0], problem),
     )
 
@@ -79,7 +72,7 @@ def _beside_exact(found: Evaluation, strategy: Strategy, problem: Problem) -> st
 
 def nothing(reason: str) -> PlanResult:
     """A result without strategies, and the reason."""
-    return PlanResult(candidates=(), num_evaluations=0, search_seconds=0.0, reason=reason)
+    return PlanResult(candidates=(), num_evaluations=0, reason=reason)
 
 
 def _singles(cluster: Cluster) -> list[tuple[int, ...]]:

@@ -28,15 +28,13 @@ class SeedPlanner(Planner):
     Args:
         name: Name of its row.
         candidates: Strategies for the graph and cluster that it will be asked about.
-        note: Where they come from, in words.
     """
 
     stage = "baseline"
 
-    def __init__(self, name: str, candidates: Sequence[Candidate], note: str = "") -> None:
+    def __init__(self, name: str, candidates: Sequence[Candidate]) -> None:
         self.name = name
         self.candidates = tuple(candidates)
-        self.note = note
 
     def plan(self, problem: Problem) -> PlanResult:
         """The strategies, each in its own orders."""
@@ -45,7 +43,6 @@ class SeedPlanner(Planner):
             num_evaluations=0,
             search_seconds=0.0,
             reason="" if self.candidates else "nothing was known before",
-            note=self.note,
         )
 
 

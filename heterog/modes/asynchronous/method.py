@@ -10,7 +10,6 @@ exchange with the server included. The server is on one device (each is tried, o
 or parts of it are on the first device of every host.
 """
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -81,7 +80,7 @@ class ServedTeams(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try teams of devices and of hosts with servers in several places, then refine."""
-        evaluator, begin_s = problem.evaluator, time.perf_counter()
+        evaluator = problem.evaluator
         if not problem.step_barrier:
             return nothing("a server needs a step barrier")
         spending = problem.spend()
@@ -98,7 +97,7 @@ class ServedTeams(Planner):
                 tried += refined(best, partial(_device_speeds, evaluator), attempt)
         if not tried:
             return nothing("there are no two devices or hosts with samples to train alone")
-        return best_of(tried, problem, spending, time.perf_counter() - begin_s)
+        return best_of(tried, problem, spending)
 
     def _tried(self, evaluator: Evaluator, devices: tuple[int, ...], decision: Decision) -> Tried:
         strategy = served_strategy(evaluator, decision, self.staleness, devices, self.order)

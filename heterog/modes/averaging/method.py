@@ -9,7 +9,6 @@ Samples follow the devices' speeds, so that islands end their steps at the same 
 that adds more communication than it takes work off the others is left out.
 """
 
-import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -104,7 +103,7 @@ class AveragedReplicas(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Try islands of devices and of hosts, with even and proportional shares, then refine."""
-        evaluator, begin_s = problem.evaluator, time.perf_counter()
+        evaluator = problem.evaluator
         if not problem.step_barrier:
             return nothing("averaging needs a step barrier")
         spending = problem.spend()
@@ -119,7 +118,7 @@ class AveragedReplicas(Planner):
                 tried += self._without_slow(evaluator, min(tried, key=by_preference))
         if not tried:
             return nothing("there are no two devices or hosts with samples to average between")
-        return best_of(tried, problem, spending, time.perf_counter() - begin_s)
+        return best_of(tried, problem, spending)
 
     def _tried(self, evaluator: Evaluator, decision: Decision) -> Tried:
         strategy = uniform_strategy(evaluator, decision).with_mode(self.averaging)
