@@ -313,6 +313,37 @@ class Processes(_Remote):
         self._file, self._shared = "", None
 
 
+def connect_to_ray() -> tuple[Any, bool]:
+    """Ray's module, connected to the cluster of ``RAY_ADDRESS``, or to one that it starts here.
+
+    Nothing is reported to Ray's makers unless ``RAY_USAGE_STATS_ENABLED`` says so.
+
+    Returns:
+        The module, and whether it was not connected before.
+
+    Raises:
+        HeterogError: Ray is not installed, or the cluster does not answer.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise HeterogError(
+            "Ray is asked for, which is not installed; pip install heterog[ray]."
+        ) from error
+    is_mine = not ray.is_initialized()
+    if is_mine:
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            first = str(error).strip().split("\n")[0]
+            raise HeterogError(
+                f"cannot reach the Ray cluster at {os.environ.get('RAY_ADDRESS', 'hand')}: "
+                f"{first}; start one with ray start --head, or unset RAY_ADDRESS."
+            ) from error
+    return ray, is_mine
+
+
 class RayWorkers(_Remote):
     """Ray, of any size: the cluster of ``RAY_ADDRESS`` or of this machine, or a new local one.
 
@@ -327,28 +358,11 @@ class RayWorkers(_Remote):
     """
 
     def __init__(self, count: int | None = None) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        try:
-            import ray
-        except ImportError as error:
-            raise HeterogError(
-                "`workers` ray needs Ray, which is not installed; pip install heterog[ray]."
-            ) from error
-        self._ray: Any = ray
+        self._ray, self._is_mine = connect_to_ray()
         self._count = count
         self._shared: Any = None
         self._box: list[Any] = []
-        self._is_mine = not ray.is_initialized()
-        if self._is_mine:
-            try:
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level="error")
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                first = str(error).strip().split("\n")[0]
-                raise HeterogError(
-                    f"cannot reach the Ray cluster at {os.environ.get('RAY_ADDRESS', 'hand')}: "
-                    f"{first}; start one with ray start --head, or unset RAY_ADDRESS."
-                ) from error
-        self._run = ray.remote(_on_ray)
+        self._run = self._ray.remote(_on_ray)
 
     @property
     def count(self) -> int:

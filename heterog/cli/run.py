@@ -23,7 +23,7 @@ from heterog.cli.common import (
     stage_progress,
 )
 from heterog.cli.outputs import CHECKPOINT, JSON, not_replaced
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, UnknownNameError
 from heterog.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -199,6 +199,14 @@ def run(
             help="where ranks meet; 0 is any that is free",
         ),
     ] = 0,
+    on: Annotated[
+        str,
+        typer.Option(
+            "--on",
+            help="where ranks run: local, or ray for the cluster of RAY_ADDRESS; torchrun starts "
+            "them by python -m heterog.run",
+        ),
+    ] = "local",
     allow_nonfinite: Annotated[
         bool, typer.Option("--allow-nonfinite", help="go on when the loss is not finite")
     ] = False,
@@ -288,14 +296,15 @@ def run(
         },
     )
     if healing is not None:
-        if testbed or trace is not None or port or loaded.background is not None:
+        others = testbed, trace, port, loaded.background
+        if any(others) or on != LOCAL:
             raise HeterogError(
-                "--heal does not go with --testbed, --trace, --port or a plan's background job; "
+                "--heal does not go with --on, --testbed, --trace, --port or a background job; "
                 "leave one of them out."
             )
         run_healing(request, healing, rendezvous=rendezvous, host=host, as_json=as_json)
         return
-    measured = _run_in_place(request, loaded, testbed, quiet=as_json)
+    measured = _run_in_place(request, loaded, testbed, on, quiet=as_json)
     if trace is not None:
         from heterog.report.lanes import write_comparison
 
@@ -303,20 +312,30 @@ def run(
     if as_json:
         print_json(measured)
         return
-    where = f"ranks of testbed {testbed}" if testbed else "local ranks"
+    where = f"ranks of testbed {testbed}" if testbed else f"{on} ranks"
     _print_measured(measured, loaded, where)
     print_checkpoint(save)
 
 
 def _run_in_place(
-    request: "RunRequest", plan: "Plan", testbed: str, *, quiet: bool
+    request: "RunRequest", plan: "Plan", testbed: str, on: str, *, quiet: bool
 ) -> dict[str, Any]:
-    """The measurements of a job on this machine, or on a testbed if one is named."""
+    """The measurements of a job on this machine, on a testbed if one is named, or on Ray.
+
+    Raises:
+        HeterogError: the engine is unknown, does not go with a testbed, or the job failed.
+    """
     from heterog.runtime.launch import run_ranks
     from heterog.runtime.ranks.place import HERE
     from heterog.runtime.ranks.testbed import Testbed, load_testbed
 
     place: AbstractContextManager[Place] = nullcontext(HERE)
+    if on != LOCAL:
+        check_engine(on, plan, testbed)
+        from heterog.runtime.ranks.on_ray import run_on_ray
+
+        with progress_line(quiet) as show:
+            return run_on_ray(request, progress=lambda stage: show(*stage_progress(stage)))
     if testbed:
         cluster = load_testbed(testbed)
         difference = plan.cluster.describe_difference(cluster)
@@ -328,6 +347,31 @@ def _run_in_place(
         place = Testbed(cluster)
     with place as there, progress_line(quiet) as show:
         return run_ranks(request, place=there, progress=lambda stage: show(*stage_progress(stage)))
+
+
+LOCAL, TORCHRUN, RAY = "local", "torchrun", "ray"
+
+
+def check_engine(on: str, plan: "Plan", testbed: str) -> None:
+    """Check what shall start the ranks.
+
+    Raises:
+        UnknownNameError: nothing is called so.
+        HeterogError: it cannot be used from here; says what to do.
+    """
+    if on not in (LOCAL, TORCHRUN, RAY):
+        raise UnknownNameError("engine", on, (LOCAL, TORCHRUN, RAY))
+    if on == TORCHRUN:
+        hosts = plan.cluster.num_hosts
+        counts = sorted({list(plan.cluster.host_of).count(host) for host in range(hosts)})
+        number = str(counts[0]) if len(counts) == 1 else "N"
+        raise HeterogError(
+            "torchrun starts ranks on each host by itself; run there, with the first host's "
+            f"address: torchrun --nnodes {hosts} --nproc-per-node {number} --rdzv-backend c10d "
+            "--rdzv-endpoint ADDRESS:29400 -m heterog.run plan.json."
+        )
+    if testbed:
+        raise HeterogError(f"--testbed is this machine's and --on {on} is not; leave one out.")
 
 
 def _print_measured(measured: Mapping[str, Any], plan: "Plan", where: str) -> None:

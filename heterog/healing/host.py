@@ -21,8 +21,8 @@ from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
 from heterog.healing.crew import rank_command
 from heterog.healing.journal import JournalReader
-from heterog.healing.keepers import KeeperPlace, start_keeper, with_package
-from heterog.healing.rendezvous import Rendezvous, interface_of
+from heterog.healing.keepers import KeeperPlace, start_keeper
+from heterog.healing.rendezvous import Rendezvous
 from heterog.healing.wire import (
     Header,
     WireError,
@@ -38,9 +38,11 @@ from heterog.runtime.launch import (
     RANKS_OWN,
     LocalRank,
     end_ranks,
+    interface_of,
     signals_as_exit,
     start_rank,
     temporary_folder,
+    with_package,
 )
 from heterog.runtime.ranks.forks import rank_forks
 from heterog.runtime.request import RunRequest

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from heterog.healing.wire import (
     receive_message,
     send_message,
 )
+from heterog.runtime.launch import with_package
 
 _CONNECT_S = 5.0
 _REPLY_S = 120.0
@@ -209,12 +209,6 @@ def start_keeper(
         process.wait()
         raise HeterogError(f"the keeper of host {host} did not start on {address}.")
     return process, KeeperPlace(host=host, address=address, port=int(said))
-
-
-def with_package() -> str:
-    """A value of ``PYTHONPATH`` that contains this package, for any working directory."""
-    own = str(Path(__file__).parents[2])
-    return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
 
 
 def holders(parts: Mapping[int, Sequence[Part]], moment: Moment) -> dict[int, list[int]]:

@@ -5,10 +5,8 @@ listened on, and takes part everywhere else.
 """
 
 import errno
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,7 +17,6 @@ TOKEN = "HETEROG_TOKEN"
 DEFAULT_PORT = 29400
 """torchrun's."""
 _LEAST_TOKEN = 16
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 _NOT_OURS = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
@@ -105,21 +102,3 @@ def own_host(name: str, hosts: Sequence[str]) -> int:
             return hosts.index(candidate)
     say = "`host` names one" if name else "name this one by `host`"
     raise HeterogError(f"'{wanted}' is no host of the plan; {say} of {', '.join(hosts)}.")
-
-
-def interface_of(address: str) -> str:
-    """Name of the network interface with an IPv4 address; empty if none has it.
-
-    >>> interface_of("127.0.0.1")
-    'lo'
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from heterog.errors import HeterogError
-from heterog.healing.keepers import with_package
+from heterog.runtime.launch import with_package
 
 _END_S = 3.0
 

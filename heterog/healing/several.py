@@ -22,7 +22,7 @@ from heterog.cluster.topology import Cluster
 from heterog.errors import HeterogError
 from heterog.healing.assignment import Assignment
 from heterog.healing.journal import Event
-from heterog.healing.keepers import KeeperPlace, with_package
+from heterog.healing.keepers import KeeperPlace
 from heterog.healing.rendezvous import TOKEN, Rendezvous
 from heterog.healing.wire import (
     Header,
@@ -32,6 +32,7 @@ from heterog.healing.wire import (
     receive_message,
     send_message,
 )
+from heterog.runtime.launch import with_package
 from heterog.runtime.ranks.watching import wait_for_ranks
 from heterog.runtime.request import RunRequest
 

@@ -4,11 +4,13 @@ Ranks report their stage through small files, one each, from which the launcher 
 they are alive; ``watching`` says when that ends the job.
 """
 
+import fcntl
 import os
 import re
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,7 @@ RANKS_OWN = (
 """Variables that differ between the ranks of a process, and that nothing reads at import."""
 
 _END_S = 3.0
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 Beside = Callable[[int], list[str]]
 """Gives the arguments of this Python for a process beside a rank, which ends with the ranks."""
@@ -135,6 +138,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def with_package() -> str:
+    """A value of ``PYTHONPATH`` that contains this package, for any working directory."""
+    own = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [own, os.environ.get("PYTHONPATH", "")]))
+
+
+def interface_of(address: str) -> str:
+    """Name of the network interface with an IPv4 address; empty if none has it.
+
+    >>> interface_of("127.0.0.1")
+    'lo'
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # it has no IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
 
 
 def run_ranks(

@@ -1,9 +1,8 @@
 """What one rank of a job does: join the others, deploy the plan, train, report.
 
-    torchrun --nproc-per-node 3 -m heterog.runtime.rank plan.json
-
-Instead of a plan it takes a run file, too; see ``request``. Rank and address come from the
-environment, as torchrun and ``heterog run`` set them.
+``heterog.run`` says how torchrun starts it. Rank and address come from the environment, as
+torchrun and ``heterog run`` set them; under torchrun a rank's number becomes that of its device in
+the plan.
 """
 
 import json
@@ -24,8 +23,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from heterog.cluster import Cluster
 from heterog.errors import HeterogError
 from heterog.files import write_atomically, write_json
 from heterog.graph.workload import Workload
@@ -46,6 +46,7 @@ from heterog.runtime.ranks.background import (
     Trainer,
     has_own_process,
 )
+from heterog.runtime.ranks.host_places import rank_in_plan
 from heterog.runtime.request import RunRequest, read_request
 from heterog.runtime.step.collectives import gather_texts
 from heterog.search.plan import Plan, load_plan
@@ -56,7 +57,7 @@ WARM_UP_STEPS = 1
 _POLL_S = 0.02
 
 
-def join(timeout_s: float, *, backend: str = "") -> None:
+def join(timeout_s: float, *, backend: str = "", cluster: Cluster | None = None) -> None:
     """Join the job that the environment describes, as one of its ranks.
 
     The store through which ranks meet listens on the address ``MASTER_ADDR`` only, not on every
@@ -66,16 +67,24 @@ def join(timeout_s: float, *, backend: str = "") -> None:
         timeout_s: Seconds after which a rank gives up on the others, here and in every step.
         backend: Backend of ``init_process_group``; by default that of the accelerators, if every
             rank of this machine can have one, and gloo for everything else.
+        cluster: The plan's cluster, by whose devices ranks are numbered under torchrun; without
+            it they have torchrun's numbers.
 
     Raises:
-        HeterogError: a variable is missing, or the port is in use.
+        HeterogError: a variable is missing, the port is in use, or a machine is no host of the
+            cluster.
     """
     limit = timedelta(seconds=timeout_s)
     chosen = backend or _backend()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        dist.init_process_group(chosen, timeout=limit)
-        return
     rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = _agent_store(limit)
+        if cluster is not None:
+            rank = rank_in_plan(cluster, store, timeout_s)
+        dist.init_process_group(
+            chosen, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
+        return
     address = _variable("MASTER_ADDR")
     publish = os.environ.get(PORT_FILE, "")
     if rank == 0:
@@ -135,7 +144,11 @@ def set_up(plan: Plan, request: RunRequest) -> tuple[DeployedStep, Workload]:
     batch_size = None if request.model else plan.graph.batch_size
     workload = load_workload(source, batch_size, must_take=False)
     tell("joining the others")
-    join(request.limits.timeout_s, backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "")
+    join(
+        request.limits.timeout_s,
+        backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "",
+        cluster=plan.cluster,
+    )
     tell("capturing the model")
     step = deploy(workload, plan)
     draw_alike()  # ranks may have drawn unlike numbers to get here
@@ -325,7 +338,7 @@ def main() -> None:
             )
         request = read_request(Path(sys.argv[1]))
         measured = Training(load_plan(request.plan), request).run()
-    if rank == 0:
+    if dist.get_rank() == 0:
         if request.output is not None:
             write_json(request.output, measured)
         else:
@@ -381,6 +394,14 @@ def _backend() -> str:
     if found != CPU_BACKEND:
         use_device(local)
     return found
+
+
+def _agent_store(limit: timedelta) -> Any:
+    """The store of torchrun's agent, with keys of this generation of ranks only."""
+    address, port = _variable("MASTER_ADDR"), _number("MASTER_PORT")
+    store = TCPStore(address, port, is_master=False, timeout=limit)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"heterog/{attempt}", store)
 
 
 def _listen(address: str, port: int) -> socket.socket:

@@ -1,0 +1,148 @@
+"""Which host of a plan each machine under torchrun is: the one whose devices it has.
+
+torchrun numbers machines as they arrive. Before the ranks join, each says what it has, and takes
+the number that the plan gives its device.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from heterog.cluster import Cluster
+from heterog.cluster.catalog import matching_types
+from heterog.errors import HeterogError
+from heterog.runtime.accelerators import device_label, has_accelerator
+
+DEVICE_TYPES = "HETEROG_DEVICE_TYPES"
+"""Variable with the types of a machine's devices, separated by commas, where their drivers' names
+are not those of the plan or processors stand for other devices."""
+_ANY = ""
+"""A processor, which may stand for a device of any type."""
+_KEY = "heterog/device/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHas:
+    """What a rank of torchrun has.
+
+    Attributes:
+        machine: Number of its machine.
+        device: Type of its device; empty for a processor.
+    """
+
+    machine: int
+    device: str
+
+
+def rank_in_plan(cluster: Cluster, store: Any, timeout_s: float) -> int:
+    """This process's rank in a plan, by its own device and those of all others.
+
+    Args:
+        cluster: The plan's cluster.
+        store: Store that all ranks reach.
+        timeout_s: Seconds to wait for the others.
+
+    Raises:
+        HeterogError: a machine is no host of the plan; the text says why, on all ranks.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != cluster.num_devices:
+        raise HeterogError(
+            f"the plan has {cluster.num_devices} devices, and torchrun started {world_size} "
+            "ranks: set its nnodes and nproc-per-node to the plan's hosts and devices a host."
+        )
+    store.set(f"{_KEY}{rank}", json.dumps([int(os.environ["GROUP_RANK"]), _own_device()]))
+    keys = [f"{_KEY}{each}" for each in range(world_size)]
+    store.wait(keys, timedelta(seconds=timeout_s))
+    said = [json.loads(store.get(key)) for key in keys]
+    ranks = [RankHas(machine=machine, device=device) for machine, device in said]
+    return ranks_in_plan(cluster, ranks)[rank]
+
+
+def ranks_in_plan(cluster: Cluster, ranks: Sequence[RankHas]) -> list[int]:
+    """Rank in the plan of each rank of torchrun.
+
+    Machines that may be several hosts keep their order as far as the others allow.
+
+    Raises:
+        HeterogError: a machine is no host of the plan; the text says what it has and what is left.
+    """
+    machines = sorted({rank.machine for rank in ranks})
+    has = [[rank.device for rank in ranks if rank.machine == machine] for machine in machines]
+    hosts = [
+        [device.type.name for device, of in zip(cluster.devices, cluster.host_of, strict=True)
+         if of == number]
+        for number in range(cluster.num_hosts)
+    ]  # fmt: skip
+    fits = np.array([[_fits(own, host) for host in hosts] for own in has])
+    order = np.abs(np.arange(len(has))[:, None] - np.arange(len(hosts)))
+    chosen = linear_sum_assignment(np.where(fits, order, len(has) * len(hosts) ** 2))[1]
+    for machine, own in enumerate(has):
+        if machine >= len(chosen) or not fits[machine, chosen[machine]]:
+            wanted = "; ".join(
+                f"{host.name} has {_in_words(kinds)}"
+                for host, kinds in zip(cluster.hosts, hosts, strict=True)
+            )
+            raise HeterogError(
+                f"machine {machines[machine]} of torchrun has {_in_words(own)} and is no host of "
+                f"the plan, or one that is taken: {wanted}. Start the plan's hosts, plan for what "
+                f"there is, or name its devices in {DEVICE_TYPES}."
+            )
+    found = [0] * len(ranks)
+    for machine, host in enumerate(chosen):
+        free = [rank for rank, of in enumerate(cluster.host_of) if of == host]
+        members = [n for n, rank in enumerate(ranks) if rank.machine == machines[machine]]
+        for number in sorted(members, key=lambda each: ranks[each].device == _ANY):
+            place = next(
+                each
+                for each in free
+                if _is_type(ranks[number].device, cluster.devices[each].type.name)
+            )
+            free.remove(place)
+            found[number] = place
+    return found
+
+
+def _fits(own: Sequence[str], host: Sequence[str]) -> bool:
+    """Whether a machine has a host's devices, as far as it is known."""
+    left = list(host)
+    for device in sorted(own, key=lambda each: each == _ANY):
+        kind = next((each for each in left if _is_type(device, each)), None)
+        if kind is None:
+            return False
+        left.remove(kind)
+    return not left
+
+
+def _is_type(device: str, device_type: str) -> bool:
+    """Whether a driver's or a person's name means a type, or nothing in particular."""
+    if device in (_ANY, device_type):
+        return True
+    return any(kind.name == device_type for kind in matching_types(device))
+
+
+def _own_device() -> str:
+    """Type of this rank's device."""
+    local = int(os.environ["LOCAL_RANK"])
+    named = [each.strip() for each in os.environ.get(DEVICE_TYPES, "").split(",") if each.strip()]
+    if named:
+        if local >= len(named):
+            raise HeterogError(
+                f"{DEVICE_TYPES} names {len(named)} devices, and this is rank {local} of its "
+                "machine, counted from 0; name one for each rank."
+            )
+        return named[local]
+    return device_label(local) if has_accelerator() else _ANY
+
+
+def _in_words(kinds: Sequence[str]) -> str:
+    """Types for people: ``2 T4, 1 processor``."""
+    counted = Counter(kind or "processor" for kind in kinds)
+    return ", ".join(f"{number} {kind}" for kind, number in sorted(counted.items())) or "nothing"
