@@ -49,6 +49,8 @@ STARVED = 20
 _MOST_STARVED, _MOST_BEHIND = 4, 2.0
 """Rounds after which a method that still makes few evaluations is no longer preferred; half as
 many if its step is so many times the best one's."""
+_HOPELESS = 8.0
+"""Times the best step above which it is not preferred: such plans take long to simulate."""
 _FIRST_GAIN = 0.1
 """Gain that the first plan that fits counts as: more may follow."""
 FADES = 0.25
@@ -144,6 +146,7 @@ class Contender:
     def is_starved(self) -> bool:
         """Whether it has had too little time to be judged."""
         most = _MOST_STARVED if self.behind <= _MOST_BEHIND else _MOST_STARVED // 2
+        most = most if self.behind <= _HOPELESS else 0
         return self.evaluations < STARVED and self.rounds < most and not self.is_done
 
 
@@ -171,7 +174,7 @@ def next_of(contenders: Sequence[Contender]) -> Contender | None:
     Of those that were starved, one whose plan is far behind comes after all others:
 
     >>> far = Contender(planner=Method())
-    >>> far.tell(**of_round, evaluations=3, step_time_s=9.0)
+    >>> far.tell(**of_round, evaluations=3, step_time_s=7.0)
     >>> next_of([quick, slow, far]) is slow
     True
     >>> next_of([quick, far]) is far

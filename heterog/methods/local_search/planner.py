@@ -174,7 +174,8 @@ class Search:
 
     def run(self, problem: Problem) -> PlanResult:
         """Search with a problem's budget, which may be a later problem than the first."""
-        self.problem, self.spending = problem, problem.spend()
+        if problem is not self.problem:  # making the search counts for the first one
+            self.problem, self.spending = problem, problem.spend()
         with self.spending.limits():
             self._search()
         # Without time for the referee, the engine's results go to whoever judges later.
