@@ -126,6 +126,7 @@ assert module.num_validated >= 1
 model = module.net
 """
 TRAINER_OF_TOKENS = """
+import heterog.balance
 from transformers import TrainingArguments
 from heterog.balance.for_trainer import BalancedTrainer
 
@@ -151,6 +152,16 @@ trainer.train()
 assert trainer.state.global_step == sum(counts), (trainer.state.global_step, counts)
 if WORLD == 1:
     assert sum(seen) == 3 * len(data), sum(seen)
+for ask, words in (
+    (lambda: BalancedTrainer(model, arguments, loader={"cost": len}), "give loader its lengths"),
+    (lambda: trainer._run_epoch(resume_from_checkpoint="x"), "does not resume inside a run"),
+):
+    try:
+        ask()
+    except heterog.balance.BalanceError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
 """
 TAIL = """
 if os.environ["RANK"] == "0":
