@@ -1,7 +1,10 @@
 """Errors that users see, each one clear line: what is wrong, how much, what to do next."""
 
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
 
 
 class HeterogError(Exception):
@@ -71,3 +74,27 @@ class ConformanceError(HeterogError):
 
 class HeterogWarning(UserWarning):
     """A setting that is ignored or doubtful; the text shows the arithmetic."""
+
+
+class ExperimentalWarning(FutureWarning):
+    """Something is used that may change in any release; see the page "What is stable"."""
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def experimental(made: _Class) -> _Class:
+    """Have a class of the package warn when it is used: it may change in any release."""
+    begin: Any = made.__init__  # type: ignore[misc]
+
+    @wraps(begin)
+    def warned(self: Any, *arguments: Any, **options: Any) -> None:
+        warnings.warn(
+            f"{made.__module__}.{made.__name__} is experimental: it may change in any release.",
+            ExperimentalWarning,
+            stacklevel=2,
+        )
+        begin(self, *arguments, **options)
+
+    made.__init__ = warned  # type: ignore[misc]
+    return made

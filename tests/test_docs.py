@@ -39,6 +39,7 @@ from heterog.envs.registration import ONE_SHOT, STEP_BY_STEP
 from heterog.envs.reward import MISFIT
 from heterog.envs.spaces import Padding, pair_space
 from heterog.envs.strategy_env import StrategyEnv, StrategyOneShotEnv
+from heterog.errors import ExperimentalWarning, experimental
 from heterog.explain.explanation import SUFFICES
 from heterog.export import TARGETS
 from heterog.graph import serialize
@@ -706,3 +707,28 @@ def test_the_graph_of_the_format_description_can_be_read() -> None:
     (example,) = indented_blocks(doc, "{")
     graph = serialize.graph_from_dict(json.loads(example), "the example")
     assert graph.num_ops == 3
+
+
+def test_the_page_of_what_is_stable_names_what_is_experimental() -> None:
+    said = (
+        flat("docs/reference/stability.md").split("**Experimental**")[1].split("**Not stable")[0]
+    )
+    marked = [
+        name
+        for path in sorted((ROOT / "heterog").rglob("*.py"))
+        for name in re.findall(r"^@experimental\nclass (\w+)", path.read_text(), re.M)
+    ]
+    assert sorted(re.findall(r"heterog\.(?:\w+\.)+([A-Z]\w+)", said)) == sorted(marked)
+
+
+def test_what_is_experimental_warns_and_works() -> None:
+    @experimental
+    class Thing:
+        """A thing."""
+
+        def __init__(self, size: int) -> None:
+            self.size = size
+
+    with pytest.warns(ExperimentalWarning, match="Thing is experimental: it may change"):
+        assert Thing(3).size == 3
+    assert Thing.__doc__ == "A thing."

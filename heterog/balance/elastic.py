@@ -32,6 +32,7 @@ from heterog.balance.following import ScalarWriter
 from heterog.balance.group import RankGroup
 from heterog.balance.shares import BalanceError
 from heterog.balance.speeds import SpeedEstimate
+from heterog.errors import experimental
 from heterog.runtime.accelerators import CPU
 from heterog.simulator.unequal_updates import (
     ElasticRule,
@@ -70,6 +71,7 @@ class _Batches(Sampler[list[int]]):
         return len(self.indices)
 
 
+@experimental
 class ElasticAveraging:
     """Lets unequal ranks train alone on batches that suit them, and merges their models.
 

@@ -34,6 +34,7 @@ from heterog.balance.loss_means import LossMean
 from heterog.balance.loss_probe import UNCOUNTED, Batch, CountOf, Measurement, measure
 from heterog.balance.sampler import BalancedLoader, ShareSampler
 from heterog.balance.shares import BalanceError
+from heterog.balance.tokens import TokenBatches
 from heterog.runtime.accelerators import is_accelerated
 
 
@@ -81,8 +82,8 @@ def train_batches(trainer: Any) -> GlobalBatches:
     arguments, dataset = trainer.args, trainer.train_dataset
     if dataset is None or not hasattr(dataset, "__len__"):
         raise BalanceError("a balanced job needs a train_dataset with a length.")
-    size = trainer.balancer.global_batch_size
-    if size != trainer._train_batch_size * arguments.world_size:
+    size, lengths = trainer.balancer.global_batch_size, trainer.token_options.get("lengths")
+    if lengths is None and size != trainer._train_batch_size * arguments.world_size:
         raise BalanceError(
             f"the Trainer's batch is {trainer._train_batch_size} samples on each of "
             f"{arguments.world_size} ranks now, and the balancer deals {size}: make a new "
@@ -93,6 +94,9 @@ def train_batches(trainer: Any) -> GlobalBatches:
         "drop_last": arguments.dataloader_drop_last,
     }
     sampler = trainer._get_train_sampler(dataset)
+    if lengths is not None and type(sampler) in (RandomSampler, SequentialSampler):
+        shuffle = isinstance(sampler, RandomSampler)
+        return TokenBatches(budget=size, shuffle=shuffle, **trainer.token_options, **order)
     if isinstance(sampler, LengthGroupedSampler):
         group = size * arguments.gradient_accumulation_steps
         return LengthGroupedBatches(sampler.lengths, size, group, **order)
@@ -163,7 +167,10 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     Args:
         arguments: Positional arguments of ``Trainer``.
-        balance: Options of ``Balancer``, except ``global_batch_size``.
+        balance: Options of ``Balancer``; ``global_batch_size`` only with ``lengths``, else it
+            follows from the arguments.
+        loader: Options of ``Balancer.loader`` for batches of tokens: ``lengths``, ``cost`` and
+            ``padded``.
         loss_mean_over: What the loss is a mean over, where that cannot be measured: ``"samples"``;
             ``"labels"``, those that are not -100; ``"shifted_labels"``, all but the first of each
             sample; ``"num_items"``, if it is a sum that ``num_items_in_batch`` divides; or a
@@ -179,14 +186,15 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self,
         *arguments: Any,
         balance: Mapping[str, Any] | None = None,
+        loader: Mapping[str, Any] | None = None,
         loss_mean_over: str | CountOf | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         check_trainer(self)
-        self.balancer = Balancer(
-            global_batch_size=self.args.train_batch_size * self.args.world_size, **(balance or {})
-        )
+        self.token_options = _checked_loader(loader or {}, balance or {})
+        usual = {"global_batch_size": self.args.train_batch_size * self.args.world_size}
+        self.balancer = Balancer(**{**usual, **(balance or {})})
         self._loss_mean = LossMean(self.balancer.group, self.label_names, loss_mean_over)
         self._fetched: deque[tuple[Deal, float]] = deque()
         self._iterator: Iterator[Any] | None = None
@@ -213,6 +221,26 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if self.model is not None:
             self.balancer.watch_norms(self.model)
         return loader
+
+    def _run_epoch(self, **options: Any) -> None:
+        """Run an epoch, of which one of tokens may have a few batches more than the one before.
+
+        Raises:
+            BalanceError: a run with batches of tokens is resumed, whose epochs are not told apart
+                by the number of updates.
+        """
+        if self.token_options:
+            if options["resume_from_checkpoint"] is not None:
+                raise BalanceError(
+                    "with lengths a BalancedTrainer does not resume inside a run: epochs have "
+                    "unlike numbers of updates. Begin from the weights, or leave lengths out."
+                )
+            sampler = options["train_dataloader"].share_sampler
+            sampler.set_epoch(options["epoch"])
+            per_update = self.args.gradient_accumulation_steps
+            options["steps_in_epoch"] = sampler.num_steps
+            options["num_update_steps_per_epoch"] = -(-sampler.num_steps // per_update)
+        super()._run_epoch(**options)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -318,12 +346,28 @@ class BalancedTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _num_skipped(self) -> int:
         """Number of batches that a resumed Trainer skips at the start of its first epoch."""
-        if self.args.ignore_data_skip:
+        if self.args.ignore_data_skip or self.token_options:
             return 0
         per_update = self.args.gradient_accumulation_steps
         num_updates = -(-self.balancer.share_sampler.num_steps // per_update)
         skipped: int = (self.state.global_step % num_updates) * per_update
         return skipped
+
+
+def _checked_loader(loader: Mapping[str, Any], balance: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of batches of tokens.
+
+    Raises:
+        BalanceError: there are others, or no lengths where there is a budget of tokens.
+    """
+    unknown = set(loader) - {"lengths", "cost", "padded"}
+    if unknown or ("lengths" not in loader and (loader or "global_batch_size" in balance)):
+        raise BalanceError(
+            f"loader={sorted(loader)}, balance={sorted(balance)}: give loader its lengths, and "
+            "with them cost, padded and balance's global_batch_size in tokens; a Trainer's "
+            "arguments say all else of its data."
+        )
+    return dict(loader)
 
 
 def _unwrapped(model: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from heterog.cluster.topology import Cluster
 from heterog.envs.spaces import LIMIT, Padded
 from heterog.envs.toy import chain_graph, toy_cluster
+from heterog.errors import experimental
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.local_search.move_features import (
     NUM_GROUP_FEATURES,
@@ -29,6 +30,7 @@ _MOST_CANDIDATES = 20_000
 """Decisions that moves have made, after which a pair's search begins anew: they take memory."""
 
 
+@experimental
 class ImproveEnv(gym.Env[Padded, np.int64]):
     """Improve a training plan move by move, seeing where its simulated step spends its seconds.
 

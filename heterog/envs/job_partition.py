@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from heterog.envs.spaces import Padded
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, experimental
 from heterog.search.arrivals.profiled import (
     DEADLINES,
     EPISODE_S,
@@ -30,6 +30,7 @@ _MOST_SHOWN = 64.0
 """Most actions of an agent, and the largest factor of a deadline that it sees."""
 
 
+@experimental
 class JobPartitionEnv(gym.Env[Padded, Any]):
     """Decide for each arriving job how many devices it gets, as PAC-ML does.
 

@@ -219,9 +219,8 @@ def gather_parameters(
     one has no samples. Ops that run again count as backward. Returns whether any was gathered.
     """
     num_devices = choice.member.shape[1]
-    once, num_parameters = choice.turns.once, len(tables.parameter_bytes)
+    once, any_gathered = choice.turns.once, False
     turn = 2 * micro + is_backward + 1
-    any_gathered = False
     for entry in range(tables.parameter_read_start[op], tables.parameter_read_start[op + 1]):
         parameter = tables.parameter_read[entry]
         group = tables.parameter_group[parameter]
@@ -230,11 +229,11 @@ def gather_parameters(
             continue
         if not once and scratch.gathered[first] == turn:
             continue
-        whole_row = is_backward * num_parameters + first
+        whole_row = is_backward * len(tables.parameter_bytes) + first
         if once and scratch.gathered[first] & (1 << is_backward):  # by the first micro-batch
             for device in range(num_devices):
-                if scratch.whole_buffer[whole_row, device] >= 0:
-                    whole = scratch.whole_buffer[whole_row, device]
+                whole = scratch.whole_buffer[whole_row, device]
+                if whole >= 0:
                     scratch.ready_buffer[parameter, device] = whole
             continue
         any_gathered = True

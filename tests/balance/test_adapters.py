@@ -125,6 +125,44 @@ assert seen[:4] != seen[4:8]
 assert module.num_validated >= 1
 model = module.net
 """
+TRAINER_OF_TOKENS = """
+import heterog.balance
+from transformers import TrainingArguments
+from heterog.balance.for_trainer import BalancedTrainer
+
+seen = []
+_forward = Net.forward
+Net.forward = lambda self, x, labels: (seen.append(len(x)), _forward(self, x, labels))[1]
+lengths = [1 + index * index * 11 % 13 for index in range(len(data))]
+arguments = TrainingArguments(
+    output_dir=FOLDER, use_cpu=True, num_train_epochs=3, learning_rate=0.05,
+    per_device_train_batch_size=4, report_to="none", save_strategy="no", max_grad_norm=0,
+    lr_scheduler_type="constant", disable_tqdm=True, logging_strategy="no",
+)
+trainer = BalancedTrainer(
+    model, arguments, train_dataset=data, loader={"lengths": lengths},
+    balance={
+        "shares": [40] if WORLD == 1 else [25, 15, 0], "global_batch_size": 40, "interval": 0,
+    },
+)
+batches = trainer.get_train_dataloader().share_sampler._batches
+counts = [batches.num_steps(epoch) for epoch in range(3)]
+assert len(set(counts)) > 1, counts
+trainer.train()
+assert trainer.state.global_step == sum(counts), (trainer.state.global_step, counts)
+if WORLD == 1:
+    assert sum(seen) == 3 * len(data), sum(seen)
+for ask, words in (
+    (lambda: BalancedTrainer(model, arguments, loader={"cost": len}), "give loader its lengths"),
+    (lambda: trainer._run_epoch(resume_from_checkpoint="x"), "does not resume inside a run"),
+):
+    try:
+        ask()
+    except heterog.balance.BalanceError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(words)
+"""
 TAIL = """
 if os.environ["RANK"] == "0":
     with torch.no_grad():
@@ -157,6 +195,15 @@ def test_a_trainer_accumulates_and_goes_on_like_one_process(
         text.replace("RESUME = None", f"RESUME = {checkpoint!r}"), 3, tmp_path, scripts
     )
     assert resumed == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_trainer_deals_tokens_like_one_process(tmp_path: Path, scripts: ForkedPython) -> None:
+    """Every sample once in each epoch, also where one has a batch more than the first."""
+    text = f"FOLDER = {str(tmp_path / 'run')!r}\n" + TRAINER_OF_TOKENS
+    one, three = (loss_of(text, num_ranks, tmp_path, scripts) for num_ranks in (1, 3))
+    assert three == pytest.approx(one, rel=1e-4)
 
 
 @pytest.mark.slow
