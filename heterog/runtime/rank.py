@@ -46,6 +46,7 @@ from heterog.runtime.ranks.background import (
     Trainer,
     has_own_process,
 )
+from heterog.runtime.ranks.watching import COMPILING
 from heterog.runtime.request import RunRequest, read_request
 from heterog.runtime.step.collectives import gather_texts
 from heterog.search.plan import Plan, load_plan
@@ -138,6 +139,8 @@ def set_up(plan: Plan, request: RunRequest) -> tuple[DeployedStep, Workload]:
     join(request.limits.timeout_s, backend=CPU_BACKEND if is_on_cpus(plan.cluster) else "")
     tell("capturing the model")
     step = deploy(workload, plan)
+    if step.compiler is not None:
+        step.compiler.tell = lambda part: tell(f"{COMPILING}, {part}")
     draw_alike()  # ranks may have drawn unlike numbers to get here
     return step, workload
 
