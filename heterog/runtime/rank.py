@@ -47,6 +47,7 @@ from heterog.runtime.ranks.background import (
     has_own_process,
 )
 from heterog.runtime.ranks.host_places import rank_in_plan
+from heterog.runtime.ranks.watching import COMPILING
 from heterog.runtime.request import RunRequest, read_request
 from heterog.runtime.step.collectives import gather_texts
 from heterog.search.plan import Plan, load_plan
@@ -151,6 +152,8 @@ def set_up(plan: Plan, request: RunRequest) -> tuple[DeployedStep, Workload]:
     )
     tell("capturing the model")
     step = deploy(workload, plan)
+    if step.compiler is not None:
+        step.compiler.tell = lambda part: tell(f"{COMPILING}, {part}")
     draw_alike()  # ranks may have drawn unlike numbers to get here
     return step, workload
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from heterog.runtime.launch import ranks_of_this_process, run_commands, run_rank
 from heterog.runtime.rank import _listen, join
 from heterog.runtime.ranks import testbed as module
 from heterog.runtime.ranks.testbed import Testbed
-from heterog.runtime.ranks.watching import LaunchError, Limits
+from heterog.runtime.ranks.watching import COMPILING, LaunchError, Limits, _check_alive
 from heterog.runtime.request import RunRequest
 from heterog.zoo import load_workload
 from tests.search.asking import make_plan
@@ -159,6 +160,17 @@ def test_a_rank_that_is_killed_in_a_step_is_named(plan: Path) -> None:
         run_ranks(RunRequest(plan=plan, num_steps=FOREVER, limits=MINUTE), progress=watch)
     assert "rank 0: lost the connection to another rank: " in caught.value.last_words[0]
     assert_all_gone(watch.pids)
+
+
+def test_a_rank_that_compiles_is_waited_for() -> None:
+    compiling = SimpleNamespace(stage=f"{COMPILING}, part 2", since_s=0.0, poll=lambda: None)
+    waiting = SimpleNamespace(stage="step 1 of 9", since_s=0.0, poll=lambda: None, pid=0)
+    compiling.stopped_since_s = waiting.stopped_since_s = None
+    _check_alive([compiling, waiting], now_s=900.0, step_timeout_s=300.0)
+    compiling.stage = "step 2 of 9"
+    _check_alive([compiling, waiting], now_s=901.0, step_timeout_s=300.0)
+    with pytest.raises(LaunchError, match="more than 300 s"):
+        _check_alive([compiling, waiting], now_s=1300.0, step_timeout_s=300.0)
 
 
 @THOROUGH

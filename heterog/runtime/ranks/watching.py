@@ -13,6 +13,8 @@ from typing import Protocol
 
 from heterog.errors import HeterogError
 
+COMPILING = "compiling the step"
+"""Begin of the stage of a rank that compiles, for which others may wait in a step."""
 POLL_S = 0.05
 _GRACE_S = 2.0  # the first rank seen to fail may not be the first that did: wait for the others
 _STOPPED_S = 1.0  # a debugger or a suspended container stops a process for a moment only
@@ -145,6 +147,10 @@ def _check_alive(ranks: Sequence[Watched], now_s: float, step_timeout_s: float) 
                 f"at {rank.stage or 'its start'}; all ranks were ended.",
                 lost=[number],
             )
+    if any(rank.stage.startswith(COMPILING) and rank.poll() is None for rank in ranks):
+        for rank in ranks:  # those that are in a step wait for it
+            rank.since_s = now_s
+        return
     slow = any(
         rank.poll() is None
         and rank.stage.startswith("step ")

@@ -29,11 +29,13 @@ class Compiler:
     """Compiles functions of tensors.
 
     Attributes:
+        tell: Told which part is compiled next.
         seconds: Seconds that compiling has taken so far.
         num_compiled: Number of functions that were compiled.
     """
 
     def __init__(self) -> None:
+        self.tell: Callable[[str], None] = _LOG.debug
         self.seconds = 0.0
         self.num_compiled = 0
         # With the given function, which keeps alive what its key knows by identity.
@@ -52,6 +54,7 @@ class Compiler:
         """
         if (key, likes) not in self._known:
             begin = time.perf_counter()
+            self.tell(f"part {len(self._known) + 1}")
             try:
                 try:
                     made = _inductor(function, likes)
