@@ -45,7 +45,7 @@ LAYERS = (
     {"envs", "runtime", "report", "export", "balance"},
     {"agents"},
     {"healing"},
-    {"api", "cli", "planners"},
+    {"api", "cli", "planners", "run"},
 )
 MODES = {
     "strategy": ("__init__", "mode", "built_in"),

@@ -296,6 +296,7 @@ FOREIGN = {
     "w_r",  # a symbol of a formula
     "paper_reward",  # defined on the page itself
     "even_steps0",  # a name with a number behind it
+    "pytorch_optimizer",  # a package
     "gradient_as_bucket_view",  # an argument of torch's DistributedDataParallel
     # Lightning's arguments, and names of a user's own loop in examples.
     *("train_dataloader", "val_dataloaders", "val_dataset", "val_loader", "number_of_labels"),

@@ -2,7 +2,7 @@
 
 A rank that died, that is stopped, or whose step takes too long ends the job. It does not matter
 where a rank runs: ``launch`` watches processes of this machine, ``healing.several`` those of other
-machines through what they report.
+machines through what they report, ``ranks.on_ray`` those of nodes.
 """
 
 import signal
