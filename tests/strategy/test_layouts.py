@@ -473,6 +473,11 @@ def test_breadth_first_keeps_one_layer_whole_unless_a_weight_is_shared() -> None
         for each in (first, all_whole)
     ]
     assert peaks[0] < 0.9 * peaks[1]
+    for chunks in (1, 2):  # stages take micro-batches one after another
+        text = f"dp=4,pp=2,zero=3,micro_batch=1,schedule=breadth_first,chunks={chunks}"
+        pipeline = placed(text, graph)
+        pipeline.strategy.check(graph, CLUSTER)
+        assert pipeline.strategy.gathers_once
     given = placed(words + "breadth_first", tied)
     assert not given.strategy.schedule.turns
     assert "but not its order of turns" in given.remarks[1]

@@ -319,7 +319,7 @@ def _schedule(
     """
     if max(len(pipeline.micro_batches) for pipeline in pipelines) == 1:
         return AS_IT_COMES
-    is_by_layer = manner.schedule == "breadth_first" and manner.num_chunks == 1
+    is_by_layer = manner.schedule == "breadth_first" and len(pipelines[0].ranks) == 1
     layers = layer_blocks(graph) if is_by_layer else ()
     chunks = device_chunks([each.devices for each in decisions], num_devices, layers)
     parts = []
