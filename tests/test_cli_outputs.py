@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from heterog.cli import app, cluster_app
 from heterog.cli.outputs import Written
 from heterog.envs.toy import chain_graph, toy_cluster
-from heterog.errors import HeterogError
+from heterog.errors import HeterogError, InputFileError
 from heterog.files import write_atomically
 from tests.search.asking import make_plan
 
@@ -212,3 +212,7 @@ def test_streams_may_be_closed_full_cut_off_or_ascii(
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert told in done.stdout + done.stderr
+
+
+def test_names_of_files_that_cannot_be_printed_are_escaped() -> None:
+    assert str(InputFileError("cannot write \udcff\n.json")) == r"cannot write \udcff\n.json"
