@@ -47,11 +47,6 @@ class UnknownNameError(HeterogError):
 class InputFileError(HeterogError):
     """A file given by the user that cannot be read, parsed or written; names file, line, field."""
 
-    def __str__(self) -> str:
-        """The text, in one line that can be printed whatever names the user's files have."""
-        text = super().__str__()
-        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-
 
 class CaptureError(HeterogError):
     """A training step that cannot be captured; names the module, the line and the way out."""

@@ -40,7 +40,7 @@ LEAST_ROUND = 0.03
 """Part of a budget in seconds below which no round is begun."""
 LAST_PART = 0.05
 """Part of a budget in seconds kept for each method that comes last, to improve the winner."""
-WHOLE_PART, _SLACK = 1 / 3, 2.0
+WHOLE_PART, _SLACK = 1 / 6, 2.0
 """Most of the seconds that are left for a method whose answer is whole or not begun, and the
 seconds that it may take for each that it says it needs; what is left over goes to the others."""
 _TASKS_PER_S, _OWN_TASKS_PER_S = 50_000, 1_000_000
