@@ -20,24 +20,21 @@ from pair_tables import Arm, Found, add_table, run_table
 from rows import progress, script_parser
 from torch_geometric.utils import to_dense_batch
 
+from heterog.agents.benchmark.rivals import Fixed, thumb, untrained
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import ENCODERS, mlp
-from heterog.agents.graph_data import PairBatch
 from heterog.agents.planners import DEFAULT_POLICY, Agent, AgentSearch
-from heterog.agents.policy import Policy, Scores
+from heterog.agents.policy import Policy
 from heterog.envs.observation import (
     NUM_BLOCK_FEATURES,
     NUM_CANDIDATE_FEATURES,
-    PAIR_SLOWER,
 )
 from heterog.methods.planner import Budget, Planner, Problem
 from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 
 ARMS = ("trained", "untrained", "no_messages", "thumb", "uniform")
-MASKED = -1e9
-SMALLEST = PolicyConfig(width=4, num_heads=1, num_rounds=1)
 
 
 class NoMessages(torch.nn.Module):
@@ -56,34 +53,6 @@ class NoMessages(torch.nn.Module):
             to_dense_batch(self.blocks(block.x), block.batch)[0],
             to_dense_batch(self.candidates(candidate.x), candidate.batch)[0],
         )
-
-
-class Fixed(Policy):
-    """Scores without a network: a weight on analytic times, and a bonus for staying."""
-
-    def __init__(self, slower: float, cut: float, stay: float) -> None:
-        super().__init__(SMALLEST)
-        self.slower, self.of_cut, self.of_stay = slower, cut, stay
-
-    def forward(self, batch: PairBatch) -> Scores:
-        """Score every block and candidate of a batch of pairs."""
-        unary = -self.slower * batch.pairs[..., PAIR_SLOWER]
-        blocks = torch.zeros(unary.shape[:2])
-        return Scores(
-            unary=unary.masked_fill(~batch.allowed, MASKED),
-            pair=torch.zeros_like(batch.overlap),
-            overlap=batch.overlap,
-            cut=blocks + self.of_cut,
-            stay=blocks + self.of_stay,
-            value=torch.zeros(len(unary)),
-            block_mask=batch.block_mask,
-        )
-
-
-def untrained(config: PolicyConfig, seed: int) -> Policy:
-    """A network with weights of a seed."""
-    torch.manual_seed(1000 + seed)
-    return Policy(config).eval()
 
 
 def ask(
@@ -109,8 +78,8 @@ def main() -> None:
     trained = load_checkpoint(asked.policy).policy
     policies: dict[str, Callable[[int], Policy]] = {
         "trained": lambda seed: trained,
-        "untrained": lambda seed: untrained(trained.config, seed),
-        "thumb": lambda seed: Fixed(2.0, 1.0, 7.0).eval(),
+        "untrained": lambda seed: untrained(seed, trained.config),
+        "thumb": thumb,
         "uniform": lambda seed: Fixed(0.0, 0.0, 0.0).eval(),
     }
     if asked.no_messages:

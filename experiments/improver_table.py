@@ -2,7 +2,7 @@
 
     python experiments/improver_table.py --pairs FILE --cpu-seconds 20 --json
 
-FILE is a list as ``pair_files`` reads it. For each pair, the baselines make starts in a quarter of
+FILE is a list as ``pair_lists`` reads it. For each pair, the baselines make starts in a quarter of
 the seconds; from these, each arm and seed searches. Arms: ``learned`` (the shipped policy),
 ``blind`` (local search as it is without one), ``untrained`` (the same network with random weights,
 the same moves and turns) and ``NAME=FILE`` for a policy of your own. Rows in the file of ``-o``
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pair_files import read_pairs
 from rows import finish, geometric_mean, keep_row, progress, read_rows, script_parser
 
+from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.agents.improver import SHIPPED, Improver, led_by, load_improver
 from heterog.methods.local_search.planner import Lead, LocalSearch, Search
 from heterog.methods.planner import Budget, Candidate, Problem

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pair_files import read_pairs
 from rows import finish, keep_row, progress, read_rows
 
+from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.cluster import Cluster
 from heterog.graph.op_graph import OpGraph
 from heterog.methods.planner import Budget

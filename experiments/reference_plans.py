@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pair_files import PairLine, read_pairs
 from rows import progress, script_parser
 
+from heterog.agents.benchmark.pair_lists import PairLine, read_pairs
 from heterog.agents.planners import default_methods
 from heterog.files import write_json
 from heterog.methods.planner import Budget

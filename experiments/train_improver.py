@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-from pair_files import read_pairs
 from rows import progress
 
+from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.agents.improver import ImproverConfig, save_improver
 from heterog.agents.move_imitation import Recorded, Recorder, gaining_shares, imitate
 from heterog.agents.sources import captured

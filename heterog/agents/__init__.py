@@ -10,7 +10,7 @@
   ``op_level`` scores the best at the op level, ``finishing`` adds teams and schedules.
 - ``improver`` scores the moves of a local search, ``move_imitation`` teaches it.
 - ``planners`` are the methods ``agent`` and ``agent+search``; ``job_ppo`` learns for arriving
-  jobs; ``conformance`` checks encoders.
+  jobs; ``conformance`` checks encoders, ``benchmark`` compares methods on suites.
 """
 
 from heterog.names import refuse_link

@@ -6,8 +6,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 - Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
   ``objective``, what is printed about a new plan in ``found``, settings in a file in ``run_file``.
 - Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
-- Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``schedule``. What there is: ``listing``,
-  ``cluster``.
+- Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``bench``, ``schedule``. What there is:
+  ``listing``, ``cluster``.
 - Shared: ``common`` options, printing and Ctrl-C, ``outputs`` for files and streams that commands
   write, and the spelling of settings in errors, ``completion`` for shells.
 """
@@ -23,6 +23,7 @@ import typer
 
 import heterog
 from heterog.cli import (
+    bench,
     calibrate,
     capture,
     cluster,
@@ -63,6 +64,10 @@ for _command in (
 cluster_app = typer.Typer(help="Make cluster files.", no_args_is_help=True)
 cluster_app.command("detect")(errors_spelled(outputs_checked(cluster.detect)))
 app.add_typer(cluster_app, name="cluster")
+
+bench_app = typer.Typer(help="Compare methods on suites.", no_args_is_help=True)
+bench_app.command("agents")(errors_spelled(outputs_checked(bench.agents)))
+app.add_typer(bench_app, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

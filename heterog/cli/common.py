@@ -257,7 +257,9 @@ def split_names(text: str) -> list[str]:
     return names
 
 
-def load_methods(text: str, policy: str = "", encoder: str = "") -> "tuple[list[str], Methods]":
+def load_methods(
+    text: str, policy: str = "", encoder: str = "", among: "Methods | None" = None
+) -> "tuple[list[str], Methods]":
     """Names of methods, and the methods that they are looked up in; checked before slow work.
 
     Args:
@@ -265,6 +267,7 @@ def load_methods(text: str, policy: str = "", encoder: str = "") -> "tuple[list[
             its own name from then on.
         policy: Policy that ``agent`` and ``agent+search`` ask; the default one if empty.
         encoder: Encoder of that policy, if it has one of its own.
+        among: Methods to look in; all built-in ones and policies' if ``None``.
 
     Raises:
         HeterogError: a policy is given, but no method that asks it.
@@ -273,7 +276,7 @@ def load_methods(text: str, policy: str = "", encoder: str = "") -> "tuple[list[
     from heterog.methods.registry import AUTO
     from heterog.search.conformance import load_planner
 
-    known, names = default_methods(), []
+    known, names = among or default_methods(), []
     for name in split_names(text):
         if is_from_file(name):
             own = load_planner(name, known)

@@ -102,6 +102,7 @@ class Written:
 JSON = Written(suffixes=(".json", ".gz"))
 HTML = Written(suffixes=(".html", ".htm"))
 CSV = Written(suffixes=(".csv",))
+LINES = Written(suffixes=(".jsonl",))
 YAML = Written(suffixes=(".yaml", ".yml"))
 POLICY = Written(suffixes=(".pt", ".pth"))
 TRAINING = Written(suffixes=(".pt", ".pth"), renews="resume")

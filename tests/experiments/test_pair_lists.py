@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from pair_files import read_pairs
 from pair_tables import NO_FIT, summarise
 
+from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.cluster import Cluster
 from heterog.errors import InputFileError
 

@@ -1,4 +1,4 @@
-"""Lists of pairs of model and cluster, a line each, as ``--pairs FILE`` takes them.
+"""Lists of pairs of model and cluster, a line each.
 
 A line has a model (a zoo name, ``file.py:function`` or a captured graph) and a cluster (a name or
 a file): ``{"model": "vgg19", "cluster": "paper_8gpu"}``, or the two words alone. Files are looked

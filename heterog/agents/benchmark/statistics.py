@@ -1,0 +1,74 @@
+"""Sums up runs as Agarwal et al. do (Deep RL at the Edge of the Statistical Precipice, 2021).
+
+A run's score is the best known step time of its pair over its own: 1 is the best, 0 does not fit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+NUM_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A number with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def interquartile_mean(scores: Array) -> Array:
+    """Mean of the middle half of all runs (section 4.3); a run that is cut in two counts in part.
+
+    >>> float(interquartile_mean(np.array([[0.0, 1.0], [1.0, 9.0]])))
+    1.0
+    """
+    ordered = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
+    ends = np.arange(ordered.shape[-1] + 1) / ordered.shape[-1]
+    weights = np.diff(np.clip(ends, 0.25, 0.75))
+    return np.asarray(ordered @ weights / weights.sum())
+
+
+def probability_of_improvement(ours: Array, theirs: Array) -> Array:
+    """How often a run beats another's on the same pair; ties count half (section 4.3).
+
+    >>> float(probability_of_improvement(np.array([[1.0, 2.0]]), np.array([[1.0, 1.0]])))
+    0.75
+    """
+    difference = ours[..., :, None] - theirs[..., None, :]
+    return np.asarray((0.5 * (1.0 + np.sign(difference))).mean(axis=(-3, -2, -1)))
+
+
+def estimate(statistic: Callable[..., Array], *scores: Array) -> Estimate:
+    """A statistic and its interval by the stratified bootstrap (section 4.2).
+
+    Seeds are drawn again within each pair, of each method on its own; pairs are not.
+
+    Args:
+        statistic: Function of one array for each method; its leading axis may be draws.
+        scores: Scores of each method: a row for each pair, a column for each seed.
+    """
+    rng = np.random.default_rng(0)
+    drawn = statistic(*(_redrawn(each, rng) for each in scores))
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return Estimate(float(statistic(*scores)), float(low), float(high))
+
+
+def _redrawn(scores: Array, rng: np.random.Generator) -> Array:
+    drawn = rng.integers(scores.shape[1], size=(NUM_RESAMPLES, *scores.shape))
+    return np.take_along_axis(scores[None], drawn, axis=2)
+
+
+def scores_of(seconds: Sequence[Sequence[float | None]], best_s: Sequence[float]) -> Array:
+    """Scores of step times: a row for each pair, a column for each seed."""
+    return np.array(
+        [
+            [0.0 if each is None else best / each for each in row]
+            for row, best in zip(seconds, best_s, strict=True)
+        ]
+    )

@@ -1,0 +1,109 @@
+"""``heterog bench agents``: methods on suites of models and clusters, with intervals."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from heterog.cli.common import (
+    JsonOption,
+    err,
+    load_methods,
+    out,
+    print_json,
+    termination_as_interrupt,
+)
+from heterog.cli.outputs import CACHE, LINES
+from heterog.errors import HeterogError
+
+if TYPE_CHECKING:
+    from heterog.agents.benchmark.board import Entry
+
+ROWS = "random,thumb,untrained,local_search,agent,agent+search"
+
+
+def agents(
+    suite: Annotated[
+        str, typer.Option("--suite", help="paper, families, scale, or pairs.jsonl: a pair a line")
+    ] = "families",
+    methods: Annotated[
+        str,
+        typer.Option("--methods", help="random, thumb, untrained, or as of compare"),
+    ] = ROWS,
+    budget: Annotated[
+        str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
+    ] = "2000e",
+    seeds: Annotated[int, typer.Option("--seeds", help="runs of each method on each pair")] = 10,
+    results: Annotated[
+        Path, typer.Option("--results", help="file of runs; what is there is not run again"), LINES
+    ] = Path("board.jsonl"),
+    graphs: Annotated[
+        Path | None, typer.Option("--graphs", help="folder that keeps captured graphs"), CACHE
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare methods on a suite; what was stopped goes on."""
+    if seeds < 1:
+        raise HeterogError(f"--seeds {seeds} is too small; give 1 or more.")
+    from heterog.agents.benchmark.board import Board
+    from heterog.agents.benchmark.suites import pairs_of
+    from heterog.methods.planner import Budget
+
+    board = Board(
+        pairs=pairs_of(suite),
+        entries=_entries(methods),
+        budget=Budget.parse(budget),
+        num_seeds=seeds,
+        results=results,
+        graphs=graphs,
+    )
+
+    def report(line: dict[str, Any]) -> None:
+        took = line["step_time_s"]
+        said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
+        err.print(f"{line['pair']}, seed {line['seed']}: {line['method']} {said}", markup=False)
+
+    with termination_as_interrupt():
+        board.run(report)
+    rows = board.summary()
+    if as_json:
+        print_json({"suite": suite, "budget": budget, "results": str(results), "rows": rows})
+    else:
+        for text in _table(rows):
+            out.print(text, markup=False, soft_wrap=True, highlight=False)
+
+
+def _entries(methods: str) -> "list[Entry]":
+    """The methods that are named, and what made each."""
+    import heterog
+    from heterog.agents.benchmark.board import Entry, code_of
+    from heterog.agents.benchmark.rivals import known_rows
+    from heterog.user_code import is_from_file, split_source
+
+    entries = []
+    for name in methods.split(","):
+        names, known = load_methods(name, among=known_rows())
+        own = is_from_file(name)
+        code = code_of(split_source(name, "method")[0]) if own else heterog.__version__
+        entries.append(Entry(known[names[0]], code))
+    return entries
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The board in words, best first."""
+    if not rows:
+        return ["no pair has a run of every method, one of which fits"]
+    title = f"{rows[0]['pairs']} pairs, {rows[0]['seeds']} seeds; 1 is the best known step"
+    lines = [title, f"{'method':20} {'quality':22} {'beats the first':22} {'CPU':>9} evaluations"]
+    for row in rows:
+        quality, beats = (
+            "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row[name])
+            for name in ("quality", "beats_first")
+        )
+        misfits = f", {row['do_not_fit']} do not fit" if row["do_not_fit"] else ""
+        lines.append(
+            f"{row['method']:20} {quality:22} {beats:22} {row['cpu_s']:7.1f} s "
+            f"{row['evaluations']:.0f}{misfits}"
+        )
+    return lines

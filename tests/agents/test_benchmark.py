@@ -1,0 +1,76 @@
+"""The board of methods: from a stranger's file to its row, and what is not run again."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from heterog import cli
+from heterog.agents.benchmark.board import read_results
+from heterog.agents.benchmark.statistics import (
+    estimate,
+    interquartile_mean,
+    probability_of_improvement,
+)
+from heterog.envs.toy import chain_graph
+from heterog.errors import InputFileError
+from heterog.graph.serialize import save_graph
+
+PAGE = Path(__file__).parents[2] / "docs" / "for" / "agents.md"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A suite of one pair, and the method of the page."""
+    monkeypatch.chdir(tmp_path)
+    save_graph(chain_graph(), tmp_path / "chain.json")
+    (tmp_path / "pairs.jsonl").write_text("chain.json paper_8gpu\n")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (tmp_path / "mine.py").write_text(next(each for each in blocks if "class Mine" in each))
+    return tmp_path
+
+
+def bench(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    """The rows of the tiny board."""
+    command = ["bench", "agents", "--suite", "pairs.jsonl", "--budget", "20e", "--seeds", "2"]
+    cli.app([*command, "--methods", "random,mine.py:Mine", "--json"], standalone_mode=False)
+    rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
+    return rows
+
+
+def test_the_method_of_the_page_gets_its_row(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = bench(capsys)
+    assert [row["method"] for row in rows] == ["mine", "random"]
+    assert rows[0]["quality"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert rows[0]["beats_first"]["value"] == 1.0
+    board = folder / "board.jsonl"
+    whole = board.read_text()
+    board.write_text(whole[:-20])  # stopped within a line
+    bench(capsys)
+    again = read_results(board)
+    assert board.read_text().startswith(whole[: whole[:-1].rfind("\n") + 1])
+    assert len(again) == 4
+    (folder / "mine.py").write_text((folder / "mine.py").read_text() + "# changed\n")
+    bench(capsys)
+    assert len(read_results(board)) == 6
+
+
+def test_a_line_that_is_no_run_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "board.jsonl"
+    path.write_text('{"pair": 1}\n{}\n')
+    with pytest.raises(InputFileError, match=r"line 1: no run of a board"):
+        read_results(path)
+
+
+def test_intervals_hold_the_number_and_are_points_without_spread() -> None:
+    rng = np.random.default_rng(1)
+    scores = rng.uniform(0.5, 1.0, size=(6, 5))
+    found = estimate(interquartile_mean, scores)
+    assert found.low < found.value < found.high
+    same = estimate(probability_of_improvement, np.ones((3, 4)), np.ones((3, 4)))
+    assert (same.low, same.value, same.high) == (0.5, 0.5, 0.5)
