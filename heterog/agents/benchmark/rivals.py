@@ -19,8 +19,9 @@ from heterog.envs.observation import PAIR_SLOWER
 from heterog.envs.pair import Pair
 from heterog.lowering.space import StrategySpace
 from heterog.methods.data_parallel import device_speeds
-from heterog.methods.planner import Candidate, Planner, PlanResult, Problem, Tried
+from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.registry import Methods
+from heterog.simulator.engine import Order
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 MASKED = -1e9
@@ -88,42 +89,49 @@ class RandomSearch(Planner):
 
     def plan(self, problem: Problem) -> PlanResult:
         """Draw until the budget is over."""
-        evaluator, spending = problem.evaluator, problem.spend()
-        pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-        space = StrategySpace(
+        return _Draws(problem).answer(problem)
+
+
+class _Draws(PointSearch[tuple[int, ...]]):
+    """A point has the number of a candidate for each block."""
+
+    num_returned = 4
+    why_nothing = "no row that was drawn can run"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        evaluator = problem.evaluator
+        self._pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
+        self._space = StrategySpace(
             evaluator.graph,
             evaluator.cluster,
             evaluator.tables,
             evaluator.channels,
             device_speeds(evaluator),
-            pair.table,
+            self._pair.table,
         )
 
-        def strategy(row: tuple[int, ...]) -> Strategy:
-            return space.decode(
-                pair.groups(row),
-                bucket_bytes=DEFAULT_BUCKET_BYTES,
-                step_barrier=problem.step_barrier,
-            )
-
-        rng = np.random.default_rng(problem.seed)
-        tried: Tried[tuple[int, ...]] = Tried(evaluator, strategy)
+    def search(self) -> None:
+        """See ``PointSearch``; stops where as many were drawn as there are."""
+        pair, rng = self._pair, np.random.default_rng(self.problem.seed)
         draws = 0
-        with spending.limits():
-            while not spending.is_over and draws < pair.num_candidates**pair.num_blocks:
-                drawn = rng.integers(pair.num_candidates, size=pair.num_blocks)
-                tried.evaluate(tuple(drawn.tolist()), problem.first_order)
-                draws += 1
-                spending.check()
-        found = [
-            Candidate(strategy=tried.strategies[point], orders=(problem.first_order,))
-            for point in tried.best(4)
-        ]
-        return PlanResult(
-            candidates=tuple(found),
-            num_evaluations=spending.evaluations,
-            reason="" if found else "no row that was drawn can run",
+        while not self.spending.is_over and draws < pair.num_candidates**pair.num_blocks:
+            drawn = rng.integers(pair.num_candidates, size=pair.num_blocks)
+            self.evaluate(tuple(drawn.tolist()), self.problem.first_order)
+            draws += 1
+            self.spending.check()
+
+    def strategy_of(self, point: tuple[int, ...]) -> Strategy:
+        """See ``PointSearch``."""
+        return self._space.decode(
+            self._pair.groups(point),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            step_barrier=self.problem.step_barrier,
         )
+
+    def orders(self, point: tuple[int, ...]) -> tuple[Order, ...]:
+        """See ``PointSearch``."""
+        return (self.problem.first_order,)
 
 
 def known_rows() -> Methods:
