@@ -70,6 +70,11 @@ def test_hosts_ask_nodes_in_the_names_that_these_use() -> None:
     assert by_gpu[1].ranks == ({"GPU": 1.0, "accelerator_type:T4": 0.001},) * 2
 
 
+def test_a_host_leaves_the_node_that_another_needs() -> None:
+    nodes = [{"T4": 2.0, "V100": 3.0}, {"T4": 9.0}]
+    assert len(asked_of_nodes(HOSTS, nodes)) == 2
+
+
 def test_nodes_that_lack_devices_are_told() -> None:
     with pytest.raises(HeterogError, match="host B, which needs 2 T4; nodes have 1 V100; 1 T4"):
         asked_of_nodes(HOSTS, [{"V100": 1.0}, {"T4": 1.0}])

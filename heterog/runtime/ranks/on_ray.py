@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
 from heterog.cluster import Cluster
 from heterog.cluster.catalog import matching_types
 from heterog.cluster.overrides import is_cpu
@@ -44,6 +47,8 @@ _SLIVER = 0.001
 _PLACED_S = 60.0
 _GONE = -9
 """Exit code of a rank whose node or actor is lost: as if it had been killed."""
+_SILENT_S = 10.0
+"""Seconds without an answer after which a node counts as lost."""
 _END_S = 10.0
 
 Resources = Mapping[str, float]
@@ -176,19 +181,21 @@ def _is_type(name: str, device_type: str) -> bool:
 def _check_enough(
     cluster: Cluster, asked: Sequence[AskedOfNode], nodes: Sequence[Resources]
 ) -> None:
-    """Give each host a node of its own, those that ask for most first.
+    """Check that each host can have a node of its own.
 
     Raises:
         HeterogError: one is left without; says what it needs and what there is.
     """
-    free = list(nodes)
-    for host in sorted(asked, key=lambda each: -sum(each.bundle.values())):
-        fitting = [
-            node
-            for node in free
-            if all(node.get(key, 0.0) >= amount for key, amount in host.bundle.items())
+    fits = np.array(
+        [
+            [all(node.get(key, 0.0) >= n for key, n in host.bundle.items()) for node in nodes]
+            for host in asked
         ]
-        if not fitting:
+    ).reshape(len(asked), len(nodes))
+    rows, columns = linear_sum_assignment(~fits)
+    of_host: dict[int, int] = dict(zip(rows.tolist(), columns.tolist(), strict=True))
+    for number, host in enumerate(asked):
+        if number not in of_host or not fits[number, of_host[number]]:
             there = "; ".join(_in_words(node) for node in nodes) or "none"
             raise HeterogError(
                 f"no node of the Ray cluster is left for host {host.host}, which needs "
@@ -196,7 +203,6 @@ def _check_enough(
                 "--resources and the names of its device types, or plan for what there is "
                 f"({len(cluster.hosts)} hosts are asked for)."
             )
-        free.remove(min(fitting, key=lambda node: sum(node.values())))
 
 
 def _in_words(resources: Resources) -> str:
@@ -289,6 +295,7 @@ class _RayRank:
         self.stopped_since_s: float | None = None
         self._code: int | None = None
         self._words, self._pid = "", 0
+        self._heard_s = time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -305,11 +312,15 @@ class _RayRank:
         """Ask its actor, whose node may be lost."""
         if self._code is not None:
             return
+        errors = self._ray.exceptions
         try:
-            told = self._ray.get(self.actor.look.remote())
-        except self._ray.exceptions.RayError:
-            self._code, self._words = _GONE, "its Ray node, or its actor there, is lost."
+            told = self._ray.get(self.actor.look.remote(), timeout=1.0)
+        except errors.RayError as error:
+            is_silent = isinstance(error, errors.GetTimeoutError)
+            if not is_silent or now_s - self._heard_s > _SILENT_S:
+                self._code, self._words = _GONE, "its Ray node, or its actor there, is lost."
             return
+        self._heard_s = now_s
         self._code, stage, is_stopped, self._pid, self._words = told
         if stage and stage != self.stage:
             self.stage, self.since_s = stage, now_s
