@@ -407,8 +407,11 @@ def _done_by_all(
 
 
 def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
-    """A sentence if the largest split value is read whole: logits, by their loss."""
-    largest = 0.0
+    """A sentence if the largest split value is read whole: logits, by their loss.
+
+    They are slices that are gathered, or parts of a sum by features, of which there are fewer.
+    """
+    largest, weights = 0.0, set(graph.parameters)
     in_layer, group = layers_of(graph).of_group, group_ops(graph).group
     for op in split:
         if graph.ops[op].phase != Phase.FORWARD or in_layer[group[op]] != NO_LAYER:
@@ -418,13 +421,16 @@ def _gathered(graph: OpGraph, split: dict[int, OpRule]) -> Iterable[str]:
                 reader not in split and not graph.is_view[reader]
                 for reader in graph.readers(tensor)
             )
-            if place.kind == "S" and reads_whole:
+            given = (each for each in graph.ops[op].inputs if graph.storage[each] not in weights)
+            read = max((graph.tensor_bytes[each] for each in given), default=0)
+            is_sum = place == P and graph.tensor_bytes[tensor] > read
+            if is_sum or (place.kind == "S" and reads_whole):
                 largest = max(largest, float(graph.tensor_bytes[tensor]))
     whole = max(
         (float(graph.tensor_bytes[t]) for op in split for t in graph.outputs[op]), default=0.0
     )
     if largest and largest == whole:
         yield (
-            "The loss reads the logits whole, so teams gather them (Megatron-LM sums over the "
-            "parts of the vocabulary instead)."
+            "The loss reads the logits whole, so teams gather them or add them up (Megatron-LM "
+            "sums over the parts of the vocabulary instead)."
         )
