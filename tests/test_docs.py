@@ -21,6 +21,7 @@ import typer.main
 
 import heterog.agents.planners
 from heterog import __version__
+from heterog.agents.benchmark.rivals import known_rows
 from heterog.agents.checkpoint import load_checkpoint, shipped_policies
 from heterog.agents.config import Algorithm, PolicyConfig, TrainingConfig
 from heterog.agents.encoder import ENCODERS
@@ -158,7 +159,7 @@ def named_values(words: list[str]) -> Iterator[tuple[str, str]]:
 @cache
 def known_values() -> dict[str, set[str]]:
     clusters = {*preset_names(), *shipped_testbeds(), "generated"}
-    methods = {"auto", *(planner.name for planner in default_methods())}
+    methods = {"auto", *(planner.name for planner in known_rows())}
     return {
         "--cluster": clusters, "--clusters": clusters, "--testbed": set(shipped_testbeds()),
         "--method": methods, "--methods": methods, "--models": set(zoo_names()),

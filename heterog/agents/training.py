@@ -441,11 +441,6 @@ class Trainer:
         ]
         if different:
             raise HeterogError(f"cannot resume with other settings: {'; '.join(different)}.")
-        if state["step"] >= self.config.num_steps:
-            raise HeterogError(
-                f"the run to resume from has made {state['step']} steps, and "
-                f"{self.config.num_steps} are asked for: ask for more."
-            )
         before = state.get("reward", _name(reward_of))
         if before != _name(self._reward):
             raise HeterogError(
@@ -461,6 +456,11 @@ class Trainer:
                 f"the state to resume from has no {error}: another version of heterog wrote it. "
                 "Train on from its policy with `initial`."
             ) from error
+        if self.step >= self.config.num_steps:
+            raise HeterogError(
+                f"the run to resume from has made {self.step} steps, and "
+                f"{self.config.num_steps} are asked for: ask for more."
+            )
         self.history = [dict(row) for row in state["history"]]
         self.best = (state["best"][0], dict(state["best"][1]))
 

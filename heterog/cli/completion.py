@@ -4,7 +4,10 @@ from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
 
-TARGETS = ("ddp", "torchrun", "slurm", "kubernetes", "deepspeed")
+TARGETS = (
+    *("ddp", "torchrun", "slurm", "kubernetes", "deepspeed"),
+    *("accelerate", "torchtitan", "skypilot"),
+)
 """Targets of ``heterog export``, which cannot be imported fast enough for a shell."""
 ORDERS = ("best", "fifo", "rank", "program")
 """Orders in which waiting tasks run."""

@@ -16,7 +16,7 @@ def export(
         str,
         typer.Option(
             "--to",
-            help="ddp, torchrun, slurm, kubernetes or deepspeed",
+            help=f"one of {', '.join(completion.TARGETS)}",
             autocompletion=completion.targets,
         ),
     ],

@@ -22,7 +22,6 @@ from heterog.cli.common import (
 )
 from heterog.cli.outputs import CACHE, POLICY, TRAINING
 from heterog.errors import HeterogError
-from heterog.methods.planner import Budget
 from heterog.workers import open_workers
 
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ def train(
             "have no effect; give one of the two."
         )
     names = split_names(models)
+    from heterog.methods.planner import Budget
+
     limit = Budget.parse(budget) if budget else None
     crew = open_workers(workers)
 

@@ -38,7 +38,7 @@ from heterog.simulator.evaluator import Evaluator
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES
 
 ROOT = Path(__file__).parents[2]
-WALK = "5dd00bc8"
+WALK = "6d44956f"
 """Digest of a blind walk, as it was before moves had names."""
 
 

@@ -133,15 +133,12 @@ def test_local_search_goes_on_and_takes_up_what_others_found() -> None:
 
 def test_what_was_kept_for_another_evaluator_is_not_used() -> None:
     """Its channels have other numbers: the kernel read beyond its arrays."""
-    memory: dict[str, object] = {}
+    memory: dict[str, dict[str, object]] = {"two_segment": {}, "local_search": {}}
     for _ in range(2):
         evaluator = Evaluator(mlp(), Cluster.load("paper_8gpu"))
-        for method in ("two_segment", "local_search"):
-            problem = Problem(
-                evaluator=evaluator, budget=Budget(evaluations=30), memory=dict(memory)
-            )
+        for method, kept in memory.items():
+            problem = Problem(evaluator=evaluator, budget=Budget(evaluations=30), memory=kept)
             assert built_in_methods()[method].plan(problem).candidates
-            memory = problem.memory
 
 
 @THOROUGH
