@@ -22,9 +22,7 @@ class HeterogError(Exception):
         text = super().__str__()
         if text.isprintable():
             return text
-        return "".join(
-            each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
-        )
+        return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 class UnknownNameError(HeterogError):

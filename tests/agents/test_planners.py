@@ -239,7 +239,7 @@ def test_an_answer_goes_on_with_further_draws() -> None:
     assert second.candidates == agent.plan(asked[1]).candidates  # always the same
 
 
-@pytest.mark.parametrize("answer_s", [3.0, 30.0])
+@pytest.mark.parametrize("answer_s", [1.2, 30.0])
 def test_among_others_an_answer_is_whole_or_not_begun(
     answer_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,8 @@ of torch.
 """
 
 import warnings
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -193,12 +194,36 @@ def _make_model(workload: Workload, *, in_memory: bool) -> nn.Module:
     """
     for is_meta in () if in_memory else (False, True):
         with unset_fake_temporarily() if is_meta else nullcontext(), suppress(*_UNABLE):
-            with torch.device("meta") if is_meta else nullcontext(), _Unable() as unable:
+            device = torch.device("meta") if is_meta else nullcontext()
+            with device, _swapped_with_attributes(), _Unable() as unable:
                 model = workload.make_model()
             if not unable.seen:  # by code that goes on without an answer
                 return model
     with unset_fake_temporarily():
         return workload.make_model()
+
+
+@contextmanager
+def _swapped_with_attributes() -> Iterator[None]:
+    """Parameters keep attributes and hooks where modules change dtype, as ones with values do.
+
+    ``Module.double`` and the like swap a parameter without values for another one, and what is
+    attached to it.
+    """
+    swap: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
+
+    def swapped(one: Tensor, other: Tensor) -> None:
+        before, hooks = dict(vars(one)), one._backward_hooks
+        swap(one, other)
+        for name, value in before.items():
+            vars(one).setdefault(name, value)
+        one._backward_hooks = hooks  # which has autograd know of them
+
+    torch.utils.swap_tensors = swapped
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 _UNABLE = (RuntimeError, *DATA_DEPENDENT)
