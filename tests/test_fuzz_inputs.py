@@ -9,7 +9,7 @@ import pytest
 
 from tests.thorough import cases
 
-NUM_CASES = cases(300, 25)
+NUM_CASES = cases(300, 15)
 SCRIPT = Path(__file__).parents[1] / "experiments" / "fuzz_inputs.py"
 
 

@@ -23,6 +23,7 @@ from heterog.runtime.ranks.watching import LaunchError, Limits
 from heterog.runtime.request import RunRequest
 from tests.runtime.ranks import FORKS, capture_before_forks
 from tests.simulator.builders import cluster_of
+from tests.thorough import THOROUGH
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts know interfaces by ioctl")
 SECRET = "known to all hosts of this job"
@@ -165,6 +166,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 Start = Callable[[str], tuple[SeveralHosts, Hosts, list[str]]]
 
 
+@THOROUGH
 def test_a_lost_machine_loses_its_ranks_and_its_keeper_and_may_come_back(
     started: Start, tmp_path: Path
 ) -> None:

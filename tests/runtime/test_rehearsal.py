@@ -71,7 +71,7 @@ def verdict(name: str, plan: Plan) -> str:
     )
 
 
-@one_in(5)
+@one_in(7)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("case", SYNCS)
 def test_what_ranks_run_is_accepted(name: str, case: str) -> None:

@@ -53,7 +53,7 @@ from heterog.simulator.lower_bound import LowerBound
 from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Decision, Sync
 from tests.search.asking import run_methods
 from tests.simulator.builders import cluster_of
-from tests.thorough import one_in
+from tests.thorough import few_of, one_in
 
 
 def deep_mlp() -> nn.Module:
@@ -313,7 +313,7 @@ def test_what_is_left_out_gives_no_start_either(monkeypatch: pytest.MonkeyPatch)
     assert set(without).isdisjoint(row.method for row in rows)
 
 
-@pytest.mark.parametrize("most_tasks", [1, 2000])
+@pytest.mark.parametrize("most_tasks", few_of([2000, 1], 1))
 def test_methods_pass_over_what_is_too_large(most_tasks: int) -> None:
     """Programs that are not simulated have no peaks, and repairs and poplar counted on some."""
     small = Evaluator(graph(), cluster_of((1.0, ["T4"] * 4), (1.0, ["V100-16GB"] * 4)))

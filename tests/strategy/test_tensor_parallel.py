@@ -10,6 +10,7 @@ from heterog.graph.op_graph import OpGraph
 from heterog.strategy import tensor_parallel
 from heterog.strategy.tensor_parallel import merge_rules, shardings
 from tests.runtime.strategies import graph_of
+from tests.thorough import few_of
 
 
 def groups_of(graph: OpGraph, beginning: str) -> list[int]:
@@ -76,7 +77,7 @@ def test_what_has_no_weights_cannot_be_sharded() -> None:
     assert shardings(graph, [1]) == ()  # a ReLU
 
 
-@pytest.mark.parametrize("model", ["gpt", "translation", "moe"])
+@pytest.mark.parametrize("model", few_of(["gpt", "moe", "translation"], 2))
 def test_what_reads_nothing_split_has_nothing_to_follow(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
