@@ -26,8 +26,7 @@ from heterog.agents.stages import kind_of
 from heterog.errors import StrategyError
 from heterog.lowering import Choice
 from heterog.lowering.program import IntArray
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
+from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Candidate, Problem
 from heterog.methods.recomputing import kinds_worth_trying
 from heterog.methods.teams import without_needless_rules
@@ -116,14 +115,7 @@ class Scorer:
     def __init__(self, problem: Problem, pair: "Pair", spent: int) -> None:
         evaluator = problem.evaluator
         self.pair = pair
-        self._space = StrategySpace(
-            evaluator.graph,
-            evaluator.cluster,
-            evaluator.tables,
-            evaluator.channels,
-            device_speeds(evaluator),
-            pair.table,
-        )
+        self._space = space_of(evaluator, pair.table)
         self._num_evaluations = 0
         self._scored: dict[tuple[bytes, StepSettings], Preference] = {}
         self._judged: dict[tuple[bytes, StepSettings, Order], Preference] = {}

@@ -257,6 +257,15 @@ def _is_model(each: ListedType, words: _Words) -> bool:
     return words.model in names or words.whole in each.aliases
 
 
+def may_mean(name: str, device_type: str) -> bool:
+    """Whether a name, as drivers, launchers or people write it, can be that of a type.
+
+    >>> may_mean("Tesla T4", "T4"), may_mean("V100", "V100-32GB"), may_mean("CPU", "T4")
+    (True, True, False)
+    """
+    return name == device_type or any(kind.name == device_type for kind in matching_types(name))
+
+
 def device_type(name: str) -> DeviceType:
     """Find a device type of the catalogue, by its name, a driver's name or common usage.
 

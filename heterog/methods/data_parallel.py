@@ -19,7 +19,7 @@ this and ``tuned_uniform``.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations, islice
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from heterog.cluster.topology import Cluster
 from heterog.graph.grouping import group_ops
 from heterog.graph.op_graph import Phase
 from heterog.lowering.channels import proportional_slices
+from heterog.lowering.space import StrategySpace
 from heterog.methods.planner import Candidate, Planner, PlanResult, Problem
 from heterog.simulator.engine import Order
 from heterog.simulator.evaluation import Evaluation, Outcome
@@ -80,6 +81,18 @@ def device_speeds(evaluator: Evaluator) -> tuple[float, ...]:
         for device_type in cluster.device_types
     ]
     return tuple(by_type[index] for index in cluster.type_index)
+
+
+def space_of(evaluator: Evaluator, candidates: Sequence[Decision]) -> StrategySpace:
+    """The strategies that give every group of an evaluator one of some candidates."""
+    return StrategySpace(
+        evaluator.graph,
+        evaluator.cluster,
+        evaluator.tables,
+        evaluator.channels,
+        device_speeds(evaluator),
+        candidates,
+    )
 
 
 def even_shares(evaluator: Evaluator) -> tuple[int, ...]:

@@ -17,8 +17,7 @@ from heterog.agents.planners import DEFAULT_POLICY, Agent, default_methods
 from heterog.agents.policy import Policy, Scores
 from heterog.envs.observation import PAIR_SLOWER
 from heterog.envs.pair import Pair
-from heterog.lowering.space import StrategySpace
-from heterog.methods.data_parallel import device_speeds
+from heterog.methods.data_parallel import space_of
 from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
 from heterog.methods.registry import Methods
 from heterog.simulator.engine import Order
@@ -102,14 +101,7 @@ class _Draws(PointSearch[tuple[int, ...]]):
         super().__init__(problem)
         evaluator = problem.evaluator
         self._pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-        self._space = StrategySpace(
-            evaluator.graph,
-            evaluator.cluster,
-            evaluator.tables,
-            evaluator.channels,
-            device_speeds(evaluator),
-            self._pair.table,
-        )
+        self._space = space_of(evaluator, self._pair.table)
 
     def search(self) -> None:
         """See ``PointSearch``; stops where as many were drawn as there are."""

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from heterog.cluster import Cluster
-from heterog.cluster.catalog import matching_types
+from heterog.cluster.catalog import may_mean
 from heterog.errors import HeterogError
 from heterog.runtime.accelerators import device_label, has_accelerator
 
@@ -122,10 +122,8 @@ def _fits(own: Sequence[str], host: Sequence[str]) -> bool:
 
 
 def _is_type(device: str, device_type: str) -> bool:
-    """Whether a driver's or a person's name means a type, or nothing in particular."""
-    if device in (_ANY, device_type):
-        return True
-    return any(kind.name == device_type for kind in matching_types(device))
+    """Whether what a rank has is of a type, or may stand for any."""
+    return device == _ANY or may_mean(device, device_type)
 
 
 def _own_device() -> str:

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from heterog.cluster import Cluster
-from heterog.cluster.catalog import matching_types
+from heterog.cluster.catalog import may_mean
 from heterog.cluster.overrides import is_cpu
 from heterog.errors import HeterogError
 from heterog.files import read_json, write_atomically
@@ -164,18 +164,13 @@ def _names_of(device_type: str, nodes: Sequence[Resources]) -> Resources:
     """What a rank on a device of a type needs, in the names that the nodes use; empty if none."""
     keys = sorted({key for node in nodes for key in node})
     for key in keys:
-        if _is_type(key, device_type):
+        if may_mean(key, device_type):
             has_gpus = any(node.get(_GPU) for node in nodes if key in node)
             return {key: 1.0, **({_GPU: 1.0} if has_gpus else {})}
     for key in keys:
-        if key.startswith(_ACCELERATOR) and _is_type(key.removeprefix(_ACCELERATOR), device_type):
+        if key.startswith(_ACCELERATOR) and may_mean(key.removeprefix(_ACCELERATOR), device_type):
             return {key: _SLIVER, _GPU: 1.0}
     return {_CPU: 1.0} if is_cpu(device_type) else {device_type: 1.0}
-
-
-def _is_type(name: str, device_type: str) -> bool:
-    """Whether a name of Ray's, or of whoever started a node, means a type of device."""
-    return name == device_type or any(kind.name == device_type for kind in matching_types(name))
 
 
 def _check_enough(
