@@ -1,7 +1,7 @@
 """Results of methods that are found once for each object and arguments."""
 
 from collections.abc import Callable
-from functools import cache, partial, update_wrapper
+from functools import update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 _S = TypeVar("_S")
@@ -12,8 +12,8 @@ _T = TypeVar("_T")
 class kept(Generic[_S, _P, _T]):
     """A method that keeps what it has returned for as long as its object lives.
 
-    Its arguments are hashable. As with ``cached_property``, what is kept lies in the object's
-    ``__dict__``; the object can no longer be pickled then.
+    Its arguments are hashable and positional. As with ``cached_property``, what is kept lies in
+    the object's ``__dict__``; the object can no longer be pickled then.
 
     >>> class Squares:
     ...     @kept
@@ -30,6 +30,15 @@ class kept(Generic[_S, _P, _T]):
 
     def __get__(self, instance: _S, owner: type[_S]) -> Callable[_P, _T]:
         """The method of an object; Python asks once, then finds it in the object."""
-        found = cache(partial(self._method, instance))
-        instance.__dict__[self._method.__name__] = found
+        method, results = self._method, dict[Any, _T]()
+
+        # Not functools.cache: each new one would have a capture look for others once more.
+        def found(*arguments: Any) -> _T:
+            try:
+                return results[arguments]
+            except KeyError:
+                result = results[arguments] = cast(Any, method)(instance, *arguments)
+                return cast(_T, result)
+
+        instance.__dict__[method.__name__] = found
         return cast(Callable[_P, _T], found)
