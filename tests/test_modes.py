@@ -102,7 +102,7 @@ def test_a_mode_twice_is_refused() -> None:
 
 def test_an_unknown_mode_is_told_all_of_them() -> None:
     with pytest.raises(
-        HeterogError, match=r"'sever'; did you mean 'server'\? Known: average, server, stash"
+        HeterogError, match=r"'sever'; did you mean 'server'\? Known: .*average, server"
     ):
         method_of("sever=2")
     assert method_of("weights=equal,average=8").name == "average"

@@ -7,7 +7,7 @@ candidates attend to themselves and to each other. ``PaperEncoder`` follows Hete
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,11 @@ _EDGE_FEATURES = {
     ON: NUM_BLOCK_DEVICE_FEATURES,
     LINK: NUM_LINK_FEATURES,
 }
+
+
+def default_config(name: str) -> PolicyConfig:
+    """Sizes of a policy with an encoder: what its class has as ``sizes``, else the defaults."""
+    return PolicyConfig(encoder=name, **getattr(ENCODERS.get(name), "sizes", {}))
 
 
 def make_encoder(config: PolicyConfig) -> nn.Module:
@@ -147,6 +152,8 @@ class PaperEncoder(nn.Module):
     so that one set of weights serves any cluster; and it is smaller (the paper: 12 layers of 8
     heads, then 8 layers of Transformer-XL, for whole op graphs of 2,000 groups).
     """
+
+    sizes: ClassVar[dict[str, Any]] = {"rank": 0}  # each block is decided on its own
 
     def __init__(self, config: PolicyConfig) -> None:
         super().__init__()

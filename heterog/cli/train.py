@@ -1,6 +1,5 @@
 """``heterog train``: train a policy on models and clusters."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,12 +155,11 @@ def _check_sizes(pairs: int, steps: int, search: int, max_devices: int | None) -
 def _network(encoder: str, initial: str) -> "PolicyConfig | Policy":
     """Sizes of the network to train, or the policy to begin with if there is one."""
     from heterog.agents.checkpoint import load_checkpoint
+    from heterog.agents.encoder import default_config
 
     name = use_encoder(encoder) if encoder else ""
     if not initial:
-        network = PolicyConfig(encoder=name) if name else PolicyConfig()
-        # The paper's network decides each block on its own.
-        return replace(network, rank=0) if name == "paper" else network
+        return default_config(name) if name else PolicyConfig()
     start = load_checkpoint(initial).policy
     if name not in ("", start.config.encoder):
         raise HeterogError(

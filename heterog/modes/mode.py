@@ -213,7 +213,10 @@ class Mode(ABC):
         return encoded
 
     def gradient_scale(self, graph: "OpGraph", strategy: "Strategy", rank: int) -> float | None:
-        """Factor of a rank's gradients; ``None`` leaves them as they are."""
+        """Factor of a rank's gradients as they are summed; ``None`` leaves them as they are.
+
+        It has no effect on gradients that the mode takes itself (``takes_gradients``).
+        """
         return None
 
     def loss_part(

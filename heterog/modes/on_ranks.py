@@ -59,7 +59,11 @@ class RankMode:
         return None
 
     def keep(self, rows: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        """Take gradients of some rows of ``graph.updates`` (``Mode.takes_gradients``)."""
+        """Take gradients of some rows of ``graph.updates`` (``Mode.takes_gradients``).
+
+        They are this rank's part of the mean over the whole batch; no optimizer steps with them
+        unless ``end_step`` does.
+        """
 
     def end_step(self, num_steps: int) -> None:
         """End a step; so many have been made since the start of training."""
