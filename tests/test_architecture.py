@@ -67,6 +67,7 @@ ROOMS = {
             "graph/changed_state.py",
             "graph/higher_order.py",
             "graph/one_sample.py",
+            "graph/plain_tensors.py",
             "graph/optimizer_probe.py",
             "graph/parameter_groups.py",
             "graph/python_state.py",

@@ -4,6 +4,7 @@ A step is captured from one call. ``PythonState`` remembers what a model and its
 as it can be seen, finds what a call has changed, and puts it back.
 """
 
+import os
 import pickle
 import random
 import sys
@@ -46,10 +47,11 @@ _CLOCKS = frozenset(
     {
         "time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "now",
         "utcnow", "today", "urandom", "getrandom", "token_bytes", "token_hex", "randbelow",
-        "SystemRandom", "uuid1", "uuid4",
+        "SystemRandom", "uuid1", "uuid4", "process_time", "_version",
     }
 )  # fmt: skip
-"""Functions whose results are others at each call."""
+"""Functions and attributes whose values are others at each call."""
+_ENVIRONMENT = {"environ", "environb", "getenv"}
 
 
 class Holder:
@@ -146,11 +148,15 @@ class PythonState:
     Attributes:
         unseen: What may change without being seen: iterators, clocks.
         constants: Whole numbers that the user's functions name.
+        naming_type: Variables of the modules whose functions name ``type``.
+        reads_class: Whether the user's functions read ``__class__``, as ``singledispatch`` does.
     """
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.unseen: list[str] = []
         self.constants: set[int] = set()
+        self.naming_type: list[dict[str, Any]] = []
+        self.reads_class = False
         self._holders: list[Holder] = []
         self._known: set[Any] = set()
         self._todo: list[tuple[Any, str]] = [(root, text) for text, root in roots.items()]
@@ -180,6 +186,7 @@ class PythonState:
         """The same objects with what they hold now."""
         other = object.__new__(PythonState)
         other.unseen, other.constants = self.unseen, self.constants
+        other.naming_type, other.reads_class = self.naming_type, self.reads_class
         other._known, other._todo = self._known, []
         other._holders = [
             Holder(each.read, each.write, each.text, each.seeded, each.held)
@@ -277,9 +284,15 @@ class PythonState:
         self.constants |= _numbers_in(function.__code__)
         self.unseen += [f"'{clock}' in {own}" for clock in sorted(_CLOCKS & names)]
         file = Path(function.__code__.co_filename).name
+        self.reads_class |= "__class__" in names
+        if _ENVIRONMENT & names:
+            self._look_at(os.environ, "os.environ")
         variables = function.__globals__
+        if "type" in names and all(variables is not each for each in self.naming_type):
+            self.naming_type.append(variables)
         for name in names & variables.keys():
             value = variables[name]
+            self.reads_class |= isinstance(value, types.FunctionType) and "dispatch" in vars(value)
             if not isinstance(value, types.ModuleType):
                 self._look_at_variable(variables, name, f"global '{name}' of {file}")
             elif not is_of_library(getattr(value, "__file__", None) or ""):
@@ -293,7 +306,7 @@ class PythonState:
 
     _KINDS: tuple[tuple[Any, Callable[["PythonState", Any, str], None]], ...] = (
         (nn.Module, _look_at_module),
-        (dict, lambda self, thing, text: self._hold(
+        (dict | os._Environ, lambda self, thing, text: self._hold(
             _dict_holder(thing, lambda key: f"{text}[{key!r}]"))),
         (list | deque, lambda self, thing, text: self._hold(
             _list_holder(thing, lambda key: f"{text}[{key}]"))),

@@ -7,13 +7,18 @@ where they will be after many calls. What is changed and not read (statistics fo
 makes no difference and is allowed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import datetime
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from heterog.errors import CaptureError
 from heterog.graph.python_state import MISSING, NUM_SEEDS, PythonState, Slot
+from heterog.graph.static_shapes import everywhere
 from heterog.graph.step import Step
 from heterog.graph.value_numbers import Results
 
@@ -76,7 +81,17 @@ class _Check:
         moving = {slot.place: slot for slot in begun.changes() if slot.holder.seeded is None}
         if moving:
             self._look_far(begun.taken_again(), moving)
+        self._look_later()
         self._refuse_written()
+
+    def _look_later(self) -> None:
+        """Call the step as it will be years later, if its code asks for what tells that."""
+        if not self._before.unseen:
+            return
+        with self._step.of_later(), clocks_ahead():
+            found = self._call_as_first(())
+        if found is not None and self._call_as_first(()) is None:
+            self._raise([], self._step.first_new)
 
     def _look_far(self, later: PythonState, moving: Mapping[tuple[Any, Any], Slot]) -> None:
         """Call the step once more, and then as it will be after many calls.
@@ -173,6 +188,40 @@ class _Check:
             f"{f', first at {where}' if where else ''}: {', '.join(texts)} decides that. "
             f"All steps of a plan run the same ops with the same constants: {_way_out(slots)}"
         )
+
+
+@contextmanager
+def clocks_ahead() -> Iterator[None]:
+    """In the body each look at a clock of Python's shows some years more."""
+    looks = itertools.count(1)
+
+    def ahead(clock: Callable[[], Any]) -> Callable[[], Any]:
+        unit = 10**9 if clock.__name__.endswith("_ns") else 1
+        return lambda: clock() + next(looks) * _YEARS_S * unit
+
+    class Later(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.datetime.fromtimestamp(time.time() % _LAST_DATE_S, tz)
+
+        utcnow = today = now
+
+    with ExitStack() as stack:
+        stack.enter_context(everywhere(datetime.datetime, Later))
+        for name in _CLOCKS:
+            clock = getattr(time, name)
+            stack.enter_context(everywhere(clock, ahead(clock)))
+        yield
+
+
+_CLOCKS = [
+    name + unit
+    for name in ("time", "perf_counter", "monotonic", "process_time")
+    for unit in ("", "_ns")
+]
+_YEARS_S = 3_652 * 86_400 + 43_200
+"""Ten years and half a day: both the date and the hour are others."""
+_LAST_DATE_S = 200_000_000_000
 
 
 def has_parameters(slot: Slot) -> bool:

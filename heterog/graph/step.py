@@ -4,8 +4,8 @@ It is called once to be traced, and again on fake tensors to see whether it comp
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from heterog.graph.workload import Workload
 from heterog.local_losses import LocalBlocks
 
 logger = logging.getLogger(__name__)
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+_OFTEN = 720_720_000
 
 
 class Step:
@@ -65,6 +68,17 @@ class Step:
     def is_written(self, tensor: Tensor) -> bool:
         """Whether calls have written to the memory of a tensor."""
         return self._numbers.is_written(tensor)
+
+    @contextmanager
+    def of_later(self) -> Iterator[None]:
+        """In the body parameters have been written to more often than anything asks for."""
+        parameters = tuple(self._inputs[0].values())
+        versions = tuple(each._version for each in parameters)
+        _set_versions(parameters, tuple(each + _OFTEN for each in versions))
+        try:
+            yield
+        finally:
+            _set_versions(parameters, versions)
 
     def call(self, backward: bool) -> Results | None:
         """Call the step without a trace, with its backward pass or without.

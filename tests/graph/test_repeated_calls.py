@@ -1,7 +1,9 @@
 """What Python keeps between steps is refused where the step reads it, and only there."""
 
+import datetime
 import functools
 import itertools
+import os
 import random
 import time
 from collections import deque
@@ -19,6 +21,7 @@ from heterog.graph.capture import capture, capture_step
 from heterog.graph.workload import Workload
 
 STEP = 0
+START = time.time()
 TABLE = {"weight": 1.0}
 
 
@@ -444,6 +447,92 @@ def test_tensors_in_plain_attributes_have_their_values() -> None:
         values = [getattr(step.module, str(name)) for name in constants]
         assert all(value.tolist() == [3.0, 4.0, 5.0, 6.0] for value in values)
         assert values
+
+
+@functools.singledispatch
+def _kind_of(_: object) -> str:
+    return "other"
+
+
+_kind_of.register(Tensor, lambda _: "tensor")
+_kind_of.register(nn.Parameter, lambda _: "parameter")
+
+
+OTHER_MEMORY = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        lambda m, x: type(x) is Tensor and x.__class__ == Tensor,
+        lambda m, _: type(m.layer.weight) is nn.Parameter,
+        lambda m, x: isinstance(type(m), type) and type("New", (), {}) is not type(x),
+        lambda m, x: {"Tensor": True, "Parameter": False}[type(x * 2).__name__],
+        lambda _, x: (x + 1).data_ptr() != x.data_ptr() == x.view(-1).data_ptr(),
+        lambda m, x: m.layer.weight.data_ptr() not in (m.other.weight.data_ptr(), 0),
+        lambda _, x: x[1].data_ptr() - x.data_ptr() == 4 * x.element_size(),
+        lambda _, x: x.untyped_storage().data_ptr() != (x + 1).untyped_storage().data_ptr(),
+        lambda *_: OTHER_MEMORY.untyped_storage().data_ptr() == OTHER_MEMORY.data_ptr(),
+        lambda _, x: _kind_of(x) == "tensor" and _kind_of(nn.Parameter(x)) == "parameter",
+    ],
+)
+def test_code_that_asks_what_a_tensor_is_goes_the_way_of_training(
+    holds: Callable[[Any, Tensor], bool],
+) -> None:
+    def checked(m: Any, x: Tensor) -> float:
+        assert holds(m, x)
+        return 1.0
+
+    model = Kept(checked)
+    assert holds(model, torch.randn(6, 4))
+    capture(step_of(model))
+    assert "type" not in globals()
+
+
+def normalized_weight(m: Any, x: Tensor) -> Tensor:
+    if m.version != m.layer.weight._version:
+        m.version, m.kept = m.layer.weight._version, m.layer.weight.norm()
+    return m.kept + x.mean()  # type: ignore[no-any-return]
+
+
+def test_a_cache_by_the_version_of_a_weight_is_a_step_that_can_be_captured() -> None:
+    capture(step_of(lambda: Kept(normalized_weight, version=-1, kept=None)))
+
+
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        (lambda m, _: 1.0 + m.layer.weight._version, "'_version' in <lambda> decides"),
+        (lambda m, _: 1.0 if m.layer.weight._version < 1_000 else 2.0, "'_version' in"),
+        (lambda m, _: 1.0 if time.time() < START + 3_600 else 2.0, "'time' in"),
+        (lambda m, _: 1.0 if datetime.datetime.now().year < 2_030 else 2.0, "'now' in"),
+        (lambda m, _: step_of_environment(), "environ"),
+    ],
+)
+def test_what_tells_the_number_of_a_step_is_named(
+    forward: Callable[[Any, Tensor], float], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CALLS", "0")
+    with pytest.raises(CaptureError) as refusal:
+        capture(step_of(lambda: Kept(forward)))
+    assert text in str(refusal.value)
+
+
+def step_of_environment() -> float:
+    os.environ["CALLS"] = str(int(os.environ["CALLS"]) + 1)
+    return 1.0 if int(os.environ["CALLS"]) < 3 else 2.0
+
+
+def test_a_clock_that_decides_nothing_may_be_read() -> None:
+    def timed(m: Any, x: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        made = x.mean()
+        m.took = time.perf_counter() - begin
+        return made
+
+    before = time.time, datetime.datetime
+    capture(step_of(lambda: Kept(timed, took=0.0)))
+    assert before == (time.time, datetime.datetime)
 
 
 def test_a_loss_that_counts_is_named_too() -> None:

@@ -29,6 +29,7 @@ from torch.utils._device import _device_constructors
 from heterog.errors import CaptureError
 from heterog.graph.higher_order import plain_control_flow
 from heterog.graph.op_graph import Phase
+from heterog.graph.plain_tensors import plain_tensors
 from heterog.graph.python_state import PythonState
 from heterog.graph.repeated_calls import check_repeats
 from heterog.graph.static_shapes import with_static_shapes
@@ -352,9 +353,12 @@ def trace(
         clear_errors(workload, modules),
     ):
         kept = PythonState({"the model": model, "the loss": workload.loss})
-        raw = make_fx(lambda *inputs: step.traced(*inputs))(dict(parameters), dict(buffers), batch)
-        if checks_calls:
-            check_repeats(workload.name, step, kept)
+        with plain_tensors(kept):
+            raw = make_fx(lambda *inputs: step.traced(*inputs))(
+                dict(parameters), dict(buffers), batch
+            )
+            if checks_calls:
+                check_repeats(workload.name, step, kept)
         flat, _ = pytree.tree_flatten((dict(parameters), dict(buffers), batch))
         flat = [value for value in flat if isinstance(value, Tensor)]
         _drop_unused_placeholders(raw)
