@@ -1,6 +1,7 @@
 """``heterog bench agents``: methods on suites of models and clusters, with intervals."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,7 +63,7 @@ def agents(
     def report(line: dict[str, Any]) -> None:
         took = line["step_time_s"]
         said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
-        err.print(f"{line['pair']}, seed {line['seed']}: {line['method']} {said}", markup=False)
+        err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
 
     with termination_as_interrupt():
         board.run(report)
@@ -77,7 +78,7 @@ def agents(
 def _entries(methods: str) -> "list[Entry]":
     """The methods that are named, and what made each."""
     import heterog
-    from heterog.agents.benchmark.board import Entry, code_of
+    from heterog.agents.benchmark.board import Entry, code_of, judged
     from heterog.agents.benchmark.rivals import known_rows
     from heterog.user_code import is_from_file, split_source
 
@@ -86,7 +87,8 @@ def _entries(methods: str) -> "list[Entry]":
         names, known = load_methods(name, among=known_rows())
         own = is_from_file(name)
         code = code_of(split_source(name, "method")[0]) if own else heterog.__version__
-        entries.append(Entry(known[names[0]], code))
+        planner = known[names[0]]
+        entries.append(Entry(planner.name, partial(judged, planner), code, planner.prepare))
     return entries
 
 
@@ -103,7 +105,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
         misfits = f", {row['do_not_fit']} do not fit" if row["do_not_fit"] else ""
         lines.append(
-            f"{row['method']:20} {quality:22} {beats:22} {row['cpu_s']:7.1f} s "
+            f"{row['arm']:20} {quality:22} {beats:22} {row['cpu_s']:7.1f} s "
             f"{row['evaluations']:.0f}{misfits}"
         )
     return lines

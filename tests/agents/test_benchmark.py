@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from heterog import cli
-from heterog.agents.benchmark.board import read_results
+from heterog.agents.benchmark.board import Board, Entry, read_results
+from heterog.agents.benchmark.pair_lists import PairLine
 from heterog.agents.benchmark.statistics import (
+    NO_FIT,
     estimate,
     interquartile_mean,
     probability_of_improvement,
@@ -18,6 +20,7 @@ from heterog.agents.benchmark.statistics import (
 from heterog.envs.toy import chain_graph
 from heterog.errors import InputFileError
 from heterog.graph.serialize import save_graph
+from heterog.methods.planner import Budget
 
 PAGE = Path(__file__).parents[2] / "docs" / "for" / "agents.md"
 
@@ -45,7 +48,7 @@ def test_the_method_of_the_page_gets_its_row(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = bench(capsys)
-    assert [row["method"] for row in rows] == ["mine", "random"]
+    assert [row["arm"] for row in rows] == ["mine", "random"]
     assert rows[0]["quality"] == {"value": 1.0, "low": 1.0, "high": 1.0}
     assert rows[0]["beats_first"]["value"] == 1.0
     board = folder / "board.jsonl"
@@ -74,3 +77,34 @@ def test_intervals_hold_the_number_and_are_points_without_spread() -> None:
     assert found.low < found.value < found.high
     same = estimate(probability_of_improvement, np.ones((3, 4)), np.ones((3, 4)))
     assert (same.low, same.value, same.high) == (0.5, 0.5, 0.5)
+
+
+def test_arms_are_compared_on_what_all_of_them_have(tmp_path: Path) -> None:
+    times = {"a": (1.0, 2.0), "b": (2.0, None)}
+    rows = [
+        {"pair": pair, "arm": arm, "seed": 0, "step_time_s": times[arm][number]}
+        for number, pair in enumerate(("p", "q"))
+        for arm in times
+    ]
+    rows.append({"pair": "p", "arm": "a", "seed": 1, "step_time_s": 9.0})  # b has none yet
+    results = tmp_path / "kept.jsonl"
+    spent = {"cpu_s": 1.0, "evaluations": 2}
+    results.write_text("".join(json.dumps(row | spent) + "\n" for row in rows))
+
+    def never(*asked: object) -> dict[str, Any]:
+        raise AssertionError(asked)
+
+    board = Board(
+        pairs=[PairLine("", "", "p"), PairLine("", "", "q")],
+        entries=[Entry("a", never), Entry("b", never)],
+        budget=Budget(seconds=1.0),
+        num_seeds=2,
+        results=results,
+        references={"p": 0.5},
+    )
+    found = {row["arm"]: row for row in board.summary()}
+    assert (found["a"]["pairs"], found["a"]["seeds"]) == (2, 1)
+    assert found["a"]["over_best"]["value"] == pytest.approx((1.0 / 0.5 * 1.0) ** 0.5)
+    assert found["b"]["over_best"]["value"] == pytest.approx((2.0 / 0.5 * NO_FIT) ** 0.5)
+    assert found["b"]["over_first"]["value"] == pytest.approx((2.0 * NO_FIT) ** 0.5)
+    assert (found["b"]["do_not_fit"], found["b"]["close"], found["b"]["wall_s"]) == (1, 0, 1.0)
