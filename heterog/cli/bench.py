@@ -30,7 +30,11 @@ def agents(
     ] = "families",
     methods: Annotated[
         str,
-        typer.Option("--methods", help="random, thumb, untrained, or as of compare"),
+        typer.Option(
+            "--methods",
+            help="random, annealing, tpe, cma_es, tree, ppo, maskable_ppo, thumb, untrained, "
+            "or as of compare",
+        ),
     ] = ROWS,
     budget: Annotated[
         str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,19 @@ import pytest
 from heterog import cli
 from heterog.agents.benchmark.board import Board, Entry, read_results
 from heterog.agents.benchmark.pair_lists import PairLine
+from heterog.agents.benchmark.rivals import known_rows
 from heterog.agents.benchmark.statistics import (
     NO_FIT,
     estimate,
     interquartile_mean,
     probability_of_improvement,
 )
+from heterog.cluster import Cluster
 from heterog.envs.toy import chain_graph
-from heterog.errors import InputFileError
+from heterog.errors import HeterogError, InputFileError
 from heterog.graph.serialize import save_graph
-from heterog.methods.planner import Budget
+from heterog.methods.planner import Budget, Problem
+from heterog.simulator.evaluator import Evaluator
 
 PAGE = Path(__file__).parents[2] / "docs" / "for" / "agents.md"
 
@@ -61,6 +65,27 @@ def test_the_method_of_the_page_gets_its_row(
     (folder / "mine.py").write_text((folder / "mine.py").read_text() + "# changed\n")
     bench(capsys)
     assert len(read_results(board)) == 6
+
+
+@pytest.mark.parametrize("name", ["random", "annealing", "tpe", "cma_es", "tree", "ppo"])
+def test_a_rival_keeps_its_budget_and_is_repeated_by_its_seed(name: str) -> None:
+    if name in ("tpe", "cma_es"):
+        pytest.importorskip({"tpe": "optuna", "cma_es": "cmaes"}[name])
+    method, found = known_rows()[name], []
+    for _ in range(2):
+        evaluator = Evaluator(chain_graph(), Cluster.load("paper_8gpu"))
+        problem = Problem(evaluator=evaluator, budget=Budget(evaluations=3), seed=1)
+        found.append(method.plan(problem))
+    assert found[0].num_evaluations == found[1].num_evaluations == 3
+    assert found[0].candidates == found[1].candidates
+    assert found[0].candidates
+
+
+def test_a_missing_rival_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cmaes", None)
+    evaluator = Evaluator(chain_graph(), Cluster.load("paper_8gpu"))
+    with pytest.raises(HeterogError, match=r"pip install heterog\[bench\]"):
+        known_rows()["cma_es"].plan(Problem(evaluator=evaluator, budget=Budget(evaluations=1)))
 
 
 def test_a_line_that_is_no_run_is_named(tmp_path: Path) -> None:
