@@ -15,7 +15,7 @@ from heterog.cli.common import (
     print_json,
     termination_as_interrupt,
 )
-from heterog.cli.outputs import CACHE, LINES
+from heterog.cli.outputs import CACHE, HTML, LINES
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
@@ -46,6 +46,9 @@ def agents(
     graphs: Annotated[
         Path | None, typer.Option("--graphs", help="folder that keeps captured graphs"), CACHE
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="page.html of quality, profiles and time"), HTML
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare methods on a suite; what was stopped goes on."""
@@ -64,14 +67,19 @@ def agents(
         graphs=graphs,
     )
 
-    def report(line: dict[str, Any]) -> None:
+    def tell(line: dict[str, Any]) -> None:
         took = line["step_time_s"]
         said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
         err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
 
     with termination_as_interrupt():
-        board.run(report)
-    rows = board.summary()
+        board.run(tell)
+    scored = board.scored()
+    rows = scored.summary()
+    if report is not None:
+        from heterog.agents.benchmark.page import write_board_page
+
+        write_board_page(report, f"{suite}, {budget} a run", scored)
     if as_json:
         print_json({"suite": suite, "budget": budget, "results": str(results), "rows": rows})
     else:

@@ -40,10 +40,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def bench(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+def bench(capsys: pytest.CaptureFixture[str], *more: str) -> list[dict[str, Any]]:
     """The rows of the tiny board."""
     command = ["bench", "agents", "--suite", "pairs.jsonl", "--budget", "20e", "--seeds", "2"]
-    cli.app([*command, "--methods", "random,mine.py:Mine", "--json"], standalone_mode=False)
+    cli.app([*command, "--methods", "random,mine.py:Mine", "--json", *more], standalone_mode=False)
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["rows"]
     return rows
 
@@ -63,7 +63,11 @@ def test_the_method_of_the_page_gets_its_row(
     assert board.read_text().startswith(whole[: whole[:-1].rfind("\n") + 1])
     assert len(again) == 4
     (folder / "mine.py").write_text((folder / "mine.py").read_text() + "# changed\n")
-    bench(capsys)
+    bench(capsys, "--report", "board.html")
+    page = (folder / "board.html").read_text()
+    assert "1.000 [1.000, 1.000]" in page
+    assert page.count('viewBox="0 0 1000 200"') == 2
+    assert "http" not in page.replace("http-equiv", "")
     assert len(read_results(board)) == 6
 
 

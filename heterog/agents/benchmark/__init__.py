@@ -2,5 +2,6 @@
 
 ``suites`` are lists of pairs of model and cluster (``pair_lists`` reads a file of them),
 ``rivals`` and ``row_search`` have methods that are only there to be beaten, ``board`` runs what is
-missing and keeps every run, ``statistics`` sums runs up with intervals.
+missing and keeps every run, ``statistics`` sums runs up with intervals, ``page``
+shows them.
 """

@@ -131,16 +131,14 @@ class Board:
         }
         return {"pair": pair, "arm": entry.name, "seed": seed} | spent | made
 
-    def summary(self) -> list[Line]:
-        """A row for each arm, best first: quality with intervals beside time."""
+    def scored(self) -> "Scored":
+        """Runs and scores of the pairs and seeds that every arm has."""
         found, names = self.found(), [entry.name for entry in self.entries]
         best = dict(self.references)
         for (pair, _, _), line in found.items():
             if line["step_time_s"] is not None:
                 best[pair] = min(line["step_time_s"], best.get(pair, line["step_time_s"]))
         pairs, num_seeds = self._whole(found, best)
-        if not pairs:
-            return []
         runs = {
             name: [[found[pair, name, seed] for seed in range(num_seeds)] for pair in pairs]
             for name in names
@@ -152,13 +150,11 @@ class Board:
             )
             for name in names
         }
-        table = [
-            {"arm": name, "pairs": len(pairs), "seeds": num_seeds}
-            | _compared(scores[name], scores[names[0]])
-            | _spent([line for row in runs[name] for line in row])
-            for name in names
-        ]
-        return sorted(table, key=lambda row: -row["quality"]["value"])
+        return Scored(pairs=tuple(pairs), num_seeds=num_seeds, runs=runs, scores=scores)
+
+    def summary(self) -> list[Line]:
+        """See ``Scored.summary``."""
+        return self.scored().summary()
 
     def _whole(
         self, found: Mapping[tuple[str, str, int], Line], best: Mapping[str, float]
@@ -178,6 +174,36 @@ class Board:
             ]
         count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
         return whole[count], count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What a board has of all its arms.
+
+    Attributes:
+        pairs: Pairs that all have runs of.
+        num_seeds: Number of seeds that all have.
+        runs: Lines of each arm, a row for each pair.
+        scores: Scores of each arm.  # [pairs, seeds]
+    """
+
+    pairs: tuple[str, ...]
+    num_seeds: int
+    runs: Mapping[str, Sequence[Sequence[Line]]]
+    scores: Mapping[str, Array]
+
+    def summary(self) -> list[Line]:
+        """A row for each arm, best first: quality with intervals beside time."""
+        if not self.pairs:
+            return []
+        first = next(iter(self.scores.values()))
+        table = [
+            {"arm": name, "pairs": len(self.pairs), "seeds": self.num_seeds}
+            | _compared(scores, first)
+            | _spent([line for row in self.runs[name] for line in row])
+            for name, scores in self.scores.items()
+        ]
+        return sorted(table, key=lambda row: -row["quality"]["value"])
 
 
 def _compared(scores: Array, first: Array) -> Line:
