@@ -10,31 +10,26 @@ begins a local search of the CPU seconds, led by the shipped policy for moves if
 blind else; without, it answers once: 64 draws, stages, segments, finishing and refining.
 """
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from pair_tables import Arm, Found, add_table, run_table
-from rows import progress, script_parser
+from rows import board_parser, progress, run_board
 from torch_geometric.utils import to_dense_batch
 
+from heterog.agents.benchmark.board import Line, judged
 from heterog.agents.benchmark.rivals import Fixed, thumb, untrained
 from heterog.agents.checkpoint import load_checkpoint
 from heterog.agents.config import PolicyConfig
 from heterog.agents.encoder import ENCODERS, mlp
 from heterog.agents.planners import DEFAULT_POLICY, Agent, AgentSearch
 from heterog.agents.policy import Policy
-from heterog.envs.observation import (
-    NUM_BLOCK_FEATURES,
-    NUM_CANDIDATE_FEATURES,
-)
-from heterog.methods.planner import Budget, Planner, Problem
-from heterog.search.judging import run_method
+from heterog.envs.observation import NUM_BLOCK_FEATURES, NUM_CANDIDATE_FEATURES
+from heterog.methods.planner import Budget, Planner
 from heterog.simulator.evaluator import Evaluator
 
-ARMS = ("trained", "untrained", "no_messages", "thumb", "uniform")
+ARMS = "trained,untrained,no_messages,thumb,uniform"
 
 
 class NoMessages(torch.nn.Module):
@@ -58,19 +53,16 @@ class NoMessages(torch.nn.Module):
 def ask(
     policy: Callable[[int], Policy], method: Callable[[Policy], Planner], evaluator: Evaluator,
     seed: int, budget: Budget,
-) -> Found:  # fmt: skip
+) -> Line:  # fmt: skip
     """The answer of a policy."""
     planner = method(policy(seed))
     planner.prepare(evaluator)
-    problem = Problem(evaluator=evaluator, budget=budget, seed=seed, clock=time.process_time)
-    row = run_method(planner, problem)
-    return row.step_time_s, row.num_evaluations
+    return judged(planner, evaluator, seed, budget)
 
 
 def main() -> None:
     """Make the table."""
-    parser = script_parser(__doc__)
-    add_table(parser, ARMS, 20.0)
+    parser = board_parser(__doc__, ARMS)
     parser.add_argument("--policy", default=DEFAULT_POLICY, help="the trained one")
     parser.add_argument("--no-messages", default="", help="file of one trained without messages")
     asked = parser.parse_args()
@@ -88,10 +80,10 @@ def main() -> None:
     elif "no_messages" in asked.arms.split(","):
         progress("no_messages is left out: give a policy that is trained so by --no-messages FILE")
         asked.arms = ",".join(arm for arm in asked.arms.split(",") if arm != "no_messages")
-    arms: dict[str, Arm] = {name: partial(ask, each, Agent) for name, each in policies.items()}
-    searches = {name: partial(AgentSearch, is_led=name == ARMS[0]) for name in policies}
-    arms |= {f"{name}+search": partial(ask, policies[name], searches[name]) for name in policies}
-    run_table(asked, arms)
+    arms = {name: partial(ask, each, Agent) for name, each in policies.items()}
+    for name, each in policies.items():
+        arms[f"{name}+search"] = partial(ask, each, partial(AgentSearch, is_led=name == "trained"))
+    run_board(asked, arms)
 
 
 if __name__ == "__main__":

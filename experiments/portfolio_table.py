@@ -11,9 +11,9 @@ import time
 from collections.abc import Collection
 from functools import partial
 
-from pair_tables import Arm, Found, add_table, run_table
-from rows import script_parser
+from rows import board_parser, run_board
 
+from heterog.agents.benchmark.board import Line
 from heterog.agents.planners import DEFAULT_POLICY, LEARNED, AgentSearch, default_methods
 from heterog.methods.planner import Budget
 from heterog.methods.registry import Methods
@@ -21,13 +21,13 @@ from heterog.search.portfolio import best_row, run_methods
 from heterog.search.request import Request, Session
 from heterog.simulator.evaluator import Evaluator
 
-ARMS = ("with", "without", "without_5x")
+ARMS = "with,without,without_5x"
 
 
 def auto(
     known: Methods, without: Collection[str], times: float, evaluator: Evaluator, seed: int,
     budget: Budget,
-) -> Found:  # fmt: skip
+) -> Line:  # fmt: skip
     """The best row of all methods but some."""
     request = Request(
         graph=evaluator.graph,
@@ -37,24 +37,24 @@ def auto(
         seed=seed,
     )
     rows = run_methods(evaluator, request, Session(clock=time.process_time), without=without)
-    return best_row(rows).step_time_s, sum(row.num_evaluations for row in rows)
+    evaluations = sum(row.num_evaluations for row in rows)
+    return {"step_time_s": best_row(rows).step_time_s, "evaluations": evaluations}
 
 
 def main() -> None:
     """Make the table."""
-    parser = script_parser(__doc__)
-    add_table(parser, ARMS, 20.0)
+    parser = board_parser(__doc__, ARMS)
     parser.add_argument("--policy", default=DEFAULT_POLICY)
     asked = parser.parse_args()
     known = default_methods(asked.policy)
     blind = known.having(AgentSearch(asked.policy, is_led=False))
-    arms: dict[str, Arm] = {
+    arms = {
         "blind": partial(auto, blind, (), 1.0),
         "with": partial(auto, known, (), 1.0),
         "without": partial(auto, known, LEARNED, 1.0),
         "without_5x": partial(auto, known, LEARNED, 5.0),
     }
-    run_table(asked, arms)
+    run_board(asked, arms)
 
 
 if __name__ == "__main__":

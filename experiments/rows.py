@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,3 +92,61 @@ def keep_row(path: Path | None, row: dict[str, Any]) -> None:
 def geometric_mean(values: Iterable[float]) -> float:
     """The geometric mean of numbers above 0."""
     return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def board_parser(doc: str | None, arms: str) -> argparse.ArgumentParser:
+    """A parser of a script whose arms are compared on a list of pairs."""
+    return script_parser(
+        doc,
+        option("--pairs", type=Path, required=True, help="a model and a cluster a line"),
+        option("--arms", default=arms, help="names with commas"),
+        option("--seeds", type=int, default=3),
+        option("--cpu-seconds", type=float, default=20.0, help="of each row"),
+        option("--graphs", type=Path, help="folder that keeps captured graphs"),
+        option("--references", type=Path, help="best known step times; beside the list"),
+        option("-o", "--output", type=Path, help="JSON lines, added to"),
+        option("--summary", action="store_true", help="only print what the file holds"),
+    )
+
+
+def run_board(asked: argparse.Namespace, arms: Mapping[str, Callable[..., Any]]) -> None:
+    """Make the rows that are missing, and print all of them or a table."""
+    from heterog.agents.benchmark.board import Board, Entry
+    from heterog.agents.benchmark.pair_lists import read_pairs
+    from heterog.methods.planner import Budget
+
+    names = asked.arms.split(",")
+    if unknown := [name for name in names if name not in arms]:
+        raise SystemExit(f"unknown arms {', '.join(unknown)}; known: {', '.join(arms)}")
+    known = asked.references or asked.pairs.with_name(f"{asked.pairs.stem}_references.json")
+    references = json.loads(known.read_text()) if known.is_file() else {}
+    board = Board(
+        pairs=read_pairs(asked.pairs),
+        entries=[Entry(name, arms[name]) for name in names],
+        budget=Budget(seconds=asked.cpu_seconds),
+        num_seeds=asked.seeds,
+        results=asked.output or Path(f"{Path(sys.argv[0]).stem}.{asked.pairs.stem}.jsonl"),
+        graphs=asked.graphs,
+        references={k: v["step_time_s"] for k, v in references.items() if v["step_time_s"]},
+    )
+    if not asked.summary:
+        board.run(
+            lambda row: progress(
+                f"{row['pair']}: {row['arm']}, seed {row['seed']}: {row['step_time_s']}"
+            )
+        )
+    summary = board.summary()
+    finish(asked, {"rows": [*board.found().values()], "summary": summary}, _board_words(summary))
+
+
+def _board_words(summary: Iterable[dict[str, Any]]) -> Iterable[str]:
+    for row in summary:
+        known, first = (
+            "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row[name])
+            for name in ("over_best", "over_first")
+        )
+        yield (
+            f"{row['arm']:24} {row['pairs']} pairs, {row['seeds']} seeds: {known} of the best "
+            f"known, {first} of the first arm, {row['close']} within 15 %, "
+            f"{row['do_not_fit']} do not fit"
+        )

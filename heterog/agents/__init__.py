@@ -1,7 +1,8 @@
 """Agents: policies that learn to propose strategies, and the methods that ask them.
 
 - ``encoder`` and ``policy`` are the network, ``graph_data`` its input, ``config`` its sizes and
-  the settings of training, ``checkpoint`` a policy on disk, ``shipped`` those of the package.
+  the settings of training, ``checkpoint`` a policy on disk, ``hub`` a folder to share, ``shipped``
+  those of the package.
 - ``training`` learns on many pairs and measures: ``sources`` gives pairs, a ``learner`` improves a
   policy on them, by gradients or by algorithms of stable-baselines3 (``sb3``). Losses are those of
   ``imitation``, of what ``elites`` finds, and ``reinforce``. ``finetune`` learns on one pair,

@@ -58,18 +58,20 @@ def shipped_policies() -> tuple[str, ...]:
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     """Write a policy, whole or not at all."""
     buffer = io.BytesIO()
-    torch.save(
-        {
-            "schema_version": SCHEMA_VERSION,
-            "observation_version": OBSERVATION_VERSION,
-            "config": asdict(checkpoint.policy.config),
-            "weights": checkpoint.policy.state_dict(),
-            "provenance": dict(checkpoint.provenance),
-            "training": dict(checkpoint.training),
-        },
-        buffer,
-    )
+    torch.save(record_of(checkpoint), buffer)
     write_atomically(Path(path), buffer.getvalue())
+
+
+def record_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A policy as plain values and tensors; ``checkpoint_of`` reads them."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "observation_version": OBSERVATION_VERSION,
+        "config": asdict(checkpoint.policy.config),
+        "weights": checkpoint.policy.state_dict(),
+        "provenance": dict(checkpoint.provenance),
+        "training": dict(checkpoint.training),
+    }
 
 
 def load_checkpoint(source: str | Path) -> Checkpoint:
@@ -90,7 +92,7 @@ def load_checkpoint(source: str | Path) -> Checkpoint:
         if not path.suffix and not path.exists():
             raise UnknownNameError("policy", str(source), shipped_policies())
         data = read_bytes(path, "policy", MAX_FILE_BYTES)
-    return _from_record(unpacked(data, f"policy {source}"), f"policy {source}")
+    return checkpoint_of(unpacked(data, f"policy {source}"), f"policy {source}")
 
 
 def unpacked(data: bytes, where: str) -> Any:
@@ -140,7 +142,8 @@ class _PolicyRecord(Record):
     training: dict[str, Any]
 
 
-def _from_record(record: object, where: str) -> Checkpoint:
+def checkpoint_of(record: object, where: str) -> Checkpoint:
+    """The policy of a record; raises an ``InputFileError`` that says what does not fit."""
     version = record.get("observation_version") if isinstance(record, dict) else None
     if isinstance(record, dict) and record.get("schema_version") == SCHEMA_VERSION:
         if version != OBSERVATION_VERSION:

@@ -6,8 +6,8 @@ input ends with exit code 2 and one clear line. Each command is a module here an
 - Planning: ``capture``, ``plan``, ``compare``, ``report``, ``export``; options about money are in
   ``objective``, what is printed about a new plan in ``found``, settings in a file in ``run_file``.
 - Running: ``run``, ``profile``, ``calibrate``, ``fidelity``.
-- Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``bench``, ``schedule``. What there is:
-  ``listing``, ``cluster``.
+- Agents and jobs: ``dataset``, ``train``, ``evaluate``, ``bench``, ``policy``, ``schedule``. What
+  there is: ``listing``, ``cluster``.
 - Shared: ``common`` options, printing and Ctrl-C, ``outputs`` for files and streams that commands
   write, and the spelling of settings in errors, ``completion`` for shells.
 """
@@ -34,6 +34,7 @@ from heterog.cli import (
     fidelity,
     listing,
     plan,
+    policy,
     profile,
     report,
     run,
@@ -68,6 +69,11 @@ app.add_typer(cluster_app, name="cluster")
 bench_app = typer.Typer(help="Compare methods on suites.", no_args_is_help=True)
 bench_app.command("agents")(errors_spelled(outputs_checked(bench.agents)))
 app.add_typer(bench_app, name="bench")
+
+policy_app = typer.Typer(help="Share policies.", no_args_is_help=True)
+policy_app.command("pack")(errors_spelled(outputs_checked(policy.pack)))
+policy_app.command("pull")(errors_spelled(outputs_checked(policy.pull)))
+app.add_typer(policy_app, name="policy")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,6 +1,7 @@
 """``heterog bench agents``: methods on suites of models and clusters, with intervals."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from heterog.cli.common import (
     print_json,
     termination_as_interrupt,
 )
-from heterog.cli.outputs import CACHE, LINES
+from heterog.cli.outputs import CACHE, HTML, LINES
 from heterog.errors import HeterogError
 
 if TYPE_CHECKING:
@@ -29,7 +30,11 @@ def agents(
     ] = "families",
     methods: Annotated[
         str,
-        typer.Option("--methods", help="random, thumb, untrained, or as of compare"),
+        typer.Option(
+            "--methods",
+            help="random, annealing, tpe, cma_es, tree, ppo, maskable_ppo, thumb, untrained, "
+            "or as of compare",
+        ),
     ] = ROWS,
     budget: Annotated[
         str, typer.Option("--budget", help="of each run: 2000e (evaluations), or 20s of CPU time")
@@ -40,6 +45,9 @@ def agents(
     ] = Path("board.jsonl"),
     graphs: Annotated[
         Path | None, typer.Option("--graphs", help="folder that keeps captured graphs"), CACHE
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="page.html of quality, profiles and time"), HTML
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -59,14 +67,19 @@ def agents(
         graphs=graphs,
     )
 
-    def report(line: dict[str, Any]) -> None:
+    def tell(line: dict[str, Any]) -> None:
         took = line["step_time_s"]
         said = "does not fit" if took is None else f"{1e3 * took:.1f} ms"
-        err.print(f"{line['pair']}, seed {line['seed']}: {line['method']} {said}", markup=False)
+        err.print(f"{line['pair']}, seed {line['seed']}: {line['arm']} {said}", markup=False)
 
     with termination_as_interrupt():
-        board.run(report)
-    rows = board.summary()
+        board.run(tell)
+    scored = board.scored()
+    rows = scored.summary()
+    if report is not None:
+        from heterog.agents.benchmark.page import write_board_page
+
+        write_board_page(report, f"{suite}, {budget} a run", scored)
     if as_json:
         print_json({"suite": suite, "budget": budget, "results": str(results), "rows": rows})
     else:
@@ -77,7 +90,7 @@ def agents(
 def _entries(methods: str) -> "list[Entry]":
     """The methods that are named, and what made each."""
     import heterog
-    from heterog.agents.benchmark.board import Entry, code_of
+    from heterog.agents.benchmark.board import Entry, code_of, judged
     from heterog.agents.benchmark.rivals import known_rows
     from heterog.user_code import is_from_file, split_source
 
@@ -86,7 +99,8 @@ def _entries(methods: str) -> "list[Entry]":
         names, known = load_methods(name, among=known_rows())
         own = is_from_file(name)
         code = code_of(split_source(name, "method")[0]) if own else heterog.__version__
-        entries.append(Entry(known[names[0]], code))
+        planner = known[names[0]]
+        entries.append(Entry(planner.name, partial(judged, planner), code, planner.prepare))
     return entries
 
 
@@ -103,7 +117,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[str]:
         )
         misfits = f", {row['do_not_fit']} do not fit" if row["do_not_fit"] else ""
         lines.append(
-            f"{row['method']:20} {quality:22} {beats:22} {row['cpu_s']:7.1f} s "
+            f"{row['arm']:20} {quality:22} {beats:22} {row['cpu_s']:7.1f} s "
             f"{row['evaluations']:.0f}{misfits}"
         )
     return lines

@@ -4,7 +4,7 @@ All of them are bounded, however large the plan: a device is a square, a method 
 timeline a row of at most ``_BINS`` columns per device.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -185,14 +185,35 @@ def history_picture(histories: Sequence[MethodHistory], chosen: str) -> str:
             f'<span class="soft">{final}{f", {count} improvements" * (count > 1)}</span></li>'
         )
     label = f"best step time over {format_seconds(frame.end_s)} of search; the best is {chosen}"
+    heights = format_seconds(frame.top_s), format_seconds(frame.best_s)
+    widths = "0 s", "seconds of search", format_seconds(frame.end_s)
+    keys.insert(0, f"<li>{chip('ink')}best so far</li>")
+    return plot(lines, label, heights, widths, keys)
+
+
+def plot(
+    lines: Iterable[str],
+    label: str,
+    heights: tuple[str, str],
+    widths: tuple[str, str, str],
+    keys: Iterable[str],
+) -> str:
+    """A plot of paths on 1000 by 200 units.
+
+    Args:
+        lines: The paths.
+        label: What it shows, for people who do not see it.
+        heights: Values at the upper and lower edge.
+        widths: Value at the left, what the width means, value at the right.
+        keys: Items of the list below it.
+    """
     return (
         '<div class="plot"><div class="ylabels">'
-        f"<span>{format_seconds(frame.top_s)}</span><span>{format_seconds(frame.best_s)}</span>"
+        f"<span>{heights[0]}</span><span>{heights[1]}</span>"
         f'</div><svg role="img" aria-label="{escape(label, quote=True)}" viewBox="0 0 1000 200" '
         f'preserveAspectRatio="none" class="lines">{"".join(lines)}</svg>'
-        f'<div class="xlabels"><span>0 s</span><span>seconds of search</span>'
-        f"<span>{format_seconds(frame.end_s)}</span></div></div>"
-        f'<ul class="keys"><li>{chip("ink")}best so far</li>{"".join(keys)}</ul>'
+        f'<div class="xlabels">{"".join(f"<span>{each}</span>" for each in widths)}</div></div>'
+        f'<ul class="keys">{"".join(keys)}</ul>'
     )
 
 

@@ -1,10 +1,9 @@
-"""Lists of pairs, and tables of arms on them."""
+"""Lists of pairs."""
 
 import json
 from pathlib import Path
 
 import pytest
-from pair_tables import NO_FIT, summarise
 
 from heterog.agents.benchmark.pair_lists import read_pairs
 from heterog.cluster import Cluster
@@ -52,20 +51,3 @@ def test_a_third_of_the_test_pairs_has_at_least_64_devices() -> None:
     assert len(sizes) == 24
     assert sum(size >= 64 for size in sizes) == 8
     assert (min(sizes), max(sizes)) == (2, 758)
-
-
-def test_arms_are_compared_on_what_all_of_them_have() -> None:
-    times = {"a": (1.0, 2.0), "b": (2.0, None)}
-    rows = [
-        {"pair": pair, "arm": arm, "seed": 0, "step_time_s": times[arm][number]}
-        for number, pair in enumerate(("p", "q"))
-        for arm in times
-    ]
-    rows.append({"pair": "p", "arm": "a", "seed": 1, "step_time_s": 9.0})  # b has none yet
-    found = summarise(rows, ["a", "b"], {"p": 0.5})
-    assert (found["pairs"], found["runs"]) == (2, 2)
-    over = {arm: found["arms"][arm]["over_best_known"][0] for arm in times}
-    assert over["a"] == pytest.approx((1.0 / 0.5 * 1.0) ** 0.5)
-    assert over["b"] == pytest.approx((2.0 / 0.5 * NO_FIT) ** 0.5)
-    assert found["arms"]["b"]["do_not_fit"] == 1
-    assert found["arms"]["b"]["close"] == 0

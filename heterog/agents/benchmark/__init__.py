@@ -1,6 +1,7 @@
 """A benchmark of methods that search or learn how to train a model on a cluster.
 
 ``suites`` are lists of pairs of model and cluster (``pair_lists`` reads a file of them),
-``rivals`` methods that are only there to be beaten, ``board`` runs what is missing and keeps every
-run, ``statistics`` sums runs up with intervals.
+``rivals`` and ``row_search`` have methods that are only there to be beaten, ``board`` runs what is
+missing and keeps every run, ``statistics`` sums runs up with intervals, ``page``
+shows them.
 """

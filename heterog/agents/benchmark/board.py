@@ -1,23 +1,30 @@
 """Runs what a board lacks, keeps each run as a line of a file, and sums the lines up.
 
-A line says pair, method, seed, budget, the code that made it, the referee's step time (``null``
-if nothing fits), CPU and wall seconds, and evaluations. Nothing that is there is run again, so a
-board that was stopped goes on, and files of several people may be put together.
+A line says pair, arm (a method, or whatever else is compared), seed, the referee's step time
+(``null`` if nothing fits), CPU seconds and evaluations; then budget, the code that made it, and
+wall seconds, which a file of others may leave out. Nothing that is there is run again, so a board
+that was stopped goes on, and files of several people may be put together.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from heterog.agents.benchmark.pair_lists import PairLine
 from heterog.agents.benchmark.statistics import (
+    CLOSE,
+    Array,
     estimate,
     interquartile_mean,
+    over_pairs,
     probability_of_improvement,
+    ratios_of,
     scores_of,
 )
 from heterog.errors import InputFileError
@@ -27,20 +34,32 @@ from heterog.search.judging import run_method
 from heterog.simulator.evaluator import Evaluator
 
 Line = dict[str, Any]
-_FIELDS = ("pair", "method", "seed", "budget", "code", "step_time_s", "cpu_s", "wall_s")
+FIELDS = ("pair", "arm", "seed", "step_time_s", "cpu_s", "evaluations")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A method on the board.
+    """An arm of a board.
 
     Attributes:
-        planner: The method.
+        name: Its name in lines.
+        run: Function of an evaluator whose kernels are loaded, a seed and a budget; returns
+            ``step_time_s`` and ``evaluations`` of a line, and whatever else is to be kept.
         code: What made it: the version of the package, or a digest of its own file.
+        prepare: Work that is not counted.
     """
 
-    planner: Planner
-    code: str
+    name: str
+    run: Callable[[Evaluator, int, Budget], Line]
+    code: str = ""
+    prepare: Callable[[Evaluator], None] = lambda evaluator: None
+
+
+def judged(planner: Planner, evaluator: Evaluator, seed: int, budget: Budget) -> Line:
+    """What the referee says of a method's answer; seconds are those of the processor."""
+    problem = Problem(evaluator=evaluator, budget=budget, seed=seed, clock=time.process_time)
+    row = run_method(planner, problem)
+    return {"step_time_s": row.step_time_s, "evaluations": row.num_evaluations}
 
 
 def code_of(path: Path) -> str:
@@ -54,11 +73,12 @@ class Board:
 
     Attributes:
         pairs: Models and clusters.
-        entries: Methods; the others are compared with the first.
+        entries: Arms; the others are compared with the first.
         budget: Of each run; seconds are those of the processor.
         num_seeds: Seeds from 0 on.
         results: File of JSON lines that is added to.
         graphs: Folder that keeps captured graphs.
+        references: Best known step times of pairs, beside those of the board.
     """
 
     pairs: Sequence[PairLine]
@@ -67,19 +87,28 @@ class Board:
     num_seeds: int
     results: Path
     graphs: Path | None = None
+    references: Mapping[str, float] = field(default_factory=dict)
 
-    def lines(self) -> list[Line]:
-        """The runs of this board that are there."""
-        found = {_key(line): line for line in read_results(self.results)}
-        return [found[key] for key in self._keys() if key in found]
+    def found(self) -> dict[tuple[str, str, int], Line]:
+        """The runs of this board that are there, by pair, arm and seed."""
+        codes = {entry.name: entry.code for entry in self.entries}
+        pairs, own = {pair.pair for pair in self.pairs}, str(self.budget)
+        return {
+            (line["pair"], line["arm"], line["seed"]): line
+            for line in read_results(self.results)
+            if line["pair"] in pairs
+            and line["seed"] < self.num_seeds
+            and line.get("code", codes.get(line["arm"])) == codes.get(line["arm"], ...)
+            and line.get("budget", own) == own
+        }
 
     def run(self, report: Callable[[Line], None]) -> None:
         """Make the runs that are missing, seed by seed."""
-        done = {_key(line) for line in self.lines()}
+        done = self.found()
         _without_cut_line(self.results)
         for seed in range(self.num_seeds):
             for pair in self.pairs:
-                missing = [e for e in self.entries if self._key(pair, e, seed) not in done]
+                missing = [e for e in self.entries if (pair.pair, e.name, seed) not in done]
                 if not missing:
                     continue
                 graph, cluster = pair.load(self.graphs)
@@ -89,83 +118,113 @@ class Board:
                         file.write(json.dumps(line) + "\n")
                     report(line)
 
-    def _key(self, pair: PairLine, entry: Entry, seed: int) -> tuple[Any, ...]:
-        return pair.pair, entry.planner.name, seed, str(self.budget), entry.code
-
-    def _keys(self) -> list[tuple[Any, ...]]:
-        return [
-            self._key(pair, entry, seed)
-            for pair in self.pairs
-            for entry in self.entries
-            for seed in range(self.num_seeds)
-        ]
-
     def _line(self, entry: Entry, pair: str, evaluator: Evaluator, seed: int) -> Line:
         evaluator.warm_up()
-        entry.planner.prepare(evaluator)
+        entry.prepare(evaluator)
         cpu_s, wall_s = time.process_time(), time.perf_counter()
-        row = run_method(
-            entry.planner,
-            Problem(evaluator=evaluator, budget=self.budget, seed=seed, clock=time.process_time),
-        )
-        return {
-            "pair": pair,
-            "method": entry.planner.name,
-            "seed": seed,
-            "budget": str(self.budget),
-            "code": entry.code,
-            "step_time_s": row.step_time_s,
+        made = entry.run(evaluator, seed, self.budget)
+        spent = {
             "cpu_s": time.process_time() - cpu_s,
             "wall_s": time.perf_counter() - wall_s,
-            "evaluations": row.num_evaluations,
+            "budget": str(self.budget),
+            "code": entry.code,
         }
+        return {"pair": pair, "arm": entry.name, "seed": seed} | spent | made
 
-    def summary(self) -> list[Line]:
-        """A row for each method, best first: quality with intervals beside time."""
-        found = {(line["pair"], line["method"], line["seed"]): line for line in self.lines()}
-        names = [entry.planner.name for entry in self.entries]
-        best: dict[str, float] = {}
+    def scored(self) -> "Scored":
+        """Runs and scores of the pairs and seeds that every arm has."""
+        found, names = self.found(), [entry.name for entry in self.entries]
+        best = dict(self.references)
         for (pair, _, _), line in found.items():
             if line["step_time_s"] is not None:
                 best[pair] = min(line["step_time_s"], best.get(pair, line["step_time_s"]))
-        seeds = range(self.num_seeds)
-        whole = [
-            pair
-            for pair in best
-            if all((pair, name, seed) in found for name in names for seed in seeds)
-        ]
-        if not whole:
-            return []
-        runs = {n: [[found[pair, n, s] for s in seeds] for pair in whole] for n in names}
+        pairs, num_seeds = self._whole(found, best)
+        runs = {
+            name: [[found[pair, name, seed] for seed in range(num_seeds)] for pair in pairs]
+            for name in names
+        }
         scores = {
             name: scores_of(
-                [[line["step_time_s"] for line in row] for row in rows], [best[p] for p in whole]
+                [[line["step_time_s"] for line in row] for row in runs[name]],
+                [best[pair] for pair in pairs],
             )
-            for name, rows in runs.items()
+            for name in names
         }
-        table = []
-        for name in names:
-            lines = [line for row in runs[name] for line in row]
-            table.append(
-                {
-                    "method": name,
-                    "pairs": len(whole),
-                    "seeds": self.num_seeds,
-                    "quality": asdict(estimate(interquartile_mean, scores[name])),
-                    "beats_first": asdict(
-                        estimate(probability_of_improvement, scores[name], scores[names[0]])
-                    ),
-                    "do_not_fit": sum(line["step_time_s"] is None for line in lines),
-                    "cpu_s": sum(line["cpu_s"] for line in lines) / len(lines),
-                    "wall_s": sum(line["wall_s"] for line in lines) / len(lines),
-                    "evaluations": sum(line["evaluations"] for line in lines) / len(lines),
-                }
-            )
+        return Scored(pairs=tuple(pairs), num_seeds=num_seeds, runs=runs, scores=scores)
+
+    def summary(self) -> list[Line]:
+        """See ``Scored.summary``."""
+        return self.scored().summary()
+
+    def _whole(
+        self, found: Mapping[tuple[str, str, int], Line], best: Mapping[str, float]
+    ) -> tuple[list[str], int]:
+        """(pairs, number of seeds) that every arm has: the most runs, then the most pairs."""
+        whole = {}
+        for count in range(1, self.num_seeds + 1):
+            whole[count] = [
+                pair.pair
+                for pair in self.pairs
+                if pair.pair in best
+                and all(
+                    (pair.pair, entry.name, seed) in found
+                    for entry in self.entries
+                    for seed in range(count)
+                )
+            ]
+        count = max(whole, key=lambda each: (each * len(whole[each]), len(whole[each])))
+        return whole[count], count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What a board has of all its arms.
+
+    Attributes:
+        pairs: Pairs that all have runs of.
+        num_seeds: Number of seeds that all have.
+        runs: Lines of each arm, a row for each pair.
+        scores: Scores of each arm.  # [pairs, seeds]
+    """
+
+    pairs: tuple[str, ...]
+    num_seeds: int
+    runs: Mapping[str, Sequence[Sequence[Line]]]
+    scores: Mapping[str, Array]
+
+    def summary(self) -> list[Line]:
+        """A row for each arm, best first: quality with intervals beside time."""
+        if not self.pairs:
+            return []
+        first = next(iter(self.scores.values()))
+        table = [
+            {"arm": name, "pairs": len(self.pairs), "seeds": self.num_seeds}
+            | _compared(scores, first)
+            | _spent([line for row in self.runs[name] for line in row])
+            for name, scores in self.scores.items()
+        ]
         return sorted(table, key=lambda row: -row["quality"]["value"])
 
 
-def _key(line: Line) -> tuple[Any, ...]:
-    return tuple(line[name] for name in _FIELDS[:5])
+def _compared(scores: Array, first: Array) -> Line:
+    """An arm's numbers; ``over_*`` are geometric means of ratios of step times."""
+    over_best, over_first = ratios_of(scores), ratios_of(first)
+    return {
+        "quality": asdict(estimate(interquartile_mean, scores)),
+        "beats_first": asdict(estimate(probability_of_improvement, scores, first)),
+        "over_best": asdict(over_pairs(over_best)),
+        "over_first": asdict(over_pairs(over_best / over_first)),
+        "close": int((over_best <= CLOSE).sum()),
+        "do_not_fit": int((scores == 0.0).sum()),
+    }
+
+
+def _spent(lines: Sequence[Line]) -> Line:
+    """Means of what runs took; who has not kept wall seconds took those of the processor."""
+    return {
+        name: float(np.mean([line.get(name, line["cpu_s"]) for line in lines]))
+        for name in ("cpu_s", "wall_s", "evaluations")
+    }
 
 
 def _without_cut_line(path: Path) -> None:
@@ -186,12 +245,12 @@ def read_results(path: Path) -> list[Line]:
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
-            found.append({name: line[name] for name in (*_FIELDS, "evaluations")})
+            found.append(line | {name: line[name] for name in FIELDS})
         except (ValueError, KeyError, TypeError) as error:
             if number == len(texts):
                 break
             raise InputFileError(
                 f"{path}, line {number}: no run of a board ({error!r}); each line is an object "
-                f"with {', '.join(_FIELDS)} and evaluations."
+                f"with {', '.join(FIELDS)}."
             ) from error
     return found

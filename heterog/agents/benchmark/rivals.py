@@ -1,29 +1,37 @@
 """Methods that a learned one has to beat, and that nobody would plan with.
 
-``random`` draws a candidate for each block and keeps the best of as many draws as its budget has.
 ``untrained`` and ``thumb`` answer as ``agent`` does, by the same draws, stages and refining, but
 without training: with the weights of a seed, and with a rule of thumb in place of the network.
+``ppo`` and ``maskable_ppo`` learn on the pair itself, from the weights of a seed, by algorithms of
+stable-baselines3 and sb3-contrib (``sb3``), and hand over the best rows that they met.
+``row_search`` has those that learn nothing.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from heterog.agents.benchmark.row_search import ROW_SEARCHES, Rows
 from heterog.agents.checkpoint import load_checkpoint
-from heterog.agents.config import PolicyConfig
+from heterog.agents.config import PolicyConfig, TrainingConfig
 from heterog.agents.graph_data import PairBatch
+from heterog.agents.learner import Task, learner_of
 from heterog.agents.planners import DEFAULT_POLICY, Agent, default_methods
 from heterog.agents.policy import Policy, Scores
+from heterog.agents.sources import PairSource
 from heterog.envs.observation import PAIR_SLOWER
-from heterog.envs.pair import Pair
-from heterog.methods.data_parallel import space_of
-from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem
+from heterog.envs.pair import Pair, Score
+from heterog.methods.planner import Planner, PlanResult, Problem
 from heterog.methods.registry import Methods
-from heterog.simulator.engine import Order
-from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
 
 MASKED = -1e9
+MOST_REPEATED = 40
+"""Episodes in a row whose strategy was met before, after which nothing more is learned."""
+NO_SCORE = Score(step_time_s=1e9, overflow=10.0)
+"""Of a row that cannot run; a reward needs numbers."""
 SMALLEST = PolicyConfig(width=4, num_heads=1, num_rounds=1)
 
 
@@ -79,55 +87,73 @@ class WithoutTraining(Planner):
         return Agent(self._policy(problem.seed)).plan(problem)
 
 
-class RandomSearch(Planner):
-    """Draws a candidate for each block, alike among all, and keeps the best rows."""
+class Sb3Search(Planner):
+    """Learns on the problem's pair; an episode is an evaluation.
 
-    name = "random"
+    Args:
+        name: Name of the row.
+        algorithm: What it learns by, as for ``heterog train``.
+    """
+
     stage = "search"
     is_random = True
 
+    def __init__(self, name: str, algorithm: str) -> None:
+        self.name, self._algorithm = name, algorithm
+
     def plan(self, problem: Problem) -> PlanResult:
-        """Draw until the budget is over."""
-        return _Draws(problem).answer(problem)
+        """Learn until the budget is over."""
+        return Rows(problem, self._learn, MOST_REPEATED).answer(problem)
 
-
-class _Draws(PointSearch[tuple[int, ...]]):
-    """A point has the number of a candidate for each block."""
-
-    num_returned = 4
-    why_nothing = "no row that was drawn can run"
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        evaluator = problem.evaluator
-        self._pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
-        self._space = space_of(evaluator, self._pair.table)
-
-    def search(self) -> None:
-        """See ``PointSearch``; stops where as many were drawn as there are."""
-        pair, rng = self._pair, np.random.default_rng(self.problem.seed)
-        draws = 0
-        while not self.spending.is_over and draws < pair.num_candidates**pair.num_blocks:
-            drawn = rng.integers(pair.num_candidates, size=pair.num_blocks)
-            self.evaluate(tuple(drawn.tolist()), self.problem.first_order)
-            draws += 1
-            self.spending.check()
-
-    def strategy_of(self, point: tuple[int, ...]) -> Strategy:
-        """See ``PointSearch``."""
-        return self._space.decode(
-            self._pair.groups(point),
-            bucket_bytes=DEFAULT_BUCKET_BYTES,
-            step_barrier=self.problem.step_barrier,
+    def _learn(self, rows: Rows) -> None:
+        config = TrainingConfig(
+            algorithm=self._algorithm, num_pairs=1, pairs_per_step=4, seed=rows.problem.seed
         )
+        source = _OnePair(graphs=(), only=_Scored(rows))
+        task = Task(source=source, config=config, policy=untrained(rows.problem.seed))
+        learner = learner_of(self._algorithm)(task)
+        while True:  # the budget ends it, at an evaluation
+            learner.advance(int(min(rows.spending.fraction, 1.0) * config.num_steps))
 
-    def orders(self, point: tuple[int, ...]) -> tuple[Order, ...]:
-        """See ``PointSearch``."""
-        return (self.problem.first_order,)
+
+class _Scored(Pair):
+    """A pair whose rows are tried by a search."""
+
+    def __init__(self, rows: Rows) -> None:
+        evaluator = rows.evaluator
+        super().__init__(evaluator.graph, evaluator.cluster, evaluator.cost_model)
+        self._rows = rows
+
+    def judged(self) -> "Pair":
+        """See ``Pair``: its rows are scored op by op already."""
+        return self
+
+    def score(self, row: npt.ArrayLike) -> Score:
+        """See ``Pair``."""
+        found = self._rows.tried(tuple(np.asarray(row).tolist()))
+        if found is None:
+            return NO_SCORE
+        over = np.array(found.peak_memory_bytes) / self.memory.usable_bytes - 1.0
+        return Score(step_time_s=found.step_time_s, overflow=max(float(over.max()), 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnePair(PairSource):
+    """A source of one pair."""
+
+    only: Pair
+
+    def pair(self, index: int) -> Pair:
+        """See ``PairSource``."""
+        return self.only
 
 
 def known_rows() -> Methods:
     """All methods, and those that are only here."""
     return default_methods().having(
-        RandomSearch(), WithoutTraining("untrained", untrained), WithoutTraining("thumb", thumb)
+        *ROW_SEARCHES,
+        WithoutTraining("untrained", untrained),
+        WithoutTraining("thumb", thumb),
+        Sb3Search("ppo", "sb3:PPO"),
+        Sb3Search("maskable_ppo", "sb3_contrib:MaskablePPO"),
     )

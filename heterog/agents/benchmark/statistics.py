@@ -1,5 +1,7 @@
 """Sums up runs as Agarwal et al. do (Deep RL at the Edge of the Statistical Precipice, 2021).
 
+What they recommend is in their section 4.
+
 A run's score is the best known step time of its pair over its own: 1 is the best, 0 does not fit.
 """
 
@@ -11,6 +13,10 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 NUM_RESAMPLES = 2000
+NO_FIT = 3.0
+"""Ratio of step times that counts where nothing fits."""
+CLOSE = 1.15
+"""Ratio to the best known step time up to which an answer is close."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +29,7 @@ class Estimate:
 
 
 def interquartile_mean(scores: Array) -> Array:
-    """Mean of the middle half of all runs (section 4.3); a run that is cut in two counts in part.
+    """Mean of the middle half of all runs; a run that is cut in two counts in part.
 
     >>> float(interquartile_mean(np.array([[0.0, 1.0], [1.0, 9.0]])))
     1.0
@@ -35,7 +41,7 @@ def interquartile_mean(scores: Array) -> Array:
 
 
 def probability_of_improvement(ours: Array, theirs: Array) -> Array:
-    """How often a run beats another's on the same pair; ties count half (section 4.3).
+    """How often a run beats another's on the same pair; ties count half.
 
     >>> float(probability_of_improvement(np.array([[1.0, 2.0]]), np.array([[1.0, 1.0]])))
     0.75
@@ -45,7 +51,7 @@ def probability_of_improvement(ours: Array, theirs: Array) -> Array:
 
 
 def estimate(statistic: Callable[..., Array], *scores: Array) -> Estimate:
-    """A statistic and its interval by the stratified bootstrap (section 4.2).
+    """A statistic and its interval by the stratified bootstrap.
 
     Seeds are drawn again within each pair, of each method on its own; pairs are not.
 
@@ -71,4 +77,23 @@ def scores_of(seconds: Sequence[Sequence[float | None]], best_s: Sequence[float]
             [0.0 if each is None else best / each for each in row]
             for row, best in zip(seconds, best_s, strict=True)
         ]
+    )
+
+
+def ratios_of(scores: Array) -> Array:
+    """An arm's step over the best known one, by pair: geometric means over seeds.
+
+    >>> ratios_of(np.array([[1.0, 0.25], [0.0, 0.0]])).round(6).tolist()
+    [2.0, 3.0]
+    """
+    ratios = np.where(scores > 0.0, 1.0 / np.maximum(scores, 1e-300), NO_FIT)
+    return np.asarray(np.exp(np.log(ratios).mean(axis=1)))
+
+
+def over_pairs(ratios: Array) -> Estimate:
+    """Geometric mean of the pairs' ratios, and its interval when pairs are drawn again."""
+    rng, logs = np.random.default_rng(0), np.log(ratios)
+    drawn = logs[rng.integers(len(logs), size=(NUM_RESAMPLES, len(logs)))].mean(axis=1)
+    return Estimate(
+        *(float(np.exp(x)) for x in (logs.mean(), *np.quantile(drawn, [0.025, 0.975])))
     )

@@ -1,0 +1,135 @@
+"""A board as one HTML page that needs no network, in the style of the page of a plan."""
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from heterog.agents.benchmark.board import Line, Scored
+from heterog.agents.benchmark.statistics import Array
+from heterog.errors import HeterogError
+from heterog.files import write_atomically
+from heterog.report.facts import chip, section, table
+from heterog.report.html import fill_page, page_style
+from heterog.report.lanes import CATEGORIES
+from heterog.report.pictures import plot
+
+WORST = 2.0
+"""Ratio to the best known step time at the right edge of the profiles."""
+_HEADS = ("arm", "quality, 95 %", "", "beats the first", "over best", "do not fit", "CPU s")
+
+
+def write_board_page(path: Path, title: str, scored: Scored) -> None:
+    """Write a board as one self-contained file.
+
+    Raises:
+        HeterogError: no pair has a run of every arm.
+        InputFileError: the file cannot be written.
+    """
+    rows = scored.summary()
+    if not rows:
+        raise HeterogError(
+            "no pair has a run of every method yet, one of which fits; run the board first."
+        )
+    arms = [row["arm"] for row in rows]
+    under = f"{len(scored.pairs)} pairs, {scored.num_seeds} seeds; 1 is the best known step time"
+    slots = {
+        "title": escape(f"heterog: {title}"),
+        "style": page_style(),
+        "heading": escape(title),
+        "alert": "",
+        "numbers": section("arms", "Quality beside time", _table(rows), note=under)
+        + section(
+            "profiles",
+            "Performance profiles",
+            _profiles(scored, arms),
+            note="Part of all runs whose step is at most so many times the best known one.",
+        )
+        + section("time", "Time against quality", _times(rows), note="CPU seconds of a run."),
+        "key": "",
+        "plans": "",
+    }
+    write_atomically(path, fill_page("plans.html.tmpl", slots).encode())
+
+
+def _table(rows: Sequence[Line]) -> str:
+    cells = [
+        (
+            f"{_chip(number)}{escape(row['arm'])}",
+            "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["quality"]),
+            _interval(number, row["quality"]),
+            "{value:.2f} [{low:.2f}, {high:.2f}]".format(**row["beats_first"]),
+            "{value:.3f} [{low:.3f}, {high:.3f}]".format(**row["over_best"]),
+            str(row["do_not_fit"]),
+            f"{row['cpu_s']:.2f}",
+        )
+        for number, row in enumerate(rows)
+    ]
+    return table(_HEADS, cells, numbers=(1, 3, 4, 5, 6))
+
+
+def _chip(number: int) -> str:
+    return chip(f"c{number % len(CATEGORIES)}")
+
+
+def _path(number: int, drawn: str, told: str) -> str:
+    """A path in the colour of an arm; dashed where colours begin again."""
+    dashes = ' stroke-dasharray="6 5"' * (number >= len(CATEGORIES))
+    return (
+        f'<path d="{drawn}" stroke="var(--c{number % len(CATEGORIES)})"{dashes}>'
+        f"<title>{escape(told)}</title></path>"
+    )
+
+
+def _interval(number: int, quality: Line) -> str:
+    low, value, high = (200.0 * quality[name] for name in ("low", "value", "high"))
+    drawn = f"M{low:.1f} 6H{max(high, low + 0.1):.1f}M{value:.1f} 1V11"
+    return (
+        '<svg role="img" aria-label="interval" width="200" height="12" fill="none" '
+        f'stroke-width="2">{_path(number, drawn, "from 0 to 1")}</svg>'
+    )
+
+
+def _profiles(scored: Scored, arms: Sequence[str]) -> str:
+    lines = [_path(number, _staircase(scored.scores[arm]), arm) for number, arm in enumerate(arms)]
+    widths = "1", "times the best known step", f"{WORST:g}"
+    return plot(lines, "performance profiles", ("100 %", "0 %"), widths, _keys(arms))
+
+
+def _staircase(scores: Array) -> str:
+    """Part of all runs up to each ratio to the best."""
+    ratios = np.sort(1.0 / np.maximum(scores.reshape(-1), 1e-9))
+    drawn = [f"M{_x(0.0)} {_y(0.0)}"]
+    for count, ratio in enumerate(ratios[ratios <= WORST].tolist(), 1):
+        drawn.append(f"H{_x((ratio - 1.0) / (WORST - 1.0))}V{_y(count / len(ratios))}")
+    return "".join(drawn) + f"H{_x(1.0)}"
+
+
+def _times(rows: Sequence[Line]) -> str:
+    """A dot for each arm, seconds on a logarithmic scale."""
+    logs = [math.log10(max(row["cpu_s"], 1e-3)) for row in rows]
+    first, last = math.floor(min(logs)), math.ceil(max(logs) + 1e-9)
+    lines = []
+    for number, (row, at) in enumerate(zip(rows, logs, strict=True)):
+        x, quality = _x((at - first) / (last - first)), row["quality"]
+        drawn = f"M{x} {_y(quality['low'])}V{_y(quality['high'])}M{x} {_y(quality['value'])}h0.1"
+        told = f"{row['arm']}: {quality['value']:.3f} in {row['cpu_s']:.2f} s"
+        lines.append(_path(number, drawn, told))
+    widths = f"{10.0**first:g} s", "CPU seconds of a run", f"{10.0**last:g} s"
+    keys = _keys([row["arm"] for row in rows])
+    return plot(lines, "quality against seconds", ("1", "0"), widths, keys)
+
+
+def _x(part: float) -> str:
+    return f"{4.0 + 992.0 * min(max(part, 0.0), 1.0):.1f}"
+
+
+def _y(part: float) -> str:
+    return f"{190.0 - 184.0 * min(max(part, 0.0), 1.0):.1f}"
+
+
+def _keys(arms: Sequence[str]) -> Iterator[str]:
+    for number, arm in enumerate(arms):
+        yield f"<li>{_chip(number)}{escape(arm)}</li>"

@@ -1,0 +1,245 @@
+"""Searches of the policies' own space by methods that know nothing of models.
+
+A *row* has the number of a candidate for each block, as a policy decides it (``heterog.envs``).
+
+- ``random`` draws each number alike.
+- ``annealing`` gives a run of blocks another candidate, or that of a neighbour.
+- ``tpe`` is Optuna's sampler, to which numbers are names; ``cma_es`` is that of ``cmaes``, which
+  Optuna uses, too: a number is a point of a line, in the table's order.
+- ``tree`` is TAG's tree search (Zhang et al., arXiv 2302.06126) without its network; see
+  ``tree_search``.
+
+All but ``random`` and ``tree``, which does so by itself, begin with rows of one candidate.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from heterog.envs.pair import Pair
+from heterog.errors import HeterogError
+from heterog.lowering.program import FloatArray
+from heterog.methods.data_parallel import space_of
+from heterog.methods.planner import Planner, PlanResult, PointSearch, Problem, TimeUp
+from heterog.simulator.engine import Order
+from heterog.simulator.evaluation import Evaluation
+from heterog.strategy.strategy import DEFAULT_BUCKET_BYTES, Strategy
+from heterog.units import GIB
+
+Row = tuple[int, ...]
+MISFIT, CANNOT_RUN = 20.0, 40.0
+"""Costs where the logarithm of a step time stands otherwise: far above it."""
+_MOST_REPEATED = 20_000
+"""Of methods that know quickly what a row gave before."""
+_UNIFORM_PART = 0.25
+"""Part of the budget for rows of one candidate."""
+_HOT, _COLD = 0.02, 0.0005
+"""Temperatures of annealing, as parts of the step time: those of ``local_search``."""
+
+
+class Rows(PointSearch[Row]):
+    """Rows of a problem, each evaluated once.
+
+    Args:
+        problem: Problem to find strategies for.
+        how: Function that tries rows until ``cost`` ends it.
+        most_repeated: Rows in a row that were met before, after which it ends, too.
+    """
+
+    num_returned = 4
+    why_nothing = "no row that was tried can run"
+
+    def __init__(
+        self,
+        problem: Problem,
+        how: Callable[["Rows"], None],
+        most_repeated: int = _MOST_REPEATED,
+    ) -> None:
+        super().__init__(problem)
+        evaluator = problem.evaluator
+        self.pair = Pair(evaluator.graph, evaluator.cluster, evaluator.cost_model)
+        self.rng = np.random.default_rng(problem.seed)
+        self._space = space_of(evaluator, self.pair.table)
+        self._how, self._repeated, self._most = how, 0, most_repeated
+
+    def search(self) -> None:
+        """See ``PointSearch``."""
+        self._how(self)
+
+    def tried(self, row: Row) -> Evaluation | None:
+        """What a row gives; ends the search when its budget is over."""
+        is_new = row not in self.found and row not in self.refused
+        self._repeated = 0 if is_new else self._repeated + 1
+        if self.spending.is_over or self._repeated > self._most:
+            raise TimeUp(self.spending)
+        return self.evaluate(row, self.problem.first_order)
+
+    def cost(self, row: Row) -> float:
+        """Logarithm of a row's step time; above ``MISFIT`` if it does not fit."""
+        found = self.tried(row)
+        if found is None:
+            return CANNOT_RUN
+        if not found.is_ok:
+            return MISFIT + math.log1p(found.overflow_bytes / GIB)
+        return math.log(found.step_time_s)
+
+    def uniform(self) -> Iterator[tuple[Row, float]]:
+        """Rows of one candidate and their costs."""
+        for number in self.rng.permutation(self.pair.num_candidates).tolist():
+            if self.found and self.spending.fraction > _UNIFORM_PART:
+                return
+            row = (number,) * self.pair.num_blocks
+            yield row, self.cost(row)
+
+    def strategy_of(self, point: Row) -> Strategy:
+        """See ``PointSearch``."""
+        return self._space.decode(
+            self.pair.groups(point),
+            bucket_bytes=DEFAULT_BUCKET_BYTES,
+            step_barrier=self.problem.step_barrier,
+        )
+
+    def orders(self, point: Row) -> tuple[Order, ...]:
+        """See ``PointSearch``."""
+        return (self.problem.first_order,)
+
+
+def random_draws(rows: Rows) -> None:
+    """Draw rows."""
+    pair = rows.pair
+    while True:
+        rows.cost(tuple(rows.rng.integers(pair.num_candidates, size=pair.num_blocks).tolist()))
+
+
+def annealing(rows: Rows) -> None:
+    """Anneal from the best row of one candidate."""
+    pair, rng = rows.pair, rows.rng
+    now, cost = min(rows.uniform(), key=lambda pair: pair[1])
+    while True:
+        hot = _HOT * (_COLD / _HOT) ** min(rows.spending.fraction, 1.0)
+        first = int(rng.integers(pair.num_blocks))
+        last = min(first + int(rng.geometric(0.25)), pair.num_blocks)
+        number = int(rng.integers(pair.num_candidates))
+        if rng.random() < 0.5:  # moves a boundary
+            number = now[first - 1] if first else now[min(last, pair.num_blocks - 1)]
+        moved = (*now[:first], *(number,) * (last - first), *now[last:])
+        other = rows.cost(moved)
+        if other < cost or rng.random() < math.exp((cost - other) / hot):
+            now, cost = moved, other
+
+
+def tree_search(rows: Rows) -> None:
+    """Search a tree whose levels are blocks, the costliest first, by PUCT with a uniform prior.
+
+    As in ``search/mcts.py`` of TAG's repository, blocks without a decision take the first one's, a
+    leaf is worth its speed-up over one decision for all devices (its fourth root above 1; -1 where
+    memory runs out), and exploration grows with the root of the number of children. Unlike there,
+    a decision is a candidate of the table, blocks are ranges of the forward pass, and a new leaf
+    has its own decision when it is scored, not its parent's alone.
+    """
+    pair, rng = rows.pair, rows.rng
+    order = np.argsort(-pair.observer.compute_seconds.min(axis=1), kind="stable").tolist()
+    widest = max(range(pair.num_candidates), key=lambda each: len(pair.table[each].devices))
+    base = rows.cost((widest,) * pair.num_blocks)
+    if base >= MISFIT:
+        base = min(cost for _, cost in rows.uniform())
+    known: dict[Row, tuple[FloatArray, FloatArray]] = {}
+    while True:
+        prefix: Row = ()
+        while prefix in known and len(prefix) < pair.num_blocks:
+            prefix = (*prefix, _chosen(*known[prefix], rng))
+        known.setdefault(prefix, (np.zeros(pair.num_candidates), np.zeros(pair.num_candidates)))
+        if not prefix:
+            continue
+        row = np.full(pair.num_blocks, prefix[0])
+        row[order[: len(prefix)]] = prefix
+        gain = math.exp(min(base - rows.cost(tuple(row.tolist())), 50.0)) - 1.0
+        value = gain**0.25 if gain > 1.0 else gain
+        for depth, number in enumerate(prefix):
+            visits, values = known[prefix[:depth]]
+            visits[number] += 1.0
+            values[number] += (value - values[number]) / visits[number]
+
+
+def _chosen(visits: FloatArray, values: FloatArray, rng: np.random.Generator) -> int:
+    """The child to follow: its mean value, and a bonus for few visits; ties by chance."""
+    count = len(visits)
+    explored = math.sqrt(count / 10) / count * math.sqrt(visits.sum() + 1.0) / (1.0 + visits)
+    worth = values + explored
+    return int(rng.choice(np.flatnonzero(worth == worth.max())))
+
+
+def tpe(rows: Rows) -> None:
+    """Let Optuna's TPE propose."""
+    optuna = _rival("optuna")
+    kind = optuna.distributions.CategoricalDistribution(range(rows.pair.num_candidates))
+    kinds = {str(block): kind for block in range(rows.pair.num_blocks)}
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=rows.problem.seed))
+    for row, cost in rows.uniform():
+        params = dict(zip(kinds, row, strict=True))
+        study.add_trial(optuna.trial.create_trial(params=params, distributions=kinds, value=cost))
+    while True:
+        rows.spending.check()
+        asked = study.ask(kinds)
+        study.tell(asked, rows.cost(tuple(asked.params[name] for name in kinds)))
+
+
+def cma_es(rows: Rows) -> None:
+    """Let CMA-ES propose, from the best row of one candidate; its width is Optuna's default."""
+    library, count = _rival("cmaes"), rows.pair.num_candidates
+    best, _ = min(rows.uniform(), key=lambda pair: pair[1])
+    if len(best) == 1:
+        return  # all rows are of one candidate
+    search = library.CMA(
+        mean=np.array(best) + 0.5,
+        sigma=count / 6,
+        bounds=np.tile([0.0, float(count)], (len(best), 1)),
+        seed=rows.problem.seed,
+    )
+    while True:
+        rows.spending.check()
+        asked = [search.ask() for _ in range(search.population_size)]
+        whole = [np.minimum(each.astype(int), count - 1).tolist() for each in asked]
+        search.tell([(x, rows.cost(tuple(row))) for x, row in zip(asked, whole, strict=True)])
+
+
+def _rival(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise HeterogError(
+            f"the rivals tpe and cma_es need Optuna and cmaes ({error}); install them with "
+            "'pip install heterog[bench]', or leave these methods out."
+        ) from error
+
+
+class RowSearch(Planner):
+    """A search of rows as a method; see the module docstring.
+
+    Args:
+        name: Name of the method.
+        how: Function that tries rows.
+    """
+
+    stage = "search"
+    is_random = True
+
+    def __init__(self, name: str, how: Callable[[Rows], None]) -> None:
+        self.name, self._how = name, how
+
+    def plan(self, problem: Problem) -> PlanResult:
+        """Try rows until the budget is over."""
+        return Rows(problem, self._how).answer(problem)
+
+
+ROW_SEARCHES = (
+    RowSearch("random", random_draws),
+    RowSearch("annealing", annealing),
+    RowSearch("tpe", tpe),
+    RowSearch("cma_es", cma_es),
+    RowSearch("tree", tree_search),
+)
