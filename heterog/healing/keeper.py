@@ -55,9 +55,9 @@ class Shelf:
         self._lock = threading.Lock()
         self._held: dict[tuple[Moment, int], tuple[Part, Any, bytearray]] = {}
         self._spare: list[bytearray] = []
-        self._pinned: dict[int, Moment] = {}
+        self._pinned: dict[object, Moment] = {}
 
-    def pin(self, reader: int, moment: Moment | None) -> None:
+    def pin(self, reader: object, moment: Moment | None) -> None:
         """Keep the parts of a moment for a reader, instead of those it read before."""
         with self._lock:
             self._pinned.pop(reader, None)
