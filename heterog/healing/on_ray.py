@@ -5,18 +5,21 @@ that started it is lost, and the same command watches it again. Ctrl-C ends the 
 """
 
 import hashlib
+import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from heterog.errors import HeterogError
 from heterog.files import write_atomically
 from heterog.healing.job import HealingJob, check_can_heal
 from heterog.healing.options import HealOptions
-from heterog.healing.ray_crew import RayCrew, end_hosts
+from heterog.healing.ray_crew import RayCrew, end_job
 from heterog.runtime.launch import temporary_folder
 from heterog.runtime.ranks.on_ray import SILENT_S, connected, for_nodes
 from heterog.runtime.request import RunRequest
@@ -51,6 +54,7 @@ class _Leader:
 
     def __init__(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         self._said = _JobStatus(uuid.uuid4().hex)
+        self._folder: Path | None = None
         given = name, request, plan, options
         threading.Thread(target=self._lead, args=given, daemon=True).start()
 
@@ -58,10 +62,16 @@ class _Leader:
         """How it goes."""
         return self._said
 
+    def clear(self) -> None:
+        """Remove the job's files, before all is ended."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def _lead(self, name: str, request: RunRequest, plan: bytes, options: HealOptions) -> None:
         ray = connect_to_ray()[0]
         try:
             with temporary_folder() as folder:
+                self._folder = folder
                 here = replace(request, plan=folder / "plan.json")
                 write_atomically(here.plan, plan)
                 job = HealingJob(
@@ -122,8 +132,10 @@ def heal_on_ray(
         try:
             return _watch(ray, leader, progress, say)
         except KeyboardInterrupt:
+            with suppress(ray.exceptions.RayError):
+                ray.get(leader.clear.remote(), timeout=SILENT_S)
             ray.kill(leader)
-            end_hosts(ray, name, plan.cluster.num_hosts)
+            end_job(ray, name, plan.cluster.num_hosts)
             raise
 
 

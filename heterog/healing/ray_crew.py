@@ -27,6 +27,7 @@ from heterog.runtime.ranks.on_ray import (
     RankOnRay,
     actor_of,
     asked_of_nodes,
+    end_hosts,
     offers,
     placed,
     variables_of_ranks,
@@ -176,7 +177,8 @@ class RayCrew:
 
     def close(self, why: str) -> None:
         """See ``Crew``."""
-        end_hosts(self._ray, self._name, self._cluster.num_hosts)
+        lost = [number for number, host in enumerate(self._hosts) if not host.is_here]
+        end_job(self._ray, self._name, self._cluster.num_hosts, lost)
 
     # --- parts -----------------------------------------------------------------------------------
 
@@ -283,10 +285,12 @@ def host_name(job: str, number: int) -> str:
     return f"{job}-{number}"
 
 
-def end_hosts(ray: Any, job: str, num_hosts: int) -> None:
-    """End all that a job has in the cluster, but for its driver."""
+def end_job(ray: Any, job: str, num_hosts: int, lost: Sequence[int] = ()) -> None:
+    """End all that a job has in the cluster, but for who leads it."""
+    actors = []
     for number in range(num_hosts):
         with suppress(ValueError):
-            ray.kill(ray.get_actor(host_name(job, number)))
+            actor = ray.get_actor(host_name(job, number))
+            ray.kill(actor) if number in lost else actors.append(actor)
     with suppress(ValueError):
-        ray.util.remove_placement_group(ray.util.get_placement_group(job))
+        end_hosts(ray, ray.util.get_placement_group(job), actors)

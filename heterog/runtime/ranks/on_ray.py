@@ -100,11 +100,16 @@ def run_on_ray(
             assert isinstance(measured, dict)
             return measured
         finally:
-            asked_to_end = [host.actor.end.remote() for host in hosts]
-            ray.wait(asked_to_end, num_returns=len(hosts), timeout=END_S) if hosts else None
-            for host in hosts:
-                ray.kill(host.actor)
-            ray.util.remove_placement_group(group)
+            end_hosts(ray, group, [host.actor for host in hosts])
+
+
+def end_hosts(ray: Any, group: Any, actors: Sequence[Any]) -> None:
+    """End the actors of hosts with all that is theirs, and give their nodes back."""
+    asked = [actor.close.remote() for actor in actors]
+    ray.wait(asked, num_returns=len(asked), timeout=END_S) if asked else None
+    for actor in actors:
+        ray.kill(actor)
+    ray.util.remove_placement_group(group)
 
 
 def for_nodes(request: RunRequest) -> RunRequest:
@@ -327,6 +332,11 @@ class Host:
         """End the ranks."""
         with self._lock:
             end_ranks([rank.process for rank in self._running[1].values()])
+
+    def close(self) -> None:
+        """End the ranks and remove their files."""
+        self.end()
+        self._open.close()
 
     @property
     def _output(self) -> Path:
